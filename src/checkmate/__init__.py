@@ -1,0 +1,85 @@
+"""Checkmate: the fastest way to run a training step within a memory budget, with proof."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from checkmate.core.errors import (
+    CheckmateError,
+    FileFormatError,
+    GraphError,
+    InfeasibleBudgetError,
+    MissingExtraError,
+    OptionError,
+    PlanError,
+    PlanNotFoundError,
+    SolverError,
+    UnitError,
+    WrongGraphError,
+)
+from checkmate.core.files import read, write
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.plan import Compute, Free, Plan
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Reason, Result, Termination
+from checkmate.core.simulate import Timeline, simulate
+from checkmate.core.units import format_bytes, parse_bytes
+from checkmate.core.validate import Violation, validate
+from checkmate.solvers import Auto, BruteForce, KeepAll, LocalSearch, Milp
+from checkmate.solvers.solve import solve
+from checkmate.studies.min_budget import min_budget
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Auto",
+    "BruteForce",
+    "CheckmateError",
+    "Compute",
+    "FileFormatError",
+    "Free",
+    "Graph",
+    "GraphError",
+    "InfeasibleBudgetError",
+    "KeepAll",
+    "Limits",
+    "LocalSearch",
+    "Milp",
+    "MissingExtraError",
+    "Op",
+    "OptionError",
+    "Plan",
+    "PlanError",
+    "PlanNotFoundError",
+    "Problem",
+    "Reason",
+    "Result",
+    "SolverError",
+    "Termination",
+    "Timeline",
+    "UnitError",
+    "Value",
+    "Violation",
+    "WrongGraphError",
+    "format_bytes",
+    "min_budget",
+    "parse_bytes",
+    "read",
+    "simulate",
+    "solve",
+    "validate",
+    "write",
+]
+
+logging.getLogger("checkmate").addHandler(logging.NullHandler())
+
+_LAZY = ("torch", "plot", "cost")
+
+
+def __getattr__(name: str) -> Any:
+    """Load a front end at its first use, so that planning alone needs no framework."""
+    if name in _LAZY:
+        return importlib.import_module(f"checkmate.{name}")
+    raise AttributeError(f"module 'checkmate' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Graphs, plans and the account of memory. Needs numpy and msgspec, and no framework."""

@@ -1,0 +1,88 @@
+"""Every error that Checkmate raises, each also the builtin it is."""
+
+from __future__ import annotations
+
+
+class CheckmateError(Exception):
+    """Root of all errors of this package.
+
+    Args:
+        message: What was wrong: the argument, its value and the limit, in the user's units.
+        hint: What to do about it; printed after a blank line.
+
+    Examples:
+        >>> raise GraphError("op 3 reads value 9, which no op makes", hint="list the ops in a topological order")
+        Traceback (most recent call last):
+            ...
+        checkmate.core.errors.GraphError: op 3 reads value 9, which no op makes
+        <BLANKLINE>
+        hint: list the ops in a topological order
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{message}\n\nhint: {hint}" if hint else message)
+
+
+class GraphError(CheckmateError, ValueError):
+    """A graph that is not a valid DAG of ops and values."""
+
+
+class PlanError(CheckmateError, ValueError):
+    """A plan that cannot be run on its graph."""
+
+
+class WrongGraphError(PlanError):
+    """A plan that was made for another graph."""
+
+
+class UnitError(CheckmateError, ValueError):
+    """Text or a number that is not an amount of memory."""
+
+
+class OptionError(CheckmateError, ValueError):
+    """An option with an unknown name or an unusable value."""
+
+
+class FileFormatError(CheckmateError, ValueError):
+    """A file that is truncated, foreign or of a version this release does not read."""
+
+
+class InfeasibleBudgetError(CheckmateError, ValueError):
+    """A budget that no plan can keep.
+
+    Attributes:
+        budget_bytes: The budget that was asked for, resident bytes included.
+        floor_bytes: Proven: no plan of this graph peaks lower. Resident bytes included.
+        smallest_bytes: The smallest peak that a plan was found for, or None.
+        binding_op: Name of the op that sets the floor.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str = "",
+        budget_bytes: int = 0,
+        floor_bytes: int = 0,
+        smallest_bytes: int | None = None,
+        binding_op: str = "",
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
+        self.smallest_bytes = smallest_bytes
+        self.binding_op = binding_op
+
+
+class PlanNotFoundError(CheckmateError, RuntimeError):
+    """A solver stopped before it found a plan, and none is proven impossible."""
+
+
+class SolverError(CheckmateError, RuntimeError):
+    """A solver returned a plan or a bound that is wrong: a bug of the solver."""
+
+
+class MissingExtraError(CheckmateError, ImportError):
+    """An optional dependency that a call needs is not installed."""

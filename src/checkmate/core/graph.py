@@ -1,0 +1,322 @@
+"""The dataflow graph of one training step: ops that read and write values."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Literal, get_args
+
+import msgspec
+
+from checkmate.core.errors import GraphError
+
+Phase = Literal["forward", "loss", "backward", "optimizer"]
+
+
+class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One operation. Inputs and outputs are indices of values; what is resident is not listed.
+
+    Attributes:
+        name: Name for people, unique or not.
+        inputs: Values it reads.
+        outputs: Values it writes, all of them at every computation.
+        cost: Cost of one computation, in the graph's ``cost_unit``.
+        workspace_bytes: Bytes that live only while it runs.
+        replay_bytes: Bytes (a random generator's state) held from its first to its last
+            computation if it is computed more than once.
+        recomputable: False for what must run exactly once: mutations, collectives, effects.
+        clobbered_by: Ops that overwrite what it reads: it is never computed after one of them.
+        phase: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimizer"``.
+        kind: What it computes, such as ``aten.mm.default``.
+        source: Where it comes from: file and line, or module path.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    cost: int
+    workspace_bytes: int = 0
+    replay_bytes: int = 0
+    recomputable: bool = True
+    clobbered_by: tuple[int, ...] = ()
+    phase: Phase = "forward"
+    kind: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("inputs", "outputs", "clobbered_by"):
+            _set_indices(self, field)
+        for field in ("cost", "workspace_bytes", "replay_bytes"):
+            _set_amount(self, field)
+        if self.phase not in get_args(Phase):
+            raise GraphError(f"op {self.name!r}: phase {self.phase!r} is not one of {', '.join(get_args(Phase))}")
+
+
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One result of an op.
+
+    Attributes:
+        name: Name for people.
+        size_bytes: Bytes newly allocated for it; 0 for a view.
+        base: For a view, the value whose storage it shares, else None.
+        kept: Whether it must be live at the end: losses, gradients, updated buffers.
+    """
+
+    name: str
+    size_bytes: int
+    base: int | None = None
+    kept: bool = False
+
+    def __post_init__(self) -> None:
+        _set_amount(self, "size_bytes")
+        if self.base is not None:
+            msgspec.structs.force_setattr(self, "base", operator.index(self.base))
+            if self.size_bytes:
+                raise GraphError(
+                    f"value {self.name!r} is a view of value {self.base} and claims {self.size_bytes} bytes of its own",
+                    hint="a view allocates nothing: give it size_bytes=0, or no base",
+                )
+
+
+class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+    """A DAG of ops and values in a valid topological order.
+
+    Attributes:
+        ops: The ops, in an order in which they can run.
+        values: The values; each is an output of exactly one op.
+        order: Pairs (a, b) of ops: the first computation of a comes before the first of b.
+        resident_bytes: Bytes there before and after that no plan can change.
+        cost_unit: Unit of the costs.
+        name: Name for people.
+
+    Raises:
+        GraphError: A value that no op or more than one op makes, an op that reads what a later op
+            makes, a view without its base among what its op reads, a negative or fractional
+            amount, or an order that the listing itself breaks.
+
+    Examples:
+        >>> a, b = Value("a", 4), Value("b", 2, kept=True)
+        >>> graph = Graph((Op("f", (), (0,), cost=3), Op("g", (0,), (1,), cost=5)), (a, b))
+        >>> graph.cost, graph.producer
+        (8, (0, 1))
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    order: tuple[tuple[int, int], ...] = ()
+    resident_bytes: int = 0
+    cost_unit: str = "ns"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("ops", "values"):
+            msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
+        msgspec.structs.force_setattr(self, "order", tuple((operator.index(a), operator.index(b)) for a, b in self.order))
+        _set_amount(self, "resident_bytes")
+        _check_ops(self)
+        _check_views(self)
+        _check_order(self)
+
+    @classmethod
+    def from_dag(
+        cls,
+        *,
+        cost: Sequence[int],
+        size_bytes: Sequence[int],
+        edges: Iterable[tuple[int, int]],
+        backward: Sequence[bool] | None = None,
+        resident_bytes: int = 0,
+        names: Sequence[str] | None = None,
+        kept: Iterable[int] = (),
+        name: str = "",
+    ) -> Graph:
+        """Graph of one-op-one-value nodes, as in Jain et al. (2020).
+
+        Args:
+            cost: Cost of each node. Shape ``[node]``.
+            size_bytes: Bytes of each node's output. Shape ``[node]``.
+            edges: Pairs (u, v): v reads u. Every u < v.
+            backward: Whether each node belongs to the backward pass; none does by default.
+            resident_bytes: Parameters and whatever else is always there.
+            names: Name of each node; its index by default.
+            kept: Nodes whose values must be live at the end.
+            name: Name of the graph.
+
+        Raises:
+            GraphError: Lengths differ, or an edge does not go from a lower to a higher node.
+
+        Examples:
+            >>> chain = Graph.from_dag(cost=[1, 1, 2], size_bytes=[4, 4, 4], edges=[(0, 1), (1, 2)])
+            >>> chain.ops[2].inputs
+            (1,)
+        """
+        count = len(cost)
+        labels = [str(i) for i in range(count)] if names is None else list(names)
+        phases: list[bool] = [False] * count if backward is None else list(backward)
+        if not count == len(size_bytes) == len(labels) == len(phases):
+            raise GraphError(
+                f"cost, size_bytes, names and backward describe {count}, {len(size_bytes)}, {len(labels)} and {len(phases)} nodes",
+                hint="give each of them one entry a node",
+            )
+        inputs: list[dict[int, None]] = [{} for _ in range(count)]
+        for u, v in edges:
+            if not 0 <= u < v < count:
+                raise GraphError(
+                    f"edge ({u}, {v}) does not go from a lower to a higher node of 0..{count - 1}",
+                    hint="number the nodes in a topological order; a cycle has none",
+                )
+            inputs[v][operator.index(u)] = None
+        keep = set(kept)
+        return cls(
+            ops=tuple(
+                Op(labels[i], tuple(sorted(inputs[i])), (i,), cost[i], phase="backward" if phases[i] else "forward")
+                for i in range(count)
+            ),
+            values=tuple(Value(labels[i], size_bytes[i], kept=i in keep) for i in range(count)),
+            resident_bytes=resident_bytes,
+            name=name,
+        )
+
+    @cached_property
+    def producer(self) -> tuple[int, ...]:
+        """Op that makes each value. Shape ``[value]``."""
+        made = [-1] * len(self.values)
+        for o, op in enumerate(self.ops):
+            for v in op.outputs:
+                made[v] = o
+        return tuple(made)
+
+    @cached_property
+    def root(self) -> tuple[int, ...]:
+        """Value that owns the storage of each value: itself unless it is a view. Shape ``[value]``."""
+        roots: list[int] = []
+        for v, value in enumerate(self.values):
+            roots.append(v if value.base is None else self._root_of(v))
+        return tuple(roots)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Ops that read each value, ascending. Shape ``[value]`` of tuples."""
+        ops: list[list[int]] = [[] for _ in self.values]
+        for o, op in enumerate(self.ops):
+            for v in dict.fromkeys(op.inputs):
+                ops[v].append(o)
+        return tuple(tuple(r) for r in ops)
+
+    @property
+    def cost(self) -> int:
+        """Cost of computing every op once."""
+        return sum(op.cost for op in self.ops)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all that decides whether a plan is valid and what it holds: not of costs or names."""
+        facts = (
+            self.resident_bytes,
+            self.order,
+            [(o.inputs, o.outputs, o.workspace_bytes, o.replay_bytes, o.recomputable, o.clobbered_by, o.kind) for o in self.ops],
+            [(v.size_bytes, v.base, v.kept) for v in self.values],
+        )
+        return "sha256:" + hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
+
+    def _root_of(self, v: int) -> int:
+        while (base := self.values[v].base) is not None:
+            v = base
+        return v
+
+
+def view_source(graph: Graph, v: int) -> int:
+    """Value whose storage instance a new instance of view ``v`` shares.
+
+    That is its base if its op reads or writes the base itself, else the first value with the same
+    storage that its op reads: a view of a view names the storage's owner as its base.
+    """
+    base = graph.values[v].base
+    assert base is not None
+    op = graph.ops[graph.producer[v]]
+    if base in op.inputs or base in op.outputs:
+        return base
+    root = graph.root[v]
+    return next(u for u in op.inputs if graph.root[u] == root)
+
+
+def _set_indices(owner: Op, field: str) -> None:
+    try:
+        indices = tuple(operator.index(i) for i in getattr(owner, field))
+    except TypeError:
+        raise GraphError(f"op {owner.name!r}: {field}={getattr(owner, field)!r} are not indices") from None
+    msgspec.structs.force_setattr(owner, field, indices)
+
+
+def _set_amount(owner: Op | Value | Graph, field: str) -> None:
+    amount = getattr(owner, field)
+    try:
+        whole = operator.index(amount)
+    except TypeError:
+        raise GraphError(
+            f"{type(owner).__name__} {owner.name!r}: {field}={amount!r} is not an integer",
+            hint="sizes are exact bytes and costs whole units: round them first",
+        ) from None
+    if whole < 0 or isinstance(amount, bool):
+        raise GraphError(f"{type(owner).__name__} {owner.name!r}: {field}={amount!r} must be zero or more")
+    msgspec.structs.force_setattr(owner, field, whole)
+
+
+def _check_ops(graph: Graph) -> None:
+    made: dict[int, int] = {}
+    for o, op in enumerate(graph.ops):
+        for v in op.inputs:
+            if v not in made:
+                what = "does not exist" if not 0 <= v < len(graph.values) else "no earlier op makes"
+                raise GraphError(
+                    f"op {o} ({op.name!r}) reads value {v}, which {what}",
+                    hint="list the ops in a topological order; a cycle has none",
+                )
+        for v in op.outputs:
+            if not 0 <= v < len(graph.values):
+                raise GraphError(f"op {o} ({op.name!r}) writes value {v} of {len(graph.values)}")
+            if v in made:
+                raise GraphError(f"value {v} ({graph.values[v].name!r}) is written by op {made[v]} and op {o}")
+            made[v] = o
+    for v, value in enumerate(graph.values):
+        if v not in made:
+            raise GraphError(
+                f"value {v} ({value.name!r}) is written by no op",
+                hint="what is there before the step is resident: count it in resident_bytes and list it nowhere",
+            )
+
+
+def _check_views(graph: Graph) -> None:
+    for v, value in enumerate(graph.values):
+        if value.base is None:
+            continue
+        seen = {v}
+        u: int | None = value.base
+        while u is not None:
+            if not 0 <= u < len(graph.values) or u in seen:
+                raise GraphError(f"value {v} ({value.name!r}) is a view of value {u}, which is no other value")
+            seen.add(u)
+            u = graph.values[u].base
+    roots = graph.root
+    for v, value in enumerate(graph.values):
+        if value.base is None:
+            continue
+        op = graph.ops[graph.producer[v]]
+        if value.base not in op.outputs and all(roots[u] != roots[v] for u in op.inputs):
+            raise GraphError(
+                f"value {v} ({value.name!r}) is a view of value {value.base}, whose storage its op {op.name!r} does not read",
+                hint="a view is made by an op that reads its base or another view of it",
+            )
+
+
+def _check_order(graph: Graph) -> None:
+    count = len(graph.ops)
+    pairs = [*graph.order, *((o, c) for o, op in enumerate(graph.ops) for c in op.clobbered_by)]
+    for a, b in pairs:
+        if not 0 <= a < b < count:
+            raise GraphError(
+                f"op {a} must come before op {b}, and the ops are not listed so",
+                hint="list the ops in an order that keeps `order` and `clobbered_by`",
+            )

@@ -1,0 +1,199 @@
+"""Evaluation plans: what to compute and what to free, in execution order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from checkmate.core.errors import PlanError
+from checkmate.core.graph import Graph
+
+BoolMatrix = npt.NDArray[np.bool_]
+
+
+class Compute(msgspec.Struct, frozen=True, tag_field="step", tag="compute", forbid_unknown_fields=True):
+    """Run an op: every output gets a new instance.
+
+    Attributes:
+        op: Index of the op.
+    """
+
+    op: int
+
+
+class Free(msgspec.Struct, frozen=True, tag_field="step", tag="free", forbid_unknown_fields=True):
+    """Let go of the newest instance of a value; its storage goes with the last instance that shares it.
+
+    Attributes:
+        value: Index of the value.
+    """
+
+    value: int
+
+
+Step = Compute | Free
+
+
+class Stages(NamedTuple):
+    """A plan as the matrices of Jain et al. (2020).
+
+    Attributes:
+        R: Whether an op is computed in a stage. Shape ``[stage, op]``.
+        S: Whether an output of an op is held when a stage begins. Shape ``[stage, op]``.
+    """
+
+    R: BoolMatrix
+    S: BoolMatrix
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Steps in execution order.
+
+    Attributes:
+        steps: `Compute` and `Free` steps; an op may be computed any number of times.
+        graph_digest: Digest of the graph it was made for, or "" where it was written by hand.
+
+    Examples:
+        >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
+        >>> Plan.from_order(chain, [0, 1]).steps
+        (Compute(op=0), Compute(op=1), Free(value=0))
+    """
+
+    steps: tuple[Step, ...]
+    graph_digest: str = ""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "steps", tuple(self.steps))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Ops in the order in which they are computed, repetitions included."""
+        return tuple(step.op for step in self.steps if isinstance(step, Compute))
+
+    @classmethod
+    def from_order(cls, graph: Graph, order: Iterable[int]) -> Plan:
+        """Plan that computes ``order`` and frees every value at its earliest place.
+
+        A value goes right after its last read before its op is computed again; one that nobody
+        reads goes at once. Kept values stay.
+
+        Raises:
+            PlanError: An op index is out of range, or an op reads what no earlier op of
+                ``order`` has made.
+        """
+        return _with_frees(graph, [int(o) for o in order], {})
+
+    def stages(self, graph: Graph) -> Stages:
+        """The matrices R and S of the plan.
+
+        A stage ends with the first computation of an op, as in the paper, and also where the order
+        inside it would not ascend any more, so that R alone gives the order back.
+
+        Raises:
+            PlanError: The plan has an index out of range.
+        """
+        rows: list[list[int]] = [[]]
+        held: list[set[int]] = [set()]
+        live: set[int] = set()
+        computed: set[int] = set()
+        advanced = False
+        for step in self.steps:
+            if isinstance(step, Free):
+                live.discard(step.value)
+                continue
+            op = step.op
+            if not 0 <= op < len(graph.ops):
+                raise PlanError(f"the plan computes op {op} of {len(graph.ops)}")
+            if advanced or (rows[-1] and op <= rows[-1][-1]):
+                rows.append([])
+                held.append({graph.producer[v] for v in live})
+            rows[-1].append(op)
+            advanced = op not in computed
+            computed.add(op)
+            live.update(graph.ops[op].outputs)
+        R = np.zeros((len(rows), len(graph.ops)), dtype=np.bool_)
+        S = np.zeros_like(R)
+        for t, (row, hold) in enumerate(zip(rows, held, strict=True)):
+            R[t, row] = True
+            S[t, sorted(hold)] = True
+        return Stages(R, S)
+
+    @classmethod
+    def from_stages(cls, graph: Graph, R: npt.ArrayLike, S: npt.ArrayLike) -> Plan:
+        """Plan of the paper's matrices; the inverse of `stages`.
+
+        Every value is freed at its earliest place, but not before the last stage into which S
+        carries it.
+
+        Args:
+            graph: The graph.
+            R: Ops computed in each stage, ascending inside it. Shape ``[stage, op]``.
+            S: Ops with an output held when a stage begins. Shape ``[stage, op]``.
+
+        Raises:
+            PlanError: The shapes are wrong, or a stage reads what it neither makes nor is handed.
+        """
+        R, S = np.asarray(R, dtype=np.bool_), np.asarray(S, dtype=np.bool_)
+        if R.ndim != 2 or R.shape != S.shape or R.shape[1] != len(graph.ops):
+            raise PlanError(f"R and S have shapes {R.shape} and {S.shape}, not [stage, {len(graph.ops)}]")
+        order: list[int] = []
+        starts: list[int] = []
+        for t in range(R.shape[0]):
+            starts.append(len(order))
+            made: set[int] = set()
+            for o in np.flatnonzero(R[t]).tolist():
+                for v in graph.ops[o].inputs:
+                    p = graph.producer[v]
+                    if p not in made and not S[t, p]:
+                        raise PlanError(f"stage {t} computes op {o}, which reads op {p}: neither held nor computed in it")
+                made.add(o)
+                order.append(o)
+        return _with_frees(graph, order, _carried(graph, R, S, order, starts))
+
+
+def _carried(graph: Graph, R: BoolMatrix, S: BoolMatrix, order: list[int], starts: list[int]) -> dict[tuple[int, int], int]:
+    """Position that each instance (op, position of its computation) is carried to by S."""
+    until: dict[tuple[int, int], int] = {}
+    newest: dict[int, int] = {}
+    for t, start in enumerate(starts):
+        for o in np.flatnonzero(S[t]).tolist():
+            if o in newest and start:
+                until[o, newest[o]] = start - 1
+        stop = starts[t + 1] if t + 1 < len(starts) else len(order)
+        for p in range(start, stop):
+            newest[order[p]] = p
+    # An op with several outputs is carried as a whole by S; only what is read again has to be.
+    return until if all(len(op.outputs) <= 1 for op in graph.ops) else {}
+
+
+def _with_frees(graph: Graph, order: Sequence[int], until: dict[tuple[int, int], int]) -> Plan:
+    count = len(graph.ops)
+    newest: dict[int, int] = {}  # value -> position of the computation that made its newest instance
+    last: dict[tuple[int, int], int] = {}  # (value, position made) -> position of its last read
+    for p, o in enumerate(order):
+        if not 0 <= o < count:
+            raise PlanError(f"the order computes op {o} of {count}")
+        for v in graph.ops[o].inputs:
+            if v not in newest:
+                raise PlanError(
+                    f"position {p} computes op {o} ({graph.ops[o].name!r}), which reads value {v} ({graph.values[v].name!r}) "
+                    "before any op has made it"
+                )
+            last[v, newest[v]] = p
+        for v in graph.ops[o].outputs:
+            newest[v] = p
+            last[v, p] = max(p, until.get((o, p), p))
+    frees: list[list[int]] = [[] for _ in order]
+    for (v, made), p in last.items():
+        if graph.values[v].kept and newest[v] == made:
+            continue
+        frees[p].append(v)
+    steps: list[Step] = []
+    for p, o in enumerate(order):
+        steps.append(Compute(o))
+        steps.extend(Free(v) for v in sorted(frees[p]))
+    return Plan(tuple(steps), graph.digest)

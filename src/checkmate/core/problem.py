@@ -1,0 +1,68 @@
+"""A question to a solver: the cheapest plan of a graph within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.simulate import simulate
+from checkmate.core.units import Amount, parse_budget
+
+
+def keep_all_bytes(graph: Graph) -> int:
+    """Peak of computing every op once in the graph's own order, resident bytes included."""
+    return simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Problem:
+    """Find the cheapest plan of a graph that never holds more than a budget.
+
+    Attributes:
+        graph: The graph.
+        budget_bytes: The most bytes at any moment, resident bytes included.
+        recompute: ``"forward"`` allows only forward ops to be computed again.
+        reorder: False makes first computations follow the graph's own order.
+
+    Examples:
+        >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
+        >>> Problem(chain, "1KiB").budget_bytes, Problem(chain, "50%").budget_bytes
+        (1024, 3)
+    """
+
+    graph: Graph
+    budget_bytes: int
+    recompute: Literal["all", "forward"]
+    reorder: bool
+
+    def __init__(
+        self, graph: Graph, budget_bytes: Amount, recompute: Literal["all", "forward"] = "all", reorder: bool = True
+    ) -> None:
+        """Make a problem.
+
+        Args:
+            graph: The graph.
+            budget_bytes: Bytes, or text: ``"8GiB"`` is a total, resident bytes included; ``"70%"``
+                is resident bytes plus 70 % of what keeping everything takes above them.
+            recompute: Which ops may be computed again.
+            reorder: Whether first computations may leave the graph's own order.
+
+        Raises:
+            UnitError: The budget cannot be read.
+            OptionError: ``recompute`` is neither ``"all"`` nor ``"forward"``.
+        """
+        if recompute not in ("all", "forward"):
+            raise OptionError(f"recompute={recompute!r} is neither 'all' nor 'forward'")
+        share = isinstance(budget_bytes, str) and "%" in budget_bytes
+        budget = parse_budget(
+            budget_bytes, resident_bytes=graph.resident_bytes, keep_all_bytes=keep_all_bytes(graph) if share else 0
+        )
+        for name, value in (("graph", graph), ("budget_bytes", budget), ("recompute", recompute), ("reorder", bool(reorder))):
+            object.__setattr__(self, name, value)
+
+    def replace_budget(self, budget_bytes: int) -> Problem:
+        """The same question with another budget."""
+        return Problem(self.graph, budget_bytes, self.recompute, self.reorder)

@@ -1,0 +1,115 @@
+"""Amounts of memory as people write them, at the edge; everything inside counts integer bytes."""
+
+from __future__ import annotations
+
+import operator
+import re
+
+from checkmate.core.errors import UnitError
+
+_BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
+_HINT = "write an amount such as '8GiB', '512 MB' or '70%', or give an integer number of bytes"
+
+Amount = int | float | str
+"""What a budget may be given as: bytes, or text such as ``"8GiB"`` or ``"70%"``."""
+
+
+def parse_bytes(amount: Amount) -> int:
+    """Bytes of an amount: ``"8GiB"`` is 8 * 2**30, ``"8GB"`` is 8 * 10**9, a number is bytes.
+
+    Raises:
+        UnitError: The text cannot be read, or the amount is negative or not whole.
+
+    Examples:
+        >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(7)
+        (1536, 2000000000, 7)
+    """
+    if isinstance(amount, str):
+        number, unit = _split(amount)
+        if unit == "%":
+            raise UnitError(f"{amount!r} is a share, and an amount in bytes is needed here", hint=_HINT)
+        scale = {**_BINARY, **_DECIMAL}.get(unit.lower())
+        if scale is None:
+            raise UnitError(f"unknown unit {unit!r} in {amount!r}", hint=_HINT)
+        return round(number * scale)
+    return _whole(amount)
+
+
+def parse_budget(amount: Amount, *, resident_bytes: int, keep_all_bytes: int) -> int:
+    """Bytes of a budget: as `parse_bytes`, and ``"70%"`` of what keeping everything takes.
+
+    A share counts above what is resident anyway: ``"70%"`` is ``resident_bytes`` plus 70 % of
+    ``keep_all_bytes - resident_bytes``, rounded down.
+
+    Args:
+        amount: The budget as the user wrote it.
+        resident_bytes: What is there before and after and no plan can change.
+        keep_all_bytes: Peak of keeping everything, resident bytes included.
+
+    Raises:
+        UnitError: The text cannot be read, or the amount is negative or not whole.
+
+    Examples:
+        >>> parse_budget("50%", resident_bytes=100, keep_all_bytes=300)
+        200
+    """
+    if isinstance(amount, str) and amount.strip().endswith("%"):
+        share, unit = _split(amount)
+        if unit != "%":
+            raise UnitError(f"cannot read {amount!r} as a share", hint=_HINT)
+        return resident_bytes + int((keep_all_bytes - resident_bytes) * share / 100)
+    return parse_bytes(amount)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """An amount for people, in binary units.
+
+    Examples:
+        >>> format_bytes(0), format_bytes(1536), format_bytes(8 * 2**30)
+        ('0 B', '1.50 KiB', '8.00 GiB')
+    """
+    size = float(size_bytes)
+    if abs(size) < 1024:
+        return f"{size_bytes} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if abs(size) < 1024:
+            return f"{size:.2f} {unit}"
+    return f"{size / 1024:.2f} TiB"
+
+
+def format_at_least(size_bytes: int) -> str:
+    """An amount that `parse_bytes` reads back as no less than ``size_bytes``: for hints.
+
+    Examples:
+        >>> format_at_least(2**30 + 1), parse_bytes(format_at_least(2**30 + 1)) > 2**30
+        ('1.01GiB', True)
+    """
+    scale, unit = next(((s, u) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if size_bytes >= s), (1, "B"))
+    if scale == 1:
+        return f"{size_bytes}B"
+    hundredths = -(-size_bytes * 100 // scale)
+    return f"{hundredths // 100}.{hundredths % 100:02d}{unit}"
+
+
+def _split(text: str) -> tuple[float, str]:
+    match = _AMOUNT.match(text)
+    if match is None:
+        raise UnitError(f"cannot read {text!r} as an amount of memory", hint=_HINT)
+    return float(match[1]), match[2]
+
+
+def _whole(amount: int | float) -> int:
+    if isinstance(amount, bool):
+        raise UnitError(f"{amount!r} is not an amount of memory", hint=_HINT)
+    if isinstance(amount, float) and amount.is_integer():
+        amount = int(amount)
+    try:
+        whole = operator.index(amount)  # type: ignore[arg-type]
+    except TypeError:
+        raise UnitError(f"{amount!r} is not a whole number of bytes", hint=_HINT) from None
+    if whole < 0:
+        raise UnitError(f"{amount} bytes is negative", hint=_HINT)
+    return whole

@@ -1,0 +1,115 @@
+"""One solve under way: the clock, the best plan, the best bound and their history."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from checkmate.core.errors import PlanError, SolverError
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Progress, Termination
+from checkmate.core.simulate import simulate
+
+_log = logging.getLogger(__name__)
+
+OnProgress = Callable[[Progress], None]
+
+
+class Solver(Protocol):
+    """Anything that looks for plans: a frozen dataclass of its own options."""
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        """Search until a limit of the session is met.
+
+        Plans go to `Session.offer` and proven bounds to `Session.prove` as soon as they are there, so
+        that nothing is lost when the user interrupts. What is returned says only why it ended.
+        """
+        ...
+
+
+class Session:
+    """What a solver tells of its search, and what it may still use.
+
+    Attributes:
+        problem: The problem.
+        limits: The limits of the solve.
+        plan: The best plan so far that keeps the budget, or None.
+        cost: Its cost, or None.
+        bound: The best proven lower bound so far; infinite if no plan keeps the budget.
+        history: Improvements so far.
+        remarks: What a solver wants to say, in words.
+    """
+
+    def __init__(self, problem: Problem, limits: Limits, on_progress: OnProgress | None = None) -> None:
+        self.problem = problem
+        self.limits = limits
+        self.plan: Plan | None = None
+        self.cost: int | None = None
+        self.bound: float = float(problem.graph.cost)
+        self.history: list[Progress] = []
+        self.remarks: list[str] = []
+        self._on_progress = on_progress
+        self._started = time.perf_counter()
+
+    def elapsed_s(self) -> float:
+        """Wall seconds since the solve began."""
+        return time.perf_counter() - self._started
+
+    def left_s(self) -> float:
+        """Wall seconds left, possibly infinite, never negative."""
+        return math.inf if self.limits.time_s is None else max(0.0, self.limits.time_s - self.elapsed_s())
+
+    @property
+    def gap(self) -> float:
+        """Share of the best cost that may be left to gain; 1 without a plan."""
+        if self.cost is None:
+            return 1.0
+        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether the search may stop: the gap is met, the time is up or the budget is proven too small."""
+        return self.gap <= self.limits.gap or self.left_s() <= 0 or math.isinf(self.bound)
+
+    def offer(self, order: Iterable[int]) -> bool:
+        """Take the plan of an order of computations if it keeps the budget and is the cheapest yet.
+
+        Raises:
+            SolverError: The order cannot be run.
+        """
+        try:
+            plan = Plan.from_order(self.problem.graph, order)
+        except PlanError as error:
+            raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
+        timeline = simulate(self.problem.graph, plan)
+        if timeline.peak_bytes > self.problem.budget_bytes or (self.cost is not None and timeline.cost >= self.cost):
+            return False
+        self.plan, self.cost = plan, timeline.cost
+        self._record()
+        return True
+
+    def prove(self, bound: float) -> None:
+        """Note a proven lower bound on every plan's cost; infinite: no plan keeps the budget.
+
+        Costs are whole, so a bound is rounded up, less a millionth for the arithmetic behind it.
+        """
+        if math.isfinite(bound):
+            bound = float(math.ceil(bound - 1e-6 * max(1.0, abs(bound))))
+        if bound > self.bound:
+            self.bound = bound
+            self._record()
+
+    def remark(self, text: str) -> None:
+        """Say something for the result's remarks."""
+        self.remarks.append(text)
+        _log.info(text)
+
+    def _record(self) -> None:
+        point = Progress(self.elapsed_s(), self.cost, self.bound)
+        self.history.append(point)
+        if self._on_progress is not None:
+            self._on_progress(point)

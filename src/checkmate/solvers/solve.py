@@ -1,0 +1,139 @@
+"""The one verb of planning: find a plan, check it, and fill in every number."""
+
+from __future__ import annotations
+
+import math
+
+from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError, SolverError
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Reason, Result, Termination
+from checkmate.core.simulate import simulate
+from checkmate.core.units import format_at_least, format_bytes
+from checkmate.core.validate import validate
+from checkmate.solvers.auto import Auto
+from checkmate.solvers.session import OnProgress, Session, Solver
+from checkmate.solvers.smallest import Smallest, smallest_peak
+
+
+def solve(
+    problem: Problem,
+    solver: Solver | None = None,
+    *,
+    limits: Limits | None = None,
+    on_progress: OnProgress | None = None,
+    raise_on_failure: bool = True,
+) -> Result:
+    """The cheapest plan that a solver finds, checked, with a proof of how far from the best it is.
+
+    What a solver says is a claim: its plan is validated and simulated here, and every number of the
+    result comes from that. Ctrl-C returns the best plan so far.
+
+    Args:
+        problem: Graph and budget.
+        solver: How to look; `Auto` by default.
+        limits: Time, gap, threads and seed.
+        on_progress: Called with every improvement of the cost or the bound.
+        raise_on_failure: Whether no plan is an exception; otherwise ``result.plan`` is None.
+
+    Returns:
+        The result.
+
+    Raises:
+        InfeasibleBudgetError: Proven: no plan keeps the budget.
+        PlanNotFoundError: No plan was found within the limits.
+        SolverError: The solver returned a plan that does not hold; a bug of the solver.
+
+    Examples:
+        >>> import checkmate
+        >>> chain = checkmate.Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])
+        >>> checkmate.solve(checkmate.Problem(chain, 12)).overhead
+        1.0
+    """
+    solver = Auto() if solver is None else solver
+    session = Session(problem, Limits() if limits is None else limits, on_progress)
+    try:
+        termination = solver.run(problem, session)
+    except KeyboardInterrupt:
+        if session.plan is None:
+            raise
+        termination = Termination(Reason.FEASIBLE, limit="interrupt", detail="interrupted; the best plan so far")
+    result = _checked(problem, solver, session, termination)
+    if result.plan is None and raise_on_failure:
+        _refuse(problem, result)
+    return result
+
+
+def _checked(problem: Problem, solver: Solver, session: Session, termination: Termination) -> Result:
+    graph, plan = problem.graph, session.plan
+    cost = peak = overhead = gap = None
+    if plan is not None:
+        broken = validate(graph, plan, problem.budget_bytes, recompute=problem.recompute, reorder=problem.reorder)
+        if broken:
+            error = SolverError(f"{solver!r} returned a plan that does not hold: {broken[0].message}")
+            error.add_note(f"graph {graph.digest}, budget {problem.budget_bytes}; {len(broken)} violations")
+            raise error
+        timeline = simulate(graph, plan)
+        cost, peak = timeline.cost, timeline.peak_bytes
+        if session.bound > cost:
+            raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of its own plan")
+        overhead = cost / graph.cost if graph.cost else 1.0
+        gap = session.gap
+        reason = Reason.OPTIMAL if cost - session.bound < 1 else Reason.FEASIBLE
+        limit = "" if reason is Reason.OPTIMAL else termination.limit or _limit_met(session)
+        termination = Termination(reason, limit, termination.detail)
+    elif math.isinf(session.bound):
+        termination = Termination(Reason.INFEASIBLE, "", termination.detail)
+    elif termination.reason is not Reason.NOT_FOUND:
+        termination = Termination(Reason.NOT_FOUND, termination.limit, termination.detail)
+    return Result(
+        plan=plan,
+        cost=cost,
+        overhead=overhead,
+        peak_bytes=peak,
+        budget_bytes=problem.budget_bytes,
+        bound=session.bound,
+        gap=gap,
+        termination=termination,
+        solver=repr(solver),
+        elapsed_s=session.elapsed_s(),
+        history=tuple(session.history),
+        remarks=tuple(session.remarks),
+    )
+
+
+def _limit_met(session: Session) -> str:
+    if session.gap <= session.limits.gap:
+        return "gap"
+    return "time" if session.left_s() <= 0 else ""
+
+
+def _refuse(problem: Problem, result: Result) -> None:
+    smallest = smallest_peak(problem)
+    budget = format_bytes(problem.budget_bytes)
+    found = (
+        f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
+        if smallest.peak_bytes is not None
+        else "no plan was found for any budget"
+    )
+    floor = f"no plan of any order takes less than {format_bytes(smallest.floor_bytes)}: {smallest.why}"
+    hint = (
+        f"raise the budget to at least {format_at_least(smallest.peak_bytes)}, or lower the batch size"
+        if smallest.peak_bytes is not None
+        else "lower the batch size"
+    )
+    if result.termination.reason is Reason.INFEASIBLE:
+        below = _below(problem.budget_bytes, smallest)
+        raise InfeasibleBudgetError(
+            f"budget {budget} is {below}; {found}; {floor}",
+            hint=hint,
+            budget_bytes=problem.budget_bytes,
+            floor_bytes=smallest.floor_bytes,
+            smallest_bytes=smallest.peak_bytes,
+            binding_op=smallest.binding_op,
+        )
+    detail = f" ({result.termination.detail})" if result.termination.detail else ""
+    raise PlanNotFoundError(f"no plan was found within {budget} by {result.solver}{detail}; {found}; {floor}", hint=hint)
+
+
+def _below(budget_bytes: int, smallest: Smallest) -> str:
+    return "below the smallest possible peak" if budget_bytes < smallest.floor_bytes else "proven too small"
