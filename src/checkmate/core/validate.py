@@ -44,7 +44,8 @@ def validate(
         plan: The plan.
         budget_bytes: The most bytes it may hold at any step, resident bytes included.
         recompute: ``"forward"`` if only forward ops may be computed again.
-        reorder: False if first computations must follow the graph's own order.
+        reorder: False if first computations must follow the graph's own order; ops that only make
+            views compute nothing and may move.
 
     Returns:
         The violations, in the order of their steps.
@@ -169,11 +170,18 @@ def _check_counts(graph: Graph, runs: dict[int, list[int]], end: int, found: lis
 
 
 def _check_sequence(graph: Graph, runs: dict[int, list[int]], found: list[Violation], reorder: bool) -> None:
-    pairs = list(graph.order) if reorder else [*graph.order, *((o - 1, o) for o in range(1, len(graph.ops)))]
+    pairs = list(graph.order)
+    if not reorder:
+        own = [o for o, op in enumerate(graph.ops) if not _only_views(graph, op.outputs)]
+        pairs += zip(own, own[1:], strict=False)
     for position, (a, b) in enumerate(pairs):
         if a in runs and b in runs and runs[b][0] < runs[a][0]:
             rule: Rule = "order" if position < len(graph.order) else "reorder"
             found.append(Violation(rule, runs[b][0], f"op {b} is first computed before op {a}"))
+
+
+def _only_views(graph: Graph, outputs: tuple[int, ...]) -> bool:
+    return bool(outputs) and all(graph.values[v].base is not None for v in outputs)
 
 
 def _check_budget(graph: Graph, plan: Plan, table: _Table, budget_bytes: int) -> list[Violation]:

@@ -15,6 +15,10 @@ from checkmate.solvers.session import OnProgress, Session, Solver
 from checkmate.solvers.smallest import Smallest, smallest_peak
 
 
+_PROOF_TOLERANCE = 2e-6
+"""Gap that counts as none: engines prove to a millionth."""
+
+
 def solve(
     problem: Problem,
     solver: Solver | None = None,
@@ -78,7 +82,8 @@ def _checked(problem: Problem, solver: Solver, session: Session, termination: Te
             raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of its own plan")
         overhead = cost / graph.cost if graph.cost else 1.0
         gap = session.gap
-        reason = Reason.OPTIMAL if cost - session.bound < 1 else Reason.FEASIBLE
+        proven = cost - session.bound < 1 or session.gap <= _PROOF_TOLERANCE
+        reason = Reason.OPTIMAL if proven else Reason.FEASIBLE
         limit = "" if reason is Reason.OPTIMAL else termination.limit or _limit_met(session)
         termination = Termination(reason, limit, termination.detail)
     elif math.isinf(session.bound):

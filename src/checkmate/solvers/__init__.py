@@ -1,0 +1,11 @@
+"""Solvers: each a frozen dataclass of its own options, in one file."""
+
+from checkmate.solvers.auto import Auto
+from checkmate.solvers.brute_force import BruteForce
+from checkmate.solvers.keep_all import KeepAll
+from checkmate.solvers.local_search import LocalSearch
+from checkmate.solvers.milp import Milp
+from checkmate.solvers.registry import available
+from checkmate.solvers.session import Session, Solver
+
+__all__ = ["Auto", "BruteForce", "KeepAll", "LocalSearch", "Milp", "Session", "Solver", "available"]

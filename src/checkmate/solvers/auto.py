@@ -1,0 +1,162 @@
+"""The default: reduce, bound, search, and let bound and search feed each other until the gap is met."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from checkmate.core.problem import Problem
+from checkmate.core.result import Reason, Termination
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session
+
+if TYPE_CHECKING:
+    from checkmate.solvers.bounds.event_cuts import CutModel
+    from checkmate.solvers.evict.search import Search
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Local search for plans and event cuts for the proof, each started from what the other found.
+
+    Attributes:
+        rounds: Most rounds of refinement; each costs some seconds on a thousand ops.
+    """
+
+    rounds: int = 6
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        """Search and prove until a limit of the session is met."""
+        from checkmate.solvers.bounds.floor import floor
+
+        lowest = floor(problem.graph)
+        if lowest.peak_bytes > problem.budget_bytes:
+            session.prove(math.inf)
+            return Termination(Reason.INFEASIBLE, detail=lowest.why)
+        session.offer(range(len(problem.graph.ops)))
+        if session.done:
+            return Termination(Reason.FEASIBLE)
+        _Run(problem, session).run(self.rounds)
+        if session.plan is None:
+            return Termination(Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="search and cuts found none")
+        return Termination(Reason.FEASIBLE)
+
+
+class _Run:
+    """One run of `Auto` on a folded problem."""
+
+    def __init__(self, problem: Problem, session: Session) -> None:
+        from checkmate.solvers.bounds.event_cuts import CutModel
+
+        self.session = session
+        self.fold = FoldViews.of(problem.graph)
+        self.folded = self.fold.apply(problem)
+        self.graph = self.folded.graph
+        self.any_order = CutModel(self.folded)
+        self.once = max(1, self.graph.cost)
+
+    def run(self, rounds: int) -> None:
+        searches = self._first_plans()
+        if self.session.done:
+            return
+        event = self._prove_single(searches)
+        if self.session.done or event is None:
+            return
+        self._refine(searches, event, rounds)
+
+    def offer(self, order: list[int]) -> bool:
+        return self.session.offer(self.fold.invert(order))
+
+    def prove(self, share: float) -> None:
+        """Take a bound as extra cost over computing each op of the folded graph once."""
+        if share > -1:
+            self.session.prove(self.once * (1 + share) + self.fold.view_cost)
+
+    def best_share(self) -> float:
+        if self.session.cost is None:
+            return math.inf
+        return (self.session.cost - self.fold.view_cost) / self.once - 1
+
+    def out_of_time(self) -> bool:
+        return self.session.left_s() <= 0
+
+    def _first_plans(self) -> list[Search]:
+        """A search for each list of targets, those with a plan first."""
+        from checkmate.solvers.evict.search import Search
+        from checkmate.solvers.local_search import suggested_decodes
+        from checkmate.solvers.targets import target_lists
+
+        searches: list[Search] = []
+        for late in target_lists(self.folded):
+            search = Search(self.folded, late, self.session.limits.seed)
+            searches.append(search)
+            if search.first(out_of_time=self.out_of_time):
+                self.offer(search.order())
+                if self.session.done:
+                    return searches
+                search.improve(suggested_decodes(len(self.graph.ops)) // 10, 2e-4, self.out_of_time)
+                self.offer(search.order())
+        return sorted(searches, key=lambda search: search.best_cost)
+
+    def _prove_single(self, searches: list[Search]) -> int | None:
+        """Bound by single events where the plans are fullest; returns the best event."""
+        from checkmate.solvers.bounds.refine import first_bytes, separated_peaks, single_cuts
+
+        count = len(self.graph.ops)
+        rank = {o: o for o in range(count)}
+        events: dict[int, None] = {o: None for o, op in enumerate(self.graph.ops) if op.phase == "loss"}
+        orders = [list(range(count)), *(search.order() for search in searches if math.isfinite(search.best_cost))]
+        for order in orders[:3]:
+            held = first_bytes(self.graph, order)
+            events.update(dict.fromkeys(separated_peaks(held, rank, 14, max(1, count // 56))))
+        until = self.session.elapsed_s() + max(2.0, 0.2 * min(60.0, self.session.left_s()))
+        return single_cuts(
+            self.any_order, list(events), self.prove, lambda: self.session.done or self.session.elapsed_s() > until
+        )
+
+    def _refine(self, searches: list[Search], event: int, rounds: int) -> None:
+        from checkmate.solvers.bounds.event_cuts import CutModel
+        from checkmate.solvers.local_search import suggested_decodes
+
+        session = self.session
+        work = suggested_decodes(len(self.graph.ops))
+        search = searches[0]
+        given: dict[int, CutModel] = {}
+        for k in range(rounds):
+            if session.done:
+                return
+            before = (session.cost, session.bound)
+            self._refine_once(self.any_order, search, event, self.prove, 0.35)
+            if session.done:
+                return
+            search = searches[k % len(searches)]
+            model = given.setdefault(k % len(searches), CutModel(self.folded, tuple(search.targets)))
+            proof = self.prove if not self.folded.reorder else self._narrow(search)
+            self._refine_once(model, search, event if event in search.stage else search.targets[-1], proof, 0.35)
+            if session.done:
+                return
+            if search.improve(max(200, work // 4), 2e-4, self.out_of_time):
+                self.offer(search.order())
+            if (session.cost, session.bound) == before and k >= len(searches):
+                session.remark(f"no gain in round {k + 1} of refinement")
+                return
+
+    def _refine_once(self, model: CutModel, search: Search, event: int, prove: Callable[[float], None], share: float) -> None:
+        from checkmate.solvers.bounds.refine import Refinement
+
+        session = self.session
+        until = session.elapsed_s() + min(session.left_s(), max(2.0, share * min(60.0, session.left_s())))
+        gap = max(1e-6, session.limits.gap / 4)
+        refinement = Refinement(model, search, prove, self.offer, gap=gap, threads=session.limits.threads)
+        refinement.run([event], self.best_share, lambda: 0.0 if session.done else until - session.elapsed_s())
+
+    def _narrow(self, search: Search) -> Callable[[float], None]:
+        """Keep the best bound for a search's own order, to be shown by name."""
+
+        def note(share: float) -> None:
+            if -1 < share < math.inf and share > search.order_bound:
+                search.order_bound = share
+
+        return note

@@ -1,0 +1,1 @@
+"""Solvers of linear and integer programs, one file an engine."""

@@ -1,0 +1,125 @@
+"""HiGHS through highspy."""
+
+# highspy ships no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import highspy
+import numpy as np
+
+from checkmate.solvers.backends.program import Floats, Program, dual_bound, proves_infeasible
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solved:
+    """What an engine says of a program.
+
+    Attributes:
+        bound: Proven lower bound on the optimum; infinite if proven infeasible.
+        solution: Values of the columns, or None. Shape ``[column]``.
+        objective: Cost of the solution, or infinite.
+        finished: Whether the engine ran to the end, no limit hit.
+    """
+
+    bound: float
+    solution: Floats | None
+    objective: float
+    finished: bool
+
+
+def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
+    """The relaxation without integers; the bound comes from the duals and is safe in itself."""
+    engine = _engine(program, time_s, 1)
+    engine.setOptionValue("solver", "simplex")
+    engine.run()
+    status = engine.getModelStatus()
+    solution = engine.getSolution()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        answer, has_ray, ray = _dual_ray(engine)
+        proven = answer and has_ray and proves_infeasible(program, ray)
+        return Solved(math.inf if proven else -math.inf, None, math.inf, True)
+    duals = np.asarray(solution.row_dual, dtype=np.float64)
+    bound = dual_bound(program, duals) if len(duals) == len(program.row_low) else -math.inf
+    finished = status == highspy.HighsModelStatus.kOptimal
+    values = np.asarray(solution.col_value, dtype=np.float64) if finished else None
+    objective = float(engine.getInfo().objective_function_value) if finished else math.inf
+    return Solved(bound, values, objective, finished)
+
+
+def solve_integer(
+    program: Program,
+    *,
+    time_s: float = math.inf,
+    absolute_gap: float = 1e-5,
+    threads: int = 1,
+    start: Floats | None = None,
+    on_solution: Callable[[Floats], None] | None = None,
+) -> Solved:
+    """The program with integers.
+
+    Args:
+        program: The program.
+        time_s: Seconds it may take.
+        absolute_gap: Distance of bound and objective at which to stop.
+        threads: Threads it may use.
+        start: A solution to start from, NaN where unknown. Shape ``[column]``.
+        on_solution: Called with every better solution.
+    """
+    engine = _engine(program, time_s, threads)
+    integral = np.flatnonzero(program.integral).astype(np.int32)
+    kinds = np.full(len(integral), highspy.HighsVarType.kInteger)
+    engine.changeColsIntegrality(len(integral), integral, kinds)
+    engine.setOptionValue("mip_rel_gap", 0.0)
+    engine.setOptionValue("mip_abs_gap", absolute_gap)
+    if start is not None:
+        known = np.flatnonzero(~np.isnan(start)).astype(np.int32)
+        engine.setSolution(len(known), known, start[known])
+    if on_solution is not None:
+        engine.cbMipImprovingSolution.subscribe(lambda event: on_solution(np.array(event.data_out.mip_solution)))
+    engine.run()
+    status = engine.getModelStatus()
+    info = engine.getInfo()
+    finished = status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return Solved(math.inf, None, math.inf, True)
+    bound = float(info.mip_dual_bound)
+    values = np.asarray(engine.getSolution().col_value, dtype=np.float64)
+    objective = float(info.objective_function_value)
+    found = len(values) == len(program.cost) and info.primal_solution_status == 2
+    return Solved(bound if math.isfinite(bound) else -math.inf, values if found else None, objective if found else math.inf, finished)
+
+
+def _engine(program: Program, time_s: float, threads: int) -> Any:
+    model = highspy.HighsLp()
+    model.num_col_ = len(program.cost)
+    model.num_row_ = len(program.row_low)
+    model.col_cost_ = program.cost
+    model.col_lower_ = program.low
+    model.col_upper_ = program.high
+    model.row_lower_ = program.row_low
+    model.row_upper_ = program.row_high
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = program.matrix.indptr
+    model.a_matrix_.index_ = program.matrix.indices
+    model.a_matrix_.value_ = program.matrix.data
+    engine = highspy.Highs()
+    engine.setOptionValue("output_flag", False)
+    engine.setOptionValue("threads", threads)
+    if math.isfinite(time_s):
+        engine.setOptionValue("time_limit", float(max(time_s, 0.01)))
+    engine.passModel(model)
+    return engine
+
+
+def _dual_ray(engine: Any) -> tuple[bool, bool, Floats]:
+    answer = engine.getDualRay()
+    status, has_ray = answer[0], bool(answer[1])
+    ray = np.asarray(answer[2], dtype=np.float64) if has_ray else np.zeros(0)
+    return status == highspy.HighsStatus.kOk, has_ray, ray

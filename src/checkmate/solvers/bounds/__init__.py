@@ -1,0 +1,1 @@
+"""Proven lower bounds on the cost of every plan, for any order of execution."""

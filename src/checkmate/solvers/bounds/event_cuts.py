@@ -1,0 +1,251 @@
+"""Event cuts: a lower bound on the cost of every plan, whatever its order.
+
+An *event* is the first computation of an op. Before the event of op t all strict ancestors A of t
+have been computed at least once and no strict descendant D has, in every plan of any order. Take
+events whose ops form a chain of the DAG. With S[e, k] = value k is live at event e, and
+y[e, f, o] = op o is computed again between events e and f, every plan satisfies
+
+    bytes of t_e's own needs + sum of size_k S[e, k] <= budget,
+    S[f, k] <= S[e, k] + y[e, f, producer of k],
+    y[e, f, o] <= S[e, k] + y[e, f, producer of k]      for every input k of o made before e,
+    S[e, k] + y[e, f, producer of k] >= 1               if a reader of k first runs between e and f,
+
+so that the least cost of y, added to the cost of computing each op once, is a bound on all of them:
+a relaxation of every plan, given order or not, with any number of recomputations. The proof is in
+``docs/explanation/event_cuts.md``. Found here, not in the literature that we know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from checkmate.core.problem import Problem
+from checkmate.solvers.backends.program import Ints, Program, ProgramBuilder
+
+Mask = npt.NDArray[np.bool_]
+_LIVE = -2
+"""In place of a column: the value is live at the event in every plan."""
+_NONE = -1
+
+SLACK = 2e-6
+"""Share by which the budget is widened, so that an engine's feasibility tolerance of 1e-6 stays inside."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutProgram:
+    """The program of some cuts.
+
+    Attributes:
+        cuts: Op of each event, in the order of the chain.
+        program: Minimises the cost of recomputation, as a share of computing every op once.
+        live: Column of S, or -2 where it is 1 and -1 where it is not modelled. Shape ``[event, value]``.
+        impossible: Whether an event alone exceeds the budget, in exact bytes.
+    """
+
+    cuts: tuple[int, ...]
+    program: Program
+    live: Ints
+    impossible: bool
+
+
+class CutModel:
+    """What the programs of one problem share. Views must be folded; one that is left counts for nothing.
+
+    Args:
+        problem: The problem.
+        targets: None for any order; else first computations of these ops follow this order, and the
+            bound holds for that narrower class only.
+    """
+
+    def __init__(self, problem: Problem, targets: tuple[int, ...] | None = None) -> None:
+        self.problem = problem
+        self.targets = targets
+        self._sides: dict[int, tuple[Mask, Mask]] = {}
+        graph = self.problem.graph
+        self.end = len(graph.ops)
+        count = self.end + 1
+        inputs = [*(list(dict.fromkeys(op.inputs)) for op in graph.ops), [v for v, x in enumerate(graph.values) if x.kept]]
+        self.inputs = inputs
+        self.outputs = [*(list(op.outputs) for op in graph.ops), []]
+        self.producer = np.array(graph.producer, dtype=np.int64)
+        self.size = np.array([v.size_bytes for v in graph.values], dtype=np.int64)
+        self.cost = np.array([*(op.cost for op in graph.ops), 0], dtype=np.float64)
+        self.workspace = [*(op.workspace_bytes for op in graph.ops), 0]
+        forward_only = self.problem.recompute == "forward"
+        self.again = np.array(
+            [*(op.recomputable and (op.phase == "forward" or not forward_only) for op in graph.ops), False], dtype=np.bool_
+        )
+        self.clobbers = [*(op.clobbered_by for op in graph.ops), ()]
+        self.edge_value = np.array([v for part in inputs for v in part], dtype=np.int64)
+        self.edge_op = np.array([o for o, part in enumerate(inputs) for _ in part], dtype=np.int64)
+        before: list[set[int]] = [{graph.producer[v] for v in part} for part in inputs]
+        for a, b in graph.order:
+            before[b].add(a)
+        for o, clobbers in enumerate(self.clobbers):
+            for c in clobbers:
+                before[c].add(o)
+        before[self.end] = set(range(self.end))
+        self.parents: list[list[int]] = [sorted(p) for p in before]
+        self.children: list[list[int]] = [[] for _ in range(count)]
+        for o, above in enumerate(self.parents):
+            for p in above:
+                self.children[p].append(o)
+        self.position = {} if self.targets is None else {o: t for t, o in enumerate(self.targets)}
+
+    def sides(self, op: int) -> tuple[Mask, Mask]:
+        """Ops surely computed before the event of an op, and ops surely not."""
+        if op not in self._sides:
+            if self.targets is None or op not in self.position:
+                self._sides[op] = self._reach([op], self.parents), self._reach([op], self.children)
+            else:
+                t = self.position[op]
+                earlier, later = list(self.targets[:t]), [*self.targets[t + 1 :], self.end]
+                above, below = self._reach([*earlier, op], self.parents), self._reach(later, self.children)
+                above[earlier] = True
+                above[op] = False
+                below[later] = True
+                self._sides[op] = above, below
+        return self._sides[op]
+
+    def readers_of(self, value: int) -> tuple[int, ...]:
+        """Ops that read a value, END left out."""
+        return self.problem.graph.readers[value]
+
+    def comparable(self, a: int, b: int) -> bool:
+        """Whether one of two ops surely comes before the other."""
+        above, below = self.sides(a)
+        return a == b or bool(above[b] or below[b])
+
+    def build(self, cuts: Sequence[int]) -> CutProgram:
+        """The program of a chain of events, given from first to last."""
+        return _Builder(self, tuple(cuts)).build()
+
+    def _reach(self, roots: list[int], adjacent: list[list[int]]) -> Mask:
+        seen = np.zeros(self.end + 1, dtype=np.bool_)
+        stack = list(roots)
+        while stack:
+            for o in adjacent[stack.pop()]:
+                if not seen[o]:
+                    seen[o] = True
+                    stack.append(o)
+        return seen
+
+
+class _Builder:
+    def __init__(self, model: CutModel, cuts: tuple[int, ...]) -> None:
+        self.model = model
+        self.cuts = cuts
+        self.budget = model.problem.budget_bytes - model.problem.graph.resident_bytes
+        self.builder = ProgramBuilder()
+        self.sides = [model.sides(t) for t in cuts]
+        self.live = np.full((len(cuts), len(model.size)), _NONE, dtype=np.int64)
+        self.again: list[Mask] = []  # ops worth modelling as computed again after each event
+        self.redo: dict[tuple[int, int], Ints] = {}  # (event, event) -> column of y for each op, or -1
+        self.impossible = False
+
+    def build(self) -> CutProgram:
+        for e in range(len(self.cuts)):
+            self._add_event(e)
+        self._add_segments()
+        for e in range(len(self.cuts)):
+            self._limit_memory(e)
+        for segment in self.redo:
+            self._link(*segment)
+        return CutProgram(self.cuts, self.builder.build(), self.live, self.impossible)
+
+    def _add_event(self, e: int) -> None:
+        """Columns of S: what may or must be live at event e, made before it and of use after it."""
+        m, t = self.model, self.cuts[e]
+        above, below = self.sides[e]
+        done = above.copy()
+        done[t] = True
+        again = m.again.copy()
+        for o in np.flatnonzero(again).tolist():
+            if m.clobbers[o] and any(done[c] for c in m.clobbers[o]):
+                again[o] = False
+        needed_values, _ = self._useful(above, again)
+        _, needed_ops = self._useful(done, again)
+        made = above[m.producer]
+        forced = np.zeros(len(m.size), dtype=np.bool_)
+        forced[m.inputs[t]] = True
+        later = below[m.edge_op] & above[m.producer[m.edge_value]]
+        read_later = np.zeros(len(m.size), dtype=np.bool_)
+        read_later[m.edge_value[later]] = True
+        forced |= read_later & ~again[m.producer]
+        forced &= made
+        free = np.flatnonzero(needed_values & made & ~forced)
+        self.live[e, forced] = _LIVE
+        self.live[e, free] = self.builder.add_columns(np.zeros(len(free)))
+        self.again.append(needed_ops & again & done)
+
+    def _useful(self, done: Mask, again: Mask) -> tuple[Mask, Mask]:
+        """Values that an op not done yet may read, at once or through ops computed again."""
+        m = self.model
+        values = np.zeros(len(m.size), dtype=np.bool_)
+        ops = np.zeros(m.end + 1, dtype=np.bool_)
+        for o in range(m.end, -1, -1):
+            ops[o] = any(values[v] for v in m.outputs[o])
+            if not done[o] or (again[o] and ops[o]):
+                values[m.inputs[o]] = True
+        return values, ops
+
+    def _add_segments(self) -> None:
+        """Columns of y between neighbouring events, which carry the cost, and from each event to the end."""
+        m, last = self.model, len(self.cuts)
+        total = max(1.0, float(m.cost.sum()))
+        for e in range(last):
+            ops = np.flatnonzero(self.again[e])
+            column = np.full(m.end + 1, _NONE, dtype=np.int64)
+            column[ops] = self.builder.add_columns(m.cost[ops] / total)
+            self.redo[e, e + 1] = column
+        for e in range(last - 2, -1, -1):
+            ops = np.flatnonzero(self.again[e])
+            column = np.full(m.end + 1, _NONE, dtype=np.int64)
+            column[ops] = self.builder.add_columns(np.zeros(len(ops)))
+            self.redo[e, last] = column
+            first, rest = self.redo[e, e + 1][ops], self.redo[e + 1, last][ops]
+            whole = column[ops]
+            self.builder.add_rows([(first, 1.0), (rest, 1.0), (whole, -1.0)], low=0.0)
+            self.builder.add_rows([(whole, 1.0), (first, -1.0)], low=0.0)
+            both = rest >= 0
+            if both.any():
+                self.builder.add_rows([(whole[both], 1.0), (rest[both], -1.0)], low=0.0)
+
+    def _limit_memory(self, e: int) -> None:
+        m, t = self.model, self.cuts[e]
+        own = m.workspace[t] + int(m.size[m.outputs[t]].sum()) + int(m.size[self.live[e] == _LIVE].sum())
+        if own > self.budget:
+            self.impossible = True
+            return
+        columns = np.flatnonzero(self.live[e] >= 0)
+        room = (self.budget * (1 + SLACK) - own) / max(1, self.budget)
+        self.builder.add_row(self.live[e, columns], m.size[columns] / max(1, self.budget), high=room)
+
+    def _link(self, e: int, f: int) -> None:
+        """Rows that tie S and y between events e and f (or the end)."""
+        m, last = self.model, len(self.cuts)
+        above, below = self.sides[e]
+        redo, live = self.redo[e, f], self.live[e]
+        redo_of = redo[m.producer]
+        given = (live == _LIVE) | ~above[m.producer]  # live at e, or not made before e: nothing to ask
+        if f < last:
+            after = self.live[f]
+            values = np.flatnonzero((after != _NONE) & ~given)
+            sure = after[values] == _LIVE
+            self.builder.add_rows(
+                [(live[values], 1.0), (redo_of[values], 1.0), (np.where(sure, _NONE, after[values]), -1.0)],
+                low=np.where(sure, 1.0, 0.0),
+            )
+            computed = below & self.sides[f][0]
+        else:
+            computed = below
+        ask = (redo[m.edge_op] >= 0) & ~given[m.edge_value]
+        values, ops = m.edge_value[ask], m.edge_op[ask]
+        self.builder.add_rows([(live[values], 1.0), (redo_of[values], 1.0), (redo[ops], -1.0)], low=0.0)
+        read = computed[m.edge_op] & ~given[m.edge_value]
+        needed = np.unique(m.edge_value[read])
+        self.builder.add_rows([(live[needed], 1.0), (redo_of[needed], 1.0)], low=1.0)

@@ -1,0 +1,92 @@
+"""The peak that no plan can go below, from one op at a time, in exact bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from checkmate.core.graph import Graph
+from checkmate.core.units import format_bytes
+
+
+class Floor(NamedTuple):
+    """A proven lower bound on the peak.
+
+    Attributes:
+        peak_bytes: The bound, resident bytes included.
+        op: Op that sets it, or None if the kept values at the end do.
+        why: What it is made of, in words.
+    """
+
+    peak_bytes: int
+    op: int | None
+    why: str
+
+
+def floor(graph: Graph) -> Floor:
+    """The largest of the ops' own needs and of what must be live at the end.
+
+    Whatever the order, while an op runs its inputs, its outputs and its workspace are there; while it
+    runs for the first time so is what a later op needs and an earlier op that may not run again has
+    made. At the end every kept value is there.
+    """
+    kept = sum(graph.values[v].size_bytes for v in {graph.root[v] for v, value in enumerate(graph.values) if value.kept})
+    best = Floor(graph.resident_bytes + kept, None, f"{format_bytes(kept)} of kept values must be there at the end")
+    before, after = _strict_order(graph)
+    pinned = [
+        (v, graph.producer[v]) for v, value in enumerate(graph.values) if value.size_bytes and not graph.ops[graph.producer[v]].recomputable
+    ]
+    for o, op in enumerate(graph.ops):
+        inputs = {graph.root[v] for v in op.inputs}
+        outputs = {v for v in op.outputs if graph.values[v].base is None}
+        waiting = {
+            v
+            for v, p in pinned
+            if v not in inputs and v not in outputs and before[o] >> p & 1 and (after[o] & _bits(graph.readers[v]) or graph.values[v].kept)
+        }
+        need = sum(graph.values[v].size_bytes for v in inputs | outputs | waiting) + op.workspace_bytes
+        if graph.resident_bytes + need > best.peak_bytes:
+            best = Floor(graph.resident_bytes + need, o, _describe(graph, o, inputs, outputs, waiting))
+    return best
+
+
+def _describe(graph: Graph, o: int, inputs: set[int], outputs: set[int], waiting: set[int]) -> str:
+    op = graph.ops[o]
+    parts = [f"its {len(inputs)} inputs ({format_bytes(_total(graph, inputs))})" if len(inputs) != 1 else f"its input ({format_bytes(_total(graph, inputs))})"]
+    parts.append(f"its output ({format_bytes(_total(graph, outputs))})" if len(outputs) == 1 else f"its {len(outputs)} outputs ({format_bytes(_total(graph, outputs))})")
+    if op.workspace_bytes:
+        parts.append(f"{format_bytes(op.workspace_bytes)} of workspace")
+    if waiting:
+        parts.append(f"{format_bytes(_total(graph, waiting))} that cannot be made again")
+    where = f" ({op.source})" if op.source else ""
+    return f"`{op.name}`{where} alone needs {', '.join(parts[:-1])} and {parts[-1]} at once"
+
+
+def _total(graph: Graph, values: set[int]) -> int:
+    return sum(graph.values[v].size_bytes for v in values)
+
+
+def _strict_order(graph: Graph) -> tuple[list[int], list[int]]:
+    """Strict ancestors and descendants of each op, as bits, by data and by `order`."""
+    count = len(graph.ops)
+    parents: list[set[int]] = [{graph.producer[v] for v in op.inputs} for op in graph.ops]
+    for a, b in graph.order:
+        parents[b].add(a)
+    for o, op in enumerate(graph.ops):
+        for c in op.clobbered_by:
+            parents[c].add(o)
+    before = [0] * count
+    for o in range(count):
+        for p in parents[o]:
+            before[o] |= before[p] | 1 << p
+    after = [0] * count
+    for o in range(count - 1, -1, -1):
+        for p in parents[o]:
+            after[p] |= after[o] | 1 << o
+    return before, after
+
+
+def _bits(indices: tuple[int, ...]) -> int:
+    mask = 0
+    for i in indices:
+        mask |= 1 << i
+    return mask

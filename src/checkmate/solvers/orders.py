@@ -1,0 +1,79 @@
+"""Orders of first computations to start from."""
+
+from __future__ import annotations
+
+from checkmate.core.graph import Graph
+
+
+def on_demand_ops(graph: Graph) -> frozenset[int]:
+    """Ops that need not run before somebody asks: forward ops that no loss op depends on.
+
+    Only ops that no rule ties to a place are among them: recomputable, in no `order` pair,
+    overwritten by nobody, random in no way, and with readers.
+    """
+    tied = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
+    needed = [op.phase == "loss" for op in graph.ops]
+    if not any(needed):
+        return frozenset()
+    for o in range(len(graph.ops) - 1, -1, -1):
+        needed[o] = needed[o] or any(needed[r] for v in graph.ops[o].outputs for r in graph.readers[v])
+    return frozenset(
+        o
+        for o, op in enumerate(graph.ops)
+        if not needed[o] and op.phase == "forward" and o not in tied and _is_free(graph, o) and _has_reader(graph, o)
+    )
+
+
+def late_sinks(graph: Graph) -> frozenset[int]:
+    """Backward ops better left to the end: nobody reads what they make, and it outweighs what they read.
+
+    A weight gradient that is bigger than the activations it comes from is cheaper to hold as those.
+    """
+    tied = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
+    sinks: set[int] = set()
+    for o, op in enumerate(graph.ops):
+        if o in tied or op.phase != "backward" or not _is_free(graph, o):
+            continue
+        if any(graph.readers[v] for v in op.outputs) or not all(graph.values[v].kept for v in op.outputs):
+            continue
+        made = sum(graph.values[v].size_bytes for v in op.outputs)
+        read = sum(graph.values[v].size_bytes for v in {graph.root[u] for u in op.inputs})
+        if made > read:
+            sinks.add(o)
+    return frozenset(sinks)
+
+
+def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:
+    """The graph's own order with some ops moved to right before their first reader, or to the end.
+
+    Args:
+        graph: The graph.
+        late: Ops to move; by default those of `on_demand_ops` and `late_sinks`.
+    """
+    late = on_demand_ops(graph) | late_sinks(graph) if late is None else late
+    out: list[int] = []
+    done = [False] * len(graph.ops)
+    for target in [*(o for o in range(len(graph.ops)) if o not in late), *sorted(late)]:
+        stack = [target]
+        while stack:
+            o = stack[-1]
+            if done[o]:
+                stack.pop()
+                continue
+            waiting = [p for p in (graph.producer[v] for v in graph.ops[o].inputs) if not done[p]]
+            if waiting:
+                stack += waiting
+                continue
+            stack.pop()
+            done[o] = True
+            out.append(o)
+    return out
+
+
+def _is_free(graph: Graph, o: int) -> bool:
+    op = graph.ops[o]
+    return op.recomputable and not op.clobbered_by and not op.replay_bytes
+
+
+def _has_reader(graph: Graph, o: int) -> bool:
+    return any(graph.readers[v] for v in graph.ops[o].outputs)

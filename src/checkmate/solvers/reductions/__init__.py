@@ -1,0 +1,1 @@
+"""Problems made smaller, with the way back."""

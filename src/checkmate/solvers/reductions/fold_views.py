@@ -1,0 +1,150 @@
+"""Drop free views: their readers read the storage's owner, and they are made again on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class FoldViews:
+    """A graph without its views, and how to put them back.
+
+    Half of the ops of a captured transformer are views. They hold nothing of their own, so a plan
+    of the folded graph holds the same bytes, step by step, as the plan with the views put back.
+
+    Attributes:
+        original: The graph as it was.
+        folded: The same without the folded ops; its costs leave theirs out.
+        kept_ops: Index in ``original`` of each op of ``folded``. Shape ``[folded op]``.
+        view_cost: Cost of computing every folded op once.
+    """
+
+    original: Graph
+    folded: Graph
+    kept_ops: tuple[int, ...]
+    view_cost: int
+
+    @classmethod
+    def of(cls, graph: Graph) -> FoldViews:
+        """Fold every op that only makes views of one storage and that no rule pins to a place."""
+        pinned = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
+        kept_ops = [o for o in range(len(graph.ops)) if o in pinned or not _is_pure_view(graph, graph.ops[o])]
+        new_op = {o: i for i, o in enumerate(kept_ops)}
+        kept_values = [v for v in range(len(graph.values)) if graph.producer[v] in new_op]
+        new_value = {v: i for i, v in enumerate(kept_values)}
+        held = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and v not in new_value}
+
+        def resolve(v: int) -> int:
+            return new_value[v] if v in new_value else new_value[graph.root[v]]
+
+        folded = Graph(
+            ops=tuple(_renumbered(graph.ops[o], resolve, new_op) for o in kept_ops),
+            values=tuple(
+                Value(
+                    value.name,
+                    value.size_bytes,
+                    None if value.base is None else resolve(graph.root[v]),
+                    value.kept or v in held,
+                )
+                for v, value in ((v, graph.values[v]) for v in kept_values)
+            ),
+            order=tuple((new_op[a], new_op[b]) for a, b in graph.order),
+            resident_bytes=graph.resident_bytes,
+            cost_unit=graph.cost_unit,
+            name=graph.name,
+        )
+        return cls(graph, folded, tuple(kept_ops), graph.cost - folded.cost)
+
+    def apply(self, problem: Problem) -> Problem:
+        """The problem on the folded graph."""
+        return Problem(self.folded, problem.budget_bytes, problem.recompute, problem.reorder)
+
+    def invert(self, order: Iterable[int]) -> list[int]:
+        """Order of the original graph for an order of the folded one: a view right before its reader.
+
+        A view is made again after its storage was. One that nobody reads is made with its storage.
+        """
+        sequence = [self.kept_ops[o] for o in order]
+        if len(self.kept_ops) == len(self.original.ops):
+            return sequence
+        emitted = self._emit(sequence, frozenset())
+        missing = frozenset(range(len(self.original.ops))) - frozenset(emitted)
+        return self._emit(sequence, missing) if missing else emitted
+
+    def _emit(self, sequence: Sequence[int], eager: frozenset[int]) -> list[int]:
+        graph = self.original
+        solid = frozenset(self.kept_ops)
+        version = [0] * len(graph.values)
+        bound = [-1] * len(graph.values)  # version of the storage that the newest instance of a view shares
+        out: list[int] = []
+        with_root: dict[int, list[int]] = {}
+        for o in sorted(eager):
+            for v in graph.ops[o].outputs:
+                with_root.setdefault(graph.root[v], []).append(v)
+        if not eager:
+            with_root = {}
+
+        def ensure(target: int) -> None:
+            stack = [target]
+            while stack:
+                v = stack[-1]
+                o = graph.producer[v]
+                if o in solid or bound[v] == version[graph.root[v]]:
+                    stack.pop()
+                    continue
+                stale = [
+                    u
+                    for u in graph.ops[o].inputs
+                    if graph.producer[u] not in solid and bound[u] != version[graph.root[u]]
+                ]
+                if stale:
+                    stack += stale
+                    continue
+                stack.pop()
+                out.append(o)
+                for u in graph.ops[o].outputs:
+                    bound[u] = version[graph.root[u]]
+
+        done: set[int] = set()
+        for o in sequence:
+            for v in graph.ops[o].inputs:
+                ensure(v)
+            out.append(o)
+            for v in graph.ops[o].outputs:
+                version[v] += 1
+            if o not in done:
+                done.add(o)
+                for v in graph.ops[o].outputs:
+                    for view in with_root.get(v, ()):
+                        ensure(view)
+        for v, value in enumerate(graph.values):
+            if value.kept:
+                ensure(v)
+        return out
+
+
+def _is_pure_view(graph: Graph, op: Op) -> bool:
+    if not op.inputs or not op.outputs or not op.recomputable or op.clobbered_by or op.workspace_bytes or op.replay_bytes:
+        return False
+    roots = {graph.root[v] for v in op.inputs} | {graph.root[v] for v in op.outputs}
+    return len(roots) == 1 and all(graph.values[v].base is not None for v in op.outputs)
+
+
+def _renumbered(op: Op, resolve: Callable[[int], int], new_op: dict[int, int]) -> Op:
+    return Op(
+        name=op.name,
+        inputs=tuple(dict.fromkeys(resolve(v) for v in op.inputs)),
+        outputs=tuple(resolve(v) for v in op.outputs),
+        cost=op.cost,
+        workspace_bytes=op.workspace_bytes,
+        replay_bytes=op.replay_bytes,
+        recomputable=op.recomputable,
+        clobbered_by=tuple(new_op[c] for c in op.clobbered_by),
+        phase=op.phase,
+        kind=op.kind,
+        source=op.source,
+    )

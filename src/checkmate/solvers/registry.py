@@ -1,0 +1,28 @@
+"""Solvers by name, those of other packages included."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from checkmate.core.errors import OptionError
+from checkmate.solvers.session import Solver
+
+GROUP = "checkmate.solvers"
+"""Entry-point group under which a package offers a solver."""
+
+
+def available() -> dict[str, type[Solver]]:
+    """Solver classes by name, in alphabetical order."""
+    return {entry.name: entry.load() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)}
+
+
+def by_name(name: str) -> Solver:
+    """A solver with its default options.
+
+    Raises:
+        OptionError: There is no such solver.
+    """
+    solvers = available()
+    if name not in solvers:
+        raise OptionError(f"there is no solver {name!r}", hint=f"choose one of {', '.join(solvers)}")
+    return solvers[name]()

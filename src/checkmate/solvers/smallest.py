@@ -1,0 +1,80 @@
+"""The smallest peak of a graph: a plan, a proven floor, and what binds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits
+from checkmate.core.simulate import simulate
+from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.orders import late_order
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session
+from checkmate.solvers.targets import target_lists
+
+
+@dataclass(frozen=True, slots=True)
+class Smallest:
+    """The smallest budget.
+
+    Attributes:
+        plan: A plan with the smallest peak found, or None.
+        peak_bytes: Its peak, resident bytes included, or None.
+        floor_bytes: Proven: no plan of any order peaks lower.
+        binding_op: Name of the op that sets the floor, or "" if the kept values do.
+        why: What the floor is made of, in words.
+    """
+
+    plan: Plan | None
+    peak_bytes: int | None
+    floor_bytes: int
+    binding_op: str
+    why: str
+
+
+def smallest_peak(problem: Problem, limits: Limits | None = None) -> Smallest:
+    """Bisect the budget down to the floor with the first plans of a local search.
+
+    Args:
+        problem: Graph and what a plan may do; its budget is ignored.
+        limits: Time and seed; twenty seconds by default.
+    """
+    from checkmate.solvers.evict.search import Search
+
+    limits = Limits(time_s=20.0) if limits is None else limits
+    graph = problem.graph
+    lowest = floor(graph)
+    orders = [list(range(len(graph.ops)))]
+    if problem.reorder:
+        orders.append(late_order(graph))
+    plans = [Plan.from_order(graph, order) for order in orders]
+    best = min(plans, key=lambda plan: simulate(graph, plan).peak_bytes)
+    peak = simulate(graph, best).peak_bytes
+    clock = Session(problem, limits)
+    fold = FoldViews.of(graph)
+    searches = [Search(fold.apply(problem.replace_budget(peak)), late, limits.seed) for late in target_lists(fold.apply(problem))]
+    guess = low = lowest.peak_bytes
+    while low < peak and clock.left_s() > 0:
+        reached = None
+        for search in searches:
+            search.set_budget(guess)
+            if search.first(out_of_time=lambda: clock.left_s() <= 0, settle=True):
+                plan = Plan.from_order(graph, fold.invert(search.order()))
+                reached = simulate(graph, plan).peak_bytes
+                if reached < peak:
+                    best, peak = plan, reached
+                break
+        if reached is None:
+            low = guess  # not found, which proves nothing: it only ends the bisection
+        if guess == lowest.peak_bytes and peak <= guess or peak - low <= max(1, (peak - graph.resident_bytes) // 1000):
+            break
+        guess = (low + peak) // 2
+    return Smallest(
+        plan=best,
+        peak_bytes=peak,
+        floor_bytes=lowest.peak_bytes,
+        binding_op="" if lowest.op is None else graph.ops[lowest.op].name,
+        why=lowest.why,
+    )

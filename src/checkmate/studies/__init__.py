@@ -1,0 +1,1 @@
+"""Questions about a graph that take more than one solve."""
