@@ -1,0 +1,32 @@
+"""The ``checkmate`` command: verbs are commands, nouns are files.
+
+Data goes to stdout (``--json`` on every verb), talk to stderr. Exit codes: 0 ok, 1 no plan within the budget or a plan
+that does not hold, 2 usage or bad input, 3 a fault of Checkmate itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line.
+
+    Args:
+        argv: Words after the program's name; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        from checkmate.cli.app import run
+    except ModuleNotFoundError as error:
+        if error.name not in ("cyclopts", "rich"):
+            raise
+        sys.stderr.write(
+            f"error: the command line needs {error.name}, which is not installed\n\n"
+            'hint: pip install "checkmate-remat[cli]"\n'
+        )
+        return 2
+    return run(sys.argv[1:] if argv is None else argv)

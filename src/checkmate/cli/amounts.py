@@ -1,0 +1,47 @@
+"""Costs, shares and budgets as text for people."""
+
+from __future__ import annotations
+
+from checkmate.core.graph import Graph
+from checkmate.core.units import format_bytes
+
+_TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
+
+
+def format_cost(cost: float, unit: str) -> str:
+    """A cost in the graph's unit; times in the unit that reads best.
+
+    Examples:
+        >>> format_cost(1_500, "ns"), format_cost(2.5e9, "ns"), format_cost(12, "FLOP")
+        ('1.5 µs', '2.50 s', '12 FLOP')
+    """
+    scale = _TIMES.get(unit)
+    if scale is None:
+        return f"{cost:.4g} {unit}".strip() if cost >= 1e5 else f"{cost:.0f} {unit}".strip()
+    nanoseconds = cost * scale
+    for size, name, digits in ((1e9, "s", 2), (1e6, "ms", 1), (1e3, "µs", 1)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.{digits}f} {name}"
+    return f"{nanoseconds:.0f} ns"
+
+
+def format_share(share: float | None, digits: int = 1) -> str:
+    """A share as a percentage, or a dash.
+
+    Examples:
+        >>> format_share(0.0042, 2), format_share(None)
+        ('0.42%', '-')
+    """
+    return "-" if share is None else f"{100 * share:.{digits}f}%"
+
+
+def describe_graph(graph: Graph, path: object) -> str:
+    """One line about a graph: its file, its size and its digest."""
+    digest = graph.digest.removeprefix("sha256:")[:8]
+    return f"{path}  {len(graph.ops)} ops, {len(graph.values)} values, sha256 {digest}"
+
+
+def describe_budget(budget_bytes: int, keep_all_bytes: int) -> str:
+    """One line about a budget: how it compares to keeping everything."""
+    share = f"{100 * budget_bytes / keep_all_bytes:.1f}%" if keep_all_bytes else "-"
+    return f"{format_bytes(budget_bytes)}, {share} of the {format_bytes(keep_all_bytes)} that keeping everything takes"

@@ -1,0 +1,66 @@
+"""Assemble the verbs; turn what goes wrong into one clear line and an exit code."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from cyclopts import App, CycloptsError
+
+from checkmate.cli import capture, demo, plan, solvers, terminal, verify
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, SolverError
+
+OK, NO_PLAN, BAD_INPUT, INTERNAL = 0, 1, 2, 3
+
+
+def _app() -> App:
+    import checkmate
+
+    app = App(
+        name="checkmate",
+        help="Say how much memory a training step may take; get the fastest way to run it that fits, with a proof.",
+        version=checkmate.__version__,
+        help_formatter="plain",
+        help_format="plaintext",
+    )
+    for verb in (demo.demo, capture.capture, plan.plan, verify.verify, solvers.solvers):
+        app.command(verb)
+    return app
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    as_json = "--json" in argv
+    try:
+        code = _app()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as error:
+        return _fail(BAD_INPUT, type(error).__name__, str(error), "see `checkmate --help`", as_json)
+    except (InfeasibleBudgetError, PlanNotFoundError) as error:
+        return _fail(NO_PLAN, type(error).__name__, error.message, error.hint, as_json, _numbers(error))
+    except SolverError as error:
+        notes = "; ".join([error.message, *getattr(error, "__notes__", ())])
+        return _fail(INTERNAL, "SolverError", notes, "this is a bug of the solver: please report it with the graph file", as_json)
+    except CheckmateError as error:
+        return _fail(BAD_INPUT, type(error).__name__, error.message, error.hint, as_json)
+    except KeyboardInterrupt:
+        return _fail(NO_PLAN, "KeyboardInterrupt", "interrupted before there was anything to keep", "", as_json)
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # noqa: BLE001  (the edge of the program: whatever it is becomes exit code 3)
+        terminal.talk().print(traceback.format_exc(), markup=False, soft_wrap=True)
+        message = f"{type(error).__name__}: {error}"
+        return _fail(INTERNAL, type(error).__name__, message, "this is a bug: please report it with the lines above", as_json)
+    return code if isinstance(code, int) else OK
+
+
+def _fail(code: int, kind: str, message: str, hint: str, as_json: bool, facts: dict[str, Any] | None = None) -> int:
+    terminal.say_error(message, hint)
+    if as_json:
+        terminal.emit({"error": kind, "message": message, "hint": hint, **(facts or {})})
+    return code
+
+
+def _numbers(error: InfeasibleBudgetError | PlanNotFoundError) -> dict[str, Any]:
+    names = ("budget_bytes", "floor_bytes", "smallest_bytes", "binding_op")
+    return {name: getattr(error, name) for name in names if hasattr(error, name)}

@@ -1,0 +1,4 @@
+"""``checkmate demo``."""
+def demo()->int:
+    """Demo."""
+    return 0

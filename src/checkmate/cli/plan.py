@@ -1,0 +1,138 @@
+"""``checkmate plan``: the cheapest plan of a graph within a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from checkmate.cli import amounts, files, terminal
+from checkmate.cli.progress import solve_drawn
+from checkmate.cli.solvers import solver_named
+from checkmate.core.errors import CheckmateError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Result
+from checkmate.core.simulate import Timeline, simulate
+from checkmate.core.units import format_bytes
+
+
+def plan(
+    graph: Path,
+    /,
+    *,
+    budget: str,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    gap: float = 0.005,
+    seed: int = 0,
+    threads: int = 1,
+    recompute: Literal["all", "forward"] = "all",
+    reorder: Annotated[bool, Parameter(negative="--no-reorder")] = True,
+    out: Path | None = None,
+    json: terminal.Json = False,
+) -> int:
+    """Find the cheapest plan of a graph that never holds more than a budget. Ctrl-C keeps the best so far.
+
+    Args:
+        graph: Graph file, as `checkmate capture` writes it.
+        budget: Total such as 8GiB, or a share such as 50% of what keeping everything takes above what is resident.
+        solver: How to look; `checkmate solvers` lists them.
+        time_limit: Seconds of wall time.
+        gap: Stop when the plan is proven within this share of the best.
+        seed: Seed of everything random.
+        threads: Threads the solver may use.
+        recompute: Which ops may be computed again.
+        reorder: Whether ops may leave the order of the graph.
+        out: Plan file to write; named after the graph and the budget by default.
+        json: Print one JSON object on stdout.
+
+    Returns:
+        The exit code.
+    """
+    target = files.load(graph, Graph)
+    problem = Problem(target, budget, recompute, reorder)
+    chosen = solver_named(solver)
+    limits = Limits(time_s=time_limit, gap=gap, seed=seed, threads=threads)
+    result = solve_drawn(problem, chosen, limits)
+    found = result.plan
+    if found is None:
+        raise CheckmateError("the solve ended without a plan and without an error")
+    where = out or files.beside(graph, f"-{budget.replace(' ', '').replace('%', 'pct')}.plan.json")
+    files.save(found, where)
+    keep_all = simulate(target, Plan.from_order(target, range(len(target.ops))))
+    if json:
+        terminal.emit(_as_json(target, graph, keep_all, result, where))
+        return 0
+    name = solver.lower()
+    terminal.facts(
+        [
+            ("graph", amounts.describe_graph(target, graph)),
+            ("budget", amounts.describe_budget(problem.budget_bytes, keep_all.peak_bytes)),
+            ("solver", f"{name}, {time_limit:g} s limit, stops at a gap of {amounts.format_share(gap)}"),
+        ]
+    )
+    header = [("plan", False), *((n, True) for n in ("peak", "cost", "overhead", "remats", "gap", "time")), ("status", False)]
+    terminal.table(header, [_keep_all_row(target, keep_all, problem.budget_bytes), _plan_row(target, name, found, result)])
+    _conclude(name, result)
+    terminal.closing([where], f"check it again anywhere with `checkmate verify {graph} {where} --budget {budget}`")
+    return 0
+
+
+def _keep_all_row(graph: Graph, keep_all: Timeline, budget_bytes: int) -> list[str]:
+    status = "fits" if keep_all.peak_bytes <= budget_bytes else "over budget"
+    cost = amounts.format_cost(keep_all.cost, graph.cost_unit)
+    return ["keep-all", format_bytes(keep_all.peak_bytes), cost, "1.000x", "0", "-", "-", status]
+
+
+def _plan_row(graph: Graph, name: str, plan: Plan, result: Result) -> list[str]:
+    return [
+        name,
+        format_bytes(result.peak_bytes or 0),
+        amounts.format_cost(result.cost or 0, graph.cost_unit),
+        f"{result.overhead:.3f}x",
+        str(len(plan.order) - len(graph.ops)),
+        amounts.format_share(result.gap),
+        f"{result.elapsed_s:.1f} s",
+        result.termination.reason.value,
+    ]
+
+
+def _conclude(name: str, result: Result) -> None:
+    limit, share = result.termination.limit, amounts.format_share(result.gap, 2)
+    if result.termination.reason.value == "optimal":
+        text = f"{name} proved that no plan within the budget is cheaper"
+    elif limit == "interrupt":
+        text = f"{name} was interrupted; the bound proves that at most {share} is left to gain"
+    elif limit == "time":
+        text = f"{name} stopped at its time limit; the bound proves that at most {share} is left to gain"
+    else:
+        text = f"{name} stopped: the bound proves that at most {share} is left to gain"
+    terminal.data().print(text, soft_wrap=True)
+
+
+def _as_json(graph: Graph, path: Path, keep_all: Timeline, result: Result, where: Path) -> dict[str, Any]:
+    assert result.plan is not None
+    return {
+        "graph": str(path),
+        "graph_digest": graph.digest,
+        "plan": str(where),
+        "budget_bytes": result.budget_bytes,
+        "peak_bytes": result.peak_bytes,
+        "resident_bytes": graph.resident_bytes,
+        "cost": result.cost,
+        "cost_unit": graph.cost_unit,
+        "overhead": result.overhead,
+        "recomputations": len(result.plan.order) - len(graph.ops),
+        "bound": result.bound,
+        "gap": result.gap,
+        "status": result.termination.reason.value,
+        "limit": result.termination.limit,
+        "detail": result.termination.detail,
+        "solver": result.solver,
+        "elapsed_s": round(result.elapsed_s, 3),
+        "remarks": list(result.remarks),
+        "keep_all": {"peak_bytes": keep_all.peak_bytes, "cost": keep_all.cost},
+    }

@@ -1,0 +1,55 @@
+"""``checkmate solvers``: what can look for plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+
+from checkmate.cli import terminal
+from checkmate.core.errors import OptionError
+from checkmate.solvers.registry import available
+from checkmate.solvers.session import Solver
+
+
+def solvers(*, json: terminal.Json = False) -> int:
+    """List the solvers that are installed, with their options.
+
+    Args:
+        json: Print one JSON object on stdout.
+
+    Returns:
+        The exit code.
+    """
+    kinds = available()
+    if json:
+        terminal.emit({"solvers": [{"name": n, "about": _about(k), "options": _options(k)} for n, k in sorted(kinds.items())]})
+        return 0
+    rows = [(name, _about(kind), ", ".join(f"{o}={d}" for o, d in _options(kind).items())) for name, kind in sorted(kinds.items())]
+    terminal.table([("solver", False), ("what it does", False), ("options", False)], rows)
+    terminal.closing([], "choose one with `checkmate plan GRAPH --budget 8GiB --solver NAME`")
+    return 0
+
+
+def solver_named(name: str) -> Solver:
+    """The solver of a name, with its default options.
+
+    Raises:
+        OptionError: There is none of that name.
+    """
+    kinds = available()
+    kind = kinds.get(name.lower().replace("_", "-"))
+    if kind is None:
+        near = difflib.get_close_matches(name.lower(), kinds, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise OptionError(f"there is no solver {name!r}", hint=f"{hint}installed: {', '.join(sorted(kinds))}")
+    return kind()
+
+
+def _about(kind: type) -> str:
+    return (kind.__doc__ or "").strip().partition("\n")[0]
+
+
+def _options(kind: type) -> dict[str, str]:
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    return {field.name: str(field.default) for field in dataclasses.fields(kind) if field.init}

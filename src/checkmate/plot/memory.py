@@ -1,0 +1,103 @@
+"""Memory over one training step."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+
+from checkmate.core.plan import Compute
+from checkmate.core.simulate import Timeline
+from checkmate.core.units import format_bytes
+from checkmate.plot import style
+
+
+def memory_timeline(
+    ax: Axes,
+    timeline: Timeline,
+    *,
+    keep_all: Timeline | None = None,
+    budget_bytes: int | None = None,
+    title: str = "",
+) -> Axes:
+    """Draw the bytes that a plan holds while it runs, in the order and at the pace of its ops.
+
+    The plan's peak and the start of its backward pass are marked.
+
+    Args:
+        ax: Where to draw.
+        timeline: What the plan holds.
+        keep_all: What keeping everything holds, for comparison.
+        budget_bytes: The budget, drawn as a line.
+        title: Title of the figure.
+
+    Returns:
+        ``ax``.
+
+    Examples:
+        >>> import checkmate
+        >>> from matplotlib.figure import Figure
+        >>> graph = checkmate.Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
+        >>> timeline = checkmate.simulate(graph, checkmate.Plan.from_order(graph, [0, 1]))
+        >>> ax = memory_timeline(Figure().subplots(), timeline, budget_bytes=8)
+        >>> [line.get_label() for line in ax.get_lines()]
+        ['plan, peak 6 B', 'budget 8 B']
+    """
+    graph = timeline.graph
+    scale, unit = style.time_scale(graph.cost_unit)
+    if keep_all is not None:
+        edges, held = _curve(keep_all, scale)
+        ax.stairs(held, edges, baseline=0, fill=True, color=style.KEEP_ALL, alpha=0.22, linewidth=0)
+        label = f"keeping everything, peak {format_bytes(keep_all.peak_bytes)}"
+        ax.step(edges, np.append(held, held[-1]), where="post", color=style.KEEP_ALL, linewidth=1.2, label=label)
+    edges, held = _curve(timeline, scale)
+    ax.stairs(held, edges, baseline=0, fill=True, color=style.PLAN, alpha=0.25, linewidth=0)
+    label = f"plan, peak {format_bytes(timeline.peak_bytes)}"
+    ax.step(edges, np.append(held, held[-1]), where="post", color=style.PLAN, linewidth=1.6, label=label)
+    most = max(timeline.peak_bytes, keep_all.peak_bytes if keep_all is not None else 0, budget_bytes or 0)
+    style.bytes_axis(ax, most)
+    at = int(held.argmax())
+    middle = (edges[at] + edges[at + 1]) / 2
+    ax.scatter([middle], [held[at]], s=34, color=style.PLAN, zorder=4)
+    if budget_bytes is not None:
+        label = f"budget {format_bytes(budget_bytes)}"
+        ax.axhline(budget_bytes, color=style.BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), label=label, zorder=3)
+    _mark_boundary(ax, timeline, edges)
+    ax.set_xlim(0, max(edges[-1], 0 if keep_all is None else keep_all.cost * scale) or 1)
+    ax.set_xlabel(f"cost of the ops so far ({unit})" if unit != "ms" else "time in ops (ms)")
+    if title:
+        ax.set_title(title, loc="left", pad=28)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, borderaxespad=0.2, handlelength=1.6)
+    style.open_frame(ax)
+    return ax
+
+
+def _curve(timeline: Timeline, scale: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Edges in time and bytes held between them, one span a computation."""
+    runs = [p for p, step in enumerate(timeline.plan.steps) if isinstance(step, Compute)]
+    if not runs:
+        return np.array([0.0, 1.0]), np.array([timeline.graph.resident_bytes], dtype=np.int64)
+    costs = np.array([timeline.graph.ops[o].cost for o in timeline.plan.order], dtype=np.float64)
+    if not costs.any():
+        costs[:] = 1.0
+    return np.concatenate([[0.0], np.cumsum(costs)]) * scale, timeline.bytes[runs]
+
+
+def _mark_boundary(ax: Axes, timeline: Timeline, edges: npt.NDArray[np.float64]) -> None:
+    """A line where the first op of the backward pass begins, if there is one."""
+    ops = timeline.graph.ops
+    first = next((p for p, o in enumerate(timeline.plan.order) if ops[o].phase == "backward"), None)
+    if first is None:
+        return
+    ax.axvline(edges[first], color=style.KEEP_ALL, linewidth=1.0, linestyle=":", zorder=1, gid="boundary")
+    for side, text, shift in (("right", "forward", -5), ("left", "backward", 5)):
+        ax.annotate(
+            text,
+            (edges[first], 0.985),
+            xycoords=("data", "axes fraction"),
+            xytext=(shift, 0),
+            textcoords="offset points",
+            ha=side,
+            va="top",
+            fontsize="small",
+        )

@@ -1,0 +1,34 @@
+"""Colours and axes that the figures share; all of them read on white and on black."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+PLAN = "#2f7ed8"
+KEEP_ALL = "#9a9a9a"
+BUDGET = "#d6453d"
+RECOMPUTED = "#e08a1e"
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_TIMES = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
+
+
+def bytes_axis(ax: Axes, most_bytes: int) -> None:
+    """Let the y axis start at zero and count in one binary unit, at round numbers of it."""
+    unit, scale = next(((name, size) for name, size in _UNITS if most_bytes >= size), _UNITS[-1])
+    ax.set_ylim(0, max(1, most_bytes) * 1.22)
+    ticks = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 4, 5, 8, 10]).tick_values(0, most_bytes / scale)
+    ax.set_yticks([t * scale for t in ticks if t * scale <= most_bytes * 1.22])
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / scale:g}"))
+    ax.set_ylabel(f"memory held ({unit})")
+
+
+def time_scale(cost_unit: str) -> tuple[float, str]:
+    """Factor and name of the unit in which a cost axis counts."""
+    return (_TIMES[cost_unit], "ms") if cost_unit in _TIMES else (1.0, cost_unit)
+
+
+def open_frame(ax: Axes) -> None:
+    """Leave out the upper and the right spine."""
+    ax.spines[["top", "right"]].set_visible(False)
