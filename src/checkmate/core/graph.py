@@ -15,7 +15,7 @@ from checkmate.core.errors import GraphError
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 
-class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Op(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One operation. Inputs and outputs are indices of values; what is resident is not listed.
 
     Attributes:
@@ -54,7 +54,7 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise GraphError(f"op {self.name!r}: phase {self.phase!r} is not one of {', '.join(get_args(Phase))}")
 
 
-class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Value(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One result of an op.
 
     Attributes:
@@ -205,6 +205,20 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
                 ops[v].append(o)
         return tuple(tuple(r) for r in ops)
 
+    @cached_property
+    def view_ops(self) -> frozenset[int]:
+        """Ops that only make views of one storage, from its owner or other such views, tied to no place by a rule.
+
+        They compute nothing, so a plan may move and repeat them at will.
+        """
+        tied = {o for pair in self.order for o in pair} | {c for op in self.ops for c in op.clobbered_by}
+        free: set[int] = set()
+        for o, op in enumerate(self.ops):
+            plain = all(self.values[v].base is None or self.producer[v] in free for v in op.inputs)
+            if plain and o not in tied and self._only_views(op):
+                free.add(o)
+        return frozenset(free)
+
     @property
     def cost(self) -> int:
         """Cost of computing every op once."""
@@ -220,6 +234,12 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
             [(v.size_bytes, v.base, v.kept) for v in self.values],
         )
         return "sha256:" + hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
+
+    def _only_views(self, op: Op) -> bool:
+        if not op.inputs or not op.outputs or not op.recomputable or op.clobbered_by or op.workspace_bytes or op.replay_bytes:
+            return False
+        one_storage = len({self.root[v] for v in (*op.inputs, *op.outputs)}) == 1
+        return one_storage and all(self.values[v].base is not None for v in op.outputs)
 
     def _root_of(self, v: int) -> int:
         while (base := self.values[v].base) is not None:

@@ -24,8 +24,8 @@ class Problem:
     Attributes:
         graph: The graph.
         budget_bytes: The most bytes at any moment, resident bytes included.
-        recompute: ``"forward"`` allows only forward ops to be computed again.
-        reorder: False makes first computations follow the graph's own order.
+        recompute: ``"forward"`` allows only forward ops, and `Graph.view_ops`, to be computed again.
+        reorder: False makes first computations follow the graph's own order; only `Graph.view_ops` may move.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])

@@ -43,9 +43,8 @@ def validate(
         graph: The graph.
         plan: The plan.
         budget_bytes: The most bytes it may hold at any step, resident bytes included.
-        recompute: ``"forward"`` if only forward ops may be computed again.
-        reorder: False if first computations must follow the graph's own order; ops that only make
-            views compute nothing and may move.
+        recompute: ``"forward"`` if only forward ops, and `Graph.view_ops`, may be computed again.
+        reorder: False if first computations must follow the graph's own order, `Graph.view_ops` apart.
 
     Returns:
         The violations, in the order of their steps.
@@ -160,7 +159,7 @@ def _check_counts(graph: Graph, runs: dict[int, list[int]], end: int, found: lis
             found.append(Violation("missing", end, f"op {o} ({op.name!r}) is never computed"))
         elif len(steps) > 1 and not op.recomputable:
             found.append(Violation("once", steps[1], f"op {o} ({op.name!r}) may run only once"))
-        elif len(steps) > 1 and recompute == "forward" and op.phase != "forward":
+        elif len(steps) > 1 and recompute == "forward" and op.phase != "forward" and o not in graph.view_ops:
             found.append(Violation("phase", steps[1], f"op {o} ({op.name!r}) is not a forward op and is computed again"))
         for c in op.clobbered_by:
             done = runs.get(c, [end])[0]
@@ -172,16 +171,12 @@ def _check_counts(graph: Graph, runs: dict[int, list[int]], end: int, found: lis
 def _check_sequence(graph: Graph, runs: dict[int, list[int]], found: list[Violation], reorder: bool) -> None:
     pairs = list(graph.order)
     if not reorder:
-        own = [o for o, op in enumerate(graph.ops) if not _only_views(graph, op.outputs)]
+        own = [o for o in range(len(graph.ops)) if o not in graph.view_ops]
         pairs += zip(own, own[1:], strict=False)
     for position, (a, b) in enumerate(pairs):
         if a in runs and b in runs and runs[b][0] < runs[a][0]:
             rule: Rule = "order" if position < len(graph.order) else "reorder"
             found.append(Violation(rule, runs[b][0], f"op {b} is first computed before op {a}"))
-
-
-def _only_views(graph: Graph, outputs: tuple[int, ...]) -> bool:
-    return bool(outputs) and all(graph.values[v].base is not None for v in outputs)
 
 
 def _check_budget(graph: Graph, plan: Plan, table: _Table, budget_bytes: int) -> list[Violation]:

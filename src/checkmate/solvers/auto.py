@@ -71,13 +71,13 @@ class _Run:
 
     def prove(self, share: float) -> None:
         """Take a bound as extra cost over computing each op of the folded graph once."""
-        if share > -1:
-            self.session.prove(self.once * (1 + share) + self.fold.view_cost)
+        if share >= 0:
+            self.session.prove(self.fold.original.cost + self.once * share)
 
     def best_share(self) -> float:
         if self.session.cost is None:
             return math.inf
-        return (self.session.cost - self.fold.view_cost) / self.once - 1
+        return (self.session.cost - self.fold.original.cost) / self.once
 
     def out_of_time(self) -> bool:
         return self.session.left_s() <= 0
@@ -156,7 +156,7 @@ class _Run:
         """Keep the best bound for a search's own order, to be shown by name."""
 
         def note(share: float) -> None:
-            if -1 < share < math.inf and share > search.order_bound:
+            if share < math.inf and share > search.order_bound:
                 search.order_bound = share
 
         return note

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from checkmate.core.graph import Graph, view_source
+from checkmate.core.graph import view_source
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.session import Session
@@ -55,11 +55,14 @@ class _Exhaustive:
         for a, b in graph.order:
             self.before[b] |= 1 << a
         if not problem.reorder:
-            own = [o for o, op in enumerate(graph.ops) if not _only_views(graph, o) or not op.outputs]
+            own = [o for o in range(len(graph.ops)) if o not in graph.view_ops]
             for a, b in zip(own, own[1:], strict=False):
                 self.before[b] |= 1 << a
         self.clobbers: list[int] = [sum(1 << c for c in set(op.clobbered_by)) for op in graph.ops]
-        self.once = [not op.recomputable or (problem.recompute == "forward" and op.phase != "forward") for op in graph.ops]
+        self.once = [
+            not op.recomputable or (problem.recompute == "forward" and op.phase != "forward" and o not in graph.view_ops)
+            for o, op in enumerate(graph.ops)
+        ]
         self.everything = (1 << len(graph.ops)) - 1
 
     def search(self, session: Session) -> tuple[int, list[int]] | None:
@@ -144,6 +147,3 @@ def _renumbered(storage: tuple[int, ...]) -> tuple[int, ...]:
     names: dict[int, int] = {}
     return tuple(-1 if s < 0 else names.setdefault(s, len(names)) for s in storage)
 
-
-def _only_views(graph: Graph, o: int) -> bool:
-    return all(graph.values[v].base is not None for v in graph.ops[o].outputs)

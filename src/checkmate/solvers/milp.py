@@ -80,7 +80,7 @@ class Milp:
             take(solved.solution)
         if math.isinf(solved.bound) and solved.bound > 0:
             return Termination(Reason.NOT_FOUND, detail="proven: no plan in stages of the graph's own order keeps the budget")
-        bound = solved.bound * scale + fold.view_cost
+        bound = solved.bound * scale + fold.view_cost  # this program counts the first computations too
         session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
         limit = "" if solved.finished else "time"
         return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit=limit)

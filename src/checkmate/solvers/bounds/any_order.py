@@ -27,6 +27,6 @@ def prove_any_order(folded: Problem, fold: FoldViews, session: Session) -> None:
     single_cuts(
         CutModel(folded),
         events,
-        lambda share: session.prove(once * (1 + share) + fold.view_cost) if share > -1 else None,
+        lambda share: session.prove(fold.original.cost + once * share) if share >= 0 else None,
         lambda: session.elapsed_s() > until,
     )

@@ -30,9 +30,8 @@ class FoldViews:
 
     @classmethod
     def of(cls, graph: Graph) -> FoldViews:
-        """Fold every op that only makes views of one storage and that no rule pins to a place."""
-        pinned = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
-        kept_ops = [o for o in range(len(graph.ops)) if o in pinned or not _is_pure_view(graph, graph.ops[o])]
+        """Fold the graph's `view_ops`."""
+        kept_ops = [o for o in range(len(graph.ops)) if o not in graph.view_ops]
         new_op = {o: i for i, o in enumerate(kept_ops)}
         kept_values = [v for v in range(len(graph.values)) if graph.producer[v] in new_op]
         new_value = {v: i for i, v in enumerate(kept_values)}
@@ -125,13 +124,6 @@ class FoldViews:
             if value.kept:
                 ensure(v)
         return out
-
-
-def _is_pure_view(graph: Graph, op: Op) -> bool:
-    if not op.inputs or not op.outputs or not op.recomputable or op.clobbered_by or op.workspace_bytes or op.replay_bytes:
-        return False
-    roots = {graph.root[v] for v in op.inputs} | {graph.root[v] for v in op.outputs}
-    return len(roots) == 1 and all(graph.values[v].base is not None for v in op.outputs)
 
 
 def _renumbered(op: Op, resolve: Callable[[int], int], new_op: dict[int, int]) -> Op:

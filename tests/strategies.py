@@ -1,0 +1,107 @@
+"""Random graphs with everything that `Graph` can say, from a seed: small enough for brute force."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import strategies as st
+
+from checkmate import Graph, Op, Value
+
+
+def random_graph(rng: random.Random, *, max_ops: int = 6, views: bool = True, rules: bool = True, training: bool | None = None) -> Graph:
+    """A graph of 1 to ``max_ops`` ops.
+
+    Args:
+        rng: Source of randomness.
+        max_ops: Most ops.
+        views: Whether ops may make views.
+        rules: Whether some ops may not run again, are overwritten, are ordered or hold replay state.
+        training: Whether it looks like forward and backward; at random by default.
+    """
+    training = rng.random() < 0.5 if training is None else training
+    count = rng.randint(1, max_ops)
+    ops: list[Op] = []
+    values: list[Value] = []
+    root: list[int] = []
+    for o in range(count):
+        inputs = _inputs(rng, len(values), o, count, training, ops)
+        outputs: list[int] = []
+        makes_view = views and inputs and rng.random() < 0.25
+        for slot in range(rng.choice([1, 1, 1, 2])):
+            v = len(values)
+            if makes_view and (slot == 0 or rng.random() < 0.5):
+                base = root[rng.choice(inputs)]
+                values.append(Value(f"v{v}", 0, base))
+                root.append(base)
+            elif views and outputs and slot and values[outputs[0]].base is None and rng.random() < 0.1:
+                values.append(Value(f"v{v}", 0, outputs[0]))
+                root.append(outputs[0])
+            else:
+                values.append(Value(f"v{v}", rng.randint(0, 6)))
+                root.append(v)
+            outputs.append(v)
+        phase = "forward" if not training or o < count // 2 else "loss" if o == count // 2 else "backward"
+        ops.append(
+            Op(
+                name=f"f{o}",
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                cost=rng.randint(0, 6),
+                workspace_bytes=rng.choice([0, 0, 0, 1, 3]) if not makes_view or rng.random() < 0.1 else 0,
+                replay_bytes=rng.choice([0, 0, 0, 0, 1, 2]) if rules and not makes_view else 0,
+                recomputable=not (rules and rng.random() < 0.12),
+                clobbered_by=(rng.randint(o + 1, count - 1),) if rules and o + 1 < count and rng.random() < 0.08 else (),
+                phase=phase,
+            )
+        )
+    order = []
+    if rules and count > 1 and rng.random() < 0.3:
+        a, b = sorted(rng.sample(range(count), 2))
+        order.append((a, b))
+    kept = {v for v in range(len(values)) if rng.random() < 0.15} | ({len(values) - 1} if rng.random() < 0.6 else set())
+    return Graph(
+        ops=tuple(ops),
+        values=tuple(Value(x.name, x.size_bytes, x.base, v in kept) for v, x in enumerate(values)),
+        order=tuple(order),
+        resident_bytes=rng.choice([0, 0, 5]),
+        name="random",
+    )
+
+
+def _inputs(rng: random.Random, made: int, o: int, count: int, training: bool, ops: list[Op]) -> list[int]:
+    if not made:
+        return []
+    if training and ops:
+        inputs = {rng.choice(ops[-1].outputs)}
+        mirror = count - 1 - o
+        if 0 <= mirror < len(ops) and rng.random() < 0.8:
+            inputs.add(rng.choice(ops[mirror].outputs))
+        return sorted(inputs)
+    return sorted({rng.randrange(made) for _ in range(rng.choice([0, 1, 1, 2, 2, 3]))})
+
+
+@st.composite
+def graphs(draw: st.DrawFn, *, max_ops: int = 6, views: bool = True, rules: bool = True) -> Graph:
+    """Hypothesis strategy of `random_graph`."""
+    return random_graph(random.Random(draw(st.integers(0, 2**32 - 1))), max_ops=max_ops, views=views, rules=rules)
+
+
+@st.composite
+def graphs_and_orders(draw: st.DrawFn, *, max_ops: int = 6) -> tuple[Graph, list[int]]:
+    """A graph and an order that computes every op at least once and reads only what is made."""
+    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
+    graph = random_graph(rng, max_ops=max_ops)
+    return graph, random_order(rng, graph)
+
+
+def random_order(rng: random.Random, graph: Graph) -> list[int]:
+    """The graph's own order with recomputations that no rule forbids put in at random."""
+    order: list[int] = []
+    for o in range(len(graph.ops)):
+        order.append(o)
+        for again in range(o + 1):
+            op = graph.ops[again]
+            if op.recomputable and rng.random() < 0.15 and not any(c <= o for c in op.clobbered_by):
+                order.append(again)
+    return order
