@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name not in ("cyclopts", "rich"):
             raise
         sys.stderr.write(
-            f"error: the command line needs {error.name}, which is not installed\n\n"
-            'hint: pip install "checkmate-remat[cli]"\n'
+            f'error: the command line needs {error.name}, which is not installed\n\nhint: pip install "checkmate-remat[cli]"\n'
         )
         return 2
     return run(sys.argv[1:] if argv is None else argv)

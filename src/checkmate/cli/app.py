@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from cyclopts import App, CycloptsError
+from cyclopts.help import DefaultFormatter, PanelSpec
+from rich.box import Box
 
 from checkmate.cli import capture, demo, plan, solvers, terminal, verify
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, SolverError
 
+_NO_BOX = Box("    \n" * 8)
 OK, NO_PLAN, BAD_INPUT, INTERNAL = 0, 1, 2, 3
 
 
@@ -21,7 +24,7 @@ def _app() -> App:
         name="checkmate",
         help="Say how much memory a training step may take; get the fastest way to run it that fits, with a proof.",
         version=checkmate.__version__,
-        help_formatter="plain",
+        help_formatter=DefaultFormatter(panel_spec=PanelSpec(box=_NO_BOX, padding=(0, 0))),
         help_format="plaintext",
     )
     for verb in (demo.demo, capture.capture, plan.plan, verify.verify, solvers.solvers):

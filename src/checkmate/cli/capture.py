@@ -82,12 +82,14 @@ def _from_file(path: Path) -> Any:
     if not path.is_file():
         raise OptionError(f"{path}: no such file", hint=_SHAPE)
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    loader = spec.loader
+    assert loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        _call(str(path), lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
+        _call(str(path), lambda: loader.exec_module(module))
     finally:
         sys.path.pop(0)
     return module

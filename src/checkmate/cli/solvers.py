@@ -24,7 +24,9 @@ def solvers(*, json: terminal.Json = False) -> int:
     if json:
         terminal.emit({"solvers": [{"name": n, "about": _about(k), "options": _options(k)} for n, k in sorted(kinds.items())]})
         return 0
-    rows = [(name, _about(kind), ", ".join(f"{o}={d}" for o, d in _options(kind).items())) for name, kind in sorted(kinds.items())]
+    rows = [
+        (name, _about(kind), ", ".join(f"{o}={d}" for o, d in _options(kind).items())) for name, kind in sorted(kinds.items())
+    ]
     terminal.table([("solver", False), ("what it does", False), ("options", False)], rows)
     terminal.closing([], "choose one with `checkmate plan GRAPH --budget 8GiB --solver NAME`")
     return 0
@@ -46,7 +48,7 @@ def solver_named(name: str) -> Solver:
 
 
 def _about(kind: type) -> str:
-    return (kind.__doc__ or "").strip().partition("\n")[0]
+    return " ".join((kind.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
 def _options(kind: type) -> dict[str, str]:

@@ -11,11 +11,13 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.plot import style
 
-_NOT, _FIRST, _AGAIN = 0, 1, 2
+_NOT, _HELD, _FIRST, _AGAIN = 0, 1, 2, 3
+_FINE = 150
+"""Above this many ops a cell is thinner than a line, so that computations are drawn as points as well."""
 
 
 def schedule(ax: Axes, graph: Graph, plan: Plan, *, title: str = "") -> Axes:
-    """Draw which ops each stage computes: the matrix R, first computations and recomputations apart.
+    """Draw which ops each stage computes (the matrix R) and whose values it is handed (the matrix S).
 
     Args:
         ax: Where to draw.
@@ -24,7 +26,8 @@ def schedule(ax: Axes, graph: Graph, plan: Plan, *, title: str = "") -> Axes:
         title: Title of the figure.
 
     Returns:
-        ``ax``, with one image whose array has 1 for a first computation and 2 for a recomputation.
+        ``ax``, with one image whose array has 1 for a value held when the stage begins, 2 for a first computation
+        and 3 for a recomputation.
 
     Examples:
         >>> import checkmate
@@ -32,21 +35,27 @@ def schedule(ax: Axes, graph: Graph, plan: Plan, *, title: str = "") -> Axes:
         >>> graph = checkmate.Graph.from_dag(cost=[1, 1, 1], size_bytes=[1, 1, 1], edges=[(0, 1), (0, 2), (1, 2)])
         >>> plan = checkmate.Plan.from_order(graph, [0, 1, 0, 2])
         >>> schedule(Figure().subplots(), graph, plan).images[0].get_array().tolist()
-        [[1, 0, 0], [0, 1, 0], [2, 0, 1]]
+        [[2, 0, 0], [1, 2, 0], [3, 1, 2]]
     """
-    R = plan.stages(graph).R
-    seen = np.cumsum(R, axis=0)
-    cells = np.where(R, np.where(seen > 1, _AGAIN, _FIRST), _NOT).astype(np.uint8)
-    colours = ListedColormap([(0, 0, 0, 0), to_rgba(style.PLAN), to_rgba(style.RECOMPUTED)])
-    ax.imshow(cells, cmap=colours, vmin=_NOT, vmax=_AGAIN, aspect="auto", interpolation="nearest", resample=False)
+    R, S = plan.stages(graph)
+    computed = np.where(np.cumsum(R, axis=0) > 1, _AGAIN, _FIRST)
+    cells = np.where(R, computed, np.where(S, _HELD, _NOT)).astype(np.uint8)
+    shades = ListedColormap([(0, 0, 0, 0), to_rgba(style.KEEP_ALL, 0.35), to_rgba(style.PLAN), to_rgba(style.RECOMPUTED)])
+    ax.imshow(cells, cmap=shades, vmin=_NOT, vmax=_AGAIN, aspect="auto", interpolation="nearest", resample=False)
+    if len(graph.ops) > _FINE:
+        for kind, colour in ((_FIRST, style.PLAN), (_AGAIN, style.RECOMPUTED)):
+            stages, ops = np.nonzero(cells == kind)
+            ax.plot(ops, stages, "s", markersize=1.8, markeredgewidth=0, color=colour, rasterized=True)
     ax.set_xlabel("op, in the order of the graph")
     ax.set_ylabel("stage")
-    again = int((cells == _AGAIN).sum())
-    marks = [
-        Line2D([], [], marker="s", linestyle="", color=style.PLAN, label=f"computed first ({int((cells == _FIRST).sum())})"),
-        Line2D([], [], marker="s", linestyle="", color=style.RECOMPUTED, label=f"computed again ({again})"),
-    ]
-    ax.legend(handles=marks, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False, borderaxespad=0.2)
+    names = ((style.PLAN, "computed first", _FIRST), (style.RECOMPUTED, "computed again", _AGAIN), (style.KEEP_ALL, "held", None))
+    marks: list[Line2D] = []
+    for colour, name, kind in names:
+        label = name if kind is None else f"{name} ({int((cells == kind).sum())})"
+        marks.append(Line2D([], [], marker="s", linestyle="", color=colour, label=label))
+    ax.legend(
+        handles=marks, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, handletextpad=0.2, frameon=False, borderaxespad=0.2
+    )
     if title:
         ax.set_title(title, loc="left", pad=28)
     return ax
