@@ -127,9 +127,8 @@ def _fills(timeline: Timeline) -> str:
     rows: list[list[str]] = []
     for resident in held[:_SHOWN]:
         op = graph.ops[graph.producer[resident.value]]
-        rows.append(
-            [graph.values[resident.value].name, format_bytes(resident.size_bytes), op.kind or op.name, op.phase, op.source]
-        )
+        name, made_by = graph.values[resident.value].name, op.kind or op.name
+        rows.append([name, format_bytes(resident.size_bytes), made_by, op.phase, op.source])
     rest = held[_SHOWN:]
     if rest:
         rows.append([f"{len(rest)} more", format_bytes(sum(resident.size_bytes for resident in rest)), "", "", ""])

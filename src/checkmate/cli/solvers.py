@@ -22,11 +22,9 @@ def solvers(*, json: terminal.Json = False) -> int:
     """
     kinds = available()
     if json:
-        terminal.emit({"solvers": [{"name": n, "about": _about(k), "options": _options(k)} for n, k in sorted(kinds.items())]})
+        terminal.emit({"solvers": [{"name": n, "about": _about(k), "options": _options(k)} for n, k in kinds.items()]})
         return 0
-    rows = [
-        (name, _about(kind), ", ".join(f"{o}={d}" for o, d in _options(kind).items())) for name, kind in sorted(kinds.items())
-    ]
+    rows = [(name, _about(kind), ", ".join(f"{o}={d}" for o, d in _options(kind).items())) for name, kind in kinds.items()]
     terminal.table([("solver", False), ("what it does", False), ("options", False)], rows)
     terminal.closing([], "choose one with `checkmate plan GRAPH --budget 8GiB --solver NAME`")
     return 0

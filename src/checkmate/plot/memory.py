@@ -67,9 +67,7 @@ def memory_timeline(
     ax.set_xlabel(f"cost of the ops so far ({unit})" if unit != "ms" else "time in ops (ms)")
     if title:
         ax.set_title(title, loc="left", pad=28)
-    ax.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, borderaxespad=0.2, handlelength=1.4, columnspacing=1.4
-    )
+    style.legend_above(ax)
     style.open_frame(ax)
     return ax
 

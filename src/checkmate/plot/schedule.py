@@ -53,9 +53,7 @@ def schedule(ax: Axes, graph: Graph, plan: Plan, *, title: str = "") -> Axes:
     for colour, name, kind in names:
         label = name if kind is None else f"{name} ({int((cells == kind).sum())})"
         marks.append(Line2D([], [], marker="s", linestyle="", color=colour, label=label))
-    ax.legend(
-        handles=marks, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, handletextpad=0.2, frameon=False, borderaxespad=0.2
-    )
+    style.legend_above(ax, marks)
     if title:
         ax.set_title(title, loc="left", pad=28)
     return ax

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 PLAN = "#2f7ed8"
@@ -32,3 +33,18 @@ def time_scale(cost_unit: str) -> tuple[float, str]:
 def open_frame(ax: Axes) -> None:
     """Leave out the upper and the right spine."""
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def legend_above(ax: Axes, handles: list[Line2D] | None = None) -> None:
+    """Put the legend in one row above the axes, where it covers nothing."""
+    ax.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=3,
+        borderaxespad=0.2,
+        frameon=False,
+        handlelength=1.4,
+        handletextpad=0.5,
+        columnspacing=1.4,
+    )

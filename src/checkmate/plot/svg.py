@@ -6,7 +6,9 @@ import io
 import re
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 _INK = "#010203"
 _THEME = "svg { color: #24292f } @media (prefers-color-scheme: dark) { svg { color: #d0d7de } }"
@@ -27,8 +29,7 @@ def themed_svg(figure: Figure, *, standalone: bool = True) -> str:
     for ax in figure.axes:
         ax.patch.set_alpha(0.0)
         _ink(ax)
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "checkmate", "font.family": "sans-serif"}
-    with mpl.rc_context(settings):
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "checkmate", "font.family": "sans-serif"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
@@ -38,9 +39,9 @@ def themed_svg(figure: Figure, *, standalone: bool = True) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def _ink(ax: mpl.axes.Axes) -> None:
+def _ink(ax: Axes) -> None:
     """Give all text, ticks and spines of an `Axes` the colour that stands for the theme's."""
-    for text in ax.findobj(mpl.text.Text):
+    for text in ax.findobj(Text):
         text.set_color(_INK)
     for spine in ax.spines.values():
         spine.set_edgecolor(_INK)
