@@ -1,0 +1,24 @@
+"""What all tests share: how Hypothesis runs, and who needs a device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Solvers compile at their first call and machines are shared: time says nothing about an example.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none; PyTorch is imported only if some test does."""
+    wanting = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if not wanting:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

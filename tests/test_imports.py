@@ -1,0 +1,56 @@
+"""Planning needs no framework: what `import checkmate` loads, how long it takes, and what is public."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import checkmate
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "jax", "tensorflow", "ortools", "highspy", "scipy", "numba", "matplotlib", "rich", "cyclopts", "sklearn")
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("module", ["checkmate", "checkmate.core.files", "checkmate.solvers.registry", "checkmate.studies", "checkmate.cli"])
+def test_import_loads_nothing_heavy(module):
+    """Whoever plans on a laptop or in continuous integration has no framework and waits for none."""
+    code = f"import sys, {module}; print(*(m for m in {HEAVY} if m in sys.modules))"
+    assert python("-c", code).stdout.split() == []
+
+
+def test_import_is_quick():
+    """Under 0.3 s, the best of three because machines are shared."""
+    seconds = []
+    for _ in range(3):
+        log = python("-X", "importtime", "-c", "import checkmate").stderr
+        total = re.search(r"\|\s*(\d+) \| checkmate$", log, re.MULTILINE)
+        assert total is not None
+        seconds.append(int(total[1]) / 1e6)
+    assert min(seconds) < 0.3
+
+
+def test_public_names_are_documented():
+    """Public means in `__all__` and in the reference, neither more nor less."""
+    reference = (ROOT / "docs" / "reference" / "checkmate.md").read_text()
+    documented = re.findall(r"^\.\. auto(?:class|function|exception|data):: checkmate\.(\w+)$", reference, re.MULTILINE)
+    assert sorted(documented) == sorted(checkmate.__all__)
+    assert len(set(documented)) == len(documented)
+
+
+def test_public_names_exist():
+    """`from checkmate import *` works."""
+    assert all(hasattr(checkmate, name) for name in checkmate.__all__)
+
+
+def test_version_is_the_distributions():
+    """One version, in the code and in the metadata."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{checkmate.__version__}"' in text
