@@ -1,0 +1,1 @@
+"""PyTorch: capture a training step, plan it, and run the plan."""

@@ -1,0 +1,89 @@
+"""Options of the backend, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from checkmate.core.errors import OptionError
+from checkmate.core.plan import Plan
+from checkmate.core.units import Amount, parse_budget, parse_bytes
+from checkmate.solvers.registry import by_name
+from checkmate.solvers.session import Solver
+
+Outputs = Literal["held", "released"]
+CostSource = Literal["measured", "flops"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the backend is asked for.
+
+    Attributes:
+        budget: The most bytes on the device during forward and backward, everything included:
+            ``"8GiB"``, bytes, or ``"70%"``: what is resident plus 70 % of what keeping everything
+            takes above it. None keeps everything.
+        compiler: ``"eager"``: the plan's exact order runs as it is.
+        solver: A solver or its name; `Auto` by default.
+        time_limit_s: Seconds that planning one graph may take.
+        plan: A plan, or a file with one, to run instead of solving.
+        device: The device whose memory counts; that of the model by default.
+        outputs: ``"held"`` if the caller holds what the model returns until the backward is over,
+            ``"released"`` if not.
+        reserve: Memory to leave for what is allocated later, such as optimizer state.
+        costs: ``"measured"`` on the device, or ``"flops"``: estimated, with no workspace.
+    """
+
+    budget: Amount | None = None
+    compiler: str = "eager"
+    solver: Solver | str | None = None
+    time_limit_s: float | None = 30.0
+    plan: Plan | str | os.PathLike[str] | None = None
+    device: str | None = None
+    outputs: Outputs = "held"
+    reserve: Amount = 0
+    costs: CostSource = "measured"
+
+    def __post_init__(self) -> None:
+        if self.compiler != "eager":
+            hint = "leave it out, or give 'eager'"
+            what = "is not there yet" if self.compiler == "inductor" else "is unknown"
+            raise OptionError(f"compiler={self.compiler!r} {what}", hint=hint)
+        for name, kind in (("outputs", Outputs), ("costs", CostSource)):
+            if getattr(self, name) not in get_args(kind):
+                raise OptionError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}")
+        if self.time_limit_s is not None and not (isinstance(self.time_limit_s, (int, float)) and self.time_limit_s > 0):
+            raise OptionError(f"time_limit_s={self.time_limit_s!r} must be more than zero seconds, or None")
+        if self.budget is not None:  # unreadable text is refused before anything is traced
+            parse_budget(self.budget, resident_bytes=0, keep_all_bytes=0)
+        parse_bytes(self.reserve)
+        if isinstance(self.solver, str):
+            object.__setattr__(self, "solver", by_name(self.solver))
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes of ``reserve``."""
+        return parse_bytes(self.reserve)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> Options:
+        """Options from what ``torch.compile`` was given.
+
+        Raises:
+            OptionError: An option is unknown; the message names the nearest known one.
+            UnitError: The budget cannot be read.
+        """
+        given = dict(options or {})
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                raise OptionError(
+                    f"unknown option {name!r} of backend 'checkmate'; the nearest known one is {near!r}",
+                    hint=f"known options: {', '.join(known)}",
+                )
+        return cls(**given)

@@ -1,0 +1,99 @@
+"""The partition function of AOTAutograd: capture, plan, impose, split, count again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from checkmate.core.graph import Graph
+from checkmate.core.result import Result
+from checkmate.core.units import format_bytes
+from checkmate.torch.capture import Capture, Costs, capture_joint
+from checkmate.torch.compat import default_partition
+from checkmate.torch.recount import SplitError, recount
+from checkmate.torch.rewrite import impose, strip_dead_random
+
+_log = logging.getLogger("checkmate.torch")
+_SLACK_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """How one graph is to be split.
+
+    Attributes:
+        costs: Costs of nodes.
+        plan: Finds the plan of a graph.
+        hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
+        extra_resident_bytes: What is resident besides the graph's inputs.
+        on_planned: Told the captured graph and its plan before anything runs.
+    """
+
+    costs: Costs
+    plan: Callable[[Graph], Result]
+    hold_outputs: bool
+    extra_resident_bytes: int
+    on_planned: Callable[[Capture, Result], None]
+
+
+def partition(
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    *,
+    num_fwd_outputs: int,
+    task: Task,
+    **rest: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward modules that run a plan.
+
+    Args:
+        joint: The joint module; untouched if planning fails.
+        joint_inputs: Its traced inputs; empty for the body of a higher-order op.
+        num_fwd_outputs: How many of its outputs belong to the forward.
+        task: How to split.
+        rest: What AOTAutograd hands to a partitioner besides.
+
+    Raises:
+        SplitError: What would run takes other memory than planned.
+        CheckmateError: No plan.
+    """
+    if not joint_inputs:
+        _log.warning("the body of a nested compiled region is not planned: it keeps everything that its backward needs")
+        return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    began = time.perf_counter()
+    capture = capture_joint(
+        joint,
+        num_fwd_outputs,
+        task.costs,
+        hold_outputs=task.hold_outputs,
+        extra_resident_bytes=task.extra_resident_bytes,
+    )
+    result = task.plan(capture.graph)
+    assert result.plan is not None
+    imposed = impose(capture, result.plan)
+    forward, backward = default_partition(imposed, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    strip_dead_random(backward)
+    _compare(capture, result, recount(forward, backward, num_fwd_outputs, task.costs, hold_outputs=task.hold_outputs))
+    task.on_planned(capture, result)
+    _log.debug("split in %.1f s", time.perf_counter() - began)
+    return forward, backward
+
+
+def _compare(capture: Capture, result: Result, counted: int) -> None:
+    assert result.peak_bytes is not None
+    planned = result.peak_bytes - capture.graph.resident_bytes
+    if counted > planned + _SLACK_BYTES:
+        raise SplitError(
+            f"the step as split takes {format_bytes(counted)} ({counted} bytes) above what is resident, and its plan "
+            f"{format_bytes(planned)} ({planned} bytes); nothing has run",
+            hint="this is a bug of checkmate: please report it with the model",
+        )
+    # A plan may count more than what runs: a random op's replay where it is not replayed, or running
+    # statistics that a recomputation does not make.
+    if counted < 0.99 * planned - 65536:
+        _log.warning("the step as split takes %s, its plan %s", format_bytes(counted), format_bytes(planned))
