@@ -61,10 +61,13 @@ class _Run:
         searches = self._first_plans()
         if self.session.done:
             return
-        event = self._prove_single(searches)
+        event = self._best_single(self.any_order, searches, self.prove)
         if self.session.done or event is None:
             return
         self._refine(searches, event, rounds)
+        best = max(search.order_bound for search in searches)
+        if best > 0 and self.folded.reorder:
+            self.session.remark(f"given-order bound: no plan with these first computations has an overhead below {1 + best:.5f}")
 
     def offer(self, order: list[int]) -> bool:
         return self.session.offer(self.fold.invert(order))
@@ -100,8 +103,8 @@ class _Run:
                 self.offer(search.order())
         return sorted(searches, key=lambda search: search.best_cost)
 
-    def _prove_single(self, searches: list[Search]) -> int | None:
-        """Bound by single events where the plans are fullest; returns the best event."""
+    def _best_single(self, model: CutModel, searches: list[Search], prove: Callable[[float], None]) -> int | None:
+        """Bound by single events where the plans are fullest; returns the event that proves most."""
         from checkmate.solvers.bounds.refine import first_bytes, separated_peaks, single_cuts
 
         count = len(self.graph.ops)
@@ -112,9 +115,7 @@ class _Run:
             held = first_bytes(self.graph, order)
             events.update(dict.fromkeys(separated_peaks(held, rank, 14, max(1, count // 56))))
         until = self.session.elapsed_s() + max(2.0, 0.2 * min(60.0, self.session.left_s()))
-        return single_cuts(
-            self.any_order, list(events), self.prove, lambda: self.session.done or self.session.elapsed_s() > until
-        )
+        return single_cuts(model, list(events), prove, lambda: self.session.done or self.session.elapsed_s() > until)
 
     def _refine(self, searches: list[Search], event: int, rounds: int) -> None:
         from checkmate.solvers.bounds.event_cuts import CutModel
@@ -125,16 +126,17 @@ class _Run:
         search = searches[0]
         given: dict[int, CutModel] = {}
         for k in range(rounds):
-            if session.done:
-                return
             before = (session.cost, session.bound)
-            self._refine_once(self.any_order, search, event, self.prove, 0.35)
+            # A first look at any order is short: what it does not prove at once takes long, and plans come first.
+            self._refine_once(self.any_order, search, event, self.prove, 0.05 if k == 0 else 0.35)
             if session.done:
                 return
             search = searches[k % len(searches)]
             model = given.setdefault(k % len(searches), CutModel(self.folded, tuple(search.targets)))
             proof = self.prove if not self.folded.reorder else self._narrow(search)
-            self._refine_once(model, search, event if event in search.stage else search.targets[-1], proof, 0.35)
+            given_event = self._best_single(model, [search], proof)
+            if given_event is not None:
+                self._refine_once(model, search, given_event, proof, 0.35)
             if session.done:
                 return
             if search.improve(max(200, work // 4), 2e-4, self.out_of_time):
@@ -148,7 +150,7 @@ class _Run:
 
         session = self.session
         until = session.elapsed_s() + min(session.left_s(), max(2.0, share * min(60.0, session.left_s())))
-        gap = max(1e-6, session.limits.gap / 4)
+        gap = max(2e-5, session.limits.gap / 4)
         refinement = Refinement(model, search, prove, self.offer, gap=gap, threads=session.limits.threads)
         refinement.run([event], self.best_share, lambda: 0.0 if session.done else until - session.elapsed_s())
 
