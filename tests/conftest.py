@@ -12,6 +12,11 @@ settings.register_profile("default", deadline=None, suppress_health_check=[Healt
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Golden files are written anew on request only."""
+    parser.addoption("--regen", action="store_true", help="write golden files anew")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a CUDA device where there is none; PyTorch is imported only if some test does."""
     wanting = [item for item in items if item.get_closest_marker("gpu") is not None]

@@ -19,7 +19,9 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("module", ["checkmate", "checkmate.core.files", "checkmate.solvers.registry", "checkmate.studies", "checkmate.cli"])
+@pytest.mark.parametrize(
+    "module", ["checkmate", "checkmate.core.files", "checkmate.solvers.registry", "checkmate.studies", "checkmate.cli"]
+)
 def test_import_loads_nothing_heavy(module):
     """Whoever plans on a laptop or in continuous integration has no framework and waits for none."""
     code = f"import sys, {module}; print(*(m for m in {HEAVY} if m in sys.modules))"

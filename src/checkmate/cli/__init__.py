@@ -22,10 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from checkmate.cli.app import run
     except ModuleNotFoundError as error:
-        if error.name not in ("cyclopts", "rich"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("cyclopts", "rich"):
             raise
         sys.stderr.write(
-            f'error: the command line needs {error.name}, which is not installed\n\nhint: pip install "checkmate-remat[cli]"\n'
+            f'error: the command line needs {missing}, which is not installed\n\nhint: pip install "checkmate-remat[cli]"\n'
         )
         return 2
     return run(sys.argv[1:] if argv is None else argv)

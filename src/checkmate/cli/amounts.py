@@ -43,5 +43,7 @@ def describe_graph(graph: Graph, path: object) -> str:
 
 def describe_budget(budget_bytes: int, keep_all_bytes: int) -> str:
     """One line about a budget: how it compares to keeping everything."""
-    share = f"{100 * budget_bytes / keep_all_bytes:.1f}%" if keep_all_bytes else "-"
-    return f"{format_bytes(budget_bytes)}, {share} of the {format_bytes(keep_all_bytes)} that keeping everything takes"
+    budget, keep_all = format_bytes(budget_bytes), format_bytes(keep_all_bytes)
+    if budget_bytes > keep_all_bytes:
+        return f"{budget}, more than the {keep_all} that keeping everything takes"
+    return f"{budget}, {100 * budget_bytes / max(1, keep_all_bytes):.1f}% of the {keep_all} that keeping everything takes"

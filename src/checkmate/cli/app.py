@@ -25,7 +25,8 @@ def _app() -> App:
         help="Say how much memory a training step may take; get the fastest way to run it that fits, with a proof.",
         version=checkmate.__version__,
         help_formatter=DefaultFormatter(panel_spec=PanelSpec(box=_NO_BOX, padding=(0, 0))),
-        help_format="plaintext",
+        help_format="markdown",
+        suppress_keyboard_interrupt=False,
     )
     for verb in (demo.demo, capture.capture, plan.plan, verify.verify, solvers.solvers):
         app.command(verb)

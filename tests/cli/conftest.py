@@ -1,0 +1,58 @@
+"""Run one command line in an empty folder that holds a small graph."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import checkmate
+from checkmate.cli import main
+from tests.plot.graphs import chain
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class Outcome(NamedTuple):
+    """What one command line did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys) -> Callable[..., Outcome]:
+    monkeypatch.chdir(tmp_path)
+    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    checkmate.write(chain(), tmp_path / "chain.graph.json")
+
+    def run(*words: str) -> Outcome:
+        code = main(list(words))
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def golden(request) -> Callable[[str, str], None]:
+    """Compare with a file, the times in it replaced; `--regen` writes it anew."""
+
+    def compare(name: str, text: str) -> None:
+        text = re.sub(r"\d+\.\d s\b", "0.0 s", "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
+        path = GOLDEN / f"{name}.txt"
+        if request.config.getoption("--regen"):
+            path.write_text(text)
+        assert text == path.read_text()
+
+    return compare

@@ -1,0 +1,92 @@
+"""Bad input gets one clear line and a hint, exit code 2 and never a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PLAN = ("plan", "chain.graph.json", "--budget", "5MiB")
+
+CASES = {
+    "no-such-verb": (("plann",), "plann"),
+    "no-budget": (("plan", "chain.graph.json"), "--budget"),
+    "unknown-option": ((*PLAN, "--bugdet", "3"), "--bugdet"),
+    "no-such-graph": (("plan", "none.graph.json", "--budget", "1MiB"), "none.graph.json: No such file"),
+    "graph-is-a-folder": (("plan", ".", "--budget", "1MiB"), "directory"),
+    "budget-unreadable": (("plan", "chain.graph.json", "--budget", "lots"), "cannot read 'lots'"),
+    "budget-unknown-unit": (("plan", "chain.graph.json", "--budget", "8GB8"), "8GB8"),
+    "budget-negative": (("plan", "chain.graph.json", "--budget=-5"), "-5"),
+    "solver-unknown": ((*PLAN, "--solver", "autoo"), "there is no solver 'autoo'"),
+    "time-zero": ((*PLAN, "--time-limit", "0"), "time_s=0.0"),
+    "gap-above-one": ((*PLAN, "--gap", "2"), "gap=2.0"),
+    "threads-zero": ((*PLAN, "--threads", "0"), "threads=0"),
+    "recompute-unknown": ((*PLAN, "--recompute", "some"), "some"),
+    "out-in-no-folder": ((*PLAN, "--out", "none/p.json"), "cannot write none/p.json"),
+    "truncated": (("plan", "truncated.json", "--budget", "1MiB"), "truncated.json: not a Checkmate file, or cut short"),
+    "foreign": (("plan", "foreign.json", "--budget", "1MiB"), "not a Checkmate file"),
+    "newer": (("plan", "newer.json", "--budget", "1MiB"), "checkmate.graph/9"),
+    "plan-for-a-graph": (("verify", "chain.graph.json", "chain.graph.json"), "holds no plan"),
+    "graph-for-a-plan": (("plan", "plan.json", "--budget", "1MiB"), "holds a plan, not a graph"),
+    "capture-without-function": (("capture", "model.py"), "cannot read 'model.py'"),
+    "capture-no-such-file": (("capture", "none.py:build"), "none.py: no such file"),
+    "capture-no-such-module": (("capture", "no.such.module:build"), "ModuleNotFoundError"),
+    "capture-no-such-function": (("capture", "model.py:biuld"), "has no function 'biuld'"),
+    "capture-raises": (("capture", "model.py:broken"), "raised KeyError at"),
+    "capture-wrong-shape": (("capture", "model.py:two"), "returned a tuple of 2"),
+    "demo-out-is-a-file": (("demo", "--out", "chain.graph.json/there"), "cannot make chain.graph.json"),
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "truncated.json").write_text('{"format": "checkmate.graph/1", "ops": [')
+    (tmp_path / "foreign.json").write_text('{"nodes": 3}')
+    (tmp_path / "newer.json").write_text('{"format": "checkmate.graph/9"}')
+    (tmp_path / "plan.json").write_text('{"format": "checkmate.plan/1", "steps": []}')
+    (tmp_path / "model.py").write_text("def two():\n    return 1, 2\n\n\ndef broken():\n    return {}['weights']\n")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_said_in_words(run, files, case):
+    """What was wrong is named, and what to do about it."""
+    words, named = CASES[case]
+    outcome = run(*words)
+    assert outcome.code == 2, outcome
+    assert outcome.err.startswith("error: ")
+    assert named in outcome.err
+    assert "Traceback" not in outcome.err
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize("case", ["no-such-graph", "budget-unreadable", "solver-unknown"])
+def test_bad_input_in_json_is_one_object(run, files, case):
+    """A script reads the same on stdout."""
+    words, named = CASES[case]
+    outcome = run(*words, "--json")
+    assert outcome.code == 2
+    assert named in outcome.json["message"]
+    assert set(outcome.json) == {"error", "message", "hint"}
+
+
+def test_near_names_are_offered(run):
+    """A misspelt solver gets the nearest."""
+    assert "did you mean 'local-search'" in run(*PLAN, "--solver", "local-serch").err
+
+
+@pytest.mark.parametrize(("module", "words", "extra"), [
+    ("cyclopts", ("solvers",), "cli"),
+    ("rich", ("solvers",), "cli"),
+    ("torch", ("capture", "model.py:two"), "torch"),
+    ("sklearn", ("demo",), "demo"),
+])  # fmt: skip
+def test_missing_extra_says_what_to_install(tmp_path, module, words, extra):
+    """Exit code 2 and the command that installs it; a fresh process, for what is loaded stays loaded."""
+    (tmp_path / "model.py").write_text("def two():\n    return 1, 2\n")
+    code = f"import sys; sys.modules[{module!r}] = None; from checkmate.cli import main; sys.exit(main({list(words)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert module in done.stderr
+    assert f'pip install "checkmate-remat[{extra}]"' in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,123 @@
+"""Verbs write files that are read again, say the same in JSON, and exit as they promise."""
+
+from __future__ import annotations
+
+import pytest
+
+import checkmate
+from checkmate.core.result import Result
+from tests.plot.graphs import AGAIN, chain, plan
+
+BUDGET = "5.5MiB"
+
+
+def test_plan_writes_what_verify_accepts(run):
+    """A plan is a file that anyone can check."""
+    planned = run("plan", "chain.graph.json", "--budget", BUDGET, "--json")
+    assert planned.code == 0
+    assert planned.err == ""
+    said = planned.json
+    held = run("verify", "chain.graph.json", said["plan"], "--budget", BUDGET, "--json")
+    assert held.code == 0
+    assert held.json["holds"] is True
+    assert held.json["peak_bytes"] == said["peak_bytes"] <= said["budget_bytes"]
+    assert held.json["cost"] == said["cost"]
+
+
+def test_plan_in_json_is_the_result(run):
+    """The numbers are those of `solve`."""
+    said = run("plan", "chain.graph.json", "--budget", BUDGET, "--json").json
+    result = checkmate.solve(checkmate.Problem(chain(), BUDGET))
+    assert (said["cost"], said["bound"], said["status"]) == (result.cost, result.bound, result.termination.reason.value)
+    assert said["recomputations"] == len(result.plan.order) - len(chain().ops)
+    assert checkmate.read(said["plan"]) == result.plan
+
+
+def test_plan_file_is_named_after_graph_and_budget(run):
+    """Plans for several budgets lie beside each other."""
+    assert run("plan", "chain.graph.json", "--budget", "90%", "--json").json["plan"] == "chain-90pct.plan.json"
+    assert run("plan", "chain.graph.json", "--budget", "7 MiB", "--json").json["plan"] == "chain-7MiB.plan.json"
+
+
+@pytest.mark.parametrize("solver", ["auto", "local-search", "milp", "local_search"])
+def test_solver_is_chosen_by_name(run, solver):
+    """The names are those that `checkmate solvers` lists; an underscore is as good as a dash."""
+    assert run("plan", "chain.graph.json", "--budget", BUDGET, "--solver", solver).code == 0
+
+
+def test_order_of_the_graph_is_kept_on_request(run):
+    """What must not be reordered is not, and verify holds the plan to it."""
+    options = ("--budget", BUDGET, "--no-reorder", "--recompute", "forward")
+    assert run("plan", "chain.graph.json", *options, "--out", "p.json").code == 0
+    assert run("verify", "chain.graph.json", "p.json", *options).code == 0
+
+
+def test_budget_too_small_exits_1_with_what_is_enough(run):
+    """A script can raise the budget by itself."""
+    outcome = run("plan", "chain.graph.json", "--budget", "2MiB", "--json")
+    assert outcome.code == 1
+    assert outcome.json["error"] == "InfeasibleBudgetError"
+    assert outcome.json["smallest_bytes"] >= outcome.json["floor_bytes"] > outcome.json["budget_bytes"]
+    assert "hint: raise the budget" in outcome.err
+
+
+def test_verify_finds_a_missing_free_and_a_missing_op(run):
+    """Breaking one step of a plan breaks the check."""
+    whole = plan(AGAIN)
+    computations = tuple(step for step in whole.steps if isinstance(step, checkmate.Compute))
+    last = checkmate.Compute(AGAIN[-1])
+    for steps in (whole.steps[1:], computations, tuple(step for step in whole.steps if step != last)):
+        checkmate.write(checkmate.Plan(steps, whole.graph_digest), "broken.plan.json")
+        outcome = run("verify", "chain.graph.json", "broken.plan.json", "--budget", BUDGET, "--json")
+        assert outcome.code == 1
+        assert outcome.json["violations"]
+
+
+def test_verify_refuses_the_plan_of_another_graph(run):
+    """The digest in a plan is checked before anything else."""
+    checkmate.write(plan(AGAIN), "p.json")
+    checkmate.write(checkmate.Graph.from_dag(cost=[1], size_bytes=[1], edges=[]), "other.graph.json")
+    outcome = run("verify", "other.graph.json", "p.json", "--json")
+    assert outcome.code == 1
+    assert outcome.json["violations"][0]["rule"] == "graph"
+
+
+def test_verify_reads_results_too(run):
+    """A result file has its plan inside."""
+    result = checkmate.solve(checkmate.Problem(chain(), BUDGET))
+    assert isinstance(result, Result)
+    checkmate.write(result, "result.json")
+    assert run("verify", "chain.graph.json", "result.json", "--budget", BUDGET).code == 0
+
+
+def test_solvers_are_those_of_the_registry(run):
+    """What is listed can be chosen."""
+    said = run("solvers", "--json").json["solvers"]
+    names = [solver["name"] for solver in said]
+    assert {"auto", "brute-force", "keep-all", "local-search", "milp"} <= set(names)
+    assert all(solver["about"] for solver in said)
+
+
+def test_interrupt_before_a_plan_exits_1(run, monkeypatch):
+    """Ctrl-C is no crash."""
+
+    def interrupted(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("checkmate.cli.progress.solve", interrupted)
+    outcome = run("plan", "chain.graph.json", "--budget", BUDGET)
+    assert outcome.code == 1
+    assert "interrupted" in outcome.err
+
+
+def test_a_fault_of_ours_exits_3_and_says_where(run, monkeypatch):
+    """A bug is not passed off as bad input; the traceback is for the report."""
+
+    def broken(*_args, **_options):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("checkmate.cli.progress.solve", broken)
+    outcome = run("plan", "chain.graph.json", "--budget", BUDGET, "--json")
+    assert outcome.code == 3
+    assert "Traceback" in outcome.err
+    assert outcome.json["error"] == "ZeroDivisionError"
