@@ -1,1 +1,22 @@
-"""PyTorch: capture a training step, plan it, and run the plan."""
+"""PyTorch: capture a training step, plan it, and run the plan.
+
+``torch.compile(model, backend="checkmate", options={"budget": "8GiB"})`` needs nothing from here; the
+options are those of `Options`.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from checkmate.core.errors import MissingExtraError
+
+if find_spec("torch") is None:
+    raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
+
+from checkmate.torch.coordinator import InFlightError
+from checkmate.torch.measure import measure_peak
+from checkmate.torch.options import Options
+from checkmate.torch.recount import SplitError
+from checkmate.torch.step import GraphBreakError, Step, capture, compile
+
+__all__ = ["GraphBreakError", "InFlightError", "Options", "SplitError", "Step", "capture", "compile", "measure_peak"]

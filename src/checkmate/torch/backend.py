@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from checkmate.core.errors import CheckmateError
+from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.torch.capture import Capture, Costs
-from checkmate.torch.compat import Carrier, aot_autograd, boxed, functorch_config
+from checkmate.torch.compat import BoxedRun, Carrier, aot_autograd, as_boxed, boxed, functorch_config
+from checkmate.torch.coordinator import IN_FLIGHT, Account
 from checkmate.torch.options import Options
 from checkmate.torch.partition import Task, partition
 from checkmate.torch.planning import plan_graph
@@ -23,9 +25,6 @@ from checkmate.torch.roofline import estimated
 from checkmate.torch.sizes import unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
-
-Observer = Callable[[Capture, Result], None]
-
 
 def checkmate(
     gm: fx.GraphModule,
@@ -48,40 +47,100 @@ def checkmate(
         CheckmateError: An option is wrong, or no plan keeps the budget; the model is untouched.
     """
     try:
-        return compile_graph(gm, example_inputs, Options.of({**(options or {}), **kwargs}))
+        parsed = Options.of({**(options or {}), **kwargs})
+        if mode is not None:
+            raise OptionError(f"mode={mode!r} means nothing to backend 'checkmate'", hint="leave it out")
     except CheckmateError as error:
         raise Carrier(error) from error
+    return compile_graph(gm, example_inputs, parsed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """How a caller inside this package takes part in a compilation.
+
+    Attributes:
+        plan: Finds the plan of a graph instead of the options.
+        planned: Told the graph and its plan before anything runs.
+        gate: Called before every run of a forward; may raise.
+        inference: Whether graphs without gradients are compiled; otherwise they are refused.
+    """
+
+    plan: Callable[[Graph], Result] | None = None
+    planned: Callable[[Capture, Result], None] = lambda capture, result: None
+    gate: Callable[[], None] | None = None
+    inference: bool = True
 
 
 def compile_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
-    *,
-    observer: Observer | None = None,
+    hooks: Hooks | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo under options; ``observer`` is told its plan."""
+    """Compile one graph of Dynamo under options.
+
+    Raises:
+        CheckmateError: No plan keeps the budget; carried through Dynamo, so that the user sees it as it is.
+    """
+    hooks = Hooks() if hooks is None else hooks
+    _specialise(example_inputs)
+    accounts: list[Account] = []
+    reserve = options.reserve_bytes
+    in_flight = IN_FLIGHT.held_bytes() if options.budget is not None else 0
 
     def planned(capture: Capture, result: Result) -> None:
-        if observer is not None:
-            observer(capture, result)
+        if options.budget is not None:
+            accounts.append(Account.of(capture, result, reserve))
+        hooks.planned(capture, result)
 
     task = Task(
         costs=costs_of(options),
-        plan=functools.partial(plan_graph, options=options),
+        plan=hooks.plan or functools.partial(plan_graph, options=options),
         hold_outputs=options.outputs == "held",
-        extra_resident_bytes=options.reserve_bytes + gradient_bytes(example_inputs),
+        extra_resident_bytes=reserve + gradient_bytes(example_inputs) + in_flight,
         on_planned=planned,
     )
     compile_with_aot = aot_autograd(
-        fw_compiler=lambda module, inputs: boxed(module),
-        bw_compiler=lambda module, inputs: boxed(module),
+        fw_compiler=lambda module, inputs: _forward(module, accounts, hooks.gate),
+        bw_compiler=lambda module, inputs: _backward(module, accounts),
+        inference_compiler=lambda module, inputs: _inference(module, hooks),
         partition_fn=functools.partial(partition, task=task),
         keep_inference_input_mutations=True,
     )
-    # A hit of AOTAutograd's cache would skip the partition function, and with it the plan.
-    with functorch_config.patch(enable_autograd_cache=False):
-        return compile_with_aot(gm, example_inputs)
+    try:
+        # A hit of AOTAutograd's cache would skip the partition function, and with it the plan.
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_with_aot(gm, example_inputs)
+    except CheckmateError as error:
+        raise Carrier(error) from error
+
+
+def _inference(module: fx.GraphModule, hooks: Hooks) -> BoxedRun:
+    if not hooks.inference:
+        raise GraphError(
+            "nothing in this step requires a gradient, so that there is no backward to plan",
+            hint="check requires_grad of the parameters, and that the loss depends on them",
+        )
+    return boxed(module)
+
+
+def _forward(module: fx.GraphModule, accounts: list[Account], gate: Callable[[], None] | None) -> BoxedRun:
+    run = boxed(module)
+    if not accounts and gate is None:
+        return run
+
+    def guarded(args: list[Any]) -> Any:
+        if gate is not None:
+            gate()
+        return IN_FLIGHT.forward(accounts[0], run, args) if accounts else run(args)
+
+    return as_boxed(guarded)
+
+
+def _backward(module: fx.GraphModule, accounts: list[Account]) -> BoxedRun:
+    run = boxed(module)
+    return as_boxed(lambda args: IN_FLIGHT.backward(run, args)) if accounts else run
 
 
 def costs_of(options: Options) -> Costs:
@@ -92,3 +151,21 @@ def costs_of(options: Options) -> Costs:
 def gradient_bytes(example_inputs: Sequence[Any]) -> int:
     """Bytes of gradients that are there when a graph is compiled."""
     return unique_bytes(t.grad for t in example_inputs if isinstance(t, torch.Tensor) and t.is_leaf and t.grad is not None)
+
+
+def _specialise(example_inputs: Sequence[Any]) -> None:
+    """Guard on the sizes at hand, so that every new shape is planned for itself.
+
+    A plan is exact for one shape only. Dynamo compiles anew, and with it plans anew, when another comes.
+    """
+    sizes: dict[str, int] = {}
+    for value in example_inputs:
+        symbols = [value] if isinstance(value, torch.SymInt) else []
+        if isinstance(value, torch.Tensor):
+            symbols = [s for s in (*value.shape, *value.stride(), value.storage_offset()) if isinstance(s, torch.SymInt)]
+        sizes.update((str(s), int(s)) for s in symbols)
+    if sizes:
+        _log.warning(
+            "shapes changed and are planned for as they are (%s): each new shape costs another compilation and solve",
+            ", ".join(map(str, sizes.values())),
+        )

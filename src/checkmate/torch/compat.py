@@ -6,6 +6,11 @@ import, and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
@@ -22,19 +27,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "COLLECTIVES",
+    "BoxedRun",
     "Carrier",
     "FakeTensor",
     "HigherOrderOperator",
+    "MemoryTrace",
     "OpOverload",
     "Unsupported",
     "aot_autograd",
+    "as_boxed",
     "boxed",
     "default_partition",
     "detect_fake_mode",
     "dynamo_config",
     "functorch_config",
     "is_tangent",
-    "memory_events",
+    "memory_trace",
     "no_dispatch",
     "no_modes",
     "profiler_running",
@@ -64,14 +72,22 @@ class Carrier(ShortenTraceback):
         return self.error
 
 
-def boxed(module: torch.fx.GraphModule) -> object:
+BoxedRun = Callable[[list[Any]], Any]
+"""What takes its arguments as one list and empties it."""
+
+
+def boxed(module: torch.fx.GraphModule) -> BoxedRun:
     """The module as a callable that takes one list, empties it, and frees every tensor after its last use."""
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
-    forward = module.forward
+    return as_boxed(module.forward)
 
-    def run(args: list[object]) -> object:
-        return forward(args)
+
+def as_boxed(function: BoxedRun) -> BoxedRun:
+    """Mark a callable as taking one list that it empties."""
+
+    def run(args: list[Any]) -> Any:
+        return function(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -87,9 +103,65 @@ def profiler_running() -> bool:
     return torch.autograd._profiler_enabled()
 
 
-def memory_events(profile: torch.profiler.profile) -> list[tuple[int, int]]:
-    """(time in ns, bytes allocated or freed) of every event of the CPU allocator, in order."""
-    assert profile.profiler is not None
-    events = profile.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU]
-    return sorted(changes, key=lambda change: change[0])
+@dataclass(slots=True)
+class MemoryTrace:
+    """What the CPU allocator did, in order.
+
+    Attributes:
+        events: ``("alloc", bytes)``, negative where freed; ``("push", name)`` and ``("pop", "")`` of ops and ranges.
+    """
+
+    events: list[tuple[str, int | str]] = field(default_factory=list)
+
+    def peak(self) -> int:
+        """The most bytes held beyond what was there when the trace began."""
+        held = peak = 0
+        for what, amount in self.events:
+            if what == "alloc":
+                held += amount  # type: ignore[operator]
+                peak = max(peak, held)
+        return peak
+
+    def ranges(self, name: str) -> list[int]:
+        """Peak within each range of a name, beyond what was there when it began."""
+        peaks: list[int] = []
+        depth = held = peak = 0
+        for what, detail in self.events:
+            if what == "push" and (depth or detail == name):
+                if not depth:
+                    held = peak = 0
+                depth += 1
+            elif what == "pop" and depth:
+                depth -= 1
+                if not depth:
+                    peaks.append(peak)
+            elif what == "alloc" and depth:
+                held += detail  # type: ignore[operator]
+                peak = max(peak, held)
+        return peaks
+
+
+@contextmanager
+def memory_trace() -> Iterator[MemoryTrace]:
+    """Record what the CPU allocator does; the trace is filled on leaving.
+
+    By the older of torch's two profilers: it starts in a millisecond and is silent, where Kineto takes
+    more and writes to the terminal.
+    """
+    state, nothing = torch.autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()
+    trace = MemoryTrace()
+    torch.autograd._enable_profiler_legacy(torch.autograd.ProfilerConfig(state, False, True, False, False, False, nothing))
+    try:
+        yield trace
+    finally:
+        threads = torch.autograd._disable_profiler_legacy()
+        records = [r for thread in threads for r in thread]
+        if len(threads) > 1:
+            start = next(r for r in records if r.name() == "__start_profile")
+            records.sort(key=start.cpu_elapsed_us)
+        for r in records:
+            kind = r.kind()
+            if kind == "memory_alloc":
+                trace.events.append(("alloc", r.cpu_memory_usage()))
+            elif kind in ("push", "pop"):
+                trace.events.append((kind, r.name()))

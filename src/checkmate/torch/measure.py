@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import torch
 
-from checkmate.torch.compat import memory_events, profiler_running
+from checkmate.torch.compat import memory_trace, profiler_running
 from checkmate.torch.profile import ProfilerBusyError
 
 
 def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None = None) -> int:
     """Bytes that a call allocates at its peak, over what was there when it began.
 
-    On the CPU this is what the allocator reports to ``torch.profiler``, on CUDA
+    On the CPU this is what the allocator reports to torch's profiler, on CUDA
     ``torch.cuda.max_memory_allocated``; both are exact. Call a compiled function once or twice before
     measuring it: the first call compiles.
 
@@ -42,10 +42,6 @@ def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None 
         return torch.cuda.max_memory_allocated(where) - before
     if profiler_running():
         raise ProfilerBusyError("the peak cannot be measured while a torch profiler is on", hint="measure outside the profiler")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+    with memory_trace() as trace:
         fn()
-    held = peak = 0
-    for _, change in memory_events(profile):
-        held += change
-        peak = max(peak, held)
-    return peak
+    return trace.peak()

@@ -16,7 +16,7 @@ from checkmate.torch.capture import OpCost
 from checkmate.torch.classify import is_collective, unused_arguments
 from checkmate.torch.compat import (
     OpOverload,
-    memory_events,
+    memory_trace,
     no_dispatch,
     no_modes,
     profiler_running,
@@ -234,31 +234,17 @@ def _new_bytes(node: fx.Node) -> int:
 
 def _cpu_workspaces(nodes: dict[str, fx.Node]) -> dict[str, int]:
     """Peak of the CPU allocator during each op beyond its outputs, all in one profiler session."""
-    ran: list[str] = []
+    began: list[fx.Node] = []
 
     def once(node: fx.Node) -> float:
         run = _prepared(node)
+        began.append(node)
         with torch.profiler.record_function(_RANGE):
             out = run()
         del out
         return 0.0
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
-        for k, node in nodes.items():
-            if _tried(node, once) is not None:
-                ran.append(k)
-    assert profile.profiler is not None
-    spans = sorted((e.start_ns(), e.end_ns()) for e in profile.profiler.kineto_results.events() if e.name() == _RANGE)
-    changes = memory_events(profile)
-    found: dict[str, int] = {}
-    position = 0
-    for k, (begin, end) in zip(ran, spans, strict=True):
-        while position < len(changes) and changes[position][0] < begin:
-            position += 1
-        held = peak = 0
-        while position < len(changes) and changes[position][0] <= end:
-            held += changes[position][1]
-            peak = max(peak, held)
-            position += 1
-        found[k] = max(0, peak - _new_bytes(nodes[k]))
-    return found
+    with memory_trace() as trace:
+        ran = [k for k, node in nodes.items() if _tried(node, once) is not None]
+    peaks = dict(zip(began, trace.ranges(_RANGE), strict=True))
+    return {k: max(0, peaks[nodes[k]] - _new_bytes(nodes[k])) for k in ran}
