@@ -1,0 +1,178 @@
+"""Models of the PyTorch benchmarks: random weights, a step of 0.2 to 2 seconds on one core, the loss as output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model that returns its loss, a batch, and the blocks that per-block checkpointing would wrap."""
+
+    model: nn.Module
+    batch: dict[str, torch.Tensor]
+    blocks: tuple[nn.Module, ...]
+
+
+class TokenLoss(nn.Module):
+    """Cross entropy of a language model's logits; ``shift`` predicts the next token."""
+
+    def __init__(self, net: nn.Module, shift: bool) -> None:
+        super().__init__()
+        self.net, self.shift = net, shift
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.net(input_ids=ids, attention_mask=mask).logits
+        if self.shift:
+            ids = F.pad(ids[:, 1:], (0, 1), value=-100)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.reshape(-1))
+
+
+class ImageLoss(nn.Module):
+    """Cross entropy of an image model's logits."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        output = self.net(x)
+        return F.cross_entropy(output if isinstance(output, torch.Tensor) else output.logits, y)
+
+
+class ConvBlock(nn.Module):
+    """Two convolutions with BatchNorm and ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class UNet(nn.Module):
+    """U-Net of Ronneberger et al. (2015), four levels deep, with BatchNorm."""
+
+    def __init__(self, widths: tuple[int, ...] = (16, 32, 64, 128), classes: int = 4) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(ConvBlock(i, o) for i, o in zip((3, *widths), widths, strict=False))
+        self.mid = ConvBlock(widths[-1], 2 * widths[-1])
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths))
+        self.merge = nn.ModuleList(ConvBlock(2 * w, w) for w in reversed(widths))
+        self.out = nn.Conv2d(widths[0], classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skipped = []
+        for block in self.down:
+            x = block(x)
+            skipped.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.mid(x)
+        for up, merge, skip in zip(self.up, self.merge, reversed(skipped), strict=True):
+            x = merge(torch.cat([up(x), skip], 1))
+        return self.out(x)
+
+
+def _ids(vocabulary: int, batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def _images(batch: int, size: int, classes: int, *target: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {"x": torch.randn(batch, 3, size, size, generator=g), "y": torch.randint(0, classes, (batch, *target), generator=g)}
+
+
+def _instances(net: nn.Module, *kinds: str) -> Iterator[nn.Module]:
+    return (m for m in net.modules() if type(m).__name__ in kinds)
+
+
+def gpt2() -> Case:
+    """GPT-2: 12 layers, width 256, 8 sequences of 256 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=12, n_embd=256, n_head=8, n_positions=256, vocab_size=4096, use_cache=False, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    net = GPT2LMHeadModel(config)
+    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(4096, 8, 256)}, tuple(net.transformer.h))
+
+
+def bert() -> Case:
+    """BERT: 6 layers, width 256, dropout 0.1, 8 sequences of 128 tokens."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(num_hidden_layers=6, hidden_size=256, num_attention_heads=8, intermediate_size=1024, vocab_size=4096)
+    net = BertForMaskedLM(config)
+    ids = _ids(4096, 8, 128)
+    return Case(TokenLoss(net, shift=False).train(), {"ids": ids, "mask": torch.ones_like(ids)}, tuple(net.bert.encoder.layer))
+
+
+def llama() -> Case:
+    """Llama: 6 layers, width 256, grouped-query attention, 4 sequences of 256 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=6, hidden_size=256, num_attention_heads=8, num_key_value_heads=4, intermediate_size=768,
+        vocab_size=4096, use_cache=False,
+    )  # fmt: skip
+    net = LlamaForCausalLM(config)
+    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(4096, 4, 256)}, tuple(net.model.layers))
+
+
+def vit() -> Case:
+    """ViT small: 12 layers, width 384, 16 images of 96 x 96."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=384, num_hidden_layers=12, num_attention_heads=6, intermediate_size=1536, image_size=96, num_labels=1000
+    )
+    net = ViTForImageClassification(config)
+    return Case(ImageLoss(net).train(), _images(16, 96, 1000), tuple(_instances(net, "ViTLayer")))
+
+
+def resnet50() -> Case:
+    """ResNet-50 on 16 images of 64 x 64."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    net = ResNetForImageClassification(ResNetConfig(num_labels=1000))
+    return Case(ImageLoss(net).train(), _images(16, 64, 1000), tuple(_instances(net, "ResNetBottleNeckLayer")))
+
+
+def mobilenet_v2() -> Case:
+    """MobileNetV2 on 16 images of 96 x 96, without its last dropout."""
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    net = MobileNetV2ForImageClassification(MobileNetV2Config(num_labels=1000, image_size=96, classifier_dropout_prob=0.0))
+    blocks = _instances(net, "MobileNetV2Stem", "MobileNetV2InvertedResidual")
+    return Case(ImageLoss(net).train(), _images(16, 96, 1000), tuple(blocks))
+
+
+def unet() -> Case:
+    """U-Net on 4 images of 128 x 128."""
+    net = UNet()
+    return Case(ImageLoss(net).train(), _images(4, 128, 4, 128, 128), (*net.down, net.mid, *net.merge))
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    "gpt2": gpt2,
+    "bert": bert,
+    "vit": vit,
+    "resnet50": resnet50,
+    "mobilenet_v2": mobilenet_v2,
+    "unet": unet,
+    "llama": llama,
+}

@@ -1,0 +1,293 @@
+"""Planned against measured peaks of real PyTorch training steps, each in a fresh process.
+
+For every model of `models.py`: the smallest feasible budget, five budgets from there towards keeping
+everything, and `torch.utils.checkpoint` on every block. The promises checked are: the measured peak
+keeps the budget; planned and measured differ by at most 1 %; loss, every gradient, every buffer and the
+random state are equal to the bit to keeping everything; a smaller budget never peaks higher; the smallest
+feasible peak is at most that of per-block checkpointing. Exit status 1 if one breaks.
+
+    python benchmarks/torch_peaks.py [--models gpt2 unet] [--time-limit 30]
+
+Models that are not named keep their rows of the last run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "torch_peaks.json"
+TABLE = HERE.parent / "docs" / "benchmarks" / "torch_peaks.md"
+FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
+"""Budgets: this share of the way from the smallest feasible peak to keeping everything."""
+TOLERANCE = 0.01
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=None)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print("RESULT " + json.dumps(CHILDREN[options.child[0]](*options.child[1:])))
+        return 0
+    sys.path.insert(0, str(HERE))
+    from models import MODELS
+
+    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
+    for name in options.models or MODELS:
+        rows[name] = run_model(name, options.time_limit)
+        report = {"hardware": hardware(), "versions": versions(), "fractions": FRACTIONS, "models": rows}
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        TABLE.parent.mkdir(parents=True, exist_ok=True)
+        TABLE.write_text(table(report))
+    broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
+    print("\n".join(broken) or "all promises hold")
+    return bool(broken)
+
+
+def run_model(name: str, time_limit_s: float) -> dict[str, Any]:
+    """All runs of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        planned = child("plan", name, folder, str(time_limit_s))
+        keep = child("run", name, "")
+        points = []
+        for point in planned["points"]:
+            point.update(child("run", name, point.pop("plan")))
+            point["time_ratio"] = point["time_s"] / keep["time_s"]
+            point["identical"] = point["digests"] == keep["digests"]
+            points.append(point)
+            print(f"{name}: planned {mib(point['planned_bytes'])}, measured {mib(point['measured_bytes'])}, "
+                  f"overhead {point['overhead']:.3f}, time {point['time_ratio']:.3f}, identical {point['identical']}", flush=True)  # fmt: skip
+        eager, checkpointed = child("eager", name, ""), child("eager", name, "checkpoint")
+    print(f"{name}: keep-all {mib(keep['measured_bytes'])}, checkpoint per block {mib(checkpointed['measured_bytes'])}", flush=True)
+    return {**planned, "keep_all": keep, "points": points, "eager": eager, "checkpoint_per_block": checkpointed}
+
+
+def child(*arguments: str) -> dict[str, Any]:
+    """Run one part in a fresh process on one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, __file__, "--child", *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(arguments)} failed with status {done.returncode}")
+    return json.loads(lines[-1][len("RESULT ") :])
+
+
+def build(name: str) -> Any:
+    """The model, the same in every process."""
+    import torch
+
+    sys.path.insert(0, str(HERE))
+    from models import MODELS
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
+    """Child: capture once, find the smallest budget, and plan for every budget."""
+    import checkmate.torch
+    from checkmate import Limits, PlanNotFoundError, Problem, min_budget, solve, write
+    from checkmate.core.problem import keep_all_bytes
+
+    case = build(name)
+    began = time.perf_counter()
+    graph = checkmate.torch.capture(case.model, example=case.batch)
+    captured = time.perf_counter() - began
+    limits = Limits(time_s=float(time_limit_s))
+    smallest = min_budget(graph, limits=limits)
+    assert smallest.plan is not None and smallest.peak_bytes is not None
+    top = keep_all_bytes(graph)
+    points: list[dict[str, Any]] = []
+    above: Any = None
+    for fraction in reversed(FRACTIONS):
+        budget = smallest.peak_bytes + int(fraction * (top - smallest.peak_bytes))
+        try:
+            result = solve(Problem(graph, budget), limits=limits)
+        except PlanNotFoundError:
+            result = smallest
+        # A plan for a larger budget that also keeps this one is a candidate: so peaks are monotone.
+        if above is not None and above.peak_bytes <= budget and above.cost <= result.cost:
+            result = above
+        above = result
+        path = f"{folder}/{fraction}.plan.json"
+        write(result.plan, path)
+        row = {
+            "fraction": fraction,
+            "budget_bytes": budget - graph.resident_bytes,
+            "planned_bytes": result.peak_bytes - graph.resident_bytes,
+            "overhead": result.overhead,
+            "bound_overhead": result.bound / graph.cost,
+            "gap": result.gap,
+            "solve_s": result.elapsed_s,
+            "plan": path,
+        }
+        points.insert(0, row)
+    return {
+        "ops": len(graph.ops),
+        "resident_bytes": graph.resident_bytes,
+        "planned_keep_all_bytes": top - graph.resident_bytes,
+        "floor_bytes": smallest.budget_bytes - graph.resident_bytes,
+        "capture_s": captured,
+        "points": points,
+    }
+
+
+def run_point(name: str, plan: str) -> dict[str, Any]:
+    """Child: execute a plan, or keep everything; peak, time and digests of what it computed."""
+    import checkmate.torch
+
+    case = build(name)
+    step = checkmate.torch.compile(case.model, example=case.batch, plan=plan or None)
+    return _observe(case.model, lambda: step(**case.batch)[1])
+
+
+def run_eager(name: str, how: str) -> dict[str, Any]:
+    """Child: the same step in eager mode, optionally with every block under `torch.utils.checkpoint`."""
+    from torch.utils.checkpoint import checkpoint
+
+    case = build(name)
+    for block in case.blocks if how == "checkpoint" else ():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+    def step() -> Any:
+        loss = case.model(**case.batch)
+        loss.backward()
+        return loss.detach()
+
+    return {**_observe(case.model, step), "blocks": len(case.blocks)}
+
+
+def _observe(model: Any, step: Any) -> dict[str, Any]:
+    import torch
+
+    from checkmate.torch import measure_peak
+
+    before = copy.deepcopy(dict(model.named_buffers()))
+    torch.manual_seed(1)
+    loss = step()
+    digests = {
+        "loss": _digest(loss),
+        "gradients": _digest(*[p.grad for p in model.parameters()]),
+        "buffers": _digest(*model.buffers()),
+        "random_state": _digest(torch.get_rng_state()),
+    }
+    assert not before or set(before) == set(dict(model.named_buffers()))
+    times = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        began = time.process_time()
+        step()
+        times.append(time.process_time() - began)
+    model.zero_grad(set_to_none=True)
+    return {"measured_bytes": measure_peak(step), "time_s": min(times), "loss": loss.item(), "digests": digests}
+
+
+def _digest(*tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(b"none" if tensor is None else tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def verdict(name: str, row: dict[str, Any]) -> list[str]:
+    """Promises that a model's rows break, in words."""
+    broken = []
+    for point in row["points"]:
+        label = f"{name} at {mib(point['budget_bytes'])}"
+        if point["measured_bytes"] > point["budget_bytes"]:
+            broken.append(f"{label}: measured {point['measured_bytes']} bytes, budget {point['budget_bytes']}")
+        if abs(point["measured_bytes"] - point["planned_bytes"]) > TOLERANCE * point["planned_bytes"]:
+            broken.append(f"{label}: measured {point['measured_bytes']} bytes, planned {point['planned_bytes']}")
+        if not point["identical"]:
+            broken.append(f"{label}: not equal to the bit to keeping everything")
+    peaks = [point["measured_bytes"] for point in row["points"]] + [row["keep_all"]["measured_bytes"]]
+    if peaks != sorted(peaks):
+        broken.append(f"{name}: peaks are not monotone in the budget: {peaks}")
+    if peaks[0] > row["checkpoint_per_block"]["measured_bytes"]:
+        broken.append(f"{name}: smallest peak {peaks[0]}, checkpoint per block {row['checkpoint_per_block']['measured_bytes']}")
+    return broken
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    machine, tools = report["hardware"], report["versions"]
+    lines = [
+        "# Planned and measured peaks in PyTorch",
+        "",
+        "Made by `benchmarks/torch_peaks.py`; do not edit. Every row is a process of its own. Peaks are MiB above what is",
+        "resident, time is the ratio of process time to keeping everything on the same backend. *Identical* compares loss,",
+        "gradients, buffers and random state, byte by byte, with keeping everything.",
+        "",
+        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
+        f"transformers {tools['transformers']}.",
+        "",
+    ]
+    for name, row in report["models"].items():
+        keep, blocks = row["keep_all"], row["checkpoint_per_block"]
+        lines += [
+            f"## {name}",
+            "",
+            f"{row['ops']} ops; keeping everything {mib(keep['measured_bytes'])} (planned {mib(row['planned_keep_all_bytes'])}), "
+            f"{keep['time_s']:.2f} s; eager {mib(row['eager']['measured_bytes'])}, {row['eager']['time_s']:.2f} s;",
+            f"`torch.utils.checkpoint` on each of {blocks['blocks']} blocks {mib(blocks['measured_bytes'])}, "
+            f"{blocks['time_s'] / keep['time_s']:.3f} of the time; no plan takes less than {mib(row['floor_bytes'])}.",
+            "",
+            "| budget | planned | measured | difference, bytes | overhead | proven at least | time | identical |",
+            "|---:|---:|---:|---:|---:|---:|---:|---|",
+        ]
+        for p in row["points"]:
+            lines.append(
+                f"| {mib(p['budget_bytes'])} | {mib(p['planned_bytes'])} | {mib(p['measured_bytes'])} | "
+                f"{p['measured_bytes'] - p['planned_bytes']:+d} | {p['overhead']:.4f} | {p['bound_overhead']:.4f} | "
+                f"{p['time_ratio']:.3f} | {'yes' if p['identical'] else 'NO'} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def mib(size_bytes: int) -> str:
+    """MiB with two decimals."""
+    return f"{size_bytes / 2**20:.2f}"
+
+
+def hardware() -> dict[str, Any]:
+    """What it ran on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    return {"processor": model, "cores": os.cpu_count(), "system": platform.system(), "release": platform.release()}
+
+
+def versions() -> dict[str, str]:
+    """What it ran with."""
+    found = {p: importlib.metadata.version(p) for p in ("torch", "transformers", "numpy", "highspy", "checkmate-remat")}
+    return {"python": platform.python_version(), **found}
+
+
+CHILDREN = {"plan": plan_points, "run": run_point, "eager": run_eager}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
