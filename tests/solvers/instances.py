@@ -71,13 +71,18 @@ def check(instance: Instance, solver: object) -> Result:
 
 
 def stage_optimum(problem: Problem) -> int | None:
-    """Least cost over all R matrices: stages of the graph's own order, each op at most once a stage."""
+    """Least cost over all R matrices: stages of the graph's own order, each op at most once a stage.
+
+    A last stage makes kept values again.
+    """
     graph = problem.graph
-    free = [(t, o) for t in range(len(graph.ops)) for o in range(t) if _again(problem, graph, o)]
+    count = len(graph.ops)
+    free = [(t, o) for t in range(count + 1) for o in range(t) if _again(problem, graph, o)]
     best: int | None = None
     for bits in itertools.product((False, True), repeat=len(free)):
         chosen = {cell for cell, bit in zip(free, bits, strict=True) if bit}
-        order = [o for t in range(len(graph.ops)) for o in [*(o for o in range(t) if (t, o) in chosen), t]]
+        order = [o for t in range(count) for o in [*(o for o in range(t) if (t, o) in chosen), t]]
+        order += [o for o in range(count) if (count, o) in chosen]
         try:
             plan = Plan.from_order(graph, order)
         except PlanError:

@@ -65,9 +65,10 @@ class _Run:
         if self.session.done or event is None:
             return
         self._refine(searches, event, rounds)
-        best = max(search.order_bound for search in searches)
-        if best > 0 and self.folded.reorder:
-            self.session.remark(f"given-order bound: no plan with these first computations has an overhead below {1 + best:.5f}")
+        best = min(searches, key=lambda search: search.best_cost)
+        if best.order_bound > 0 and self.folded.reorder:
+            text = f"given-order bound: no plan with the first computations of this one has an overhead below {1 + best.order_bound:.5f}"
+            self.session.remark(text)
 
     def offer(self, order: list[int]) -> bool:
         return self.session.offer(self.fold.invert(order))

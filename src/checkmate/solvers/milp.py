@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -54,9 +55,7 @@ class Milp:
         if len(folded.graph.ops) > self.max_ops:
             detail = f"{len(folded.graph.ops)} ops, and the stage program stops at {self.max_ops}"
             return Termination(Reason.NOT_FOUND, detail=detail)
-        if len(folded.graph.ops) != sum(1 for v in folded.graph.values if v.base is None) and any(
-            v.base is not None for v in folded.graph.values
-        ):
+        if any(value.base is not None for value in folded.graph.values):
             return Termination(Reason.NOT_FOUND, detail="a view that a rule pins to its place has no stage form")
         stages = _Stages(folded)
         program = stages.build()
@@ -100,7 +99,8 @@ class Milp:
 class _Stages:
     """Columns of the program and the way between them and orders.
 
-    R[t, o]: op o is computed in stage t. S[t, v]: value v is held when stage t begins. L[t, i, v]:
+    R[t, o]: op o is computed in stage t; the last stage computes no op for the first time and makes
+    kept values again. S[t, v]: value v is held when stage t begins. L[t, i, v]:
     value v is held while op i runs in stage t, stored at the readers of v only, where it can change.
     """
 
@@ -111,8 +111,9 @@ class _Stages:
         self.budget = problem.budget_bytes - graph.resident_bytes
         self.again = [op.recomputable and (op.phase == "forward" or problem.recompute == "all") for op in graph.ops]
         self.last = [min(op.clobbered_by, default=self.ops) for op in graph.ops]
-        self.R = np.full((self.ops + 1, self.ops), -1, dtype=np.int64)
-        self.S = np.full((self.ops + 1, len(graph.values)), -1, dtype=np.int64)
+        self.stages = self.ops + 1
+        self.R = np.full((self.stages, self.ops), -1, dtype=np.int64)
+        self.S = np.full((self.stages + 1, len(graph.values)), -1, dtype=np.int64)
 
     def build(self) -> Program:
         """The program; minimises cost as a share of computing each op once."""
@@ -121,22 +122,25 @@ class _Stages:
         self.builder = ProgramBuilder()
         self._add_columns()
         self._add_dependences()
-        for t in range(self.ops):
+        for t in range(self.stages):
             self._add_memory(t)
         return self.builder.build()
 
     def _add_columns(self) -> None:
         graph, scale = self.graph, max(1, self.graph.cost)
-        for t in range(self.ops):
-            allowed = [o for o in range(t) if self.again[o] and t <= self.last[o]] + [t]
+        for t in range(self.stages):
+            allowed = [o for o in range(t) if self.again[o] and t <= self.last[o]]
+            if t < self.ops:
+                allowed.append(t)
             self.R[t, allowed] = self.builder.add_columns([graph.ops[o].cost / scale for o in allowed])
-            self._fix(self.R[t, t : t + 1], 1.0)
-        for t in range(1, self.ops + 1):
+            if t < self.ops:
+                self._fix(self.R[t, t : t + 1], 1.0)
+        for t in range(1, self.stages + 1):
             held = [v for v in range(len(graph.values)) if graph.producer[v] < t and self._useful(v, t)]
             self.S[t, held] = self.builder.add_columns(np.zeros(len(held)))
         kept = np.array([v for v, value in enumerate(graph.values) if value.kept], dtype=np.int64)
         if len(kept):
-            self._fix(self.S[self.ops, kept], 1.0)
+            self._fix(self.S[self.stages, kept], 1.0)
 
     def _useful(self, v: int, t: int) -> bool:
         return self.graph.values[v].kept or any(r >= t or self.again[r] for r in self.graph.readers[v])
@@ -147,8 +151,8 @@ class _Stages:
     def _add_dependences(self) -> None:
         """An op needs its inputs held or computed in the stage; what is carried on must be there."""
         graph = self.graph
-        for t in range(self.ops):
-            pairs = [(v, o) for o in range(t + 1) if self.R[t, o] >= 0 for v in graph.ops[o].inputs]
+        for t in range(self.stages):
+            pairs = [(v, o) for o in range(self._width(t)) if self.R[t, o] >= 0 for v in graph.ops[o].inputs]
             if pairs:
                 values, ops = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True))
                 made = self.R[t, np.array([graph.producer[v] for v in values], dtype=np.int64)]
@@ -161,36 +165,33 @@ class _Stages:
     def _add_memory(self, t: int) -> None:
         """Bytes at each op of a stage, by differences from the op before it."""
         graph, b = self.graph, max(1, self.budget)
-        terms: list[dict[int, float]] = [{} for _ in range(t + 1)]  # change of the held bytes when op i begins
+        width = self._width(t)
+        terms: list[dict[int, float]] = [{} for _ in range(width)]  # change of the held bytes when op i begins
 
         def add(i: int, column: int, size: float) -> None:
-            if column >= 0:
+            if column >= 0 and i < width:
                 terms[i][column] = terms[i].get(column, 0.0) + size / b
 
         for v, value in enumerate(graph.values):
             p = graph.producer[v]
-            if p > t or not value.size_bytes:
+            if p >= width or not value.size_bytes:
                 continue
             size = float(value.size_bytes)
-            readers = [r for r in graph.readers[v] if p < r <= t and self.R[t, r] >= 0]
+            readers = [r for r in graph.readers[v] if p < r < width and self.R[t, r] >= 0]
             add(0, int(self.S[t, v]), size)
             held = self._held(t, v, readers)
             add(p, int(self.S[t, v]), -size)
             # From its producer's place on, the value is held if it is read later in the stage or carried on.
-            previous = p
             making = self._at_least([int(self.R[t, p]), held[0]])
             add(p, making, size)
-            if p < t:
-                add(p + 1, making, -size)
-                add(p + 1, held[0], size)
+            add(p + 1, making, -size)
+            add(p + 1, held[0], size)
             for position, r in enumerate(readers):
-                previous = r
-                if previous < t:
-                    add(previous + 1, held[position], -size)
-                    add(previous + 1, held[position + 1], size)
+                add(r + 1, held[position], -size)
+                add(r + 1, held[position + 1], size)
         self._add_replays(t, add)
-        level = self.builder.add_columns(np.zeros(t + 1), integral=False)
-        for i in range(t + 1):
+        level = self.builder.add_columns(np.zeros(width), integral=False)
+        for i in range(width):
             columns = np.array([*terms[i], level[i], *([level[i - 1]] if i else [])], dtype=np.int64)
             entries = np.array([*terms[i].values(), -1.0, *([1.0] if i else [])])
             self.builder.add_row(columns, entries, low=0.0, high=0.0)
@@ -199,6 +200,10 @@ class _Stages:
             self.builder.add_row(
                 np.array([level[i], run], dtype=np.int64), np.array([1.0, workspace]), high=1.0 if self.budget > 0 else 0.0
             )
+
+    def _width(self, t: int) -> int:
+        """Ops that a stage has a place for."""
+        return min(t + 1, self.ops)
 
     def _held(self, t: int, v: int, readers: list[int]) -> list[int]:
         """Columns: held until reader k or later, for each k, and last: carried on. Each covers the next."""
@@ -218,13 +223,12 @@ class _Stages:
             self.builder.add_rows([(column, 1.0), (np.array([c], dtype=np.int64), -1.0)], low=0.0)
         return int(column[0])
 
-    def _add_replays(self, t: int, add: object) -> None:
+    def _add_replays(self, t: int, add: Callable[[int, int, float], None]) -> None:
         """A random op's state is held from its first computation to its last, if there are several."""
-        assert callable(add)
         for o, op in enumerate(self.graph.ops):
             if not op.replay_bytes or not self.again[o] or o > t:
                 continue
-            later = [int(self.R[s, o]) for s in range(t + 1, self.ops) if self.R[s, o] >= 0]
+            later = [int(self.R[s, o]) for s in range(t + 1, self.stages) if self.R[s, o] >= 0]
             after = self._at_least(later)
             if o == t:
                 add(t, after, float(op.replay_bytes))
@@ -237,7 +241,7 @@ class _Stages:
     def order(self, solution: Floats) -> list[int]:
         """Ops in the order in which a solution computes them."""
         return [
-            o for t in range(self.ops) for o in range(t + 1) if self.R[t, o] >= 0 and solution[self.R[t, o]] > 0.5
+            o for t in range(self.stages) for o in range(self._width(t)) if self.R[t, o] >= 0 and solution[self.R[t, o]] > 0.5
         ]
 
     def solution(self, order: list[int]) -> Floats | None:
@@ -246,7 +250,7 @@ class _Stages:
         start[self.R[self.R >= 0]] = 0.0
         t, previous = 0, -1
         for o in order:
-            if t >= self.ops or o <= previous or o > t or self.R[t, o] < 0:
+            if o <= previous or self.R[t, o] < 0:
                 return None
             start[self.R[t, o]] = 1.0
             t, previous = (t + 1, -1) if o == t else (t, o)

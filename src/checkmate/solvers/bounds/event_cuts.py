@@ -1,18 +1,21 @@
 """Event cuts: a lower bound on the cost of every plan, whatever its order.
 
-An *event* is the first computation of an op. Before the event of op t all strict ancestors A of t
-have been computed at least once and no strict descendant D has, in every plan of any order. Take
-events whose ops form a chain of the DAG. With S[e, k] = value k is live at event e, and
-y[e, f, o] = op o is computed again between events e and f, every plan satisfies
+An *event* is the first computation of an op. Before the event of op t all strict ancestors of t have
+been computed at least once and no strict descendant has, in every plan of any order; of every other
+op, X[e, o] says whether it has. Take events whose ops form a chain of the DAG. With S[e, k] = value k
+is live at event e, y[e, f, o] = op o is computed again between events e and f, and
+dX[e, f, o] = X[f, o] - X[e, o] = op o is first computed between them, every plan satisfies
 
     bytes of t_e's own needs + sum of size_k S[e, k] <= budget,
-    S[f, k] <= S[e, k] + y[e, f, producer of k],
-    y[e, f, o] <= S[e, k] + y[e, f, producer of k]      for every input k of o made before e,
-    S[e, k] + y[e, f, producer of k] >= 1               if a reader of k first runs between e and f,
+    S[e, k] <= X[e, producer of k],      X[e, o] <= X[f, o],      X[e, o] <= X[e, p] for a parent p of o,
+    S[f, k]      <= S[e, k] + y[e, f, producer of k] + dX[e, f, producer of k],
+    y[e, f, o]   <= the same for every input k of o,
+    dX[e, f, o]  <= the same for every input k of o,
 
-so that the least cost of y, added to the cost of computing each op once, is a bound on all of them:
-a relaxation of every plan, given order or not, with any number of recomputations. The proof is in
-``docs/explanation/event_cuts.md``. Found here, not in the literature that we know.
+with X = 1 at the end of the step. The least cost of y, added to the cost of computing each op once, is
+a bound on all of them: a relaxation of every plan, given order or not, with any number of
+recomputations. The proof is in ``docs/explanation/event_cuts.md``. Found here, not in the literature
+that we know.
 """
 
 from __future__ import annotations
@@ -141,8 +144,9 @@ class _Builder:
         self.cuts = cuts
         self.budget = model.problem.budget_bytes - model.problem.graph.resident_bytes
         self.builder = ProgramBuilder()
-        self.sides = [model.sides(t) for t in cuts]
         self.live = np.full((len(cuts), len(model.size)), _NONE, dtype=np.int64)
+        self.done: list[Mask] = []  # ops surely computed before each event; the end has them all
+        self.first: list[Ints] = []  # column of X for each op at each event, -1 where it is known; -1 at the end
         self.again: list[Mask] = []  # ops worth modelling as computed again after each event
         self.redo: dict[tuple[int, int], Ints] = {}  # (event, event) -> column of y for each op, or -1
         self.impossible = False
@@ -150,40 +154,48 @@ class _Builder:
     def build(self) -> CutProgram:
         for e in range(len(self.cuts)):
             self._add_event(e)
+        self.done.append(np.ones(self.model.end + 1, dtype=np.bool_))
+        self.first.append(np.full(self.model.end + 1, _NONE, dtype=np.int64))
         self._add_segments()
         for e in range(len(self.cuts)):
             self._limit_memory(e)
-        for segment in self.redo:
-            self._link(*segment)
+            self._order_floating(e)
+        for e, f in self.redo:
+            self._link(e, f)
         return CutProgram(self.cuts, self.builder.build(), self.live, self.impossible)
 
     def _add_event(self, e: int) -> None:
-        """Columns of S: what may or must be live at event e, made before it and of use after it."""
+        """Columns of X and S: what may have been computed and what may or must be live at event e."""
         m, t = self.model, self.cuts[e]
-        above, below = self.sides[e]
-        done = above.copy()
-        done[t] = True
+        above, below = m.sides(t)
+        floating = ~above & ~below
+        floating[t] = False
+        reached = above.copy()
+        reached[t] = True
         again = m.again.copy()
         for o in np.flatnonzero(again).tolist():
-            if m.clobbers[o] and any(done[c] for c in m.clobbers[o]):
+            if m.clobbers[o] and any(reached[c] for c in m.clobbers[o]):
                 again[o] = False
-        needed_values, _ = self._useful(above, again)
-        _, needed_ops = self._useful(done, again)
-        made = above[m.producer]
+        useful_values, _ = self._useful(above, again)
+        _, useful_ops = self._useful(reached, again)
         forced = np.zeros(len(m.size), dtype=np.bool_)
         forced[m.inputs[t]] = True
-        later = below[m.edge_op] & above[m.producer[m.edge_value]]
+        later = below[m.edge_op]
         read_later = np.zeros(len(m.size), dtype=np.bool_)
         read_later[m.edge_value[later]] = True
         forced |= read_later & ~again[m.producer]
-        forced &= made
-        free = np.flatnonzero(needed_values & made & ~forced)
+        forced &= above[m.producer]
+        free = np.flatnonzero(useful_values & (above | floating)[m.producer] & ~forced)
         self.live[e, forced] = _LIVE
         self.live[e, free] = self.builder.add_columns(np.zeros(len(free)))
-        self.again.append(needed_ops & again & done)
+        column = np.full(m.end + 1, _NONE, dtype=np.int64)
+        column[floating] = self.builder.add_columns(np.zeros(int(floating.sum())))
+        self.done.append(above)
+        self.first.append(column)
+        self.again.append(useful_ops & again & (reached | floating))
 
     def _useful(self, done: Mask, again: Mask) -> tuple[Mask, Mask]:
-        """Values that an op not done yet may read, at once or through ops computed again."""
+        """Values that an op not surely done may read, at once or through ops computed again."""
         m = self.model
         values = np.zeros(len(m.size), dtype=np.bool_)
         ops = np.zeros(m.end + 1, dtype=np.bool_)
@@ -209,6 +221,7 @@ class _Builder:
             self.redo[e, last] = column
             first, rest = self.redo[e, e + 1][ops], self.redo[e + 1, last][ops]
             whole = column[ops]
+            # Again between e and the end: in the first segment or in the rest.
             self.builder.add_rows([(first, 1.0), (rest, 1.0), (whole, -1.0)], low=0.0)
             self.builder.add_rows([(whole, 1.0), (first, -1.0)], low=0.0)
             both = rest >= 0
@@ -225,27 +238,74 @@ class _Builder:
         room = (self.budget * (1 + SLACK) - own) / max(1, self.budget)
         self.builder.add_row(self.live[e, columns], m.size[columns] / max(1, self.budget), high=room)
 
+    def _order_floating(self, e: int) -> None:
+        """An op that floats at an event comes after its parents, and does not go back at the next event."""
+        m, column = self.model, self.first[e]
+        values = np.flatnonzero(self.live[e] >= 0)
+        values = values[column[m.producer[values]] >= 0]
+        if len(values):
+            self.builder.add_rows([(column[m.producer[values]], 1.0), (self.live[e, values], -1.0)], low=0.0)
+        pairs = [(p, o) for o in np.flatnonzero(column >= 0).tolist() for p in m.parents[o] if column[p] >= 0]
+        if pairs:
+            parents, ops = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True))
+            self.builder.add_rows([(column[parents], 1.0), (column[ops], -1.0)], low=0.0)
+        both = np.flatnonzero((column >= 0) & (self.first[e + 1] >= 0))
+        if len(both):
+            self.builder.add_rows([(self.first[e + 1][both], 1.0), (column[both], -1.0)], low=0.0)
+
     def _link(self, e: int, f: int) -> None:
-        """Rows that tie S and y between events e and f (or the end)."""
-        m, last = self.model, len(self.cuts)
-        above, below = self.sides[e]
+        """Rows that tie S, y and X between events e and f (or the end)."""
+        m = self.model
         redo, live = self.redo[e, f], self.live[e]
-        redo_of = redo[m.producer]
-        given = (live == _LIVE) | ~above[m.producer]  # live at e, or not made before e: nothing to ask
-        if f < last:
-            after = self.live[f]
-            values = np.flatnonzero((after != _NONE) & ~given)
-            sure = after[values] == _LIVE
-            self.builder.add_rows(
-                [(live[values], 1.0), (redo_of[values], 1.0), (np.where(sure, _NONE, after[values]), -1.0)],
-                low=np.where(sure, 1.0, 0.0),
-            )
-            computed = below & self.sides[f][0]
-        else:
-            computed = below
-        ask = (redo[m.edge_op] >= 0) & ~given[m.edge_value]
-        values, ops = m.edge_value[ask], m.edge_op[ask]
-        self.builder.add_rows([(live[values], 1.0), (redo_of[values], 1.0), (redo[ops], -1.0)], low=0.0)
-        read = computed[m.edge_op] & ~given[m.edge_value]
-        needed = np.unique(m.edge_value[read])
-        self.builder.add_rows([(live[needed], 1.0), (redo_of[needed], 1.0)], low=1.0)
+        begun, before, after = self.first[e], self.done[e], self.done[f]
+        known = after.astype(np.float64) - before  # dX where neither X is a column
+        if f < len(self.cuts):
+            values = np.flatnonzero(self.live[f] != _NONE)
+            self._supply(e, f, values, self.live[f, values], np.where(self.live[f, values] == _LIVE, 1.0, 0.0))
+        edges = np.flatnonzero(redo[m.edge_op] >= 0)
+        self._supply(e, f, m.edge_value[edges], redo[m.edge_op[edges]], np.zeros(len(edges)))
+        fixed = (begun < 0) & (self.first[f] < 0)
+        sure = np.unique(m.edge_value[fixed[m.edge_op] & (known[m.edge_op] > 0.5)])
+        self._supply(e, f, sure, np.full(len(sure), _NONE), np.ones(len(sure)))
+        moving = np.flatnonzero(~fixed[m.edge_op])
+        ops = m.edge_op[moving]
+        self._supply(
+            e, f, m.edge_value[moving], self.first[f][ops], np.where(self.first[f][ops] >= 0, 0.0, after[ops]),
+            begun[ops], np.where(begun[ops] >= 0, 0.0, before[ops]),
+        )  # fmt: skip
+
+    def _supply(
+        self, e: int, f: int, values: Ints, asked: Ints, constant: npt.NDArray[np.float64],
+        less: Ints | None = None, less_constant: npt.NDArray[np.float64] | None = None,
+    ) -> None:  # fmt: skip
+        """Rows: what is asked of a value between two events is live, made again or made for the first time.
+
+        Args:
+            values: Values asked for.
+            asked: Column that asks, or negative for the constant alone.
+            constant: What is asked beside the column.
+            less: Column taken off what is asked, or negative.
+            less_constant: Constant taken off.
+        """
+        m, live, redo = self.model, self.live[e], self.redo[e, f]
+        producer = m.producer[values]
+        begun, ended = self.first[e][producer], self.first[f][producer]
+        made = np.where(ended >= 0, 0.0, self.done[f][producer]) - np.where(begun >= 0, 0.0, self.done[e][producer])
+        given = (live[values] == _LIVE) | ((made >= 1.0) & (begun < 0) & (ended < 0))
+        less = np.full(len(values), _NONE) if less is None else less
+        low = constant - made - (0.0 if less_constant is None else less_constant)
+        use = np.flatnonzero(~given)
+        if not len(use):
+            return
+        v = values[use]
+        self.builder.add_rows(
+            [
+                (np.maximum(live[v], _NONE), 1.0),
+                (redo[producer[use]], 1.0),
+                (ended[use], 1.0),
+                (begun[use], -1.0),
+                (np.where(asked[use] >= 0, asked[use], _NONE), -1.0),
+                (less[use], 1.0),
+            ],
+            low=low[use],
+        )

@@ -1,0 +1,230 @@
+"""What `solve` promises whatever the solver: checked plans, honest endings, readable refusals."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+import checkmate
+from checkmate import (
+    Auto,
+    Graph,
+    InfeasibleBudgetError,
+    KeepAll,
+    Limits,
+    LocalSearch,
+    OptionError,
+    PlanNotFoundError,
+    Problem,
+    Reason,
+    SolverError,
+    Termination,
+    solve,
+)
+from checkmate.solvers.registry import available, by_name
+from tests.solvers.generators import transformer
+
+
+def chain(count: int = 9) -> Graph:
+    """A training chain: forward, then each gradient reads its activation."""
+    forward = count // 2
+    edges = {(i, i + 1) for i in range(count - 1)} | {(i, count - 1 - i) for i in range(forward)}
+    return Graph.from_dag(
+        cost=[10] * count,
+        size_bytes=[100] * count,
+        edges=sorted(edges),
+        backward=[i > forward for i in range(count)],
+        names=[f"layer{i}" for i in range(count)],
+        kept=[count - 1],
+    )
+
+
+@dataclass(frozen=True)
+class Claims:
+    """A solver that says what it is told to say."""
+
+    order: tuple[int, ...] = ()
+    bound: float = 0.0
+
+    def run(self, problem, session):
+        """Offer and prove as told."""
+        if self.order:
+            session.offer(self.order)
+        session.prove(self.bound)
+        return Termination(Reason.OPTIMAL)
+
+
+def test_a_bound_above_the_plans_own_cost_is_a_bug_of_the_solver():
+    """What a solver says is a claim: a proof against its own plan cannot be one."""
+    with pytest.raises(SolverError, match="claims a bound"):
+        solve(Problem(chain(), 10_000), Claims(tuple(range(9)), bound=10_000))
+
+
+def test_a_plan_that_breaks_a_rule_is_a_bug_of_the_solver():
+    """A plan of another order is refused where the problem forbids reordering."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[1, 1], edges=[])
+    with pytest.raises(SolverError, match="first computed before"):
+        solve(Problem(graph, 10, reorder=False), Claims((1, 0)))
+
+
+def test_an_order_that_reads_nothing_is_a_bug_of_the_solver():
+    """An unmade value cannot be read."""
+    with pytest.raises(SolverError, match="cannot be run"):
+        solve(Problem(chain(), 10_000), Claims((3,)))
+
+
+def test_a_claim_of_optimality_without_a_bound_is_not_believed():
+    """OPTIMAL is what the bound proves, not what a solver says."""
+    twice = (0, *range(9))
+    result = solve(Problem(chain(), 10_000), Claims(twice), raise_on_failure=False)
+    assert result.termination.reason is Reason.FEASIBLE
+    assert result.cost == 100
+    assert result.gap == pytest.approx(0.1)
+
+
+def test_an_impossible_budget_is_refused_with_the_smallest_and_the_op_that_binds():
+    """The message has the budget, the floor, the op, and a budget that works."""
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solve(Problem(chain(), 250))
+    error = caught.value
+    assert "budget 250 B is below the smallest possible peak" in error.message
+    assert error.floor_bytes == 300
+    assert error.binding_op in error.message
+    assert error.hint.startswith("raise the budget to at least 300B")
+    assert solve(Problem(chain(), error.smallest_bytes)).peak_bytes <= error.smallest_bytes
+
+
+def test_not_found_is_no_proof():
+    """A budget that only recomputation can keep is not infeasible because keeping everything fails."""
+    result = solve(Problem(chain(), 400), KeepAll(), raise_on_failure=False)
+    assert result.termination.reason is Reason.NOT_FOUND
+    with pytest.raises(PlanNotFoundError, match="the smallest budget a plan was found for"):
+        solve(Problem(chain(), 400), KeepAll())
+
+
+def test_nothing_is_impossible_with_enough_memory():
+    """Keeping everything is optimal where it fits, without any search."""
+    result = solve(Problem(chain(), "100%"))
+    assert result.overhead == 1.0
+    assert result.gap == 0
+    assert result.termination.reason is Reason.OPTIMAL
+
+
+def test_a_graph_of_nothing_has_a_plan():
+    """No ops, no cost, no peak but what is resident."""
+    result = solve(Problem(Graph((), (), resident_bytes=7), 7))
+    assert (result.cost, result.peak_bytes, result.gap) == (0, 7, 0.0)
+
+
+def test_interrupted_solves_return_the_best_plan_so_far():
+    """Ctrl-C ends the search, not the work."""
+    graph = chain(41)
+
+    def interrupt(progress):
+        if progress.cost is not None:
+            raise KeyboardInterrupt
+
+    result = solve(Problem(graph, "50%"), limits=Limits(gap=0.0), on_progress=interrupt)
+    assert result.plan is not None
+    assert result.termination.limit == "interrupt"
+
+
+def test_history_only_improves():
+    """An anytime solve never goes back."""
+    result = solve(Problem(transformer(3), "40%"), limits=Limits(time_s=20, gap=0.0))
+    costs = [point.cost for point in result.history if point.cost is not None]
+    bounds = [point.bound for point in result.history]
+    assert costs == sorted(costs, reverse=True)
+    assert bounds == sorted(bounds)
+    assert result.bound <= result.cost
+
+
+def test_auto_closes_a_small_transformer():
+    """At half of keep-all the bound meets the plan within the default gap."""
+    result = solve(Problem(transformer(4), "50%"))
+    assert result.gap <= 0.005
+    assert result.overhead < 1.2
+
+
+def test_the_plan_keeps_the_budget_and_every_number_is_derived():
+    """Peak, cost and overhead are the simulator's."""
+    graph = transformer(2)
+    for budget in ("80%", "60%", "50%"):
+        problem = Problem(graph, budget)
+        result = solve(problem)
+        timeline = checkmate.simulate(graph, result.plan)
+        assert result.peak_bytes == timeline.peak_bytes <= problem.budget_bytes
+        assert result.overhead == timeline.cost / graph.cost
+
+
+def test_local_search_alone_says_that_it_proves_nothing():
+    """Its bound is the cost of computing each op once."""
+    graph = transformer(2)
+    result = solve(Problem(graph, "50%"), LocalSearch(decodes=300))
+    assert result.bound == graph.cost
+    assert result.termination.reason is Reason.FEASIBLE
+
+
+def test_the_same_seed_gives_the_same_plan_whatever_the_hash_seed():
+    """Ties break by index: sets and dicts decide nothing."""
+    script = (
+        "import checkmate, hashlib; from tests.solvers.generators import transformer;"
+        "r = checkmate.solve(checkmate.Problem(transformer(3), '45%'), limits=checkmate.Limits(time_s=None, gap=0.002));"
+        "print(hashlib.sha256(repr(r.plan.steps).encode()).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_the_registry_lists_the_solvers_and_refuses_others():
+    """Every solver is found by name, and a wrong name by what there is."""
+    assert {"auto", "brute-force", "keep-all", "local-search", "milp"} <= set(available())
+    assert by_name("auto") == Auto()
+    with pytest.raises(OptionError, match="no solver 'gurobi'"):
+        by_name("gurobi")
+
+
+@pytest.mark.parametrize("limits", [{"time_s": 0}, {"time_s": -1.0}, {"gap": 1.0}, {"gap": -0.1}, {"threads": 0}])
+def test_limits_that_mean_nothing_are_refused(limits):
+    """A limit of zero is a mistake, not a wish."""
+    with pytest.raises(OptionError):
+        Limits(**limits)
+
+
+def test_problems_that_mean_nothing_are_refused():
+    """Unreadable budgets and unknown classes of plans."""
+    with pytest.raises(checkmate.UnitError, match="cannot read 'lots'"):
+        Problem(chain(), "lots")
+    with pytest.raises(OptionError, match="recompute="):
+        Problem(chain(), 100, recompute="some")
+    with pytest.raises(OptionError, match="is not an engine"):
+        checkmate.Milp(backend="gurobi")
+
+
+def test_min_budget_finds_a_plan_at_its_peak_and_names_the_binding_op():
+    """The floor is proven, the peak is reached."""
+    graph = transformer(3)
+    smallest = checkmate.min_budget(graph)
+    assert smallest.budget_bytes <= smallest.peak_bytes
+    assert checkmate.validate(graph, smallest.plan, smallest.peak_bytes) == ()
+    assert smallest.termination.detail
+    assert solve(Problem(graph, smallest.peak_bytes), raise_on_failure=False).plan is not None
+    with pytest.raises(InfeasibleBudgetError):
+        solve(Problem(graph, smallest.budget_bytes - 1))
+
+
+def test_time_limits_are_kept():
+    """A second is a second, give or take a kernel call."""
+    result = solve(Problem(transformer(6), "30%"), limits=Limits(time_s=1.0, gap=0.0), raise_on_failure=False)
+    assert result.elapsed_s < 6
+    assert math.isfinite(result.bound)
