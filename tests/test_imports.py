@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -39,11 +40,14 @@ def test_import_is_quick():
     assert min(seconds) < 0.3
 
 
-def test_public_names_are_documented():
+@pytest.mark.parametrize("module", ["checkmate", "checkmate.torch", "checkmate.plot"])
+def test_public_names_are_documented(module):
     """Public means in `__all__` and in the reference, neither more nor less."""
-    reference = (ROOT / "docs" / "reference" / "checkmate.md").read_text()
-    documented = re.findall(r"^\.\. auto(?:class|function|exception|data):: checkmate\.(\w+)$", reference, re.MULTILINE)
-    assert sorted(documented) == sorted(checkmate.__all__)
+    page = module.rpartition(".")[2]
+    reference = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
+    pattern = rf"^\.\. auto(?:class|function|exception|data):: {re.escape(module)}\.(\w+)$"
+    documented = re.findall(pattern, reference, re.MULTILINE)
+    assert sorted(documented) == sorted(importlib.import_module(module).__all__)
     assert len(set(documented)) == len(documented)
 
 

@@ -18,9 +18,9 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.solvers.keep_all import KeepAll
 
-BATCH = 256
-EPOCHS = 6
-WIDTH = 32
+BATCH = 128
+EPOCHS = 4
+WIDTH = 64
 BLOCKS = 5
 SEED = 0
 WARM_UP = 2
@@ -159,7 +159,7 @@ def _prepare(
     model: nn.Module, seen: Batch, budget: str, time_limit_s: float, solver: KeepAll | None, say: Callable[[str], None]
 ) -> Run:
     say(f"capturing and planning for a budget of {budget}")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     example = (seen[0][:BATCH], seen[1][:BATCH])
     step = checkmate.torch.compile(
         model, nn.CrossEntropyLoss(), optimizer, example=example, budget=budget, solver=solver, time_limit_s=time_limit_s

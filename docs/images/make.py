@@ -1,0 +1,44 @@
+"""Draw the pictures of the documents anew: `python docs/images/make.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+import checkmate
+import checkmate.torch
+from checkmate.cli import digits
+from checkmate.plot import memory_timeline, schedule, themed_svg
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    (x, y), _ = digits.data()
+    model = digits.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    example = (x[: digits.BATCH], y[: digits.BATCH])
+    graph = checkmate.torch.capture(model, nn.CrossEntropyLoss(), example=example, optimizer=optimizer)
+    problem = checkmate.Problem(graph, "50%")
+    result = checkmate.solve(problem)
+    keep_all = checkmate.simulate(graph, checkmate.Plan.from_order(graph, range(len(graph.ops))))
+    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+    memory_timeline(
+        figure.subplots(),
+        checkmate.simulate(graph, result.plan),
+        keep_all=keep_all,
+        budget_bytes=problem.budget_bytes,
+        title=f"One training step of checkmate demo: half the memory, {result.overhead:.2f}x the cost",
+    )
+    (HERE / "memory.svg").write_text(themed_svg(figure))
+    raster = Figure(figsize=(8.4, 5.0), layout="constrained")
+    schedule(raster.subplots(), graph, result.plan, title="The schedule: what each stage computes and is handed")
+    (HERE / "schedule.svg").write_text(themed_svg(raster))
+
+
+if __name__ == "__main__":
+    main()
