@@ -121,7 +121,17 @@ def test_an_edge_more_is_found(drawn, rng):
     assume(gone)
     o, v = rng.choice(gone)
     op = graph.ops[o]
-    wider = Op(op.name, (*op.inputs, v), op.outputs, op.cost, op.workspace_bytes, op.replay_bytes, op.recomputable, op.clobbered_by, op.phase)
+    wider = Op(
+        op.name,
+        (*op.inputs, v),
+        op.outputs,
+        op.cost,
+        op.workspace_bytes,
+        op.replay_bytes,
+        op.recomputable,
+        op.clobbered_by,
+        op.phase,
+    )
     other = Graph((*graph.ops[:o], wider, *graph.ops[o + 1 :]), graph.values, graph.order, graph.resident_bytes)
     assert any(violation.rule == "read" for violation in validate(other, Plan(plan.steps)))
     with pytest.raises(WrongGraphError):
@@ -137,9 +147,7 @@ def test_a_byte_more_at_the_peak_is_found(drawn, rng):
     live = timeline.live(timeline.peak_step)
     assume(live)
     grown = rng.choice(live).value
-    values = tuple(
-        Value(x.name, x.size_bytes + (v == grown), x.base, x.kept) for v, x in enumerate(graph.values)
-    )
+    values = tuple(Value(x.name, x.size_bytes + (v == grown), x.base, x.kept) for v, x in enumerate(graph.values))
     other = Graph(graph.ops, values, graph.order, graph.resident_bytes)
     assert [x.rule for x in validate(other, Plan(plan.steps), timeline.peak_bytes)] == ["budget"]
     assert validate(other, plan)[0].rule == "graph"
