@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 
@@ -51,3 +53,14 @@ def test_output_fits_80_columns_and_has_no_colour(run, words):
     out = run(*words).out
     assert "\x1b" not in out
     assert all(len(line) <= 80 for line in out.splitlines() if "  " in line.strip())
+
+
+def test_progress_is_drawn_on_stderr_of_a_terminal_only(run, monkeypatch):
+    """It never gets into the data, and with NO_COLOR nothing is coloured."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    outcome = run("plan", "chain.graph.json", "--budget", "5.5MiB")
+    assert re.search(r"looking for a plan|best 20.0 ms", outcome.err)
+    assert "looking for" not in outcome.out
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", outcome.out + outcome.err)

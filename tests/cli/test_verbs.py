@@ -98,6 +98,23 @@ def test_solvers_are_those_of_the_registry(run):
     assert all(solver["about"] for solver in said)
 
 
+class Interrupted:
+    """Finds a plan, then the user presses Ctrl-C."""
+
+    def run(self, problem, session):
+        session.offer(AGAIN)
+        raise KeyboardInterrupt
+
+
+def test_interrupt_keeps_the_best_plan_so_far(run, monkeypatch):
+    """Waiting longer is the user's choice, and what was found is not lost."""
+    monkeypatch.setattr("checkmate.cli.plan.solver_named", lambda _name: Interrupted())
+    outcome = run("plan", "chain.graph.json", "--budget", BUDGET, "--out", "p.json")
+    assert outcome.code == 0
+    assert "was interrupted; the bound proves that at most" in outcome.out
+    assert run("verify", "chain.graph.json", "p.json", "--budget", BUDGET).code == 0
+
+
 def test_interrupt_before_a_plan_exits_1(run, monkeypatch):
     """Ctrl-C is no crash."""
 
