@@ -30,6 +30,6 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 def build() -> tuple[nn.Module, object, tuple[Tensor, Tensor]]:
     """The model, its loss and one example of (input, target)."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=4096, n_positions=LENGTH, n_embd=256, n_layer=6, n_head=4)
+    config = GPT2Config(vocab_size=4096, n_positions=LENGTH, n_embd=256, n_layer=6, n_head=4, bos_token_id=0, eos_token_id=0)
     tokens = torch.randint(config.vocab_size, (BATCH, LENGTH))
     return Logits(GPT2LMHeadModel(config)), next_token_loss, (tokens, tokens)

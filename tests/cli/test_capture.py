@@ -40,6 +40,6 @@ def test_capture_says_what_it_wrote_and_what_is_next(run, model):
     """The file is named after the model's."""
     outcome = run("capture", "tiny_model.py:build")
     assert outcome.code == 0
-    assert outcome.out.startswith("graph   tiny_model.graph.json  ")
+    assert outcome.out.startswith("graph     tiny_model.graph.json  ")
     assert "wrote   tiny_model.graph.json" in outcome.err
     assert "checkmate plan tiny_model.graph.json --budget 50%" in outcome.err

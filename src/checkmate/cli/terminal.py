@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -40,11 +40,12 @@ def say_error(message: str, hint: str = "") -> None:
         console.print(Text.assemble(("hint", "bold"), f": {hint}"), soft_wrap=True)
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> None:
+def facts(rows: Sequence[tuple[str, str]]) -> None:
     """Print named facts, one a line, the names in one column."""
     console = data()
+    width = max(len(name) for name, _ in rows) + 2
     for name, text in rows:
-        console.print(Text.assemble((f"{name:<8}", "bold"), text), soft_wrap=True)
+        console.print(Text.assemble((f"{name:<{width}}", "bold"), text), soft_wrap=True)
 
 
 def table(header: Iterable[tuple[str, bool]], rows: Iterable[Iterable[str]]) -> None:
