@@ -1,0 +1,117 @@
+"""What cannot be done is said in words, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import checkmate
+from checkmate import InfeasibleBudgetError, OptionError, UnitError, WrongGraphError
+from checkmate.torch import GraphBreakError
+from tests.torch.networks import Cnn, input_of, mlp
+from tests.torch.steps import compiled
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"budgt": "8GiB"}, OptionError, "unknown option 'budgt'.*nearest known one is 'budget'"),
+        ({"budget": "8 apples"}, UnitError, "apples"),
+        ({"budget": "plenty"}, UnitError, "cannot read 'plenty'"),
+        ({"compiler": "inductor"}, OptionError, "'inductor' is not there yet"),
+        ({"compiler": "tvm"}, OptionError, "'tvm' is unknown"),
+        ({"outputs": "lost"}, OptionError, "outputs='lost' is not one of held, released"),
+        ({"solver": "oracle"}, OptionError, "no solver 'oracle'"),
+        ({"time_limit_s": 0}, OptionError, "time_limit_s=0"),
+    ],
+)
+def test_a_wrong_option_reaches_the_user_as_it_is(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    """Dynamo wraps what a backend raises; ours comes through with its own type and message."""
+    run = torch.compile(mlp(), backend="checkmate", options=options)
+    with pytest.raises(error, match=words) as caught:
+        run(input_of("dropout"))
+    assert type(caught.value) is error
+
+
+def test_an_impossible_budget_leaves_the_model_untouched() -> None:
+    """Planning happens before anything runs."""
+    model, x = Cnn(), input_of("batch_norm", 512)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    run = torch.compile(model, backend="checkmate", options={"budget": "100KiB"})
+    with pytest.raises(InfeasibleBudgetError, match="the smallest budget a plan was found for is") as caught:
+        run(x)
+    assert caught.value.floor_bytes <= (caught.value.smallest_bytes or 0)
+    assert re.search("hint: raise the budget to at least [0-9.]+[KM]iB", str(caught.value))
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_hinted_budget_works() -> None:
+    """A hint that does not help is worse than none."""
+    model, x = mlp(), input_of("dropout", 1024)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        compiled(lambda: model(x).mean(), budget="10KiB")[0]()
+    amount = re.findall(r"at least ([0-9.]+[KMG]iB)", caught.value.hint)[0]
+    run, planned = compiled(lambda: model(x).mean(), budget=amount, time_limit_s=5)
+    run().backward()
+    assert planned[-1][1].peak_bytes <= checkmate.parse_bytes(amount)
+
+
+def test_a_plan_of_another_graph_is_refused(tmp_path: Path) -> None:
+    """A plan is exact for its graph only."""
+    model, x = mlp(), input_of("dropout")
+    graph = checkmate.torch.capture(mlp(2), nn.functional.mse_loss, example=(x, x))
+    path = tmp_path / "other.plan.json"
+    checkmate.write(checkmate.Plan.from_order(graph, range(len(graph.ops))), path)
+    with pytest.raises(WrongGraphError, match="made for another graph"):
+        compiled(lambda: model(x).mean(), plan=str(path))[0]()
+
+
+def test_a_plan_over_the_budget_is_refused() -> None:
+    """The budget is a promise, whoever made the plan."""
+    model, x = mlp(), input_of("dropout")
+    step = checkmate.torch.compile(model, nn.functional.mse_loss, example=(x, x))
+    with pytest.raises(OptionError, match="the plan that was given takes"):
+        checkmate.torch.compile(model, nn.functional.mse_loss, example=(x, x), plan=step.plan, budget="10KiB")
+
+
+def test_a_graph_break_is_told_with_its_reason() -> None:
+    """A step that is two graphs has no one plan."""
+
+    def loss(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return nn.functional.mse_loss(prediction, target)
+
+    x = input_of("dropout")
+    with pytest.raises(GraphBreakError, match="cannot be traced as one graph(.|\n)*graph_break"):
+        checkmate.torch.capture(mlp(), loss, example=(x, x))
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    """There is no backward to plan."""
+    model, x = mlp().requires_grad_(False), input_of("dropout")
+    with pytest.raises(checkmate.GraphError, match="nothing in this step requires a gradient"):
+        checkmate.torch.capture(model, nn.functional.mse_loss, example=(x, x))
+
+
+def test_double_backward_is_refused_by_torch() -> None:
+    """AOTAutograd has no second derivative; its error says so."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), input_of("dropout").requires_grad_()
+    run, _ = compiled(lambda: model(x).square().mean())
+    (gradient,) = torch.autograd.grad(run(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("example", [None, (), (torch.ones(2),), torch.ones(2)])
+def test_an_example_must_be_a_batch(example: Any) -> None:
+    """An input and a target, in that order."""
+    with pytest.raises(OptionError, match="is not a batch"):
+        checkmate.torch.capture(mlp(), nn.functional.mse_loss, example=example)
