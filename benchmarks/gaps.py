@@ -128,7 +128,9 @@ def main() -> int:
         for label, budget in budgets(name, graph):
             point = measure(name, graph, label, budget, options.time_limit)
             points.append(point)
-            sys.stdout.write(f"{name} {label}: overhead {point.overhead} bound {point.bound:.5f} gap {point.gap} {point.elapsed_s} s\n")
+            sys.stdout.write(
+                f"{name} {label}: overhead {point.overhead} bound {point.bound:.5f} gap {point.gap} {point.elapsed_s} s\n"
+            )
             sys.stdout.flush()
     where = {
         "cpu": f"{os.cpu_count()} cores, {platform.machine()}",

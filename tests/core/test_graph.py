@@ -76,9 +76,20 @@ def test_a_view_of_a_view_belongs_to_the_owner():
 
 @pytest.mark.parametrize(
     ("amount", "size"),
-    [("8GiB", 8 * 2**30), ("8 gib", 8 * 2**30), ("8GB", 8 * 10**9), ("1.5MiB", 3 * 2**19), ("12e9", 12 * 10**9), (12e9, 12 * 10**9), (5, 5), ("7B", 7), ("0", 0), (np.int64(3), 3)],
+    [
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("8GB", 8 * 10**9),
+        ("1.5MiB", 3 * 2**19),
+        ("12e9", 12 * 10**9),
+        (12e9, 12 * 10**9),
+        (5, 5),
+        ("7B", 7),
+        ("0", 0),
+        (np.int64(3), 3),
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_amounts_as_people_write_them(amount, size):
     """Binary and decimal units, spaces, any case, numbers."""
     assert parse_bytes(amount) == size

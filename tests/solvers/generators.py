@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from checkmate import Graph, Op, Value
 
 
@@ -65,7 +67,7 @@ def transformer(layers: int, *, width: int = 64, tokens: int = 512) -> Graph:
         reads = [normed, s["x"], s["mean"], s["rstd"], gradient]
         gradient = tape.add(f"{name}.norm.grad", reads, [unit, width * 4], 40, phase="backward")[0]
     tape.add("embed.grad", [gradient], [unit], 20, phase="backward", kept=True)
-    order = tuple(zip(randoms, randoms[1:], strict=False))
+    order = tuple(pairwise(randoms))
     return Graph(
         tuple(tape.ops), tuple(tape.values), order, resident_bytes=layers * width * width * 48, name=f"transformer{layers}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from checkmate import BruteForce, Limits, Milp, Plan, Problem, Reason, simulate, solve
@@ -21,7 +23,7 @@ def test_no_plan_beats_brute_force_and_no_bound_exceeds_it(solver):
 @pytest.mark.slow
 def test_ten_thousand_instances():
     """The same on 10,000 instances, all solvers; a failure names its seed."""
-    print(f"seeds 0 to {ALL - 1}")
+    sys.stdout.write(f"seeds 0 to {ALL - 1}\n")
     for seed in range(ALL):
         instance = draw(seed)
         for solver in HEURISTICS:

@@ -157,7 +157,7 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         phases: list[bool] = [False] * count if backward is None else list(backward)
         if not count == len(size_bytes) == len(labels) == len(phases):
             raise GraphError(
-                f"cost, size_bytes, names and backward describe {count}, {len(size_bytes)}, {len(labels)} and {len(phases)} nodes",
+                f"cost, size_bytes, names, backward describe {count}, {len(size_bytes)}, {len(labels)}, {len(phases)} nodes",
                 hint="give each of them one entry a node",
             )
         inputs: list[dict[int, None]] = [{} for _ in range(count)]

@@ -137,30 +137,30 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             PlanError: The shapes are wrong, or a stage reads what it neither makes nor is handed.
         """
-        R, S = np.asarray(R, dtype=np.bool_), np.asarray(S, dtype=np.bool_)
-        if R.ndim != 2 or R.shape != S.shape or R.shape[1] != len(graph.ops):
-            raise PlanError(f"R and S have shapes {R.shape} and {S.shape}, not [stage, {len(graph.ops)}]")
+        computed, held = np.asarray(R, dtype=np.bool_), np.asarray(S, dtype=np.bool_)
+        if computed.ndim != 2 or computed.shape != held.shape or computed.shape[1] != len(graph.ops):
+            raise PlanError(f"R and S have shapes {computed.shape} and {held.shape}, not [stage, {len(graph.ops)}]")
         order: list[int] = []
         starts: list[int] = []
-        for t in range(R.shape[0]):
+        for t in range(computed.shape[0]):
             starts.append(len(order))
             made: set[int] = set()
-            for o in np.flatnonzero(R[t]).tolist():
+            for o in np.flatnonzero(computed[t]).tolist():
                 for v in graph.ops[o].inputs:
                     p = graph.producer[v]
-                    if p not in made and not S[t, p]:
+                    if p not in made and not held[t, p]:
                         raise PlanError(f"stage {t} computes op {o}, which reads op {p}: neither held nor computed in it")
                 made.add(o)
                 order.append(o)
-        return _with_frees(graph, order, _carried(graph, R, S, order, starts))
+        return _with_frees(graph, order, _carried(graph, held, order, starts))
 
 
-def _carried(graph: Graph, R: BoolMatrix, S: BoolMatrix, order: list[int], starts: list[int]) -> dict[tuple[int, int], int]:
+def _carried(graph: Graph, held: BoolMatrix, order: list[int], starts: list[int]) -> dict[tuple[int, int], int]:
     """Position that each instance (op, position of its computation) is carried to by S."""
     until: dict[tuple[int, int], int] = {}
     newest: dict[int, int] = {}
     for t, start in enumerate(starts):
-        for o in np.flatnonzero(S[t]).tolist():
+        for o in np.flatnonzero(held[t]).tolist():
             if o in newest and start:
                 until[o, newest[o]] = start - 1
         stop = starts[t + 1] if t + 1 < len(starts) else len(order)

@@ -6,6 +6,7 @@ of the last value that shares it. `simulate` keeps a running balance instead; th
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from checkmate.core.graph import Graph
@@ -172,7 +173,7 @@ def _check_sequence(graph: Graph, runs: dict[int, list[int]], found: list[Violat
     pairs = list(graph.order)
     if not reorder:
         own = [o for o in range(len(graph.ops)) if o not in graph.view_ops]
-        pairs += zip(own, own[1:], strict=False)
+        pairs += pairwise(own)
     for position, (a, b) in enumerate(pairs):
         if a in runs and b in runs and runs[b][0] < runs[a][0]:
             rule: Rule = "order" if position < len(graph.order) else "reorder"

@@ -40,7 +40,9 @@ class Auto:
             return Termination(Reason.FEASIBLE)
         _Run(problem, session).run(self.rounds)
         if session.plan is None:
-            return Termination(Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="search and cuts found none")
+            return Termination(
+                Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="search and cuts found none"
+            )
         return Termination(Reason.FEASIBLE)
 
 
@@ -67,8 +69,8 @@ class _Run:
         self._refine(searches, event, rounds)
         best = min(searches, key=lambda search: search.best_cost)
         if best.order_bound > 0 and self.folded.reorder:
-            text = f"given-order bound: no plan with the first computations of this one has an overhead below {1 + best.order_bound:.5f}"
-            self.session.remark(text)
+            least = 1 + best.order_bound
+            self.session.remark(f"given-order bound: no plan with its first computations has an overhead below {least:.5f}")
 
     def offer(self, order: list[int]) -> bool:
         return self.session.offer(self.fold.invert(order))
@@ -120,16 +122,18 @@ class _Run:
 
     def _refine(self, searches: list[Search], event: int, rounds: int) -> None:
         from checkmate.solvers.bounds.event_cuts import CutModel
+        from checkmate.solvers.bounds.refine import floating_matters
         from checkmate.solvers.local_search import suggested_decodes
 
         session = self.session
         work = suggested_decodes(len(self.graph.ops))
         search = searches[0]
         given: dict[int, CutModel] = {}
+        floating = floating_matters(self.any_order, event)
         for k in range(rounds):
             before = (session.cost, session.bound)
             # A first look at any order is short: what it does not prove at once takes long, and plans come first.
-            self._refine_once(self.any_order, search, event, self.prove, 0.05 if k == 0 else 0.35)
+            self._refine_once(self.any_order, search, event, self.prove, 0.1 if k == 0 else 0.35, floating=floating)
             if session.done:
                 return
             search = searches[k % len(searches)]
@@ -137,7 +141,7 @@ class _Run:
             proof = self.prove if not self.folded.reorder else self._narrow(search)
             given_event = self._best_single(model, [search], proof)
             if given_event is not None:
-                self._refine_once(model, search, given_event, proof, 0.35)
+                self._refine_once(model, search, given_event, proof, 0.35, floating=False)
             if session.done:
                 return
             if search.improve(max(200, work // 4), 2e-4, self.out_of_time):
@@ -146,14 +150,16 @@ class _Run:
                 session.remark(f"no gain in round {k + 1} of refinement")
                 return
 
-    def _refine_once(self, model: CutModel, search: Search, event: int, prove: Callable[[float], None], share: float) -> None:
+    def _refine_once(
+        self, model: CutModel, search: Search, event: int, prove: Callable[[float], None], share: float, *, floating: bool
+    ) -> None:
         from checkmate.solvers.bounds.refine import Refinement
 
         session = self.session
         until = session.elapsed_s() + min(session.left_s(), max(2.0, share * min(60.0, session.left_s())))
         gap = max(2e-5, session.limits.gap / 4)
         refinement = Refinement(model, search, prove, self.offer, gap=gap, threads=session.limits.threads)
-        refinement.run([event], self.best_share, lambda: 0.0 if session.done else until - session.elapsed_s())
+        refinement.run([event], self.best_share, lambda: 0.0 if session.done else until - session.elapsed_s(), floating=floating)
 
     def _narrow(self, search: Search) -> Callable[[float], None]:
         """Keep the best bound for a search's own order, to be shown by name."""

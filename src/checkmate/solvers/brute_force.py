@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from checkmate.core.graph import view_source
@@ -56,7 +57,7 @@ class _Exhaustive:
             self.before[b] |= 1 << a
         if not problem.reorder:
             own = [o for o in range(len(graph.ops)) if o not in graph.view_ops]
-            for a, b in zip(own, own[1:], strict=False):
+            for a, b in pairwise(own):
                 self.before[b] |= 1 << a
         self.clobbers: list[int] = [sum(1 << c for c in set(op.clobbered_by)) for op in graph.ops]
         self.once = [
@@ -146,4 +147,3 @@ class _Exhaustive:
 def _renumbered(storage: tuple[int, ...]) -> tuple[int, ...]:
     names: dict[int, int] = {}
     return tuple(-1 if s < 0 else names.setdefault(s, len(names)) for s in storage)
-

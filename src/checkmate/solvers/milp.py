@@ -26,7 +26,8 @@ class Milp:
     Stage t ends with the first computation of op t in the graph's order and before it may compute any
     earlier op again, once, ascending. That is the class of Jain et al. (2020), eq. 9; their bound on it
     is no bound on plans of other orders, so it is reported by name and ``Result.bound`` comes from event
-    cuts. Liveness is modelled by the last reader in a stage instead of by FREE, which is tighter.
+    cuts. A view that a rule ties to its place is taken to need its storage's owner too, which can only
+    rule plans out. Liveness is modelled by the last reader in a stage instead of by FREE, which is tighter.
 
     Attributes:
         backend: Engine; ``"highs"``.
@@ -55,8 +56,6 @@ class Milp:
         if len(folded.graph.ops) > self.max_ops:
             detail = f"{len(folded.graph.ops)} ops, and the stage program stops at {self.max_ops}"
             return Termination(Reason.NOT_FOUND, detail=detail)
-        if any(value.base is not None for value in folded.graph.values):
-            return Termination(Reason.NOT_FOUND, detail="a view that a rule pins to its place has no stage form")
         stages = _Stages(folded)
         program = stages.build()
         prove_any_order(folded, fold, session)
@@ -79,8 +78,9 @@ class Milp:
             take(solved.solution)
         if math.isinf(solved.bound) and solved.bound > 0:
             return Termination(Reason.NOT_FOUND, detail="proven: no plan in stages of the graph's own order keeps the budget")
-        bound = solved.bound * scale + fold.view_cost  # this program counts the first computations too
-        session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
+        if all(value.base is None for value in folded.graph.values):
+            bound = solved.bound * scale + fold.view_cost  # the program counts first computations too
+            session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
         limit = "" if solved.finished else "time"
         return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit=limit)
 
@@ -109,6 +109,11 @@ class _Stages:
         self.graph = graph = problem.graph
         self.ops = len(graph.ops)
         self.budget = problem.budget_bytes - graph.resident_bytes
+        self.inputs = [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
+        self.readers: list[list[int]] = [[] for _ in graph.values]
+        for o, inputs in enumerate(self.inputs):
+            for v in inputs:
+                self.readers[v].append(o)
         self.again = [op.recomputable and (op.phase == "forward" or problem.recompute == "all") for op in graph.ops]
         self.last = [min(op.clobbered_by, default=self.ops) for op in graph.ops]
         self.stages = self.ops + 1
@@ -143,7 +148,7 @@ class _Stages:
             self._fix(self.S[self.stages, kept], 1.0)
 
     def _useful(self, v: int, t: int) -> bool:
-        return self.graph.values[v].kept or any(r >= t or self.again[r] for r in self.graph.readers[v])
+        return self.graph.values[v].kept or any(r >= t or self.again[r] for r in self.readers[v])
 
     def _fix(self, columns: np.ndarray, amount: float) -> None:
         self.builder.add_rows([(columns, 1.0)], low=amount, high=amount)
@@ -152,7 +157,7 @@ class _Stages:
         """An op needs its inputs held or computed in the stage; what is carried on must be there."""
         graph = self.graph
         for t in range(self.stages):
-            pairs = [(v, o) for o in range(self._width(t)) if self.R[t, o] >= 0 for v in graph.ops[o].inputs]
+            pairs = [(v, o) for o in range(self._width(t)) if self.R[t, o] >= 0 for v in self.inputs[o]]
             if pairs:
                 values, ops = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True))
                 made = self.R[t, np.array([graph.producer[v] for v in values], dtype=np.int64)]
@@ -177,7 +182,7 @@ class _Stages:
             if p >= width or not value.size_bytes:
                 continue
             size = float(value.size_bytes)
-            readers = [r for r in graph.readers[v] if p < r < width and self.R[t, r] >= 0]
+            readers = [r for r in self.readers[v] if p < r < width and self.R[t, r] >= 0]
             add(0, int(self.S[t, v]), size)
             held = self._held(t, v, readers)
             add(p, int(self.S[t, v]), -size)

@@ -68,7 +68,7 @@ def smallest_peak(problem: Problem, limits: Limits | None = None) -> Smallest:
                 break
         if reached is None:
             low = guess  # not found, which proves nothing: it only ends the bisection
-        if guess == lowest.peak_bytes and peak <= guess or peak - low <= max(1, (peak - graph.resident_bytes) // 1000):
+        if (guess == lowest.peak_bytes and peak <= guess) or peak - low <= max(1, (peak - graph.resident_bytes) // 1000):
             break
         guess = (low + peak) // 2
     return Smallest(

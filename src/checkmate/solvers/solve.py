@@ -14,7 +14,6 @@ from checkmate.solvers.auto import Auto
 from checkmate.solvers.session import OnProgress, Session, Solver
 from checkmate.solvers.smallest import Smallest, smallest_peak
 
-
 _PROOF_TOLERANCE = 2e-6
 """Gap that counts as none: engines prove to a millionth."""
 

@@ -93,7 +93,9 @@ def solve_integer(
     values = np.asarray(engine.getSolution().col_value, dtype=np.float64)
     objective = float(info.objective_function_value)
     found = len(values) == len(program.cost) and info.primal_solution_status == 2
-    return Solved(bound if math.isfinite(bound) else -math.inf, values if found else None, objective if found else math.inf, finished)
+    return Solved(
+        bound if math.isfinite(bound) else -math.inf, values if found else None, objective if found else math.inf, finished
+    )
 
 
 def _engine(program: Program, time_s: float, threads: int) -> Any:

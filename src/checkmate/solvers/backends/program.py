@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,7 @@ from scipy import sparse
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,9 +63,7 @@ class ProgramBuilder:
         self.columns += count
         return np.arange(self.columns - count, self.columns, dtype=np.int64)
 
-    def add_rows(
-        self, terms: list[tuple[Ints, float]], low: npt.ArrayLike = -np.inf, high: npt.ArrayLike = np.inf
-    ) -> None:
+    def add_rows(self, terms: list[tuple[Ints, float]], low: npt.ArrayLike = -np.inf, high: npt.ArrayLike = np.inf) -> None:
         """One row for each position of the terms: the sum of coefficient times column."""
         count = len(terms[0][0])
         index = np.arange(self.rows, self.rows + count, dtype=np.int64)
@@ -101,8 +102,8 @@ class ProgramBuilder:
         )
 
 
-def _joined(parts: list[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
-    return np.concatenate(parts) if parts else np.zeros(0)
+def _joined(parts: Sequence[npt.NDArray[_Scalar]]) -> npt.NDArray[_Scalar]:
+    return np.concatenate([np.zeros(0, dtype=parts[0].dtype if parts else np.float64), *parts])
 
 
 def dual_bound(program: Program, duals: Floats) -> float:

@@ -123,9 +123,15 @@ class CutModel:
         above, below = self.sides(a)
         return a == b or bool(above[b] or below[b])
 
-    def build(self, cuts: Sequence[int]) -> CutProgram:
-        """The program of a chain of events, given from first to last."""
-        return _Builder(self, tuple(cuts)).build()
+    def build(self, cuts: Sequence[int], *, floating: bool = True) -> CutProgram:
+        """The program of a chain of events, given from first to last.
+
+        Args:
+            cuts: The events.
+            floating: Whether ops beside the chain are modelled. Without them the bound is weaker and
+                the program smaller: what they make counts as there for nothing, and they ask for nothing.
+        """
+        return _Builder(self, tuple(cuts), floating).build()
 
     def _reach(self, roots: list[int], adjacent: list[list[int]]) -> Mask:
         seen = np.zeros(self.end + 1, dtype=np.bool_)
@@ -139,13 +145,15 @@ class CutModel:
 
 
 class _Builder:
-    def __init__(self, model: CutModel, cuts: tuple[int, ...]) -> None:
+    def __init__(self, model: CutModel, cuts: tuple[int, ...], floating: bool) -> None:
         self.model = model
+        self.floating = floating
         self.cuts = cuts
         self.budget = model.problem.budget_bytes - model.problem.graph.resident_bytes
         self.builder = ProgramBuilder()
         self.live = np.full((len(cuts), len(model.size)), _NONE, dtype=np.int64)
         self.done: list[Mask] = []  # ops surely computed before each event; the end has them all
+        self.ignored: list[Mask] = []  # ops that float at each event and are not modelled; none at the end
         self.first: list[Ints] = []  # column of X for each op at each event, -1 where it is known; -1 at the end
         self.again: list[Mask] = []  # ops worth modelling as computed again after each event
         self.redo: dict[tuple[int, int], Ints] = {}  # (event, event) -> column of y for each op, or -1
@@ -155,6 +163,7 @@ class _Builder:
         for e in range(len(self.cuts)):
             self._add_event(e)
         self.done.append(np.ones(self.model.end + 1, dtype=np.bool_))
+        self.ignored.append(np.zeros(self.model.end + 1, dtype=np.bool_))
         self.first.append(np.full(self.model.end + 1, _NONE, dtype=np.int64))
         self._add_segments()
         for e in range(len(self.cuts)):
@@ -168,8 +177,9 @@ class _Builder:
         """Columns of X and S: what may have been computed and what may or must be live at event e."""
         m, t = self.model, self.cuts[e]
         above, below = m.sides(t)
-        floating = ~above & ~below
-        floating[t] = False
+        beside = ~above & ~below
+        beside[t] = False
+        floating = beside & self.floating
         reached = above.copy()
         reached[t] = True
         again = m.again.copy()
@@ -191,6 +201,7 @@ class _Builder:
         column = np.full(m.end + 1, _NONE, dtype=np.int64)
         column[floating] = self.builder.add_columns(np.zeros(int(floating.sum())))
         self.done.append(above)
+        self.ignored.append(beside & (not self.floating))
         self.first.append(column)
         self.again.append(useful_ops & again & (reached | floating))
 
@@ -256,7 +267,7 @@ class _Builder:
     def _link(self, e: int, f: int) -> None:
         """Rows that tie S, y and X between events e and f (or the end)."""
         m = self.model
-        redo, live = self.redo[e, f], self.live[e]
+        redo = self.redo[e, f]
         begun, before, after = self.first[e], self.done[e], self.done[f]
         known = after.astype(np.float64) - before  # dX where neither X is a column
         if f < len(self.cuts):
@@ -264,6 +275,7 @@ class _Builder:
             self._supply(e, f, values, self.live[f, values], np.where(self.live[f, values] == _LIVE, 1.0, 0.0))
         edges = np.flatnonzero(redo[m.edge_op] >= 0)
         self._supply(e, f, m.edge_value[edges], redo[m.edge_op[edges]], np.zeros(len(edges)))
+        known[self.ignored[e] | self.ignored[f]] = 0.0
         fixed = (begun < 0) & (self.first[f] < 0)
         sure = np.unique(m.edge_value[fixed[m.edge_op] & (known[m.edge_op] > 0.5)])
         self._supply(e, f, sure, np.full(len(sure), _NONE), np.ones(len(sure)))
@@ -281,6 +293,8 @@ class _Builder:
         """Rows: what is asked of a value between two events is live, made again or made for the first time.
 
         Args:
+            e: The first event.
+            f: The second event, or the end.
             values: Values asked for.
             asked: Column that asks, or negative for the constant alone.
             constant: What is asked beside the column.
@@ -292,6 +306,7 @@ class _Builder:
         begun, ended = self.first[e][producer], self.first[f][producer]
         made = np.where(ended >= 0, 0.0, self.done[f][producer]) - np.where(begun >= 0, 0.0, self.done[e][producer])
         given = (live[values] == _LIVE) | ((made >= 1.0) & (begun < 0) & (ended < 0))
+        given |= self.ignored[e][producer] | self.ignored[f][producer]
         less = np.full(len(values), _NONE) if less is None else less
         low = constant - made - (0.0 if less_constant is None else less_constant)
         use = np.flatnonzero(~given)

@@ -33,7 +33,9 @@ def floor(graph: Graph) -> Floor:
     best = Floor(graph.resident_bytes + kept, None, f"{format_bytes(kept)} of kept values must be there at the end")
     before, after = _strict_order(graph)
     pinned = [
-        (v, graph.producer[v]) for v, value in enumerate(graph.values) if value.size_bytes and not graph.ops[graph.producer[v]].recomputable
+        (v, graph.producer[v])
+        for v, value in enumerate(graph.values)
+        if value.size_bytes and not graph.ops[graph.producer[v]].recomputable
     ]
     for o, op in enumerate(graph.ops):
         inputs = {graph.root[v] for v in op.inputs}
@@ -41,7 +43,10 @@ def floor(graph: Graph) -> Floor:
         waiting = {
             v
             for v, p in pinned
-            if v not in inputs and v not in outputs and before[o] >> p & 1 and (after[o] & _bits(graph.readers[v]) or graph.values[v].kept)
+            if v not in inputs
+            and v not in outputs
+            and before[o] >> p & 1
+            and (after[o] & _bits(graph.readers[v]) or graph.values[v].kept)
         }
         need = sum(graph.values[v].size_bytes for v in inputs | outputs | waiting) + op.workspace_bytes
         if graph.resident_bytes + need > best.peak_bytes:
@@ -51,8 +56,16 @@ def floor(graph: Graph) -> Floor:
 
 def _describe(graph: Graph, o: int, inputs: set[int], outputs: set[int], waiting: set[int]) -> str:
     op = graph.ops[o]
-    parts = [f"its {len(inputs)} inputs ({format_bytes(_total(graph, inputs))})" if len(inputs) != 1 else f"its input ({format_bytes(_total(graph, inputs))})"]
-    parts.append(f"its output ({format_bytes(_total(graph, outputs))})" if len(outputs) == 1 else f"its {len(outputs)} outputs ({format_bytes(_total(graph, outputs))})")
+    parts = [
+        f"its {len(inputs)} inputs ({format_bytes(_total(graph, inputs))})"
+        if len(inputs) != 1
+        else f"its input ({format_bytes(_total(graph, inputs))})"
+    ]
+    parts.append(
+        f"its output ({format_bytes(_total(graph, outputs))})"
+        if len(outputs) == 1
+        else f"its {len(outputs)} outputs ({format_bytes(_total(graph, outputs))})"
+    )
     if op.workspace_bytes:
         parts.append(f"{format_bytes(op.workspace_bytes)} of workspace")
     if waiting:

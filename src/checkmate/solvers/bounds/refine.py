@@ -74,6 +74,16 @@ def single_cuts(model: CutModel, candidates: Sequence[int], prove: Prove, out_of
     return best_event
 
 
+def floating_matters(model: CutModel, event: int) -> bool:
+    """Whether ops beside the chain raise what an event proves; if not, their columns only slow the engine."""
+    from checkmate.solvers.backends.highs import solve_linear
+
+    with_them, without = (
+        solve_linear(model.build([event], floating=floating).program, time_s=5.0).bound for floating in (True, False)
+    )
+    return with_them > without + 1e-5
+
+
 def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> Code:
     """Eviction code that holds at each event what a solution says is live, and everything between."""
     code = search.empty_code()
@@ -116,11 +126,12 @@ class Refinement:
         self.chain = set(self.rank) if model.targets is not None else set(longest_chain(model))
         self.rounds = 0
 
-    def run(self, first: Sequence[int], best_share: Callable[[], float], left_s: Callable[[], float]) -> None:
+    def run(self, first: Sequence[int], best_share: Callable[[], float], left_s: Callable[[], float], *, floating: bool) -> None:
         """Refine from some first events until the bound meets the best plan, nothing is violated, or time is up.
 
         Args:
             first: Events to begin with.
+            floating: Whether ops beside the chain are modelled: a sharper bound from a larger program.
             best_share: Extra cost of the best plan so far, as a share.
             left_s: Seconds left for this refinement.
         """
@@ -130,7 +141,7 @@ class Refinement:
         cuts = sorted(set(first), key=lambda o: self._before(o))
         budget = self.model.problem.budget_bytes
         while left_s() > 0.2:
-            cut = self.model.build(cuts)
+            cut = self.model.build(cuts, floating=floating)
             if cut.impossible:
                 self.prove(math.inf)
                 return

@@ -219,13 +219,9 @@ def ruin_and_repair(
 ):  # fmt: skip
     """Clear some intervals at random, repair, keep the result if it is cheaper or nearly so.
 
-    Args:
-        low, high, count: Current code; updated.
-        best_low, best_high, best_count: Best code; updated.
-        try_low, try_high, try_count: Working code.
-        heat: Cost by which a result may be worse and still be kept.
-        costs: Cost of the current and of the best code; updated.
-        work_limit: Stop after this many decodes.
+    Updates the current code, the best code and ``costs``, which holds their two costs. A result may be
+    worse than the current one by ``heat`` and still be kept. Stops after ``iterations``, or once
+    ``work_limit`` sequences have been decoded.
     """
     values = len(count)
     stages = len(g.targets)

@@ -128,9 +128,7 @@ class Search:
         for own, given in zip(self._trial, code, strict=True):
             own[:] = given
         facts = np.zeros(8)
-        if not repair(
-            self.instance, self._scratch, *self._trial, math.inf, 0.0, 0.0, math.inf, 0, self._random, facts
-        ):
+        if not repair(self.instance, self._scratch, *self._trial, math.inf, 0.0, 0.0, math.inf, 0, self._random, facts):
             return []
         return self._scratch.sequence[: int(facts[LENGTH]) - 1].tolist()
 

@@ -95,11 +95,7 @@ class FoldViews:
                 if o in solid or bound[v] == version[graph.root[v]]:
                     stack.pop()
                     continue
-                stale = [
-                    u
-                    for u in graph.ops[o].inputs
-                    if graph.producer[u] not in solid and bound[u] != version[graph.root[u]]
-                ]
+                stale = [u for u in graph.ops[o].inputs if graph.producer[u] not in solid and bound[u] != version[graph.root[u]]]
                 if stale:
                     stack += stale
                     continue
