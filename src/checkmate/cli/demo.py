@@ -13,12 +13,16 @@ from rich.status import Status
 from checkmate.cli import amounts, terminal
 from checkmate.cli.extras import needs
 from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
+from checkmate.core.problem import Problem
 from checkmate.core.units import format_bytes
+from checkmate.solvers.solve import solve
 
 if TYPE_CHECKING:
     from checkmate.cli.digits import Run, Trained
 
 _TOLERANCE = 0.01
+_CHAIN = 8
 
 
 def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, json: terminal.Json = False) -> int:
@@ -47,10 +51,13 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
 
     began = time.perf_counter()
     with _status() as status:
+        status.update("compiling the solver, once after installation")
+        _compile_solver()
+        compiled = time.perf_counter() - began
         trained = digits.train(budget, epochs=digits.EPOCHS, time_limit_s=time_limit, say=status.update)
         checks = _checks(trained)
         report = out / "report.html"
-        outcome = _outcome(trained, checks, time.perf_counter() - began)
+        outcome = _outcome(trained, checks, time.perf_counter() - began, compiled)
         write_report(report, trained, outcome)
     if json:
         terminal.emit({**outcome, "report": str(report)})
@@ -58,6 +65,14 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         _show(trained, checks, outcome)
         terminal.closing([report], "plan your own model: `checkmate capture FILE.py:FUNCTION`, see examples/gpt2.py")
     return 0 if outcome["holds"] else 1
+
+
+def _compile_solver() -> None:
+    """Solve a chain: the solver's code is compiled at its first use and cached, which is no part of planning."""
+    chain = [(i, i + 1) for i in range(2 * _CHAIN - 1)]
+    skips = [(_CHAIN - 2 - i, _CHAIN + i) for i in range(_CHAIN - 1)]
+    ones = [1] * (2 * _CHAIN)
+    solve(Problem(Graph.from_dag(cost=ones, size_bytes=ones, edges=chain + skips), _CHAIN - 2))
 
 
 def _checks(trained: Trained) -> dict[str, bool]:
@@ -74,7 +89,7 @@ def _error(run: Run) -> float:
     return (run.measured_bytes - planned) / planned if planned else 0.0
 
 
-def _outcome(trained: Trained, checks: dict[str, bool], seconds: float) -> dict[str, Any]:
+def _outcome(trained: Trained, checks: dict[str, bool], seconds: float, compiling: float) -> dict[str, Any]:
     planned, keep_all = trained.planned, trained.keep_all
     return {
         "holds": all(checks.values()),
@@ -94,6 +109,8 @@ def _outcome(trained: Trained, checks: dict[str, bool], seconds: float) -> dict[
         "loss": planned.losses[-1],
         "status": planned.result.termination.reason.value,
         "solver": planned.result.solver,
+        "compiling_s": round(compiling, 1),
+        "planning_s": round(planned.result.elapsed_s, 1),
         "elapsed_s": round(seconds, 1),
     }
 
@@ -119,7 +136,8 @@ def _show(trained: Trained, checks: dict[str, bool], outcome: dict[str, Any]) ->
         f"as planned:     {kept['as_planned']}, measured is {100 * _error(planned):+.2f}% off the planned peak\n"
         f"loss identical: {kept['identical']}, {trained.steps} losses and {tensors} tensors of the model compared bit by bit\n"
         f"proof:          no plan within the budget is more than {share} cheaper (in op costs as measured)\n"
-        f"in all:         {outcome['elapsed_s']:.0f} s, of which planning {planned.result.elapsed_s:.1f} s",
+        f"in all:         {outcome['elapsed_s']:.0f} s: {outcome['planning_s']:.0f} s for planning, "
+        f"{outcome['compiling_s']:.0f} s for compiling the solver (once after installation)",
         soft_wrap=True,
     )
 
