@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +82,10 @@ def solve_integer(
     if start is not None:
         known = np.flatnonzero(~np.isnan(start)).astype(np.int32)
         engine.setSolution(len(known), known, start[known])
+    found: deque[Floats] = deque()
     if on_solution is not None:
-        engine.cbMipImprovingSolution.subscribe(lambda event: on_solution(np.array(event.data_out.mip_solution)))
-    engine.run()
+        engine.cbMipImprovingSolution.subscribe(lambda event: found.append(np.array(event.data_out.mip_solution)))
+    _run(engine, found, on_solution)
     status = engine.getModelStatus()
     info = engine.getInfo()
     finished = status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
@@ -92,10 +94,32 @@ def solve_integer(
     bound = float(info.mip_dual_bound)
     values = np.asarray(engine.getSolution().col_value, dtype=np.float64)
     objective = float(info.objective_function_value)
-    found = len(values) == len(program.cost) and info.primal_solution_status == 2
+    solved = len(values) == len(program.cost) and info.primal_solution_status == 2
     return Solved(
-        bound if math.isfinite(bound) else -math.inf, values if found else None, objective if found else math.inf, finished
+        bound=bound if math.isfinite(bound) else -math.inf,
+        solution=values if solved else None,
+        objective=objective if solved else math.inf,
+        finished=finished,
     )
+
+
+def _run(engine: Any, found: deque[Floats], on_solution: Callable[[Floats], None] | None) -> None:
+    """Run in a thread of the engine's own, so that Ctrl-C and what ``on_solution`` raises end it at once.
+
+    Solutions are handed on here, not in the engine's callback, where an exception would be lost.
+    """
+    engine.HandleUserInterrupt = True
+    engine.startSolve()
+    try:
+        finished = False
+        while not finished:
+            finished = engine.wait(0.05)[0]
+            while found and on_solution is not None:
+                on_solution(found.popleft())
+    except BaseException:
+        engine.cancelSolve()
+        engine.wait()
+        raise
 
 
 def _engine(program: Program, time_s: float, threads: int) -> Any:
