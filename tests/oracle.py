@@ -29,9 +29,7 @@ def naive_bytes(graph: Graph, plan: Plan) -> list[int]:
         else:
             del newest[what.value]
         replays = sum(
-            graph.ops[o].replay_bytes
-            for o, at in runs.items()
-            if len(at) > 1 and (at[0] <= step < at[-1] or step == at[-1])
+            graph.ops[o].replay_bytes for o, at in runs.items() if len(at) > 1 and (at[0] <= step < at[-1] or step == at[-1])
         )
         held.append(graph.resident_bytes + sum(graph.values[s[0]].size_bytes for s in set(newest.values())) + extra + replays)
     return held

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from checkmate import Graph, Op, Value
 
 
-def random_graph(rng: random.Random, *, max_ops: int = 6, views: bool = True, rules: bool = True, training: bool | None = None) -> Graph:
+def random_graph(
+    rng: random.Random, *, max_ops: int = 6, views: bool = True, rules: bool = True, training: bool | None = None
+) -> Graph:
     """A graph of 1 to ``max_ops`` ops.
 
     Args:

@@ -134,6 +134,20 @@ def test_interrupted_solves_return_the_best_plan_so_far():
     assert result.termination.limit == "interrupt"
 
 
+def test_a_real_ctrl_c_is_answered_at_once():
+    """SIGINT inside the engine's search ends it within a second or two, plan in hand."""
+    script = (
+        "import os, signal, threading, time, checkmate; from tests.solvers.generators import transformer;"
+        "problem = checkmate.Problem(transformer(8), '24%');"
+        "checkmate.solve(problem, limits=checkmate.Limits(time_s=2), raise_on_failure=False);"
+        "threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGINT)).start(); began = time.time();"
+        "r = checkmate.solve(problem, limits=checkmate.Limits(time_s=60, gap=0.0));"
+        "print(r.termination.limit, r.plan is not None, time.time() - began < 6)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["interrupt", "True", "True"]
+
+
 def test_history_only_improves():
     """An anytime solve never goes back."""
     result = solve(Problem(transformer(3), "40%"), limits=Limits(time_s=20, gap=0.0))
