@@ -76,7 +76,9 @@ def run_model(name: str, time_limit_s: float) -> dict[str, Any]:
             print(f"{name}: planned {mib(point['planned_bytes'])}, measured {mib(point['measured_bytes'])}, "
                   f"overhead {point['overhead']:.3f}, time {point['time_ratio']:.3f}, identical {point['identical']}", flush=True)  # fmt: skip
         eager, checkpointed = child("eager", name, ""), child("eager", name, "checkpoint")
-    print(f"{name}: keep-all {mib(keep['measured_bytes'])}, checkpoint per block {mib(checkpointed['measured_bytes'])}", flush=True)
+    print(
+        f"{name}: keep-all {mib(keep['measured_bytes'])}, checkpoint per block {mib(checkpointed['measured_bytes'])}", flush=True
+    )
     return {**planned, "keep_all": keep, "points": points, "eager": eager, "checkpoint_per_block": checkpointed}
 
 

@@ -123,8 +123,12 @@ def recomputes(planned: Planned) -> int:
 
 
 def close(measured: int, planned: int) -> bool:
-    """Whether a measured peak is the planned one: within 64 bytes or a thousandth."""
-    return abs(measured - planned) <= max(64, planned // 1000)
+    """Whether a measured peak is the planned one: within 64 bytes or a thousandth.
+
+    A plan counts 5056 bytes beside every random op, for the generator's own state while another is
+    replayed; where the peak is at one that is not replayed, so much less is measured.
+    """
+    return abs(measured - planned) <= max(64, planned // 1000) or 0 <= planned - measured <= 5056
 
 
 def child(code: str, **environment: str) -> Any:

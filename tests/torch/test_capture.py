@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,8 @@ from tests.torch.steps import compiled
 def graph_of(name: str, **options: object) -> Graph:
     """Graph of a network under a mean."""
     model, x = NETWORKS[name](), input_of(name)
-    return checkmate.torch.capture(nn.Sequential(model, nn.Flatten(0)), lambda p, y: p.mean() * y, example=(x, torch.ones(())), **options)
+    flat = nn.Sequential(model, nn.Flatten(0))
+    return checkmate.torch.capture(flat, lambda p, y: p.mean() * y, example=(x, torch.ones(())), **options)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -48,7 +51,7 @@ def test_dropout_replays_and_keeps_its_place() -> None:
     random = [o for o, op in enumerate(graph.ops) if op.replay_bytes]
     assert len(random) == 4
     assert {graph.ops[o].replay_bytes for o in random} == {torch.get_rng_state().numel()}
-    assert set(zip(random, random[1:], strict=False)) <= set(graph.order)
+    assert set(itertools.pairwise(random)) <= set(graph.order)
 
 
 def test_batch_norm_backward_does_not_read_running_statistics() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -11,13 +12,16 @@ from torch import nn
 from checkmate.torch import InFlightError, measure_peak
 from checkmate.torch.coordinator import IN_FLIGHT
 from tests.torch.networks import input_of, mlp
-from tests.torch.steps import compiled, observe, planned_bytes
+from tests.torch.steps import close, compiled, observe, planned_bytes
 
 QUICK = {"time_limit_s": 3.0}
+# Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_in_flight() -> None:
+    gc.collect()  # what an error of the test before still holds
     assert IN_FLIGHT.held_bytes() == 0
 
 
@@ -64,11 +68,11 @@ def test_gradients_that_were_not_planned_for_are_counted() -> None:
     run().backward()
 
 
-def test_a_reserve_leaves_room_for_gradients() -> None:
+def test_accumulation_can_be_planned_for() -> None:
     """The hint of the error before works."""
     model, x = mlp(width=256), torch.randn(2048, 256)
     size = sum(4 * p.numel() for p in model.parameters())
-    run, planned = compiled(lambda: model(x).mean(), budget="75%", reserve=size, **QUICK)
+    run, planned = compiled(lambda: model(x).mean(), budget="75%", accumulate=True, **QUICK)
     run().backward()
     run().backward()
     assert planned[-1][0].graph.resident_bytes == 2 * size + x.nbytes
@@ -118,7 +122,7 @@ def test_every_shape_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "checkmate.torch"):
             run(x).backward()
         model.zero_grad(set_to_none=True)
-        assert measure_peak(lambda x=x: run(x).backward()) == planned_bytes(planned)
+        assert close(measure_peak(lambda x=x: run(x).backward()), planned_bytes(planned))
         model.zero_grad(set_to_none=True)
         assert len(planned) == count
         assert planned[-1][1].peak_bytes <= planned[-1][1].budget_bytes

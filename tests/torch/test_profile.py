@@ -55,7 +55,9 @@ def test_the_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert cache_folder().parts[-1].lower() == "checkmate" or "checkmate" in str(cache_folder()).lower()
 
 
-def test_a_second_capture_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_capture_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Costs come from the store, so that plans are the same from run to run."""
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     model, x = mlp(), input_of("dropout")
@@ -74,7 +76,9 @@ def test_workspace_is_measured() -> None:
     assert max(op.workspace_bytes for op in graph.ops) > 1000
 
 
-def test_an_op_that_cannot_be_measured_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_op_that_cannot_be_measured_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its cost is estimated, and not in silence."""
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
 

@@ -17,6 +17,6 @@ from checkmate.torch.coordinator import InFlightError
 from checkmate.torch.measure import measure_peak
 from checkmate.torch.options import Options
 from checkmate.torch.recount import SplitError
-from checkmate.torch.step import GraphBreakError, Step, capture, compile
+from checkmate.torch.step import GraphBreakError, Step, capture, compile  # noqa: A004 - torch's own word for it
 
 __all__ = ["GraphBreakError", "InFlightError", "Options", "SplitError", "Step", "capture", "compile", "measure_peak"]

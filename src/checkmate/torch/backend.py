@@ -26,6 +26,7 @@ from checkmate.torch.sizes import unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
 
+
 def checkmate(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -98,7 +99,7 @@ def compile_graph(
         costs=costs_of(options),
         plan=hooks.plan or functools.partial(plan_graph, options=options),
         hold_outputs=options.outputs == "held",
-        extra_resident_bytes=reserve + gradient_bytes(example_inputs) + in_flight,
+        extra_resident_bytes=reserve + gradient_bytes(example_inputs, options.accumulate) + in_flight,
         on_planned=planned,
     )
     compile_with_aot = aot_autograd(
@@ -148,9 +149,12 @@ def costs_of(options: Options) -> Costs:
     return Profiler() if options.costs == "measured" else lambda nodes: estimated(list(nodes))
 
 
-def gradient_bytes(example_inputs: Sequence[Any]) -> int:
-    """Bytes of gradients that are there when a graph is compiled."""
-    return unique_bytes(t.grad for t in example_inputs if isinstance(t, torch.Tensor) and t.is_leaf and t.grad is not None)
+def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:
+    """Bytes of gradients that are there when a graph is compiled, or may be there when it runs."""
+    leaf = [t for t in example_inputs if isinstance(t, torch.Tensor) and t.is_leaf]
+    there = [t for t in leaf if t.grad is not None]
+    coming = [t for t in leaf if t.requires_grad and t.grad is None] if accumulate else []
+    return unique_bytes(t.grad for t in there) + unique_bytes(coming)
 
 
 def _specialise(example_inputs: Sequence[Any]) -> None:

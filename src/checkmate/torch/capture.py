@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
-from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.graph import Graph, Op
 from checkmate.torch.classify import Facts, facts, reads, trains_batch_norm
 from checkmate.torch.compat import is_tangent
+from checkmate.torch.ordering import Mutators, mutators, order_pairs, overwriters
 from checkmate.torch.rng import state_bytes
-from checkmate.torch.sizes import leaves, storage_bytes, storage_key
+from checkmate.torch.sizes import leaves
 from checkmate.torch.source import source_of
+from checkmate.torch.values import Values
 
 BOUNDARY = "boundary"
 """Kind of the op between forward and backward: it reads the forward's outputs and writes the tangents."""
-
-SEED_BYTES = 16
-"""Tangents up to this size belong to a scalar: who calls ``backward`` holds them until it returns."""
-
-_EXTERNAL = -1  # storage of a parameter, buffer, batch or constant: resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,54 +131,38 @@ class _Builder:
         self.forward_outputs = [o for o in outputs[:num_fwd_outputs] if isinstance(o, fx.Node)]
         self.backward_outputs = [o for o in outputs[num_fwd_outputs:] if isinstance(o, fx.Node)]
         self.drafts: dict[fx.Node, _Draft] = {}  # node, getitems included -> its op
-        self.owner: dict[int, int] = {}  # storage -> value that owns it
-        self.values: list[tuple[str, int, int | None]] = []
-        self.value_of: dict[fx.Node, int] = {}
-        self.seeds: set[int] = set()  # tangents of scalars
+        self.values = Values()
 
     def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
-        resident = self._externals() + extra_resident_bytes
+        resident = self.values.externals(self.nodes) + extra_resident_bytes
         self._draft()
         needed = self._needed()
         forward = [d for d in self._unique() if not d.backward and d.node in needed]
         backward = [d for d in self._unique() if d.backward and d.node in needed]
         boundary = len(forward)
-        outputs: list[tuple[int, ...]] = [self._allocate(d) for d in forward]
-        outputs.append(self._tangents())
-        outputs += [self._allocate(d) for d in backward]
-        found = costs([d.node for d in forward + backward])
-        index = {d.node: i + (i >= boundary) for i, d in enumerate(forward + backward)}
-        mutators = self._mutators(index)
+        made = [self.values.outputs(d.node, d.getitems) for d in forward]
+        tangents = self.values.tangents(self.nodes)
+        made += [self.values.outputs(d.node, d.getitems) for d in backward]
+        listed = [(i + (i >= boundary), d.node, d.facts) for i, d in enumerate(forward + backward)]
+        known = mutators(listed)
         kept, single = self._kept()
-        ops: list[Op] = []
-        for draft, cost in zip(forward + backward, found, strict=True):
-            if len(ops) == boundary:
-                ops.append(self._boundary_op(outputs[boundary]))
-            ops.append(self._op(draft, index, outputs[index[draft.node]], cost, mutators, single))
-        if len(ops) == boundary:
-            ops.append(self._boundary_op(outputs[boundary]))
+        ops = [
+            self._op(draft, o, outputs, cost, known, single)
+            for (o, _, _), draft, outputs, cost in zip(
+                listed, forward + backward, made, costs([node for _, node, _ in listed]), strict=True
+            )
+        ]
+        ops.insert(boundary, self._boundary_op(tangents))
         graph = Graph(
             ops=tuple(ops),
-            values=tuple(Value(n, size, base=base, kept=v in kept) for v, (n, size, base) in enumerate(self.values)),
-            order=self._order(forward, backward, index, boundary, mutators, ops),
+            values=self.values.all(kept),
+            order=order_pairs(ops, listed, boundary, known),
             resident_bytes=resident,
             name=name,
         )
         members = [Member(d.node, tuple(d.getitems)) for d in forward + backward]
         members.insert(boundary, Member(None))
         return Capture(graph, self.joint, tuple(members), boundary, self.num_fwd_outputs)
-
-    def _externals(self) -> int:
-        """Note every storage that is there before the step; return their bytes."""
-        total = 0
-        for node in self.nodes:
-            if node.op not in ("placeholder", "get_attr") or is_tangent(node):
-                continue
-            for tensor in leaves(node.meta.get("val")):
-                if storage_key(tensor) not in self.owner:
-                    self.owner[storage_key(tensor)] = _EXTERNAL
-                    total += storage_bytes(tensor)
-        return total
 
     def _draft(self) -> None:
         backward = {n for n in self.nodes if is_tangent(n)}
@@ -217,95 +197,23 @@ class _Builder:
             stack += reads(draft.node)
         return needed
 
-    def _allocate(self, draft: _Draft) -> tuple[int, ...]:
-        """Make the values of an op, also of outputs that nobody reads; return them."""
-        paths = dict(_tensors(draft.node.meta.get("val")))
-        names = {_path(g, draft.node): g.name for g in reversed(draft.getitems)}
-        made: dict[tuple[int, ...], int] = {}
-        for path, tensor in paths.items():
-            made[path] = len(self.values)
-            owner = self.owner.setdefault(storage_key(tensor), len(self.values))
-            label = names.get(path, ".".join(map(str, (draft.node.name, *path))))
-            if owner == len(self.values):
-                self.values.append((label, storage_bytes(tensor), None))
-            else:
-                self.values.append((label, 0, None if owner == _EXTERNAL else owner))
-        if not made:  # a number that other ops read
-            made[()] = len(self.values)
-            self.values.append((draft.node.name, 0, None))
-        for node in (draft.node, *draft.getitems):
-            value = made.get(_path(node, draft.node))
-            if value is not None:
-                self.value_of[node] = value
-        return tuple(made.values())
-
-    def _tangents(self) -> tuple[int, ...]:
-        made: list[int] = []
-        for node in self.nodes:
-            if not is_tangent(node):
-                continue
-            for leaf in leaves(node.meta.get("val")):
-                owner = self.owner.setdefault(storage_key(leaf), len(self.values))
-                if storage_bytes(leaf) <= SEED_BYTES:
-                    self.seeds.add(len(self.values))
-                own = owner == len(self.values)
-                self.value_of[node] = len(self.values)
-                made.append(len(self.values))
-                self.values.append((node.name, storage_bytes(leaf) if own else 0, None if own else owner))
-        return tuple(made)
-
-    def _read_values(self, node: fx.Node) -> tuple[int, ...]:
-        found: dict[int, None] = {}
-        for read in reads(node):
-            if read in self.value_of:
-                found[self.value_of[read]] = None
-            elif read in self.drafts:  # a tuple read as a whole
-                inside = [self.value_of[g] for g in self.drafts[read].getitems if g in self.value_of]
-                found.update(dict.fromkeys(inside))
-        return tuple(found)
-
-    def _root(self, v: int) -> int:
-        base = self.values[v][2]
-        return v if base is None else base
-
     def _kept(self) -> tuple[set[int], set[int]]:
         """Values live at the end, and those whose op may run only once.
 
         What the caller holds is the instance that the forward returned: a later one would be another
         tensor, so neither it nor what it is a view of is ever made again.
         """
-        held = {self.value_of[o] for o in self.forward_outputs if o in self.value_of} if self.hold_outputs else set()
-        gradients = {self.value_of[o] for o in self.backward_outputs if o in self.value_of}
-        return held | gradients | self.seeds, held | {self._root(v) for v in held}
+        held = {self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node} if self.hold_outputs else set()
+        gradients = {self.values.of_node[o] for o in self.backward_outputs if o in self.values.of_node}
+        return held | gradients | self.values.seeds, held | {self.values.root(v) for v in held}
 
-    def _mutators(self, index: dict[fx.Node, int]) -> dict[int, list[int]]:
-        """Ops that overwrite each storage, ascending."""
-        found: dict[int, list[int]] = {}
-        for node, o in index.items():
-            for position in self.drafts[node].facts.mutates:
-                target = node.args[position] if position < len(node.args) else None
-                for written in target if isinstance(target, (list, tuple)) else (target,):
-                    if isinstance(written, fx.Node):
-                        for leaf in leaves(written.meta.get("val")):
-                            found.setdefault(storage_key(leaf), []).append(o)
-        return found
-
-    def _op(
-        self,
-        draft: _Draft,
-        index: dict[fx.Node, int],
-        outputs: tuple[int, ...],
-        cost: OpCost,
-        mutators: dict[int, list[int]],
-        single: set[int],
-    ) -> Op:
+    def _op(self, draft: _Draft, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
         node = draft.node
-        me = index[node]
-        later = set() if trains_batch_norm(node) else {o for o in self._overwriters(node, mutators) if o > me}
+        later = set[int]() if trains_batch_norm(node) else {o for o in overwriters(node, known) if o > me}
         replay = state_bytes(node) if draft.facts.random and not draft.facts.pinned else 0
         return Op(
             name=node.name,
-            inputs=self._read_values(node),
+            inputs=self.values.read_by(node),
             outputs=outputs,
             cost=cost.cost_ns,
             # While a state is replayed the generator's own is put aside.
@@ -319,60 +227,6 @@ class _Builder:
         )
 
     def _boundary_op(self, tangents: tuple[int, ...]) -> Op:
-        returned = dict.fromkeys(self.value_of[o] for o in self.forward_outputs if o in self.value_of)
+        known = self.values.of_node
+        returned = dict.fromkeys(known[o] for o in self.forward_outputs if o in known)
         return Op(BOUNDARY, tuple(returned), tangents, cost=0, recomputable=False, phase="loss", kind=BOUNDARY)
-
-    def _overwriters(self, node: fx.Node, mutators: dict[int, list[int]]) -> Iterator[int]:
-        for read in reads(node):
-            for tensor in leaves(read.meta.get("val")):
-                yield from mutators.get(storage_key(tensor), ())
-
-    def _order(
-        self,
-        forward: list[_Draft],
-        backward: list[_Draft],
-        index: dict[fx.Node, int],
-        boundary: int,
-        mutators: dict[int, list[int]],
-        ops: list[Op],
-    ) -> tuple[tuple[int, int], ...]:
-        pairs: dict[tuple[int, int], None] = {}
-        for chain in (
-            [index[d.node] for d in forward + backward if d.facts.random],
-            [index[d.node] for d in forward + backward if d.facts.effect],
-        ):
-            pairs.update(dict.fromkeys(zip(chain, chain[1:], strict=False)))
-        # The random stream and every effect of the forward belong to the forward.
-        pairs.update(dict.fromkeys((index[d.node], boundary) for d in forward if d.facts.random or d.facts.effect))
-        pairs.update(dict.fromkeys((index[d.node], boundary) for d in forward if not leaves(d.node.meta.get("val"))))
-        after = set(ops[boundary].outputs)
-        for draft in backward:
-            o = index[draft.node]
-            if any(v in after for v in ops[o].inputs):
-                after.update(ops[o].outputs)
-            else:
-                pairs[boundary, o] = None
-        for draft in forward + backward:
-            o = index[draft.node]
-            if draft.facts.effect:
-                continue
-            pairs.update(dict.fromkeys((m, o) for m in self._overwriters(draft.node, mutators) if m < o))
-        return tuple(sorted(pairs))
-
-
-def _tensors(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """(path, tensor) of every tensor in what an op returns."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (list, tuple)):
-        for position, inside in enumerate(value):
-            yield from _tensors(inside, (*path, position))
-
-
-def _path(node: fx.Node, producer: fx.Node) -> tuple[int, ...]:
-    """Where in what ``producer`` returns a chain of getitems ends."""
-    path: list[int] = []
-    while node is not producer:
-        path.append(node.args[1])  # type: ignore[arg-type]
-        node = node.args[0]  # type: ignore[assignment]
-    return tuple(reversed(path))

@@ -144,8 +144,7 @@ class Coordinator:
             raise InFlightError(
                 f"this step would take {format_bytes(worst)}, and its budget is {format_bytes(budget)}: "
                 f"{format_bytes(now.gradients)} of gradients are there already that were not when it was planned",
-                hint="call zero_grad(set_to_none=True) before the forward, or plan with room for them: "
-                f"options={{'reserve': '{format_at_least(now.gradients)}'}}",
+                hint="call zero_grad(set_to_none=True) before the forward, or plan with room for them: accumulate=True",
             )
         raise InFlightError(
             f"{len(flights)} planned graphs in flight together would take {format_bytes(worst)}, and the budget is "

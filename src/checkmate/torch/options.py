@@ -35,6 +35,7 @@ class Options:
         outputs: ``"held"`` if the caller holds what the model returns until the backward is over,
             ``"released"`` if not.
         reserve: Memory to leave for what is allocated later, such as optimizer state.
+        accumulate: Whether gradients of earlier backwards may be there when a forward begins.
         costs: ``"measured"`` on the device, or ``"flops"``: estimated, with no workspace.
     """
 
@@ -46,6 +47,7 @@ class Options:
     device: str | None = None
     outputs: Outputs = "held"
     reserve: Amount = 0
+    accumulate: bool = False
     costs: CostSource = "measured"
 
     def __post_init__(self) -> None:

@@ -53,7 +53,8 @@ def plan_graph(graph: Graph, options: Options) -> Result:
     solver = options.solver
     assert not isinstance(solver, str)
     result = solve(problem, solver, limits=Limits(time_s=options.time_limit_s))
-    assert result.peak_bytes is not None and result.overhead is not None
+    assert result.peak_bytes is not None
+    assert result.overhead is not None
     _log.info(
         "planned %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",
         len(graph.ops),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import fx
 
 from checkmate.core.errors import CheckmateError
@@ -57,7 +56,8 @@ def recount(
     held = [n for n in results[:num_fwd_outputs] if isinstance(n, fx.Node)]
     walk.module(backward, saved)
     walk.step()
-    seeds = [n for n in backward.graph.nodes if is_tangent(n) and sum(map(storage_bytes, leaves(n.meta.get("val")))) <= _SEED_BYTES]
+    tangents = [n for n in backward.graph.nodes if is_tangent(n)]
+    seeds = [n for n in tangents if sum(map(storage_bytes, leaves(n.meta.get("val")))) <= _SEED_BYTES]
     walk.use([n for n in _results(backward) if isinstance(n, fx.Node)] + seeds + (held if hold_outputs else []))
     return walk.peak()
 

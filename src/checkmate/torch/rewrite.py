@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.core.plan import Compute, Plan
+from checkmate.core.plan import Plan
 from checkmate.torch.capture import Capture, Member
 from checkmate.torch.classify import BATCH_NORM_NO_STATS, facts, trains_batch_norm, unused_arguments
 from checkmate.torch.rng import emit_replay, emit_saving

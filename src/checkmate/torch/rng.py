@@ -26,7 +26,9 @@ def state_bytes(node: fx.Node) -> int:
     return _CUDA_STATE_BYTES if "cuda" in devices else _cpu_state_bytes()
 
 
-def emit_saving(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
+def emit_saving(
+    graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
     """Compute a random op and keep the state it began with.
 
     Returns:

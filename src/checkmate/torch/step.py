@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -74,10 +75,8 @@ class Step:
             return compile_graph(gm, inputs, now, hooks)
 
         self._run = torch.compile(_fresh(model, loss), backend=backend, fullgraph=True, dynamic=False)
-        try:
+        with contextlib.suppress(_Done):
             self._forward(example)
-        except _Done:
-            pass
         capture, result = self._planned[0]
         assert result.plan is not None
         self.graph, self.plan, self.result = capture.graph, result.plan, result
@@ -114,11 +113,12 @@ class Step:
     def _note(self, capture: Capture, result: Result) -> None:
         if self._planned:
             assert result.peak_bytes is not None
-            _log.warning("a new shape was compiled and planned in %.1f s: peak %s", result.elapsed_s, format_bytes(result.peak_bytes))
+            peak = format_bytes(result.peak_bytes)
+            _log.warning("a new shape was compiled and planned in %.1f s: peak %s", result.elapsed_s, peak)
         self._planned.append((capture, result))
 
 
-def compile(
+def compile(  # noqa: A001 - torch's own word for it
     model: torch.nn.Module,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -130,6 +130,7 @@ def compile(
     plan: Plan | str | None = None,
     outputs: Outputs = "held",
     reserve: Amount = 0,
+    accumulate: bool = False,
     costs: CostSource = "measured",
 ) -> Step:
     """A training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
@@ -149,6 +150,7 @@ def compile(
         plan: A plan, or its file, to run instead.
         outputs: Whether the prediction is held until the backward is over.
         reserve: Memory to leave besides the optimizer's state, which is reserved for anyway.
+        accumulate: Whether gradients stay from step to step; without an optimizer, and unless the caller clears them, they do.
         costs: Where costs come from.
 
     Raises:
@@ -171,6 +173,7 @@ def compile(
         plan=plan,
         outputs=outputs,
         reserve=_with_state(reserve, optimizer),
+        accumulate=accumulate,
         costs=costs,
     )
     return Step(model, loss, optimizer, _checked(example, loss), options)

@@ -1,0 +1,65 @@
+"""What must come before what in a joint graph beyond its data: random streams, effects, overwritten inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from torch import fx
+
+from checkmate.core.graph import Op
+from checkmate.torch.classify import Facts, reads
+from checkmate.torch.sizes import leaves, storage_key
+
+Mutators = Mapping[int, Sequence[int]]
+"""Ops that overwrite each storage, ascending."""
+
+
+def mutators(ops: Iterable[tuple[int, fx.Node, Facts]]) -> Mutators:
+    """Which of some ops overwrite which storages."""
+    found: dict[int, list[int]] = {}
+    for o, node, facts in ops:
+        for position in facts.mutates:
+            target = node.args[position] if position < len(node.args) else None
+            for written in target if isinstance(target, (list, tuple)) else (target,):
+                if isinstance(written, fx.Node):
+                    for tensor in leaves(written.meta.get("val")):
+                        found.setdefault(storage_key(tensor), []).append(o)
+    return found
+
+
+def overwriters(node: fx.Node, known: Mutators) -> Iterator[int]:
+    """Ops that overwrite something that a node reads."""
+    for read in reads(node):
+        for tensor in leaves(read.meta.get("val")):
+            yield from known.get(storage_key(tensor), ())
+
+
+def order_pairs(
+    ops: Sequence[Op], listed: Sequence[tuple[int, fx.Node, Facts]], boundary: int, known: Mutators
+) -> tuple[tuple[int, int], ...]:
+    """Pairs (a, b) of ops: the first computation of a comes before the first of b.
+
+    Args:
+        ops: All ops, the boundary included.
+        listed: Index, node and facts of each but the boundary, ascending.
+        boundary: Index of the boundary.
+        known: What overwrites what.
+    """
+    pairs: dict[tuple[int, int], None] = {}
+    random = [o for o, _, facts in listed if facts.random]
+    effects = [o for o, _, facts in listed if facts.effect]
+    pairs.update(dict.fromkeys((*pairwise(random), *pairwise(effects))))
+    after = set(ops[boundary].outputs)
+    for o, node, facts in listed:
+        if o < boundary:
+            # The random stream, every effect and every number of the forward belong to the forward.
+            if facts.random or facts.effect or not leaves(node.meta.get("val")):
+                pairs[o, boundary] = None
+        elif any(v in after for v in ops[o].inputs):
+            after.update(ops[o].outputs)
+        else:
+            pairs[boundary, o] = None
+        if not facts.effect:
+            pairs.update(dict.fromkeys((m, o) for m in overwriters(node, known) if m < o))
+    return tuple(sorted(pairs))
