@@ -153,10 +153,11 @@ class _Builder:
             )
         ]
         ops.insert(boundary, self._boundary_op(tangents))
+        values = self.values.all(kept)
         graph = Graph(
             ops=tuple(ops),
-            values=self.values.all(kept),
-            order=order_pairs(ops, listed, boundary, known),
+            values=values,
+            order=order_pairs(ops, values, listed, boundary, known),
             resident_bytes=resident,
             name=name,
         )

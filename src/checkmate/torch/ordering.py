@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from checkmate.core.graph import Op
+from checkmate.core.graph import Op, Value
 from checkmate.torch.classify import Facts, reads
 from checkmate.torch.sizes import leaves, storage_key
 
@@ -36,12 +36,17 @@ def overwriters(node: fx.Node, known: Mutators) -> Iterator[int]:
 
 
 def order_pairs(
-    ops: Sequence[Op], listed: Sequence[tuple[int, fx.Node, Facts]], boundary: int, known: Mutators
+    ops: Sequence[Op],
+    values: Sequence[Value],
+    listed: Sequence[tuple[int, fx.Node, Facts]],
+    boundary: int,
+    known: Mutators,
 ) -> tuple[tuple[int, int], ...]:
     """Pairs (a, b) of ops: the first computation of a comes before the first of b.
 
     Args:
         ops: All ops, the boundary included.
+        values: All values.
         listed: Index, node and facts of each but the boundary, ascending.
         boundary: Index of the boundary.
         known: What overwrites what.
@@ -58,7 +63,8 @@ def order_pairs(
                 pairs[o, boundary] = None
         elif any(v in after for v in ops[o].inputs):
             after.update(ops[o].outputs)
-        else:
+        elif any(values[v].base is None for v in ops[o].outputs):
+            # Views of what the forward made stay free: they are made where they are read, and planners fold them.
             pairs[boundary, o] = None
         if not facts.effect:
             pairs.update(dict.fromkeys((m, o) for m in overwriters(node, known) if m < o))
