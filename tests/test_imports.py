@@ -30,14 +30,9 @@ def test_import_loads_nothing_heavy(module):
 
 
 def test_import_is_quick():
-    """Under 0.3 s, the best of three because machines are shared."""
-    seconds = []
-    for _ in range(3):
-        log = python("-X", "importtime", "-c", "import checkmate").stderr
-        total = re.search(r"\|\s*(\d+) \| checkmate$", log, re.MULTILINE)
-        assert total is not None
-        seconds.append(int(total[1]) / 1e6)
-    assert min(seconds) < 0.3
+    """Under 0.3 s of processor time, which does not depend on what else the machine does; the best of three."""
+    code = "import time; began = time.process_time(); import checkmate; print(time.process_time() - began)"
+    assert min(float(python("-c", code).stdout) for _ in range(3)) < 0.3
 
 
 @pytest.mark.parametrize("module", ["checkmate", "checkmate.torch", "checkmate.plot"])
