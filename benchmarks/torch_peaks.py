@@ -73,8 +73,11 @@ def run_model(name: str, time_limit_s: float) -> dict[str, Any]:
             point["time_ratio"] = point["time_s"] / keep["time_s"]
             point["identical"] = point["digests"] == keep["digests"]
             points.append(point)
-            print(f"{name}: planned {mib(point['planned_bytes'])}, measured {mib(point['measured_bytes'])}, "
-                  f"overhead {point['overhead']:.3f}, time {point['time_ratio']:.3f}, identical {point['identical']}", flush=True)  # fmt: skip
+            print(
+                f"{name}: planned {mib(point['planned_bytes'])}, measured {mib(point['measured_bytes'])}, "
+                f"overhead {point['overhead']:.3f}, time {point['time_ratio']:.3f}, identical {point['identical']}",
+                flush=True,
+            )
         eager, checkpointed = child("eager", name, ""), child("eager", name, "checkpoint")
     print(
         f"{name}: keep-all {mib(keep['measured_bytes'])}, checkpoint per block {mib(checkpointed['measured_bytes'])}", flush=True
@@ -117,7 +120,8 @@ def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
     captured = time.perf_counter() - began
     limits = Limits(time_s=float(time_limit_s))
     smallest = min_budget(graph, limits=limits)
-    assert smallest.plan is not None and smallest.peak_bytes is not None
+    assert smallest.plan is not None
+    assert smallest.peak_bytes is not None
     top = keep_all_bytes(graph)
     points: list[dict[str, Any]] = []
     above: Any = None

@@ -15,7 +15,7 @@ from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.torch.capture import Capture, Costs
-from checkmate.torch.compat import BoxedRun, Carrier, aot_autograd, as_boxed, boxed, functorch_config
+from checkmate.torch.compat import BoxedRun, Carrier, aot_autograd, as_boxed, boxed, dynamo_config, functorch_config
 from checkmate.torch.coordinator import IN_FLIGHT, Account
 from checkmate.torch.options import Options
 from checkmate.torch.partition import Task, partition
@@ -88,7 +88,9 @@ def compile_graph(
     _specialise(example_inputs)
     accounts: list[Account] = []
     reserve = options.reserve_bytes
+    # On CUDA what is in flight is among what is allocated.
     in_flight = IN_FLIGHT.held_bytes() if options.budget is not None else 0
+    elsewhere = max(in_flight, elsewhere_bytes(example_inputs, options))
 
     def planned(capture: Capture, result: Result) -> None:
         if options.budget is not None:
@@ -99,7 +101,7 @@ def compile_graph(
         costs=costs_of(options),
         plan=hooks.plan or functools.partial(plan_graph, options=options),
         hold_outputs=options.outputs == "held",
-        extra_resident_bytes=reserve + gradient_bytes(example_inputs, options.accumulate) + in_flight,
+        extra_resident_bytes=reserve + gradient_bytes(example_inputs, options.accumulate) + elsewhere,
         on_planned=planned,
     )
     compile_with_aot = aot_autograd(
@@ -152,9 +154,20 @@ def costs_of(options: Options) -> Costs:
 def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:
     """Bytes of gradients that are there when a graph is compiled, or may be there when it runs."""
     leaf = [t for t in example_inputs if isinstance(t, torch.Tensor) and t.is_leaf]
-    there = [t for t in leaf if t.grad is not None]
     coming = [t for t in leaf if t.requires_grad and t.grad is None] if accumulate else []
-    return unique_bytes(t.grad for t in there) + unique_bytes(coming)
+    return unique_bytes(t.grad for t in leaf if t.grad is not None) + unique_bytes(coming)
+
+
+def elsewhere_bytes(example_inputs: Sequence[Any], options: Options) -> int:
+    """Bytes allocated on the device that a graph does not show: known on CUDA, where the allocator says it."""
+    tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
+    device = (
+        torch.device(options.device) if options.device else next((t.device for t in tensors if t.device.type == "cuda"), None)
+    )
+    if device is None or device.type != "cuda":
+        return 0
+    seen = unique_bytes(tensors) + gradient_bytes(example_inputs, accumulate=False)
+    return max(0, torch.cuda.memory_allocated(device) - seen)
 
 
 def _specialise(example_inputs: Sequence[Any]) -> None:
@@ -170,6 +183,9 @@ def _specialise(example_inputs: Sequence[Any]) -> None:
         sizes.update((str(s), int(s)) for s in symbols)
     if sizes:
         _log.warning(
-            "shapes changed and are planned for as they are (%s): each new shape costs another compilation and solve",
+            "shapes changed and are planned for as they are (%s): each new shape costs another compilation and solve; "
+            "after %d of them torch compiles no more, and the rest runs without a plan unless "
+            "torch._dynamo.config.fail_on_recompile_limit_hit is set",
             ", ".join(map(str, sizes.values())),
+            dynamo_config.recompile_limit,
         )

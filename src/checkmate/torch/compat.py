@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback, Unsupported
 from torch._functorch.partitioners import default_partition
@@ -148,7 +149,7 @@ def memory_trace() -> Iterator[MemoryTrace]:
     By the older of torch's two profilers: it starts in a millisecond and is silent, where Kineto takes
     more and writes to the terminal.
     """
-    state, nothing = torch.autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()
+    state, nothing = torch.autograd.ProfilerState.CPU, _ExperimentalConfig()
     trace = MemoryTrace()
     torch.autograd._enable_profiler_legacy(torch.autograd.ProfilerConfig(state, False, True, False, False, False, nothing))
     try:

@@ -136,7 +136,7 @@ def _layout(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
     return [concrete(s) for s in tensor.shape], [concrete(s) for s in tensor.stride()]
 
 
-def _tensors(node: fx.Node, args: object, kwargs: object) -> list[torch.Tensor]:
+def _tensors(node: fx.Node, args: Any, kwargs: Any) -> list[torch.Tensor]:
     found = leaves(node.meta.get("val"))
     fx.map_arg((args, kwargs), lambda n: found.extend(leaves(n.meta.get("val"))))
     return found

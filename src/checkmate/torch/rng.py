@@ -34,7 +34,8 @@ def emit_saving(
     Returns:
         The op's output, the state, and all nodes emitted.
     """
-    both = graph.call_function(run_and_save_rng_state, (node.target, *args), kwargs)
+    op: Any = node.target
+    both = graph.call_function(run_and_save_rng_state, (op, *args), kwargs)
     state = graph.call_function(operator.getitem, (both, 0))
     output = graph.call_function(operator.getitem, (both, 1))
     value = node.meta["val"]
@@ -49,6 +50,7 @@ def emit_saving(
 
 def emit_replay(graph: fx.Graph, node: fx.Node, state: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """Compute a random op again with a saved state; the generator is as before afterwards."""
-    again = graph.call_function(run_with_rng_state, (state, node.target, *args), kwargs)
+    op: Any = node.target
+    again = graph.call_function(run_with_rng_state, (state, op, *args), kwargs)
     again.meta = dict(node.meta)
     return again
