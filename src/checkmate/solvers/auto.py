@@ -108,17 +108,12 @@ class _Run:
 
     def _best_single(self, model: CutModel, searches: list[Search], prove: Callable[[float], None]) -> int | None:
         """Bound by single events where the plans are fullest; returns the event that proves most."""
-        from checkmate.solvers.bounds.refine import first_bytes, separated_peaks, single_cuts
+        from checkmate.solvers.bounds.refine import promising_events, single_cuts
 
-        count = len(self.graph.ops)
-        rank = {o: o for o in range(count)}
-        events: dict[int, None] = {o: None for o, op in enumerate(self.graph.ops) if op.phase == "loss"}
-        orders = [list(range(count)), *(search.order() for search in searches if math.isfinite(search.best_cost))]
-        for order in orders[:3]:
-            held = first_bytes(self.graph, order)
-            events.update(dict.fromkeys(separated_peaks(held, rank, 14, max(1, count // 56))))
+        plans = [search.order() for search in searches if math.isfinite(search.best_cost)]
+        events = promising_events(self.graph, [range(len(self.graph.ops)), *plans[:2]])
         until = self.session.elapsed_s() + max(2.0, 0.2 * min(60.0, self.session.left_s()))
-        return single_cuts(model, list(events), prove, lambda: self.session.done or self.session.elapsed_s() > until)
+        return single_cuts(model, events, prove, lambda: self.session.done or self.session.elapsed_s() > until)
 
     def _refine(self, searches: list[Search], event: int, rounds: int) -> None:
         from checkmate.solvers.bounds.event_cuts import CutModel

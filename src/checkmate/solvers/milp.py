@@ -44,7 +44,6 @@ class Milp:
     def run(self, problem: Problem, session: Session) -> Termination:
         """Build the program, start it from a quick plan and let the engine run to the limits."""
         from checkmate.solvers.backends.highs import solve_integer
-        from checkmate.solvers.bounds.any_order import prove_any_order
         from checkmate.solvers.bounds.floor import floor
 
         fold = FoldViews.of(problem.graph)
@@ -58,7 +57,7 @@ class Milp:
             return Termination(Reason.NOT_FOUND, detail=detail)
         stages = _Stages(folded)
         program = stages.build()
-        prove_any_order(folded, fold, session)
+        self._prove_any_order(folded, session, fold)
         start = self._start(folded, session, fold, stages)
 
         def take(solution: Floats) -> None:
@@ -83,6 +82,18 @@ class Milp:
             session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
         limit = "" if solved.finished else "time"
         return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit=limit)
+
+    def _prove_any_order(self, folded: Problem, session: Session, fold: FoldViews) -> None:
+        from checkmate.solvers.bounds.event_cuts import CutModel
+        from checkmate.solvers.bounds.refine import promising_events, single_cuts
+
+        def prove(share: float) -> None:
+            if share >= 0:
+                session.prove(fold.original.cost + share * max(1, folded.graph.cost))
+
+        until = session.elapsed_s() + 5.0
+        events = promising_events(folded.graph, [range(len(folded.graph.ops))])
+        single_cuts(CutModel(folded), events, prove, lambda: session.elapsed_s() > until)
 
     def _start(self, folded: Problem, session: Session, fold: FoldViews, stages: _Stages) -> Floats | None:
         from checkmate.solvers.evict.search import Search

@@ -40,6 +40,17 @@ def separated_peaks(held: dict[int, int], rank: dict[int, int], count: int, apar
     return chosen
 
 
+def promising_events(graph: Graph, orders: Iterable[Iterable[int]]) -> list[int]:
+    """Events where plans are fullest, and the loss, before which a training step holds most."""
+    count = len(graph.ops)
+    rank = {o: o for o in range(count)}
+    events: dict[int, None] = {o: None for o, op in enumerate(graph.ops) if op.phase == "loss"}
+    for order in orders:
+        held = first_bytes(graph, order)
+        events.update(dict.fromkeys(separated_peaks(held, rank, 14, max(1, count // 56))))
+    return list(events)
+
+
 def longest_chain(model: CutModel) -> list[int]:
     """A longest path of the DAG, END left out: the widest choice of events that come one after another."""
     depth = [0] * (model.end + 1)

@@ -17,18 +17,23 @@ COST, PEAK, LENGTH, DECODES = 0, 1, 2, 3
 
 
 @njit(cache=True, error_model="numpy")
+def _first_from(positions, start, stop, position):
+    """Index in the ascending ``positions[start:stop]`` of the first that is not before ``position``."""
+    while start < stop:
+        middle = (start + stop) >> 1
+        if positions[middle] < position:
+            start = middle + 1
+        else:
+            stop = middle
+    return start
+
+
+@njit(cache=True, error_model="numpy")
 def _run_before(w, o, position):
     """Last position before ``position`` at which an op is computed, or -1."""
-    lo = w.run_start[o]
-    hi = w.run_start[o + 1]
-    first = lo
-    while lo < hi:
-        mid = (lo + hi) >> 1
-        if w.run_position[mid] < position:
-            lo = mid + 1
-        else:
-            hi = mid
-    return w.run_position[lo - 1] if lo > first else -1
+    first = w.run_start[o]
+    k = _first_from(w.run_position, first, w.run_start[o + 1], position)
+    return w.run_position[k - 1] if k > first else -1
 
 
 @njit(cache=True, error_model="numpy")
@@ -127,19 +132,12 @@ def _evict_cheapest(g, w, low, high, count, length, budget, peak, peak_at, power
         x = w.first_instance[made] + g.slot[v]
         if w.last_read[x] <= peak_at:
             continue
-        lo = w.use_start[x]
-        hi = w.use_start[x + 1]
-        first = lo
-        while lo < hi:
-            mid = (lo + hi) >> 1
-            if w.use_position[mid] < peak_at:
-                lo = mid + 1
-            else:
-                hi = mid
-        touch = w.use_position[lo - 1] if lo > first else made
-        if lo >= w.use_start[x + 1] or w.use_position[lo] == peak_at:
+        first = w.use_start[x]
+        use = _first_from(w.use_position, first, w.use_start[x + 1], peak_at)
+        touch = w.use_position[use - 1] if use > first else made
+        if use >= w.use_start[x + 1] or w.use_position[use] == peak_at:
             continue
-        need_at = w.use_position[lo]
+        need_at = w.use_position[use]
         need_stage = w.stage_of[need_at]
         if w.stage_of[touch] == peak_stage and need_stage == peak_stage:
             continue
