@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,22 +18,20 @@ from checkmate.torch.compat import memory_trace
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled
 
-
-def _add(path: str, worker: int) -> None:
-    store = CostStore(path)
-    for k in range(40):
-        store.add({f"op{k}": OpMeasure(worker, k), f"own{worker}.{k}": OpMeasure(worker, 0)})
+_ADD = """
+import sys
+from checkmate.cost import CostStore, OpMeasure
+store, worker = CostStore(sys.argv[1]), int(sys.argv[2])
+for k in range(40):
+    store.add({f"op{k}": OpMeasure(worker, k), f"own{worker}.{k}": OpMeasure(worker, 0)})
+"""
 
 
 def test_processes_that_write_at_once_agree(tmp_path: Path) -> None:
     """The first measure of an op stays, and none is lost."""
     path = tmp_path / "costs.sqlite"
-    workers = [multiprocessing.get_context("spawn").Process(target=_add, args=(str(path), w)) for w in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    workers = [subprocess.Popen([sys.executable, "-c", _ADD, str(path), str(w)]) for w in range(3)]
+    assert [worker.wait() for worker in workers] == [0, 0, 0]
     keys = [f"op{k}" for k in range(40)] + [f"own{w}.{k}" for w in range(3) for k in range(40)]
     found = CostStore(path).get(keys)
     assert set(found) == set(keys)
