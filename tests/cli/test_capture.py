@@ -15,6 +15,18 @@ def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
     return model, nn.MSELoss(), (torch.ones(4, 8), torch.zeros(4, 2))
+
+
+def misfit():
+    return nn.Linear(8, 2), nn.MSELoss(), (torch.ones(4, 9), torch.zeros(4, 2))
+
+
+def no_model():
+    return 3, nn.MSELoss(), (torch.ones(4, 8), torch.zeros(4, 2))
+
+
+def frozen():
+    return nn.Linear(8, 2).requires_grad_(False), nn.MSELoss(), (torch.ones(4, 8), torch.zeros(4, 2))
 """
 
 
@@ -43,3 +55,15 @@ def test_capture_says_what_it_wrote_and_what_is_next(run, model):
     assert outcome.out.startswith("graph     tiny_model.graph.json  ")
     assert "wrote   tiny_model.graph.json" in outcome.err
     assert "checkmate plan tiny_model.graph.json --budget 50%" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [("misfit", "cannot be traced"), ("no_model", "returned int for the model"), ("frozen", "requires a gradient")],
+)
+def test_models_that_cannot_be_captured_are_bad_input(run, model, function, named):
+    """It is the model that is wrong, so it gets words and no traceback."""
+    outcome = run("capture", f"tiny_model.py:{function}")
+    assert outcome.code == 2, outcome
+    assert named in outcome.err
+    assert "Traceback" not in outcome.err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 from checkmate.cli import amounts, files, terminal
 from checkmate.cli.extras import needs
 from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
 from checkmate.core.problem import keep_all_bytes
 from checkmate.core.units import format_bytes
 
@@ -34,13 +37,11 @@ def capture(target: str, /, *, out: Path | None = None, json: terminal.Json = Fa
     if not colon or not where or not name.isidentifier():
         raise OptionError(f"cannot read {target!r}", hint=_SHAPE)
     needs("torch", "torch")
-    import checkmate.torch
-
     built = _call(target, _function(where, name))
     if not isinstance(built, tuple) or len(built) != 3:
         raise OptionError(f"{target} returned {_describe(built)}, not (model, loss, example)", hint=_SHAPE)
     model, loss, example = built
-    graph = checkmate.torch.capture(model, loss, example=example)
+    graph = _traced(target, model, loss, example)
     path = out or Path(Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]).with_suffix(".graph.json")
     files.save(graph, path)
     keep_all = keep_all_bytes(graph)
@@ -68,6 +69,26 @@ def capture(target: str, /, *, out: Path | None = None, json: terminal.Json = Fa
     )
     terminal.closing([path], f"plan it with `checkmate plan {path} --budget 50%`")
     return 0
+
+
+def _traced(target: str, model: Any, loss: Any, example: Any) -> Graph:
+    """Capture the step; a model that fails while it is traced is bad input, said in the words of its error."""
+    import torch
+
+    import checkmate.torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"{target} returned {_describe(model)} for the model, not a torch.nn.Module", hint=_SHAPE)
+    logging.disable(logging.ERROR)  # torch logs a traceback of what is raised anyway
+    try:
+        return checkmate.torch.capture(model, loss, example=example)
+    except Exception as error:
+        if not type(error).__module__.startswith("torch."):
+            raise
+        text = " ".join(re.split(r"Hint:|from user code", str(error))[0].split())
+        raise OptionError(f"{target}: the step cannot be traced: {text}", hint="see that loss(model(x), y) runs") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _function(where: str, name: str) -> Callable[[], object]:
@@ -114,4 +135,4 @@ def _call(what: str, function: Callable[[], Any]) -> Any:
 
 
 def _describe(built: object) -> str:
-    return f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
+    return f"a tuple of {len(built)}" if isinstance(built, tuple) else f"{type(built).__name__}"
