@@ -101,6 +101,7 @@ def compile_graph(
         costs=costs_of(options),
         plan=hooks.plan or functools.partial(plan_graph, options=options),
         hold_outputs=options.outputs == "held",
+        split_convolutions=options.split_convolutions,
         extra_resident_bytes=reserve + gradient_bytes(example_inputs, options.accumulate) + elsewhere,
         on_planned=planned,
     )

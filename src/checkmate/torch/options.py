@@ -36,6 +36,8 @@ class Options:
             ``"released"`` if not.
         reserve: Memory to leave for what is allocated later, such as optimizer state.
         accumulate: Whether gradients of earlier backwards may be there when a forward begins.
+        split_convolutions: Whether the gradients of a convolution's weight and input are two ops, so that
+            one can wait for the other: equal to the bit, and less memory.
         costs: ``"measured"`` on the device, or ``"flops"``: estimated, with no workspace.
     """
 
@@ -48,6 +50,7 @@ class Options:
     outputs: Outputs = "held"
     reserve: Amount = 0
     accumulate: bool = False
+    split_convolutions: bool = True
     costs: CostSource = "measured"
 
     def __post_init__(self) -> None:

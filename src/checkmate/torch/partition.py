@@ -15,6 +15,7 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.torch.capture import Capture, Costs, capture_joint
 from checkmate.torch.compat import default_partition
+from checkmate.torch.prepare import prepare
 from checkmate.torch.recount import SplitError, recount
 from checkmate.torch.rewrite import impose, strip_dead_random
 
@@ -30,6 +31,7 @@ class Task:
         costs: Costs of nodes.
         plan: Finds the plan of a graph.
         hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
+        split_convolutions: Whether a convolution's backward is made two ops.
         extra_resident_bytes: What is resident besides the graph's inputs.
         on_planned: Told the captured graph and its plan before anything runs.
     """
@@ -37,6 +39,7 @@ class Task:
     costs: Costs
     plan: Callable[[Graph], Result]
     hold_outputs: bool
+    split_convolutions: bool
     extra_resident_bytes: int
     on_planned: Callable[[Capture, Result], None]
 
@@ -67,7 +70,7 @@ def partition(
         return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     began = time.perf_counter()
     capture = capture_joint(
-        joint,
+        prepare(joint, split_convolutions=task.split_convolutions),
         num_fwd_outputs,
         task.costs,
         hold_outputs=task.hold_outputs,
