@@ -127,3 +127,13 @@ def test_every_shape_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:
         assert len(planned) == count
         assert planned[-1][1].peak_bytes <= planned[-1][1].budget_bytes
     assert sum("each new shape costs" in m for m in caplog.messages) == 2
+
+
+def test_a_batch_cut_from_a_large_tensor_is_no_reason_to_refuse() -> None:
+    """A slice has the storage of the whole data set, which no plan holds or frees."""
+    model, data = mlp(), torch.randn(4096, 64)
+    run, planned = compiled(lambda x: model(x).square().mean(), budget="70%", **QUICK)
+    run(data[:512].clone()).backward()
+    model.zero_grad(set_to_none=True)
+    run(data[512:1024]).backward()
+    assert len(planned) == 1

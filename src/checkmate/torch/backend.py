@@ -87,14 +87,14 @@ def compile_graph(
     hooks = Hooks() if hooks is None else hooks
     _specialise(example_inputs)
     accounts: list[Account] = []
-    reserve = options.reserve_bytes
+    gradients = gradient_bytes(example_inputs, options.accumulate)
     # On CUDA what is in flight is among what is allocated.
     in_flight = IN_FLIGHT.held_bytes() if options.budget is not None else 0
     elsewhere = max(in_flight, elsewhere_bytes(example_inputs, options))
 
     def planned(capture: Capture, result: Result) -> None:
         if options.budget is not None:
-            accounts.append(Account.of(capture, result, reserve))
+            accounts.append(Account.of(capture, result, in_flight_bytes=in_flight, planned_gradient_bytes=gradients))
         hooks.planned(capture, result)
 
     task = Task(
@@ -102,7 +102,7 @@ def compile_graph(
         plan=hooks.plan or functools.partial(plan_graph, options=options),
         hold_outputs=options.outputs == "held",
         split_convolutions=options.split_convolutions,
-        extra_resident_bytes=reserve + gradient_bytes(example_inputs, options.accumulate) + elsewhere,
+        extra_resident_bytes=options.reserve_bytes + gradients + elsewhere,
         on_planned=planned,
     )
     compile_with_aot = aot_autograd(

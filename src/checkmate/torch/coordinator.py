@@ -34,21 +34,23 @@ class Account:
 
     Attributes:
         budget_bytes: The budget it was planned for.
-        reserve_bytes: What was set aside for later.
+        resident_bytes: What it was planned beside, but for what was in flight then.
+        planned_gradient_bytes: Gradients among that: there when it was planned, or expected.
         forward_peak_bytes: Peak of its forward.
         backward_peak_bytes: Peak from the boundary on.
         gradient_bytes: What its backward leaves behind.
     """
 
     budget_bytes: int
-    reserve_bytes: int
+    resident_bytes: int
+    planned_gradient_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
     gradient_bytes: int
 
     @classmethod
-    def of(cls, capture: Capture, result: Result, reserve_bytes: int) -> Account:
-        """The account of a graph and its plan."""
+    def of(cls, capture: Capture, result: Result, *, in_flight_bytes: int, planned_gradient_bytes: int) -> Account:
+        """The account of a graph and its plan, planned beside so much in flight and so many gradients."""
         graph, plan = capture.graph, result.plan
         assert plan is not None
         held = simulate(graph, plan).bytes - graph.resident_bytes
@@ -56,7 +58,8 @@ class Account:
         outputs = {v for op in graph.ops if op.phase == "backward" for v in op.outputs if graph.values[v].kept}
         return cls(
             budget_bytes=result.budget_bytes,
-            reserve_bytes=reserve_bytes,
+            resident_bytes=graph.resident_bytes - in_flight_bytes,
+            planned_gradient_bytes=planned_gradient_bytes,
             forward_peak_bytes=int(held[: boundary + 1].max()),
             backward_peak_bytes=int(held[boundary:].max()),
             gradient_bytes=sum(graph.values[v].size_bytes for v in {graph.root[v] for v in outputs}),
@@ -125,25 +128,23 @@ class Coordinator:
 
     def _check(self, flights: list[_Flight]) -> None:
         """Refuse the last of some flights if any moment of them together breaks the budget."""
-        now = flights[-1]
-        resident = sum(_union(flights, inputs_only=True).values()) + now.account.reserve_bytes + now.gradients
+        now, earlier = flights[-1], flights[:-1]
+        unplanned = max(0, now.gradients - now.account.planned_gradient_bytes)
+        inputs = _union(flights, inputs_only=True)
+        resident = now.account.resident_bytes + unplanned + sum(size for key, size in inputs.items() if key not in now.inputs)
         budget = max(f.account.budget_bytes for f in flights)
-        worst = 0
+        worst = resident + now.account.forward_peak_bytes + _held_beside(earlier, inputs)
         for position, flight in enumerate(flights):
-            before = _union(flights[:position])
-            inputs = _union(flights, inputs_only=True)
-            held = sum(size for key, size in before.items() if key not in inputs)
+            # Backwards run from the last flight to the first, and leave their gradients.
             later = sum(f.account.gradient_bytes for f in flights[position + 1 :])
-            peak = flight.account.backward_peak_bytes + later
-            if flight is now:
-                peak = max(peak, flight.account.forward_peak_bytes)
-            worst = max(worst, resident + held + peak)
+            held = _held_beside(flights[:position], inputs)
+            worst = max(worst, resident + held + flight.account.backward_peak_bytes + later)
         if worst <= budget:
             return
         if len(flights) == 1:
             raise InFlightError(
                 f"this step would take {format_bytes(worst)}, and its budget is {format_bytes(budget)}: "
-                f"{format_bytes(now.gradients)} of gradients are there already that were not when it was planned",
+                f"{format_bytes(unplanned)} of gradients are there already that were not when it was planned",
                 hint="call zero_grad(set_to_none=True) before the forward, or plan with room for them: accumulate=True",
             )
         raise InFlightError(
@@ -173,3 +174,7 @@ def _union(flights: Iterable[_Flight], *, inputs_only: bool = False) -> dict[int
         if not inputs_only:
             found.update(flight.held)
     return found
+
+
+def _held_beside(flights: Iterable[_Flight], inputs: dict[int, int]) -> int:
+    return sum(size for key, size in _union(flights).items() if key not in inputs)
