@@ -138,7 +138,7 @@ def test_a_real_ctrl_c_is_answered_at_once():
     """SIGINT inside the engine's search ends it within a second or two, plan in hand."""
     script = (
         "import os, signal, threading, time, checkmate; from tests.solvers.generators import transformer;"
-        "problem = checkmate.Problem(transformer(8), '24%');"
+        "problem = checkmate.Problem(transformer(16), '15%');"
         "checkmate.solve(problem, limits=checkmate.Limits(time_s=2), raise_on_failure=False);"
         "threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGINT)).start(); began = time.time();"
         "r = checkmate.solve(problem, limits=checkmate.Limits(time_s=60, gap=0.0));"
