@@ -124,3 +124,12 @@ def test_sources_name_modules() -> None:
     """What fills the peak is told in the user's words."""
     sources = {op.source for op in graph_of("attention", costs="flops").ops}
     assert any("layers.1.self_attn" in s or "layers.1.linear1" in s for s in sources), sources
+
+
+def test_only_the_owner_of_a_held_output_is_pinned() -> None:
+    """A view of it made again would hold the same storage, and pinned views are hard on planners."""
+    model, x = nn.Sequential(mlp(2), nn.Linear(64, 8)), input_of("dropout")
+    graph = checkmate.torch.capture(model, lambda p, y: p.mean() * y, example=(x, torch.ones(())), costs="flops")
+    pinned = [op for op in graph.ops if not op.recomputable and op.kind != "boundary"]
+    assert pinned
+    assert all(graph.values[v].base is None for op in pinned for v in op.outputs)

@@ -149,7 +149,7 @@ def _backward(module: fx.GraphModule, accounts: list[Account]) -> BoxedRun:
 
 def costs_of(options: Options) -> Costs:
     """Where the costs of ops come from."""
-    return Profiler() if options.costs == "measured" else lambda nodes: estimated(list(nodes))
+    return Profiler() if options.costs == "measured" else estimated
 
 
 def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:

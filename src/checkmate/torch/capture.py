@@ -201,12 +201,12 @@ class _Builder:
     def _kept(self) -> tuple[set[int], set[int]]:
         """Values live at the end, and those whose op may run only once.
 
-        What the caller holds is the instance that the forward returned: a later one would be another
-        tensor, so neither it nor what it is a view of is ever made again.
+        What the caller holds is the storage that the forward returned, so its owner is never made again.
+        A view of it may be: it would hold the same storage.
         """
         held = {self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node} if self.hold_outputs else set()
         gradients = {self.values.of_node[o] for o in self.backward_outputs if o in self.values.of_node}
-        return held | gradients | self.values.seeds, held | {self.values.root(v) for v in held}
+        return held | gradients | self.values.seeds, {self.values.root(v) for v in held}
 
     def _op(self, draft: _Draft, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
         node = draft.node

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
@@ -62,12 +63,15 @@ def partition(
         rest: What AOTAutograd hands to a partitioner besides.
 
     Raises:
+        GraphError: The graph is the body of a nested compiled region.
         SplitError: What would run takes other memory than planned.
         CheckmateError: No plan.
     """
     if not joint_inputs:
-        _log.warning("the body of a nested compiled region is not planned: it keeps everything that its backward needs")
-        return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+        raise GraphError(
+            "the step has a nested compiled region, and the body of one cannot be planned yet",
+            hint="take torch.compiler.nested_compile_region off the function, so that its ops are planned like all others",
+        )
     began = time.perf_counter()
     capture = capture_joint(
         prepare(joint, split_convolutions=task.split_convolutions),

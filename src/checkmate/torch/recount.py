@@ -14,7 +14,7 @@ from torch import fx
 from checkmate.core.errors import CheckmateError
 from checkmate.torch.capture import OpCost
 from checkmate.torch.classify import random_op
-from checkmate.torch.compat import is_tangent
+from checkmate.torch.compat import HigherOrderOperator, is_tangent
 from checkmate.torch.rng import state_bytes
 from checkmate.torch.sizes import leaves, storage_bytes, storage_key
 
@@ -96,7 +96,8 @@ class _Walk:
     def _run(self, node: fx.Node) -> None:
         self.use(node.all_input_nodes)
         given: dict[int, int] = {}
-        for read in node.all_input_nodes:
+        # What a higher-order op returns is new, even where two calls were traced as one.
+        for read in () if isinstance(node.target, HigherOrderOperator) else node.all_input_nodes:
             given.update(self.where[read])
         made: dict[int, int] = {}
         for tensor in leaves(node.meta.get("val")):

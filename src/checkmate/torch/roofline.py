@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from torch import fx
 from torch.utils.flop_counter import flop_registry
@@ -17,7 +18,7 @@ _FLOP_PER_NS = 80.0
 _BYTES_PER_NS = 10.0
 
 
-def estimated(nodes: list[fx.Node]) -> list[OpCost]:
+def estimated(nodes: Sequence[fx.Node]) -> list[OpCost]:
     """Costs of nodes without running any; their workspace counts as zero."""
     return [OpCost(estimate_ns(n), 0) for n in nodes]
 

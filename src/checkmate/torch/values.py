@@ -9,7 +9,7 @@ from torch import fx
 
 from checkmate.core.graph import Value
 from checkmate.torch.classify import reads
-from checkmate.torch.compat import is_tangent
+from checkmate.torch.compat import HigherOrderOperator, is_tangent
 from checkmate.torch.sizes import leaves, storage_bytes, storage_key
 
 _EXTERNAL = -1  # storage of a parameter, buffer, batch or constant: resident
@@ -55,8 +55,14 @@ class Values:
     def outputs(self, node: fx.Node, getitems: Sequence[fx.Node]) -> tuple[int, ...]:
         """Make the values of an op, also of outputs that nobody reads."""
         names = {_path(g, node): g.name for g in reversed(getitems)}
+        # Calls of one nested region are traced once: later ones show the same storages, and make new ones.
+        sources = [] if isinstance(node.target, HigherOrderOperator) else node.all_input_nodes
+        shared = {storage_key(t) for read in sources for t in leaves(read.meta.get("val"))}
         made: dict[tuple[int, ...], int] = {}
         for path, tensor in _tensors(node.meta.get("val")):
+            if storage_key(tensor) not in shared:
+                self._owner.pop(storage_key(tensor), None)
+                shared.add(storage_key(tensor))
             made[path] = self._add(tensor, names.get(path, ".".join(map(str, (node.name, *path)))))
         if not made:  # a number that other ops read
             made[()] = len(self._made)
