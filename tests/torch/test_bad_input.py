@@ -125,8 +125,10 @@ def test_a_nested_region_is_refused() -> None:
     def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return nn.functional.gelu(x @ weight).sin()
 
+    data = input_of("dropout")
+
     def loss() -> torch.Tensor:
-        x = input_of("dropout")
+        x = data
         for weight in weights:  # a region that is called once is inlined
             x = block(x, weight)
         return x.mean()
