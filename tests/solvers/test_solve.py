@@ -18,12 +18,14 @@ from checkmate import (
     KeepAll,
     Limits,
     LocalSearch,
+    Op,
     OptionError,
     PlanNotFoundError,
     Problem,
     Reason,
     SolverError,
     Termination,
+    Value,
     solve,
 )
 from checkmate.solvers.registry import available, by_name
@@ -242,3 +244,22 @@ def test_time_limits_are_kept():
     result = solve(Problem(transformer(6), "30%"), limits=Limits(time_s=1.0, gap=0.0), raise_on_failure=False)
     assert result.elapsed_s < 6
     assert math.isfinite(result.bound)
+
+
+@pytest.mark.parametrize("recomputable", [False, True])
+@pytest.mark.parametrize("solver", [LocalSearch(decodes=200), Auto(), checkmate.Milp()], ids=repr)
+def test_a_kept_view_holds_its_storage_to_the_end(solver, recomputable):
+    """A prediction is a view that the caller holds: what else can go still goes."""
+    forward = [Op(f"f{i}", (i - 1,) if i else (), (i,), 10) for i in range(6)]
+    head = Op("head", (5,), (6,), 10, recomputable=False)
+    prediction = Op("prediction", (6,), (7,), 0, recomputable=recomputable)
+    loss = Op("loss", (7,), (8,), 0, recomputable=False, phase="loss")
+    backward = [Op(f"b{i}", (9 + 4 - i, i), (10 + 4 - i,), 10, phase="backward") for i in reversed(range(5))]
+    first = Op("b5", (8,), (9,), 10, phase="backward")
+    values = [Value(f"v{i}", 100) for i in range(7)]
+    values += [Value("prediction", 0, base=6, kept=True), Value("tangent", 4)]
+    values += [Value(f"g{i}", 100, kept=i == 5) for i in range(6)]
+    graph = Graph((*forward, head, prediction, loss, first, *backward), tuple(values))
+    keep_all = checkmate.core.problem.keep_all_bytes(graph)
+    for budget in range(keep_all, 500, -100):
+        assert solve(Problem(graph, budget), solver).peak_bytes <= budget

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
 from checkmate.core.errors import OptionError
 from checkmate.solvers.session import Solver
 
@@ -13,6 +11,8 @@ GROUP = "checkmate.solvers"
 
 def available() -> dict[str, type[Solver]]:
     """Solver classes by name, in alphabetical order."""
+    from importlib.metadata import entry_points  # slow to import, and planning alone does without
+
     return {entry.name: entry.load() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)}
 
 

@@ -65,7 +65,7 @@ def build_instance(problem: Problem, on_demand: frozenset[int]) -> Instance:
     graph = problem.graph
     count = len(graph.ops)
     reads = [_reads_with_storage(graph, op.inputs) for op in graph.ops]
-    reads.append([v for v, value in enumerate(graph.values) if value.kept])
+    reads.append(_reads_with_storage(graph, [v for v, value in enumerate(graph.values) if value.kept]))
     writes: list[Sequence[int]] = [*(op.outputs for op in graph.ops), ()]
     targets = [o for o in range(count) if o not in on_demand] + [count]
     stage = {o: t for t, o in enumerate(targets)}
@@ -80,6 +80,9 @@ def build_instance(problem: Problem, on_demand: frozenset[int]) -> Instance:
             slot[v] = place
     size = np.array([v.size_bytes for v in graph.values], dtype=np.float64)
     producer = np.array(graph.producer, dtype=np.int64)
+    # A view that is left is tied to its place: made again, its storage's owner would be there twice.
+    viewed = np.zeros(len(graph.values), dtype=np.bool_)
+    viewed[[graph.root[v] for v, value in enumerate(graph.values) if value.base is not None]] = True
     once_flags = np.array([*once, True], dtype=np.uint8)
     return Instance(
         targets=np.array(targets, dtype=np.int64),
@@ -95,7 +98,7 @@ def build_instance(problem: Problem, on_demand: frozenset[int]) -> Instance:
         workspace=_floats([op.workspace_bytes for op in graph.ops]),
         replay=_floats([op.replay_bytes for op in graph.ops]),
         size=size,
-        evictable=((once_flags[producer] == 0) & (size > 0)).astype(np.uint8),
+        evictable=((once_flags[producer] == 0) & (size > 0) & ~viewed).astype(np.uint8),
     )
 
 

@@ -35,7 +35,7 @@ class FoldViews:
         new_op = {o: i for i, o in enumerate(kept_ops)}
         kept_values = [v for v in range(len(graph.values)) if graph.producer[v] in new_op]
         new_value = {v: i for i, v in enumerate(kept_values)}
-        held = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and v not in new_value}
+        held = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and _holds_owner(graph, v)}
 
         def resolve(v: int) -> int:
             return new_value[v] if v in new_value else new_value[graph.root[v]]
@@ -120,6 +120,14 @@ class FoldViews:
             if value.kept:
                 ensure(v)
         return out
+
+
+def _holds_owner(graph: Graph, v: int) -> bool:
+    """Whether keeping a value keeps the owner of its storage: a free view is made from the newest instance.
+
+    So is a view tied to its place, if the owner is made only once.
+    """
+    return graph.producer[v] in graph.view_ops or not graph.ops[graph.producer[graph.root[v]]].recomputable
 
 
 def _renumbered(op: Op, resolve: Callable[[int], int], new_op: dict[int, int]) -> Op:
