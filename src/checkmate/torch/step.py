@@ -243,10 +243,17 @@ def _traced(run: Callable[[], Any]) -> Any:
             return run()
     except Unsupported as error:
         raise GraphBreakError(
-            f"the step cannot be traced as one graph: {error}",
+            f"the step cannot be traced as one graph: {_broken_at(error)}",
             hint="take out of the model what breaks the graph, or compile it with torch.compile(model, backend='checkmate'), "
             "which plans each part",
         ) from error
+
+
+def _broken_at(error: Unsupported) -> str:
+    """Why and where, in a line; torch's own page of advice stays as the cause."""
+    why = str(error).split("\n", 1)[0]
+    frame = next(reversed(error.real_stack or ()), None)
+    return why if frame is None else f"{why}, at {frame.filename}:{frame.lineno}: `{frame.line}`"
 
 
 def _checked(example: Example, loss: Loss | None) -> Example:
