@@ -28,7 +28,11 @@ from checkmate.torch.sizes import concrete, leaves, storage_bytes, storage_key
 
 _log = logging.getLogger("checkmate.torch")
 _REPEATS = 5
-_ENOUGH_S = 0.05
+_ENOUGH_NS = 50_000_000
+_SLOW = 4.0  # times the estimate: perhaps the op, perhaps what else the machine was doing
+_SLOW_NS = 1_000_000
+_SLOW_REPEATS = 25
+_SLOW_ENOUGH_NS = 500_000_000
 _RANGE = "checkmate::op"
 
 
@@ -184,18 +188,19 @@ def _time_ns(node: fx.Node) -> float:
     run()
     if _on_cuda(node):
         return _cuda_time_ns(run)
-    # On one thread the time of the process is free of what others do on the machine.
+    # On one thread the time of the process is free of what others do on the machine. On several, a run waits
+    # for whichever thread was put aside, tens of milliseconds: what looks slow is run again until it is not.
     clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
-    best, total = float("inf"), 0
-    for _ in range(_REPEATS):
+    slow = max(_SLOW * estimate_ns(node), _SLOW_NS)
+    took: list[int] = []
+    while True:
         began = clock()
         out = run()
-        took = clock() - began
+        took.append(clock() - began)
         del out
-        best, total = min(best, took), total + took
-        if total > _ENOUGH_S * 1e9:
-            break
-    return best
+        patient = min(took) > slow
+        if len(took) >= (_SLOW_REPEATS if patient else _REPEATS) or sum(took) > (_SLOW_ENOUGH_NS if patient else _ENOUGH_NS):
+            return min(took)
 
 
 def _cuda_time_ns(run: Callable[[], Any]) -> float:
