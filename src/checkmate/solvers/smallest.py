@@ -15,6 +15,10 @@ from checkmate.solvers.session import Session
 from checkmate.solvers.targets import target_lists
 
 
+_TRIES = (1, 5, 40)
+"""Attempts at a budget in each bisection: one that fails takes a second on a thousand ops, and near the floor most fail."""
+
+
 @dataclass(frozen=True, slots=True)
 class Smallest:
     """The smallest budget.
@@ -55,22 +59,23 @@ def smallest_peak(problem: Problem, limits: Limits | None = None) -> Smallest:
     clock = Session(problem, limits)
     fold = FoldViews.of(graph)
     searches = [Search(fold.apply(problem.replace_budget(peak)), late, limits.seed) for late in target_lists(fold.apply(problem))]
-    guess = low = lowest.peak_bytes
-    while low < peak and clock.left_s() > 0:
-        reached = None
-        for search in searches:
-            search.set_budget(guess)
-            if search.first(out_of_time=lambda: clock.left_s() <= 0, settle=True):
-                plan = Plan.from_order(graph, fold.invert(search.order()))
-                reached = simulate(graph, plan).peak_bytes
-                if reached < peak:
-                    best, peak = plan, reached
+    for tries in _TRIES:
+        guess = low = lowest.peak_bytes
+        while low < peak and clock.left_s() > 0:
+            reached = None
+            for search in searches:
+                search.set_budget(guess)
+                if search.first(tries, lambda: clock.left_s() <= 0, settle=True):
+                    plan = Plan.from_order(graph, fold.invert(search.order()))
+                    reached = simulate(graph, plan).peak_bytes
+                    if reached < peak:
+                        best, peak = plan, reached
+                    break
+            if reached is None:
+                low = guess  # not found, which proves nothing: it only ends this bisection
+            if peak - low <= max(1, (peak - graph.resident_bytes) // 1000):
                 break
-        if reached is None:
-            low = guess  # not found, which proves nothing: it only ends the bisection
-        if (guess == lowest.peak_bytes and peak <= guess) or peak - low <= max(1, (peak - graph.resident_bytes) // 1000):
-            break
-        guess = (low + peak) // 2
+            guess = (low + peak) // 2
     return Smallest(
         plan=best,
         peak_bytes=peak,
