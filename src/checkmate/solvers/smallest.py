@@ -14,7 +14,6 @@ from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 from checkmate.solvers.targets import target_lists
 
-
 _TRIES = (1, 5, 40)
 """Attempts at a budget in each bisection: one that fails takes a second on a thousand ops, and near the floor most fail."""
 
