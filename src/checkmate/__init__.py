@@ -27,7 +27,7 @@ from checkmate.core.result import Limits, Reason, Result, Termination
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
-from checkmate.solvers import Auto, BruteForce, KeepAll, LocalSearch, Milp
+from checkmate.solvers import Auto, BruteForce, ChenGreedy, ChenSqrtN, Griewank, KeepAll, LocalSearch, Milp
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
 
@@ -37,11 +37,14 @@ __all__ = [
     "Auto",
     "BruteForce",
     "CheckmateError",
+    "ChenGreedy",
+    "ChenSqrtN",
     "Compute",
     "FileFormatError",
     "Free",
     "Graph",
     "GraphError",
+    "Griewank",
     "InfeasibleBudgetError",
     "KeepAll",
     "Limits",

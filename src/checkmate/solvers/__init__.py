@@ -2,10 +2,24 @@
 
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.brute_force import BruteForce
+from checkmate.solvers.chen import ChenGreedy, ChenSqrtN
+from checkmate.solvers.griewank import Griewank
 from checkmate.solvers.keep_all import KeepAll
 from checkmate.solvers.local_search import LocalSearch
 from checkmate.solvers.milp import Milp
 from checkmate.solvers.registry import available
 from checkmate.solvers.session import Session, Solver
 
-__all__ = ["Auto", "BruteForce", "KeepAll", "LocalSearch", "Milp", "Session", "Solver", "available"]
+__all__ = [
+    "Auto",
+    "BruteForce",
+    "ChenGreedy",
+    "ChenSqrtN",
+    "Griewank",
+    "KeepAll",
+    "LocalSearch",
+    "Milp",
+    "Session",
+    "Solver",
+    "available",
+]

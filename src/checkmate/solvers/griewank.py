@@ -1,0 +1,131 @@
+"""Binomial checkpointing (revolve)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import comb
+
+from checkmate.core.problem import Problem
+from checkmate.core.result import Termination
+from checkmate.solvers.forward_pass import NEVER, Drops, ForwardPass, Points, check_points, sweep
+from checkmate.solvers.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Griewank:
+    """Binomial checkpointing of a chain of steps with c states held at once; c is swept.
+
+    Griewank and Walther (2000), algorithm 799 (revolve): the fewest forward steps for reversing a chain of
+    equal steps. A step is what lies between two points of the forward pass; for graphs that are no
+    chains these are its articulation points, or all ops in order, the generalisations of Jain et al.
+    (2020), table 1. Steps are counted as equal, whatever they cost and hold.
+
+    Attributes:
+        points: ``"articulation"`` or ``"linearized"``.
+    """
+
+    points: Points = "articulation"
+
+    def __post_init__(self) -> None:
+        check_points(self.points)
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        """Try keeping everything, then every number of states."""
+        return sweep(problem, session, self._choices)
+
+    def _choices(self, forward: ForwardPass) -> Iterator[Drops]:
+        steps = _steps(forward, forward.points(self.points))
+        yield {}
+        for states in range(len(steps) - 1, -1, -1):
+            held_from = held_states(len(steps), states)
+            for early in (False, True):
+                yield _drops(forward, steps, held_from, early=early)
+
+
+def fewest_steps(steps: int, states: int) -> int:
+    """Forward steps that reverse a chain with some states held beside the first: t(l, c) of Griewank and Walther.
+
+    Examples:
+        >>> [fewest_steps(10, states) for states in (0, 1, 2, 3, 9)]
+        [45, 20, 15, 14, 9]
+    """
+    if steps < 2:
+        return 0
+    repetitions = _repetitions(steps, states + 1)
+    return repetitions * steps - comb(states + 1 + repetitions, repetitions - 1)
+
+
+def first_state(steps: int, states: int) -> int:
+    """Step after which to hold the first state, so that the whole takes `fewest_steps`."""
+    slots = states + 1
+    repetitions = _repetitions(steps, slots)
+    return max(1, min(comb(slots + repetitions - 1, slots), steps - comb(slots + repetitions - 2, slots - 1)))
+
+
+def held_states(steps: int, states: int) -> dict[int, int]:
+    """State after step i, of 1..``steps`` - 1, to the step at whose reversal it begins to be held.
+
+    Steps are reversed from the last to the first; a state that begins to be held at the last one is held
+    since the forward pass.
+
+    Examples:
+        >>> held_states(4, 1)
+        {2: 4, 1: 2}
+    """
+    held: dict[int, int] = {}
+    parts = [(0, steps, states)]
+    while parts:
+        low, high, left = parts.pop()
+        if high - low < 2 or not left:
+            continue
+        middle = low + first_state(high - low, left)
+        held[middle] = high
+        parts += [(middle, high, left - 1), (low, middle, left)]
+    return held
+
+
+def _repetitions(steps: int, slots: int) -> int:
+    """Fewest r for which slots can reverse so many steps, none computed more than r times."""
+    repetitions = 0
+    while comb(slots + repetitions, slots) < steps:
+        repetitions += 1
+    return repetitions
+
+
+def _steps(forward: ForwardPass, points: list[int]) -> list[list[int]]:
+    """Ops of each step; a step ends with its point."""
+    ends = set(points)
+    steps: list[list[int]] = [[]]
+    for o in forward.ops:
+        steps[-1].append(o)
+        if o in ends:
+            steps.append([])
+    return steps if steps[-1] else steps[:-1]
+
+
+def _drops(forward: ForwardPass, steps: list[list[int]], held_from: dict[int, int], *, early: bool) -> Drops:
+    """What is dropped until when.
+
+    Args:
+        forward: The forward pass.
+        steps: Ops of each step.
+        held_from: `held_states`.
+        early: Whether a state that is held for nothing else is held from the reversal of the step that starts from it.
+    """
+    count = len(steps)
+    begins = [NEVER] * (count + 1)  # stage at which the reversal of step 1..count begins
+    earliest = 0
+    for j in range(count, 0, -1):
+        inside = steps[j - 1][:-1] or steps[j - 1]
+        asked = min(forward.asked[o] for o in inside)
+        if asked < NEVER:
+            earliest = max(earliest, asked)
+        begins[j] = earliest
+    until: dict[int, int] = {}
+    for j, step in enumerate(steps[:-1], start=1):
+        until.update(dict.fromkeys(step[:-1], begins[j]))
+        held = held_from.get(j, j + early)
+        if held < count:
+            until[step[-1]] = begins[held]
+    return until
