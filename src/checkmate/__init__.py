@@ -6,6 +6,7 @@ import importlib
 import logging
 from typing import Any
 
+from checkmate.core.curve import Curve, CurvePoint
 from checkmate.core.errors import (
     CheckmateError,
     FileFormatError,
@@ -30,6 +31,7 @@ from checkmate.core.validate import Violation, validate
 from checkmate.solvers import Auto, BruteForce, ChenGreedy, ChenSqrtN, Griewank, KeepAll, LocalSearch, Milp
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
+from checkmate.studies.pareto import pareto
 
 __version__ = "0.1.0"
 
@@ -40,6 +42,8 @@ __all__ = [
     "ChenGreedy",
     "ChenSqrtN",
     "Compute",
+    "Curve",
+    "CurvePoint",
     "FileFormatError",
     "Free",
     "Graph",
@@ -68,6 +72,7 @@ __all__ = [
     "WrongGraphError",
     "format_bytes",
     "min_budget",
+    "pareto",
     "parse_bytes",
     "read",
     "simulate",

@@ -1,4 +1,4 @@
-"""Graphs, plans and results as JSON files, versioned and written atomically."""
+"""Graphs, plans, results and curves as JSON files, versioned and written atomically."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from checkmate.core.curve import Curve
 from checkmate.core.errors import CheckmateError, FileFormatError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 
-Content = Graph | Plan | Result
+Content = Graph | Plan | Result | Curve
 _FORMATS: dict[str, type[Content]] = {
     "checkmate.graph/1": Graph,
     "checkmate.plan/1": Plan,
     "checkmate.result/1": Result,
+    "checkmate.curve/1": Curve,
 }
 _ENCODER = msgspec.json.Encoder()
-_C = TypeVar("_C", Graph, Plan, Result)
+_C = TypeVar("_C", Graph, Plan, Result, Curve)
 
 
 class _Header(msgspec.Struct):
@@ -29,7 +31,7 @@ class _Header(msgspec.Struct):
 
 
 def read(path: str | os.PathLike[str]) -> Content:
-    """The graph, plan or result in a file.
+    """The graph, plan, result or curve in a file.
 
     Raises:
         FileFormatError: The file is truncated or foreign, or of a version not read here.
@@ -70,15 +72,15 @@ def read_as(path: str | os.PathLike[str], kind: type[_C]) -> _C:
 
 
 def write(value: Content, path: str | os.PathLike[str]) -> None:
-    """Write a graph, plan or result; the file is there whole or not at all.
+    """Write a graph, plan, result or curve; the file is there whole or not at all.
 
     Raises:
-        TypeError: The value is none of the three.
+        TypeError: The value is none of the four.
         OSError: The file cannot be written.
     """
     name = next((f for f, kind in _FORMATS.items() if isinstance(value, kind)), None)
     if name is None:
-        raise TypeError(f"a {type(value).__name__} is no graph, plan or result")
+        raise TypeError(f"a {type(value).__name__} is no graph, plan, result or curve")
     target = Path(path)
     data = _ENCODER.encode({"format": name, **msgspec.structs.asdict(value)}) + b"\n"
     write_atomically(target, data)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError, SolverError
+from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFoundError, SolverError
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Result, Termination
 from checkmate.core.simulate import simulate
@@ -23,6 +24,7 @@ def solve(
     solver: Solver | None = None,
     *,
     limits: Limits | None = None,
+    initial: Plan | None = None,
     on_progress: OnProgress | None = None,
     raise_on_failure: bool = True,
 ) -> Result:
@@ -35,6 +37,7 @@ def solve(
         problem: Graph and budget.
         solver: How to look; `Auto` by default.
         limits: Time, gap, threads and seed.
+        initial: A plan to start from, such as one of a smaller budget; it counts as found if it keeps the budget.
         on_progress: Called with every improvement of the cost or the bound.
         raise_on_failure: Whether no plan is an exception; otherwise ``result.plan`` is None.
 
@@ -44,6 +47,7 @@ def solve(
     Raises:
         InfeasibleBudgetError: Proven: no plan keeps the budget.
         PlanNotFoundError: No plan was found within the limits.
+        PlanError: The initial plan is of another graph or breaks a rule of the problem.
         SolverError: The solver returned a plan that does not hold; a bug of the solver.
 
     Examples:
@@ -54,6 +58,8 @@ def solve(
     """
     solver = Auto() if solver is None else solver
     session = Session(problem, Limits() if limits is None else limits, on_progress)
+    if initial is not None:
+        _offer(initial, session)
     try:
         termination = solver.run(problem, session)
     except KeyboardInterrupt:
@@ -64,6 +70,14 @@ def solve(
     if result.plan is None and raise_on_failure:
         _refuse(problem, result)
     return result
+
+
+def _offer(initial: Plan, session: Session) -> None:
+    problem = session.problem
+    broken = validate(problem.graph, initial, recompute=problem.recompute, reorder=problem.reorder)
+    if broken:
+        raise PlanError(f"the initial plan does not hold: {broken[0].message}", hint="start from a plan of the same problem")
+    session.offer(initial.order)
 
 
 def _checked(problem: Problem, solver: Solver, session: Session, termination: Termination) -> Result:

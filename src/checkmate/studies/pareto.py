@@ -1,0 +1,162 @@
+"""Cost and bound against budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from checkmate.core.curve import Curve, CurvePoint
+from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem, keep_all_bytes
+from checkmate.core.result import Limits, Result
+from checkmate.core.simulate import simulate
+from checkmate.solvers.auto import Auto
+from checkmate.solvers.session import Solver
+from checkmate.solvers.smallest import smallest_peak
+from checkmate.solvers.solve import solve
+
+
+def pareto(
+    graph: Graph,
+    *,
+    points: int = 12,
+    limits: Limits | None = None,
+    solver: Solver | None = None,
+    executor: Executor | None = None,
+    reorder: bool = True,
+) -> Curve:
+    """Cost and bound against budget, from the smallest budget found to the peak of keeping everything.
+
+    Neither rises with the budget, by construction: a plan within a smaller budget is a plan within
+    every larger one, and a bound for a larger budget is a bound for every smaller one, whose plans
+    are among the larger one's. Every other budget is solved first; then those between, each from
+    the plan of the budget below it, unless its neighbours have already closed its gap.
+
+    Args:
+        graph: The graph.
+        points: Budgets, evenly spaced; fewer where that would repeat one.
+        limits: Limits of each solve, and of the search for the smallest budget; ten seconds by default.
+        solver: How to look; `Auto` by default.
+        executor: Where to solve, such as a `concurrent.futures.ProcessPoolExecutor` or Dask's
+            ``client.get_executor()``; here, one after another, by default. The curve is the same
+            as long as time ends no solve.
+        reorder: Whether first computations may leave the graph's own order.
+
+    Returns:
+        The curve. Ctrl-C ends it early: what is not solved has the best plan of the budgets below.
+
+    Raises:
+        OptionError: There are fewer than two points.
+
+    Examples:
+        >>> chain = Graph.from_dag(cost=[1] * 5, size_bytes=[4] * 5, edges=[(0, 1), (1, 2), (2, 3), (0, 4), (3, 4)])
+        >>> [(point.budget_bytes, point.cost) for point in pareto(chain, points=2).points]
+        [(12, 5)]
+    """
+    if points < 2:
+        raise OptionError(f"points={points!r} must be two or more")
+    limits = Limits(time_s=10.0) if limits is None else limits
+    solver = Auto() if solver is None else solver
+    smallest = smallest_peak(Problem(graph, graph.resident_bytes, reorder=reorder), limits)
+    high = keep_all_bytes(graph)
+    low = high if smallest.peak_bytes is None else min(high, smallest.peak_bytes)
+    budgets = sorted({low + (high - low) * k // (points - 1) for k in range(points)})
+    keep_all = _Known.of(graph, Plan.from_order(graph, range(len(graph.ops))))
+    start = keep_all if smallest.plan is None else _Known.of(graph, smallest.plan)
+    known = [*(start for _ in budgets[:-1]), keep_all]
+    _spread(known)
+    run: Callable[[Iterable[_Task]], Iterator[Result]] = (
+        _serial if executor is None else lambda tasks: executor.map(_solve, tasks)
+    )
+    for wave in (range(0, len(budgets), 2), range(1, len(budgets), 2)):
+        wanted = [k for k in wave if known[k].gap > limits.gap]
+        tasks = [_Task(Problem(graph, budgets[k], reorder=reorder), solver, limits, known[k].plan) for k in wanted]
+        try:
+            for k, result in zip(wanted, run(tasks), strict=True):
+                known[k] = known[k].improved(result)
+        except KeyboardInterrupt:
+            break
+        finally:
+            _spread(known)
+    return Curve(
+        points=tuple(k.point(graph, budget) for k, budget in zip(known, budgets, strict=True)),
+        graph_digest=graph.digest,
+        cost_unit=graph.cost_unit,
+        floor_bytes=smallest.floor_bytes,
+        solver=repr(solver),
+    )
+
+
+class _Task(NamedTuple):
+    """One solve, as it is sent to an executor."""
+
+    problem: Problem
+    solver: Solver
+    limits: Limits
+    initial: Plan
+
+
+def _solve(task: _Task) -> Result:
+    return solve(task.problem, task.solver, limits=task.limits, initial=task.initial, raise_on_failure=False)
+
+
+def _serial(tasks: Iterable[_Task]) -> Iterator[Result]:
+    """Solve one after another, up to the one that the user interrupts."""
+    for task in tasks:
+        result = _solve(task)
+        yield result
+        if result.termination.limit == "interrupt":
+            raise KeyboardInterrupt
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The best plan and bound of a budget so far."""
+
+    plan: Plan
+    cost: int
+    peak_bytes: int
+    bound: float
+    elapsed_s: float = 0.0
+
+    @classmethod
+    def of(cls, graph: Graph, plan: Plan) -> _Known:
+        timeline = simulate(graph, plan)
+        return cls(plan, timeline.cost, timeline.peak_bytes, float(graph.cost))
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
+
+    def improved(self, result: Result) -> _Known:
+        """With what a solve found; it started from this plan, so that it found one."""
+        known = replace(self, bound=max(self.bound, result.bound), elapsed_s=result.elapsed_s)
+        if result.plan is None or result.cost is None or result.peak_bytes is None or result.cost >= self.cost:
+            return known
+        return replace(known, plan=result.plan, cost=result.cost, peak_bytes=result.peak_bytes)
+
+    def point(self, graph: Graph, budget_bytes: int) -> CurvePoint:
+        return CurvePoint(
+            budget_bytes=budget_bytes,
+            cost=self.cost,
+            overhead=self.cost / graph.cost if graph.cost else 1.0,
+            bound=self.bound,
+            gap=self.gap,
+            peak_bytes=self.peak_bytes,
+            plan=self.plan,
+            elapsed_s=self.elapsed_s,
+        )
+
+
+def _spread(known: list[_Known]) -> None:
+    """Hand plans to larger budgets and bounds to smaller ones."""
+    for k in range(1, len(known)):
+        if known[k - 1].cost < known[k].cost:
+            cheaper = known[k - 1]
+            known[k] = replace(known[k], plan=cheaper.plan, cost=cheaper.cost, peak_bytes=cheaper.peak_bytes)
+    for k in range(len(known) - 2, -1, -1):
+        known[k] = replace(known[k], bound=max(known[k].bound, known[k + 1].bound))
