@@ -28,7 +28,7 @@ from checkmate.core.result import Limits, Reason, Result, Termination
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
-from checkmate.solvers import Auto, BruteForce, ChenGreedy, ChenSqrtN, Griewank, KeepAll, LocalSearch, Milp
+from checkmate.solvers import Auto, BruteForce, ChainDP, ChenGreedy, ChenSqrtN, Griewank, KeepAll, LocalSearch, Milp
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.pareto import pareto
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto",
     "BruteForce",
+    "ChainDP",
     "CheckmateError",
     "ChenGreedy",
     "ChenSqrtN",

@@ -2,6 +2,7 @@
 
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.brute_force import BruteForce
+from checkmate.solvers.chain_dp import ChainDP
 from checkmate.solvers.chen import ChenGreedy, ChenSqrtN
 from checkmate.solvers.griewank import Griewank
 from checkmate.solvers.keep_all import KeepAll
@@ -13,6 +14,7 @@ from checkmate.solvers.session import Session, Solver
 __all__ = [
     "Auto",
     "BruteForce",
+    "ChainDP",
     "ChenGreedy",
     "ChenSqrtN",
     "Griewank",
