@@ -140,6 +140,7 @@ def test_a_real_ctrl_c_is_answered_at_once():
     """SIGINT inside the engine's search ends it within a second or two, plan in hand."""
     script = (
         "import os, signal, threading, time, checkmate; from tests.solvers.generators import transformer;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a job in the background inherits SIGINT ignored
         "problem = checkmate.Problem(transformer(16), '15%');"
         "checkmate.solve(problem, limits=checkmate.Limits(time_s=2), raise_on_failure=False);"
         "threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGINT)).start(); began = time.time();"
