@@ -28,7 +28,7 @@ from checkmate.core.result import Limits, Reason, Result, Termination
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
-from checkmate.solvers import Auto, BruteForce, ChainDP, ChenGreedy, ChenSqrtN, Griewank, KeepAll, LocalSearch, Milp
+from checkmate.solvers import Auto, BruteForce, ChainDP, ChenGreedy, ChenSqrtN, Griewank, KeepAll, LocalSearch, LpRounding, Milp
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.pareto import pareto
@@ -54,6 +54,7 @@ __all__ = [
     "KeepAll",
     "Limits",
     "LocalSearch",
+    "LpRounding",
     "Milp",
     "MissingExtraError",
     "Op",

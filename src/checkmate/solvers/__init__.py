@@ -7,6 +7,7 @@ from checkmate.solvers.chen import ChenGreedy, ChenSqrtN
 from checkmate.solvers.griewank import Griewank
 from checkmate.solvers.keep_all import KeepAll
 from checkmate.solvers.local_search import LocalSearch
+from checkmate.solvers.lp_rounding import LpRounding
 from checkmate.solvers.milp import Milp
 from checkmate.solvers.registry import available
 from checkmate.solvers.session import Session, Solver
@@ -20,6 +21,7 @@ __all__ = [
     "Griewank",
     "KeepAll",
     "LocalSearch",
+    "LpRounding",
     "Milp",
     "Session",
     "Solver",

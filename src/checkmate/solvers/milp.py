@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
 
 from checkmate.core.errors import OptionError
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
+from checkmate.solvers.stage_program import StageProgram
 
 if TYPE_CHECKING:
-    from checkmate.solvers.backends.program import Floats, Program
+    from checkmate.solvers.backends.program import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Milp:
         if len(folded.graph.ops) > self.max_ops:
             detail = f"{len(folded.graph.ops)} ops, and the stage program stops at {self.max_ops}"
             return Termination(Reason.NOT_FOUND, detail=detail)
-        stages = _Stages(folded)
+        stages = StageProgram(folded)
         program = stages.build()
         self._prove_any_order(folded, session, fold)
         start = self._start(folded, session, fold, stages)
@@ -95,7 +93,7 @@ class Milp:
         events = promising_events(folded.graph, [range(len(folded.graph.ops))])
         single_cuts(CutModel(folded), events, prove, lambda: session.elapsed_s() > until)
 
-    def _start(self, folded: Problem, session: Session, fold: FoldViews, stages: _Stages) -> Floats | None:
+    def _start(self, folded: Problem, session: Session, fold: FoldViews, stages: StageProgram) -> Floats | None:
         from checkmate.solvers.evict.search import Search
 
         given = Problem(folded.graph, folded.budget_bytes, folded.recompute, reorder=False)
@@ -105,169 +103,3 @@ class Milp:
         search.improve(400, 2e-4, lambda: session.left_s() <= 0)
         session.offer(fold.invert(search.order()))
         return stages.solution(search.order())
-
-
-class _Stages:
-    """Columns of the program and the way between them and orders.
-
-    R[t, o]: op o is computed in stage t; the last stage computes no op for the first time and makes
-    kept values again. S[t, v]: value v is held when stage t begins. L[t, i, v]:
-    value v is held while op i runs in stage t, stored at the readers of v only, where it can change.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.graph = graph = problem.graph
-        self.ops = len(graph.ops)
-        self.budget = problem.budget_bytes - graph.resident_bytes
-        self.inputs = [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
-        self.readers: list[list[int]] = [[] for _ in graph.values]
-        for o, inputs in enumerate(self.inputs):
-            for v in inputs:
-                self.readers[v].append(o)
-        self.again = [op.recomputable and (op.phase == "forward" or problem.recompute == "all") for op in graph.ops]
-        self.last = [min(op.clobbered_by, default=self.ops) for op in graph.ops]
-        self.stages = self.ops + 1
-        self.R = np.full((self.stages, self.ops), -1, dtype=np.int64)
-        self.S = np.full((self.stages + 1, len(graph.values)), -1, dtype=np.int64)
-
-    def build(self) -> Program:
-        """The program; minimises cost as a share of computing each op once."""
-        from checkmate.solvers.backends.program import ProgramBuilder
-
-        self.builder = ProgramBuilder()
-        self._add_columns()
-        self._add_dependences()
-        for t in range(self.stages):
-            self._add_memory(t)
-        return self.builder.build()
-
-    def _add_columns(self) -> None:
-        graph, scale = self.graph, max(1, self.graph.cost)
-        for t in range(self.stages):
-            allowed = [o for o in range(t) if self.again[o] and t <= self.last[o]]
-            if t < self.ops:
-                allowed.append(t)
-            self.R[t, allowed] = self.builder.add_columns([graph.ops[o].cost / scale for o in allowed])
-            if t < self.ops:
-                self._fix(self.R[t, t : t + 1], 1.0)
-        for t in range(1, self.stages + 1):
-            held = [v for v in range(len(graph.values)) if graph.producer[v] < t and self._useful(v, t)]
-            self.S[t, held] = self.builder.add_columns(np.zeros(len(held)))
-        kept = np.array([v for v, value in enumerate(graph.values) if value.kept], dtype=np.int64)
-        if len(kept):
-            self._fix(self.S[self.stages, kept], 1.0)
-
-    def _useful(self, v: int, t: int) -> bool:
-        return self.graph.values[v].kept or any(r >= t or self.again[r] for r in self.readers[v])
-
-    def _fix(self, columns: np.ndarray, amount: float) -> None:
-        self.builder.add_rows([(columns, 1.0)], low=amount, high=amount)
-
-    def _add_dependences(self) -> None:
-        """An op needs its inputs held or computed in the stage; what is carried on must be there."""
-        graph = self.graph
-        for t in range(self.stages):
-            pairs = [(v, o) for o in range(self._width(t)) if self.R[t, o] >= 0 for v in self.inputs[o]]
-            if pairs:
-                values, ops = (np.array(part, dtype=np.int64) for part in zip(*pairs, strict=True))
-                made = self.R[t, np.array([graph.producer[v] for v in values], dtype=np.int64)]
-                self.builder.add_rows([(self.S[t, values], 1.0), (made, 1.0), (self.R[t, ops], -1.0)], low=0.0)
-            carried = np.flatnonzero(self.S[t + 1] >= 0)
-            if len(carried):
-                made = self.R[t, np.array([graph.producer[v] for v in carried], dtype=np.int64)]
-                self.builder.add_rows([(self.S[t, carried], 1.0), (made, 1.0), (self.S[t + 1, carried], -1.0)], low=0.0)
-
-    def _add_memory(self, t: int) -> None:
-        """Bytes at each op of a stage, by differences from the op before it."""
-        graph, b = self.graph, max(1, self.budget)
-        width = self._width(t)
-        terms: list[dict[int, float]] = [{} for _ in range(width)]  # change of the held bytes when op i begins
-
-        def add(i: int, column: int, size: float) -> None:
-            if column >= 0 and i < width:
-                terms[i][column] = terms[i].get(column, 0.0) + size / b
-
-        for v, value in enumerate(graph.values):
-            p = graph.producer[v]
-            if p >= width or not value.size_bytes:
-                continue
-            size = float(value.size_bytes)
-            readers = [r for r in self.readers[v] if p < r < width and self.R[t, r] >= 0]
-            add(0, int(self.S[t, v]), size)
-            held = self._held(t, v, readers)
-            add(p, int(self.S[t, v]), -size)
-            # From its producer's place on, the value is held if it is read later in the stage or carried on.
-            making = self._at_least([int(self.R[t, p]), held[0]])
-            add(p, making, size)
-            add(p + 1, making, -size)
-            add(p + 1, held[0], size)
-            for position, r in enumerate(readers):
-                add(r + 1, held[position], -size)
-                add(r + 1, held[position + 1], size)
-        self._add_replays(t, add)
-        level = self.builder.add_columns(np.zeros(width), integral=False)
-        for i in range(width):
-            columns = np.array([*terms[i], level[i], *([level[i - 1]] if i else [])], dtype=np.int64)
-            entries = np.array([*terms[i].values(), -1.0, *([1.0] if i else [])])
-            self.builder.add_row(columns, entries, low=0.0, high=0.0)
-            workspace = graph.ops[i].workspace_bytes / b
-            run = int(self.R[t, i])
-            self.builder.add_row(
-                np.array([level[i], run], dtype=np.int64), np.array([1.0, workspace]), high=1.0 if self.budget > 0 else 0.0
-            )
-
-    def _width(self, t: int) -> int:
-        """Ops that a stage has a place for."""
-        return min(t + 1, self.ops)
-
-    def _held(self, t: int, v: int, readers: list[int]) -> list[int]:
-        """Columns: held until reader k or later, for each k, and last: carried on. Each covers the next."""
-        tail = int(self.S[t + 1, v])
-        columns = [tail]
-        for r in reversed(readers):
-            columns.append(self._at_least([int(self.R[t, r]), columns[-1]]))
-        return columns[::-1]
-
-    def _at_least(self, columns: list[int]) -> int:
-        """A column no less than each of some others; the only one itself, or -1 for none."""
-        used = sorted({c for c in columns if c >= 0})
-        if len(used) <= 1:
-            return used[0] if used else -1
-        column = self.builder.add_columns([0.0], integral=False)
-        for c in used:
-            self.builder.add_rows([(column, 1.0), (np.array([c], dtype=np.int64), -1.0)], low=0.0)
-        return int(column[0])
-
-    def _add_replays(self, t: int, add: Callable[[int, int, float], None]) -> None:
-        """A random op's state is held from its first computation to its last, if there are several."""
-        for o, op in enumerate(self.graph.ops):
-            if not op.replay_bytes or not self.again[o] or o > t:
-                continue
-            later = [int(self.R[s, o]) for s in range(t + 1, self.stages) if self.R[s, o] >= 0]
-            after = self._at_least(later)
-            if o == t:
-                add(t, after, float(op.replay_bytes))
-                continue
-            now = self._at_least([int(self.R[t, o]), after])
-            add(0, now, float(op.replay_bytes))
-            add(o + 1, now, -float(op.replay_bytes))
-            add(o + 1, after, float(op.replay_bytes))
-
-    def order(self, solution: Floats) -> list[int]:
-        """Ops in the order in which a solution computes them."""
-        return [
-            o for t in range(self.stages) for o in range(self._width(t)) if self.R[t, o] >= 0 and solution[self.R[t, o]] > 0.5
-        ]
-
-    def solution(self, order: list[int]) -> Floats | None:
-        """Values of R for an order, NaN elsewhere; None if it is not in stage form."""
-        start = np.full(self.builder.columns, np.nan)
-        start[self.R[self.R >= 0]] = 0.0
-        t, previous = 0, -1
-        for o in order:
-            if o <= previous or self.R[t, o] < 0:
-                return None
-            start[self.R[t, o]] = 1.0
-            t, previous = (t + 1, -1) if o == t else (t, o)
-        return start
