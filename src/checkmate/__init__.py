@@ -30,12 +30,15 @@ from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
 from checkmate.solvers import Auto, BruteForce, ChainDP, ChenGreedy, ChenSqrtN, Griewank, KeepAll, LocalSearch, LpRounding, Milp
 from checkmate.solvers.solve import solve
+from checkmate.studies.affine import AffineGraph
+from checkmate.studies.max_batch import MaxBatch, max_batch
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.pareto import pareto
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AffineGraph",
     "Auto",
     "BruteForce",
     "ChainDP",
@@ -55,6 +58,7 @@ __all__ = [
     "Limits",
     "LocalSearch",
     "LpRounding",
+    "MaxBatch",
     "Milp",
     "MissingExtraError",
     "Op",
@@ -73,6 +77,7 @@ __all__ = [
     "Violation",
     "WrongGraphError",
     "format_bytes",
+    "max_batch",
     "min_budget",
     "pareto",
     "parse_bytes",

@@ -22,6 +22,7 @@ class Limits:
             than costs are known.
         threads: Threads a solver may use.
         seed: Seed of everything random.
+        target_cost: Stop as soon as a plan costs no more than this, or none is proven to.
 
     Raises:
         OptionError: A limit is out of range.
@@ -31,6 +32,7 @@ class Limits:
     gap: float = 0.005
     threads: int = 1
     seed: int = 0
+    target_cost: int | None = None
 
     def __post_init__(self) -> None:
         if self.time_s is not None and not self.time_s > 0:
@@ -59,7 +61,7 @@ class Termination(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: Why.
-        limit: The limit that ended it (``"gap"``, ``"time"``, ``"interrupt"``), or "".
+        limit: The limit that ended it (``"gap"``, ``"target"``, ``"time"``, ``"interrupt"``), or "".
         detail: What the solver says of it, in words.
     """
 

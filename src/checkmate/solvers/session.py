@@ -72,8 +72,14 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """Whether the search may stop: the gap is met, the time is up or the budget is proven too small."""
-        return self.gap <= self.limits.gap or self.left_s() <= 0 or math.isinf(self.bound)
+        """Whether the search may stop: gap or target is met, the time is up or the budget is proven too small."""
+        return self.gap <= self.limits.gap or self.decided or self.left_s() <= 0 or math.isinf(self.bound)
+
+    @property
+    def decided(self) -> bool:
+        """Whether a plan is as cheap as the target, or none is proven to be."""
+        target = self.limits.target_cost
+        return target is not None and ((self.cost is not None and self.cost <= target) or self.bound > target)
 
     def offer(self, order: Iterable[int]) -> bool:
         """Take the plan of an order of computations if it keeps the budget and is the cheapest yet.

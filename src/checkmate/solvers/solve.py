@@ -122,6 +122,8 @@ def _checked(problem: Problem, solver: Solver, session: Session, termination: Te
 def _limit_met(session: Session) -> str:
     if session.gap <= session.limits.gap:
         return "gap"
+    if session.decided:
+        return "target"
     return "time" if session.left_s() <= 0 else ""
 
 

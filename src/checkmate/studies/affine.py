@@ -1,0 +1,156 @@
+"""A graph whose sizes and costs are linear in the batch, from captures at two batch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from checkmate.core.errors import GraphError, OptionError
+from checkmate.core.graph import Graph
+
+_HINT = "capture the same step twice, with nothing changed but the batch"
+
+
+@dataclass(frozen=True, slots=True)
+class AffineGraph:
+    """Graph of a step at any batch size, on a line through two of them.
+
+    Sizes are rounded up to whole bytes and are zero or more; one that falls as the batch grows is taken as flat, at its
+    larger end. Costs are lines with whole slopes, exact at the larger batch; where the two captures would give a falling
+    cost, or a negative one, which is noise of the measurement, the line is flat, or goes through the origin.
+
+    Attributes:
+        small: Graph at the smaller batch.
+        small_batch: Its batch.
+        large: Graph at the larger batch.
+        large_batch: Its batch.
+
+    Raises:
+        GraphError: The graphs differ in more than sizes, costs and names.
+        OptionError: The batches are not whole, positive and ascending.
+
+    Examples:
+        >>> one = Graph.from_dag(cost=[5, 10], size_bytes=[4, 100], edges=[(0, 1)], resident_bytes=7)
+        >>> two = Graph.from_dag(cost=[6, 20], size_bytes=[8, 100], edges=[(0, 1)], resident_bytes=7)
+        >>> ten = AffineGraph(one, 1, two, 2)(10)
+        >>> [op.cost for op in ten.ops], [value.size_bytes for value in ten.values]
+        ([14, 100], [40, 100])
+    """
+
+    small: Graph
+    small_batch: int
+    large: Graph
+    large_batch: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.small_batch < self.large_batch:
+            raise OptionError(
+                f"small_batch={self.small_batch!r} and large_batch={self.large_batch!r} must be positive and ascending"
+            )
+        check_same_structure(self.small, self.small_batch, self.large, self.large_batch)
+
+    @classmethod
+    def proportional(cls, graph: Graph, batch: int = 1) -> AffineGraph:
+        """Every size and cost is proportional to the batch, and resident bytes are what they are.
+
+        Args:
+            graph: Graph at one batch size.
+            batch: That batch size.
+        """
+        double = msgspec.structs.replace(
+            graph,
+            ops=tuple(
+                msgspec.structs.replace(
+                    op, cost=2 * op.cost, workspace_bytes=2 * op.workspace_bytes, replay_bytes=2 * op.replay_bytes
+                )
+                for op in graph.ops
+            ),
+            values=tuple(msgspec.structs.replace(value, size_bytes=2 * value.size_bytes) for value in graph.values),
+        )
+        return cls(graph, batch, double, 2 * batch)
+
+    def __call__(self, batch: int) -> Graph:
+        """The graph at a batch size.
+
+        Raises:
+            OptionError: The batch is less than one.
+        """
+        if batch < 1:
+            raise OptionError(f"batch={batch!r} must be one or more")
+        return Graph(
+            ops=tuple(
+                msgspec.structs.replace(
+                    a,
+                    cost=self._cost(a.cost, b.cost, batch),
+                    workspace_bytes=self._size(a.workspace_bytes, b.workspace_bytes, batch),
+                    replay_bytes=self._size(a.replay_bytes, b.replay_bytes, batch),
+                )
+                for a, b in zip(self.small.ops, self.large.ops, strict=True)
+            ),
+            values=tuple(
+                msgspec.structs.replace(a, size_bytes=self._size(a.size_bytes, b.size_bytes, batch))
+                for a, b in zip(self.small.values, self.large.values, strict=True)
+            ),
+            order=self.small.order,
+            resident_bytes=self._size(self.small.resident_bytes, self.large.resident_bytes, batch),
+            cost_unit=self.small.cost_unit,
+            name=self.small.name,
+        )
+
+    def _size(self, small: int, large: int, batch: int) -> int:
+        if small >= large:
+            return small
+        rise, run = (large - small) * (batch - self.small_batch), self.large_batch - self.small_batch
+        return max(0, small - (-rise // run))  # rounded up
+
+    def _cost(self, small: int, large: int, batch: int) -> int:
+        slope = max(0, round((large - small) / (self.large_batch - self.small_batch)))
+        if large - slope * (self.large_batch - 1) < 0:
+            slope = large // self.large_batch
+        return large + slope * (batch - self.large_batch)
+
+
+def check_same_structure(small: Graph, small_batch: int, large: Graph, large_batch: int) -> None:
+    """Check that two graphs of one step differ only in sizes, costs and names.
+
+    Raises:
+        GraphError: They do.
+    """
+    where = f"the graphs at batch {small_batch} and {large_batch}"
+    if len(small.ops) != len(large.ops) or len(small.values) != len(large.values):
+        raise GraphError(
+            f"{where} have {len(small.ops)} and {len(large.ops)} ops, {len(small.values)} and {len(large.values)} values",
+            hint=_HINT,
+        )
+    for o, (a, b) in enumerate(zip(small.ops, large.ops, strict=True)):
+        for fact in ("inputs", "outputs", "recomputable", "clobbered_by", "phase", "kind"):
+            if getattr(a, fact) != getattr(b, fact):
+                raise GraphError(
+                    f"{where} differ in op {o} ({a.name!r}): {fact} is {getattr(a, fact)!r} and {getattr(b, fact)!r}", hint=_HINT
+                )
+    for v, (x, y) in enumerate(zip(small.values, large.values, strict=True)):
+        if (x.base, x.kept) != (y.base, y.kept):
+            raise GraphError(f"{where} differ in value {v} ({x.name!r}): base or kept", hint=_HINT)
+    if small.order != large.order:
+        raise GraphError(f"{where} differ in `order`", hint=_HINT)
+
+
+def check_growing(small: Graph, small_batch: int, large: Graph, large_batch: int) -> None:
+    """Check that no size falls from one graph of a step to another of a larger batch.
+
+    Raises:
+        GraphError: One does.
+    """
+    sizes = [
+        ("resident", small.resident_bytes, large.resident_bytes),
+        *((f"value {a.name!r}", a.size_bytes, b.size_bytes) for a, b in zip(small.values, large.values, strict=True)),
+        *((f"workspace of {a.name!r}", a.workspace_bytes, b.workspace_bytes) for a, b in zip(small.ops, large.ops, strict=True)),
+        *((f"replay of {a.name!r}", a.replay_bytes, b.replay_bytes) for a, b in zip(small.ops, large.ops, strict=True)),
+    ]
+    for what, before, after in sizes:
+        if before > after:
+            raise GraphError(
+                f"{what}: {before} bytes at batch {small_batch}, {after} bytes at batch {large_batch}",
+                hint="no size may fall as the batch grows, or nothing could be proven of larger batches",
+            )

@@ -1,0 +1,324 @@
+"""The largest batch that fits a budget without becoming too slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+import msgspec
+
+from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Result
+from checkmate.core.units import Amount, format_bytes, parse_bytes
+from checkmate.solvers.auto import Auto
+from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session, Solver
+from checkmate.solvers.solve import solve
+from checkmate.studies.affine import check_growing, check_same_structure
+
+ONE_EXTRA_FORWARD = "one extra forward"
+_ROUNDS = 5
+"""Bisections, each with twice the time a solve and another seed: what a search does not find proves nothing."""
+_LARGEST = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxBatch:
+    """The largest batch.
+
+    Attributes:
+        batch: The largest batch that a plan was found for.
+        plan: That plan, within the budget and the limit on its cost.
+        result: The solve at that batch; its bound and gap are those of the batch's own problem.
+        upper_bound: Proven: no larger batch than this has such a plan. Equal to ``batch``, that one is optimal.
+        why: What proves it, in words.
+        elapsed_s: Wall seconds.
+    """
+
+    batch: int
+    plan: Plan
+    result: Result
+    upper_bound: int
+    why: str
+    elapsed_s: float
+
+
+def max_batch(
+    graph_at: Callable[[int], Graph],
+    *,
+    budget_bytes: Amount,
+    max_overhead: float | Literal["one extra forward"] = ONE_EXTRA_FORWARD,
+    limits: Limits | None = None,
+    solver: Solver | None = None,
+) -> MaxBatch:
+    """The largest batch with a plan within a budget whose cost is within a limit, and a proof that none is much larger.
+
+    Batches are bisected, the largest that is not excluded first. A search that fails proves nothing, so
+    that bisections are repeated with more time and other seeds until the time is up.
+
+    **The upper bound holds for every larger batch**, because graphs of one step differ only in sizes, none of which falls
+    as the batch grows, and in costs, which are affine in it. Let batch b be excluded and b' be larger. A plan that keeps
+    the budget at b' keeps it at b, where all it holds is as small or smaller. So, if no plan keeps the budget at b, none
+    does at b'. Otherwise let every plan that keeps the budget at b have a cost c(b) above its limit l(b). Costs and limits
+    are affine, with slopes c' and l': if c' is at least l' for all these plans, c(b') = c(b) + (b' - b) c' is above
+    l(b') too. That is proven as it is for c(b), by a bound with the slopes for costs; if costs are proportional to the
+    batch it is the same bound. Structure and sizes are checked at every batch that is looked at; that costs
+    are affine, at b, 2b and 3b.
+
+    Args:
+        graph_at: The graph at a batch size, such as an `AffineGraph`. Sizes may not fall as the batch grows; costs must be affine
+            in it, else only bounds from memory hold.
+        budget_bytes: Bytes, or text such as ``"16GB"``; resident bytes included.
+        max_overhead: The most that a plan may cost: a number, over computing each op once; or
+            ``"one extra forward"``, computing every forward and loss op once more.
+        limits: Time of the whole study, sixty seconds by default; gap, threads and seed of each solve.
+        solver: How to look; `Auto` by default.
+
+    Returns:
+        The largest batch found and the smallest upper bound proven.
+
+    Raises:
+        InfeasibleBudgetError: Proven: not even a batch of one keeps the budget.
+        PlanNotFoundError: No plan was found for any batch.
+        GraphError: Graphs at two batches differ in more than sizes and costs, a size falls, or none grows.
+        OptionError: ``max_overhead`` is not a number of one or more.
+
+    Examples:
+        >>> from checkmate import AffineGraph
+        >>> chain = Graph.from_dag(cost=[1] * 5, size_bytes=[4] * 5, edges=[(0, 1), (1, 2), (2, 3), (0, 4), (3, 4)])
+        >>> largest = max_batch(AffineGraph.proportional(chain), budget_bytes=100)
+        >>> largest.batch, largest.upper_bound
+        (8, 8)
+    """
+    limits = Limits() if limits is None else limits
+    question = _Question(graph_at, parse_bytes(budget_bytes), _factor(max_overhead))
+    return _Hunt(question, limits, Auto() if solver is None else solver).run()
+
+
+def _factor(max_overhead: float | str) -> Fraction | None:
+    """Limit on the overhead, or None for one extra forward pass."""
+    if max_overhead == ONE_EXTRA_FORWARD:
+        return None
+    if isinstance(max_overhead, str) or not 1 <= max_overhead < math.inf:
+        raise OptionError(
+            f"max_overhead={max_overhead!r} is neither {ONE_EXTRA_FORWARD!r} nor a number of one or more",
+            hint="1.25 allows a quarter more than computing each op once",
+        )
+    return Fraction(max_overhead)
+
+
+class _Question:
+    """Graphs by batch, checked against each other, and the limits on memory and cost."""
+
+    def __init__(self, graph_at: Callable[[int], Graph], budget_bytes: int, factor: Fraction | None) -> None:
+        self.graph_at = graph_at
+        self.budget_bytes = budget_bytes
+        self.factor = factor
+        self._seen: dict[int, Graph] = {}
+
+    def graph(self, batch: int) -> Graph:
+        if batch not in self._seen:
+            graph = self.graph_at(batch)
+            for other, seen in (*self._nearest(batch, below=True), *self._nearest(batch, below=False)):
+                small, large = sorted([(batch, graph), (other, seen)], key=lambda pair: pair[0])
+                check_same_structure(small[1], small[0], large[1], large[0])
+                check_growing(small[1], small[0], large[1], large[0])
+            self._seen[batch] = graph
+        return self._seen[batch]
+
+    def problem(self, batch: int, recompute: Literal["all", "forward"] = "all") -> Problem:
+        return Problem(self.graph(batch), self.budget_bytes, recompute)
+
+    def most(self, graph: Graph) -> int:
+        """The most that a plan of a graph may cost."""
+        if self.factor is None:
+            return graph.cost + sum(op.cost for op in graph.ops if op.phase in ("forward", "loss"))
+        return math.floor(self.factor * graph.cost)
+
+    def fits(self, batch: int) -> bool:
+        return floor(self.graph(batch)).peak_bytes <= self.budget_bytes
+
+    def rising(self, batch: int) -> Graph | None:
+        """The graph at a batch with what each cost rises by over as much again, or None if costs are no rising lines."""
+        now, twice, thrice = (self.graph(k * batch) for k in (1, 2, 3))
+        rise = [b.cost - a.cost for a, b in zip(now.ops, twice.ops, strict=True)]
+        more = [b.cost - a.cost for a, b in zip(twice.ops, thrice.ops, strict=True)]
+        if rise != more or min(rise, default=0) < 0:
+            return None
+        return msgspec.structs.replace(
+            now, ops=tuple(msgspec.structs.replace(op, cost=cost) for op, cost in zip(now.ops, rise, strict=True))
+        )
+
+    def _nearest(self, batch: int, *, below: bool) -> list[tuple[int, Graph]]:
+        others = [b for b in self._seen if (b < batch) == below]
+        return [(b, self._seen[b]) for b in [max(others) if below else min(others)]] if others else []
+
+
+class _Hunt:
+    """One search for the largest batch: what is found, what is excluded, and the clock."""
+
+    def __init__(self, question: _Question, limits: Limits, solver: Solver) -> None:
+        self.question = question
+        self.limits = limits
+        self.solver = solver
+        self.clock = Session(question.problem(1), limits)
+        self.batch = 0
+        self.plan: Plan | None = None
+        self.upper, self.why = self._memory_bound()
+        self.slice_s = math.inf if limits.time_s is None else limits.time_s / 40
+        self.seed = limits.seed
+
+    def run(self) -> MaxBatch:
+        for k in range(_ROUNDS):
+            self._bisect(self.upper if k == 0 else (self.batch + self.upper + 1) // 2)
+            if self.batch == self.upper or self.left_s() <= 0:
+                break
+            self.slice_s *= 2
+            self.seed += 1
+        if self.plan is None:
+            self._refuse()
+        last_s = None if self.limits.time_s is None else max(0.05, min(self.slice_s, self.clock.left_s()))
+        last_limits = replace(self.limits, time_s=last_s)
+        last = solve(self.question.problem(self.batch), self.solver, limits=last_limits, initial=self.plan)
+        assert last.plan is not None
+        return MaxBatch(
+            batch=self.batch,
+            plan=last.plan,
+            result=last,
+            upper_bound=self.upper,
+            why=self.why,
+            elapsed_s=self.clock.elapsed_s(),
+        )
+
+    def left_s(self) -> float:
+        """Seconds left of the search; a twentieth of the time is for the last solve."""
+        return self.clock.left_s() - (0.0 if self.limits.time_s is None else self.limits.time_s / 20)
+
+    def _memory_bound(self) -> tuple[int, str]:
+        """The largest batch at which no op and no kept values alone exceed the budget."""
+        question = self.question
+        if not question.fits(1):
+            raise self._infeasible()
+        low, high = 1, 2
+        while question.fits(high):
+            low, high = high, 2 * high
+            if high > _LARGEST:
+                raise GraphError(
+                    "what an op needs does not grow with the batch", hint="there is no largest batch: check `graph_at`"
+                )
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if question.fits(middle) else (low, middle)
+        return low, f"at batch {high}, {floor(question.graph(high)).why}"
+
+    def _bisect(self, guess: int) -> None:
+        low, high = self.batch, self.upper
+        while low < high and self.left_s() > 0:
+            if self._find(guess):
+                low = self.batch
+            else:
+                self._exclude(guess)
+                high = min(guess - 1, self.upper)
+            guess = (low + high + 1) // 2
+
+    def _find(self, batch: int) -> bool:
+        """Look for a plan, also among those that compute only forward ops again: fewer, and sometimes easier to find."""
+        graph = self.question.graph(batch)
+        most = self.question.most(graph)
+        for recompute in ("all", "forward"):
+            result = solve(
+                self.question.problem(batch, recompute), self.solver, limits=self._limits(most), raise_on_failure=False
+            )
+            if result.plan is not None and result.cost is not None and result.cost <= most:
+                self.batch, self.plan = batch, result.plan
+                return True
+            if recompute == "all" and result.bound > most and self._holds_above(batch, result.bound):
+                self._prove(batch, result.bound)
+                return False
+            if self.left_s() <= 0:
+                return False
+        return False
+
+    def _exclude(self, batch: int) -> None:
+        """Try to prove that a batch, and every larger one, is too large."""
+        if batch > self.upper:
+            return
+        most = self.question.most(self.question.graph(batch))
+        bound = self._cut_bound(self.question.problem(batch), self._limits(most))
+        if bound > most and self._holds_above(batch, bound):
+            self._prove(batch, bound)
+
+    def _holds_above(self, batch: int, bound: float) -> bool:
+        """Whether a bound above the limit at a batch excludes every larger batch too."""
+        if math.isinf(bound):
+            return True
+        graph, rising = self.question.graph(batch), self.question.rising(batch)
+        if rising is None:
+            return False
+        if all(a.cost == b.cost for a, b in zip(graph.ops, rising.ops, strict=True)):
+            return True
+        factor = self.question.factor
+        most = self.question.most(rising) if factor is None else math.ceil(factor * rising.cost)
+        problem = Problem(rising, self.question.budget_bytes)
+        return self._cut_bound(problem, self._limits(most)) >= most
+
+    def _prove(self, batch: int, bound: float) -> None:
+        self.upper = batch - 1
+        if math.isinf(bound):
+            self.why = f"no plan keeps the budget at batch {batch}"
+        else:
+            share = bound / max(1, self.question.graph(batch).cost)
+            self.why = f"at batch {batch} every plan within the budget has an overhead of {share:.4f} or more"
+
+    def _cut_bound(self, problem: Problem, limits: Limits) -> float:
+        from checkmate.solvers.bounds.event_cuts import CutModel
+        from checkmate.solvers.bounds.refine import promising_events, single_cuts
+
+        session = Session(problem, limits)
+        fold = FoldViews.of(problem.graph)
+        folded = fold.apply(problem)
+
+        def prove(share: float) -> None:
+            if share >= 0:
+                session.prove(problem.graph.cost + share * max(1, folded.graph.cost))
+
+        events = promising_events(folded.graph, [range(len(folded.graph.ops))])
+        single_cuts(CutModel(folded), events, prove, lambda: session.done)
+        return session.bound
+
+    def _limits(self, most: int) -> Limits:
+        time_s = None if self.limits.time_s is None else max(0.05, min(self.slice_s, self.left_s()))
+        return replace(self.limits, time_s=time_s, seed=self.seed, target_cost=most)
+
+    def _infeasible(self) -> InfeasibleBudgetError:
+        lowest = floor(self.question.graph(1))
+        budget = format_bytes(self.question.budget_bytes)
+        return InfeasibleBudgetError(
+            f"not even a batch of one keeps {budget}: no plan of any order takes less than {format_bytes(lowest.peak_bytes)}: "
+            f"{lowest.why}",
+            hint=f"raise the budget to at least {format_bytes(lowest.peak_bytes)}",
+            budget_bytes=self.question.budget_bytes,
+            floor_bytes=lowest.peak_bytes,
+            binding_op="" if lowest.op is None else self.question.graph(1).ops[lowest.op].name,
+        )
+
+    def _refuse(self) -> None:
+        if self.upper < 1:
+            raise InfeasibleBudgetError(
+                f"not even a batch of one has a plan within {format_bytes(self.question.budget_bytes)} and the limit on its "
+                f"cost: {self.why}",
+                hint="raise the budget or `max_overhead`",
+                budget_bytes=self.question.budget_bytes,
+            )
+        raise PlanNotFoundError(
+            f"no plan was found for any batch from 1 to {self.upper} within {format_bytes(self.question.budget_bytes)} and the "
+            f"limit on its cost",
+            hint="raise the budget, `max_overhead` or the time limit",
+        )
