@@ -31,6 +31,8 @@ from checkmate.core.validate import Violation, validate
 from checkmate.solvers import Auto, BruteForce, ChainDP, ChenGreedy, ChenSqrtN, Griewank, KeepAll, LocalSearch, LpRounding, Milp
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import AffineGraph
+from checkmate.studies.compare import Comparison, compare
+from checkmate.studies.explain import Explanation, Held, Remat, explain
 from checkmate.studies.max_batch import MaxBatch, max_batch
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.pareto import pareto
@@ -45,14 +47,17 @@ __all__ = [
     "CheckmateError",
     "ChenGreedy",
     "ChenSqrtN",
+    "Comparison",
     "Compute",
     "Curve",
     "CurvePoint",
+    "Explanation",
     "FileFormatError",
     "Free",
     "Graph",
     "GraphError",
     "Griewank",
+    "Held",
     "InfeasibleBudgetError",
     "KeepAll",
     "Limits",
@@ -68,6 +73,7 @@ __all__ = [
     "PlanNotFoundError",
     "Problem",
     "Reason",
+    "Remat",
     "Result",
     "SolverError",
     "Termination",
@@ -76,6 +82,8 @@ __all__ = [
     "Value",
     "Violation",
     "WrongGraphError",
+    "compare",
+    "explain",
     "format_bytes",
     "max_batch",
     "min_budget",

@@ -5,25 +5,6 @@ from __future__ import annotations
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 
-_TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
-
-
-def format_cost(cost: float, unit: str) -> str:
-    """A cost in the graph's unit; times in the unit that reads best.
-
-    Examples:
-        >>> format_cost(1_500, "ns"), format_cost(2.5e9, "ns"), format_cost(12, "FLOP")
-        ('1.5 µs', '2.50 s', '12 FLOP')
-    """
-    scale = _TIMES.get(unit)
-    if scale is None:
-        return f"{cost:.4g} {unit}".strip() if cost >= 1e5 else f"{cost:.0f} {unit}".strip()
-    nanoseconds = cost * scale
-    for size, name, digits in ((1e9, "s", 2), (1e6, "ms", 1), (1e3, "µs", 1)):
-        if nanoseconds >= size:
-            return f"{nanoseconds / size:.{digits}f} {name}"
-    return f"{nanoseconds:.0f} ns"
-
 
 def format_share(share: float | None, digits: int = 1) -> str:
     """A share as a percentage, or a dash.

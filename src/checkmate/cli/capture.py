@@ -17,7 +17,7 @@ from checkmate.cli.extras import needs
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.problem import keep_all_bytes
-from checkmate.core.units import format_bytes
+from checkmate.core.units import format_bytes, format_cost
 
 _SHAPE = "give FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example)"
 
@@ -64,7 +64,7 @@ def capture(target: str, /, *, out: Path | None = None, json: terminal.Json = Fa
             ("graph", amounts.describe_graph(graph, path)),
             ("resident", f"{format_bytes(graph.resident_bytes)}: parameters and what else no plan can change"),
             ("keep-all", f"{format_bytes(keep_all)} at the peak, resident bytes included"),
-            ("cost", f"{amounts.format_cost(graph.cost, graph.cost_unit)} for computing every op once"),
+            ("cost", f"{format_cost(graph.cost, graph.cost_unit)} for computing every op once"),
         ]
     )
     terminal.closing([path], f"plan it with `checkmate plan {path} --budget 50%`")

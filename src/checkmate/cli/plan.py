@@ -16,7 +16,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.simulate import Timeline, simulate
-from checkmate.core.units import format_bytes
+from checkmate.core.units import format_bytes, format_cost
 
 
 def plan(
@@ -83,7 +83,7 @@ def plan(
 
 def _keep_all_row(graph: Graph, keep_all: Timeline, budget_bytes: int) -> list[str]:
     status = "fits" if keep_all.peak_bytes <= budget_bytes else "over budget"
-    cost = amounts.format_cost(keep_all.cost, graph.cost_unit)
+    cost = format_cost(keep_all.cost, graph.cost_unit)
     return ["keep-all", format_bytes(keep_all.peak_bytes), cost, "1.000x", "0", "-", "-", status]
 
 
@@ -91,7 +91,7 @@ def _plan_row(graph: Graph, name: str, plan: Plan, result: Result) -> list[str]:
     return [
         name,
         format_bytes(result.peak_bytes or 0),
-        amounts.format_cost(result.cost or 0, graph.cost_unit),
+        format_cost(result.cost or 0, graph.cost_unit),
         f"{result.overhead:.3f}x",
         str(len(plan.order) - len(graph.ops)),
         amounts.format_share(result.gap),

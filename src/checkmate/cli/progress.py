@@ -8,6 +8,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from checkmate.cli import amounts, terminal
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Result
+from checkmate.core.units import format_cost
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
 
@@ -29,8 +30,8 @@ def solve_drawn(problem: Problem, solver: Solver, limits: Limits) -> Result:
 
 
 def _line(progress: Progress, unit: str) -> str:
-    bound = amounts.format_cost(progress.bound, unit) if progress.bound < float("inf") else "none"
+    bound = format_cost(progress.bound, unit) if progress.bound < float("inf") else "none"
     if progress.cost is None:
         return f"no plan yet, bound {bound}"
     gap = max(0.0, 1 - progress.bound / progress.cost) if progress.cost else 0.0
-    return f"best {amounts.format_cost(progress.cost, unit)}, bound {bound}, gap {amounts.format_share(gap, 2)}"
+    return f"best {format_cost(progress.cost, unit)}, bound {bound}, gap {amounts.format_share(gap, 2)}"

@@ -13,7 +13,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem, keep_all_bytes
 from checkmate.core.simulate import Timeline, simulate
-from checkmate.core.units import format_bytes
+from checkmate.core.units import format_bytes, format_cost
 from checkmate.core.validate import Violation, validate
 
 _SHOWN = 20
@@ -72,7 +72,7 @@ def verify(
         rows.append(("budget", amounts.describe_budget(budget_bytes, keep_all_bytes(target))))
     if timeline is not None:
         rows.append(("peak", f"{format_bytes(timeline.peak_bytes)}, at step {timeline.peak_step}"))
-        rows.append(("cost", f"{amounts.format_cost(timeline.cost, target.cost_unit)}, {overhead or 1.0:.3f}x"))
+        rows.append(("cost", f"{format_cost(timeline.cost, target.cost_unit)}, {overhead or 1.0:.3f}x"))
     terminal.facts(rows)
     if broken:
         shown = [(str(v.step), v.rule, v.message) for v in broken[:_SHOWN]]

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them, at the edge; everything inside counts integer bytes."""
+"""Amounts of memory and cost as people read and write them, at the edge; everything inside counts integers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from checkmate.core.errors import UnitError
 
 _BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 _HINT = "write an amount such as '8GiB', '512 MB' or '70%', or give an integer number of bytes"
 
@@ -92,6 +93,23 @@ def format_at_least(size_bytes: int) -> str:
         return f"{size_bytes}B"
     hundredths = -(-size_bytes * 100 // scale)
     return f"{hundredths // 100}.{hundredths % 100:02d}{unit}"
+
+
+def format_cost(cost: float, unit: str) -> str:
+    """A cost in the graph's unit; times in the unit that reads best.
+
+    Examples:
+        >>> format_cost(1_500, "ns"), format_cost(2.5e9, "ns"), format_cost(12, "FLOP")
+        ('1.5 µs', '2.50 s', '12 FLOP')
+    """
+    scale = _TIMES.get(unit)
+    if scale is None:
+        return f"{cost:.4g} {unit}".strip() if cost >= 1e5 else f"{cost:.0f} {unit}".strip()
+    nanoseconds = cost * scale
+    for size, name, digits in ((1e9, "s", 2), (1e6, "ms", 1), (1e3, "µs", 1)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.{digits}f} {name}"
+    return f"{nanoseconds:.0f} ns"
 
 
 def _split(text: str) -> tuple[float, str]:

@@ -1,0 +1,274 @@
+"""What fills the peak of a plan, why it is there, and what recomputation costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from checkmate.core.curve import Curve
+from checkmate.core.errors import WrongGraphError
+from checkmate.core.graph import Graph, view_source
+from checkmate.core.plan import Compute, Plan
+from checkmate.core.simulate import simulate
+from checkmate.core.units import format_bytes, format_cost
+
+Kind = Literal["resident", "value", "workspace", "replay"]
+_MIB = 2**20
+
+
+class Held(NamedTuple):
+    """Bytes held at the peak.
+
+    Attributes:
+        kind: ``"resident"``, ``"value"`` (storage), ``"workspace"`` or ``"replay"`` (a random generator's state).
+        name: Name of the value, or of the op that has the workspace or replay state.
+        size_bytes: The bytes.
+        why: Why they are there, in words.
+        source: Where the op that made them comes from: file and line, or module path.
+        value: The value that owns the storage, else None.
+        op: The op that made the storage, has the workspace or is computed again, else None.
+    """
+
+    kind: Kind
+    name: str
+    size_bytes: int
+    why: str
+    source: str = ""
+    value: int | None = None
+    op: int | None = None
+
+
+class Remat(NamedTuple):
+    """An op that a plan computes again.
+
+    Attributes:
+        op: The op.
+        name: Its name.
+        times: How often it is computed again: one less than its computations.
+        cost: What that costs, in the graph's ``cost_unit``.
+        source: Where it comes from: file and line, or module path.
+    """
+
+    op: int
+    name: str
+    times: int
+    cost: int
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A plan explained; ``str`` of it is a text for people.
+
+    Attributes:
+        peak_bytes: The peak, resident bytes included.
+        peak_step: First step at which it is reached.
+        peak_op: Op that runs there, or None in a plan that computes nothing.
+        peak_name: Its name, with its source.
+        held: What is held then, largest first. The bytes sum to the peak.
+        cost: Cost of the plan, in ``cost_unit``.
+        overhead: Cost over the cost of computing each op once.
+        cost_unit: Unit of costs.
+        remats: Ops computed again, the most costly first.
+        dearer_per_mib: What one MiB less would cost, from the next plan of the curve with a lower peak; None without one.
+        cheaper_per_mib: What one MiB more would save, from the next plan with a higher peak; None without one.
+        has_curve: Whether a curve was given.
+    """
+
+    peak_bytes: int
+    peak_step: int
+    peak_op: int | None
+    peak_name: str
+    held: tuple[Held, ...]
+    cost: int
+    overhead: float
+    cost_unit: str
+    remats: tuple[Remat, ...]
+    dearer_per_mib: float | None
+    cheaper_per_mib: float | None
+    has_curve: bool
+
+    def render(self, most: int = 10) -> str:
+        """Text for people.
+
+        Args:
+            most: Most lines of each list.
+        """
+        lines = [f"peak {format_bytes(self.peak_bytes)} at step {self.peak_step}, while {self.peak_name or 'nothing'} runs"]
+        lines += [f"  {format_bytes(h.size_bytes):>11}  {h.name}{_at(h.source)}: {h.why}" for h in self.held[:most]]
+        rest = self.held[most:]
+        if rest:
+            lines.append(f"  {format_bytes(sum(h.size_bytes for h in rest)):>11}  in {len(rest)} more")
+        again = sum(r.cost for r in self.remats)
+        lines.append(
+            f"cost {format_cost(self.cost, self.cost_unit)}, {self.overhead:.4f} of keeping everything: "
+            f"{sum(r.times for r in self.remats)} computations again, {format_cost(again, self.cost_unit)}"
+        )
+        lines += [
+            f"  {format_cost(r.cost, self.cost_unit):>11}  {r.name}{_at(r.source)}, {r.times} x" for r in self.remats[:most]
+        ]
+        if len(self.remats) > most:
+            left = self.remats[most:]
+            lines.append(f"  {format_cost(sum(r.cost for r in left), self.cost_unit):>11}  in {len(left)} more")
+        lines += self._prices()
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """The text of `render`."""
+        return self.render()
+
+    def _prices(self) -> list[str]:
+        if not self.has_curve:
+            return ["what a MiB less costs is seen from other plans: give a curve (`pareto`)"]
+        less = "no plan of the curve peaks lower"
+        if self.dearer_per_mib is not None:
+            less = f"one MiB less costs {format_cost(self.dearer_per_mib, self.cost_unit)}"
+        more = "more memory saves nothing"
+        if self.cheaper_per_mib is not None:
+            more = f"one MiB more saves {format_cost(self.cheaper_per_mib, self.cost_unit)}"
+        return [f"{less}; {more}"]
+
+
+def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanation:
+    """What fills the peak of a plan, why it is there, which ops are computed again, and what a MiB is worth.
+
+    Args:
+        graph: The graph.
+        plan: The plan.
+        curve: Plans of the same graph for other budgets (`pareto`), from which the worth of a MiB is read.
+
+    Raises:
+        PlanError: The plan cannot be run.
+        WrongGraphError: The plan or the curve was made for another graph.
+
+    Examples:
+        >>> chain = Graph.from_dag(cost=[1, 2, 3], size_bytes=[4, 2, 1], edges=[(0, 1), (0, 2), (1, 2)], names=list("abc"))
+        >>> print(explain(chain, Plan.from_order(chain, [0, 1, 2])))
+        peak 7 B at step 2, while `c` runs
+                  4 B  a: read by `c`, which is running
+                  2 B  b: read by `c`, which is running
+                  1 B  c: made by `c`, which is running
+        cost 6 ns, 1.0000 of keeping everything: 0 computations again, 0 ns
+        what a MiB less costs is seen from other plans: give a curve (`pareto`)
+    """
+    timeline = simulate(graph, plan)
+    if curve is not None and curve.graph_digest != graph.digest:
+        raise WrongGraphError(
+            f"the curve was made for another graph ({curve.graph_digest[:15]}, not {graph.digest[:15]})",
+            hint="make it for this graph with `pareto`",
+        )
+    step = timeline.peak_step
+    running = plan.steps[step] if plan.steps else None
+    op = running.op if isinstance(running, Compute) else None
+    dearer, cheaper = _prices(curve, timeline.peak_bytes, timeline.cost) if curve is not None else (None, None)
+    return Explanation(
+        peak_bytes=timeline.peak_bytes,
+        peak_step=step,
+        peak_op=op,
+        peak_name="" if op is None else f"`{graph.ops[op].name}`{_at(graph.ops[op].source)}",
+        held=held_at(graph, plan, step),
+        cost=timeline.cost,
+        overhead=timeline.cost / graph.cost if graph.cost else 1.0,
+        cost_unit=graph.cost_unit,
+        remats=remats(graph, plan),
+        dearer_per_mib=dearer,
+        cheaper_per_mib=cheaper,
+        has_curve=curve is not None,
+    )
+
+
+def remats(graph: Graph, plan: Plan) -> tuple[Remat, ...]:
+    """Ops that a plan computes more than once, the most costly first."""
+    again = {o: n - 1 for o, n in Counter(plan.order).items() if n > 1}
+    found = (Remat(o, graph.ops[o].name, n, n * graph.ops[o].cost, graph.ops[o].source) for o, n in again.items())
+    return tuple(sorted(found, key=lambda r: (-r.cost, r.op)))
+
+
+def held_at(graph: Graph, plan: Plan, step: int) -> tuple[Held, ...]:
+    """What a plan holds while a step runs, resident bytes included, largest first."""
+    running = plan.steps[step] if plan.steps else None
+    entries = [Held("resident", "resident", graph.resident_bytes, "there before and after, whatever the plan")]
+    if isinstance(running, Compute):
+        op = graph.ops[running.op]
+        entries.append(Held("workspace", op.name, op.workspace_bytes, f"workspace of `{op.name}`", op.source, op=running.op))
+    entries += _replaying(graph, plan, step)
+    for instance, why in _reasons(graph, plan, step):
+        value, maker = graph.values[instance.value], graph.producer[instance.value]
+        entries.append(Held("value", value.name, value.size_bytes, why, graph.ops[maker].source, instance.value, maker))
+    kept = [entry for entry in entries if entry.size_bytes]
+    return tuple(sorted(kept, key=lambda h: (-h.size_bytes, h.kind, -1 if h.value is None else h.value)))
+
+
+class _Instance(NamedTuple):
+    value: int
+    made_at: int
+
+
+def _replaying(graph: Graph, plan: Plan, step: int) -> Iterator[Held]:
+    runs: dict[int, list[int]] = {}
+    for p, done in enumerate(plan.steps):
+        if isinstance(done, Compute) and graph.ops[done.op].replay_bytes:
+            runs.setdefault(done.op, []).append(p)
+    for o, at in runs.items():
+        if len(at) > 1 and at[0] <= step <= at[-1]:
+            op = graph.ops[o]
+            yield Held("replay", op.name, op.replay_bytes, f"to compute `{op.name}` again the same way", op.source, op=o)
+
+
+def _reasons(graph: Graph, plan: Plan, step: int) -> Iterator[tuple[_Instance, str]]:
+    """Storage that is live while a step runs, with the reason."""
+    storage: dict[int, _Instance] = {}  # value -> storage that its newest instance shares
+    why: dict[_Instance, str] = {}
+    unread: set[_Instance] = set()
+    for p, done in enumerate(plan.steps):
+        if not isinstance(done, Compute):
+            storage.pop(done.value)
+            if p == step:
+                unread = set(storage.values())
+            continue
+        op = graph.ops[done.op]
+        read = {storage[v] for v in op.inputs}
+        before = set(storage.values())
+        _make(graph, op.outputs, p, storage)
+        if p == step:
+            made = {storage[v] for v in op.outputs}
+            why = dict.fromkeys(read, f"read by `{op.name}`, which is running")
+            why |= dict.fromkeys(made - read, f"made by `{op.name}`, which is running")
+            unread = (before | set(storage.values())) - set(why)
+        elif p > step:
+            for instance in read & unread:
+                why[instance] = f"next read by `{op.name}`{_at(op.source)}"
+            unread -= read
+    kept = {storage[v] for v, value in enumerate(graph.values) if value.kept and v in storage}
+    why |= {i: "kept to the end of the step" if i in kept else "not read again; freed later" for i in unread}
+    yield from sorted(why.items())
+
+
+def _make(graph: Graph, outputs: tuple[int, ...], step: int, storage: dict[int, _Instance]) -> None:
+    shared = {v: storage.get(view_source(graph, v)) for v in outputs if graph.values[v].base is not None}
+    for v in outputs:
+        if v not in shared:
+            storage[v] = _Instance(v, step)
+    for v, old in shared.items():
+        source = view_source(graph, v)
+        new = storage[source] if source in outputs else old
+        assert new is not None  # its op has read it
+        storage[v] = new
+
+
+def _prices(curve: Curve, peak_bytes: int, cost: int) -> tuple[float | None, float | None]:
+    """Cost of one MiB less and saving of one MiB more, by the next plans of a curve."""
+    lower = [p for p in curve.points if p.peak_bytes < peak_bytes and p.cost >= cost]
+    higher = [p for p in curve.points if p.peak_bytes > peak_bytes and p.cost < cost]
+    below = max(lower, key=lambda p: p.peak_bytes, default=None)
+    above = min(higher, key=lambda p: p.peak_bytes, default=None)
+    return (
+        None if below is None else (below.cost - cost) * _MIB / (peak_bytes - below.peak_bytes),
+        None if above is None else (cost - above.cost) * _MIB / (above.peak_bytes - peak_bytes),
+    )
+
+
+def _at(source: str) -> str:
+    return f" ({source})" if source else ""
