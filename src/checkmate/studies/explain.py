@@ -103,8 +103,8 @@ class Explanation:
             lines.append(f"  {format_bytes(sum(h.size_bytes for h in rest)):>11}  in {len(rest)} more")
         again = sum(r.cost for r in self.remats)
         lines.append(
-            f"cost {format_cost(self.cost, self.cost_unit)}, {self.overhead:.4f} of keeping everything: "
-            f"{sum(r.times for r in self.remats)} computations again, {format_cost(again, self.cost_unit)}"
+            f"cost {format_cost(self.cost, self.cost_unit)}, {self.overhead:.4f} of keeping everything; "
+            f"recomputations: {sum(r.times for r in self.remats)}, {format_cost(again, self.cost_unit)}"
         )
         lines += [
             f"  {format_cost(r.cost, self.cost_unit):>11}  {r.name}{_at(r.source)}, {r.times} x" for r in self.remats[:most]
@@ -150,7 +150,7 @@ def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanat
                   4 B  a: read by `c`, which is running
                   2 B  b: read by `c`, which is running
                   1 B  c: made by `c`, which is running
-        cost 6 ns, 1.0000 of keeping everything: 0 computations again, 0 ns
+        cost 6 ns, 1.0000 of keeping everything; recomputations: 0, 0 ns
         what a MiB less costs is seen from other plans: give a curve (`pareto`)
     """
     timeline = simulate(graph, plan)
