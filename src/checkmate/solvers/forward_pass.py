@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
@@ -77,7 +75,6 @@ class ForwardPass:
         self._search = Search(problem, on_demand, seed=0)
         self._instance: Any = self._search.instance
         self._scratch: Any = build_scratch(self._instance)
-        self._random = np.ones(1, dtype=np.uint64)
         stage = self._search.stage
         forward = set(self.ops)
         self.asked = [NEVER] * len(graph.ops)
@@ -103,7 +100,7 @@ class ForwardPass:
         Args:
             until: Stage from which the outputs of each dropped op are held again.
         """
-        from checkmate.solvers.evict import repair as kernels
+        from checkmate.solvers.evict import decode as kernels
 
         stages = len(self._instance.targets)
         code = self._search.empty_code()
@@ -113,11 +110,14 @@ class ForwardPass:
             for v in self.graph.ops[o].outputs:
                 if self._instance.evictable[v]:
                     self._search.evict(code, v, self._touched[o] + 1, min(stop, stages) - 1)
-        facts = np.zeros(8)
-        if not kernels.repair(self._instance, self._scratch, *code, math.inf, 0.0, 0.0, math.inf, 0, self._random, facts):
+        length: int = kernels.decode(self._instance, self._scratch, *code)
+        if length < 0:
             return None
-        order: list[int] = self._scratch.sequence[: int(facts[kernels.LENGTH]) - 1].tolist()
-        return Schedule(int(facts[kernels.COST]), int(facts[kernels.PEAK]) + self.graph.resident_bytes, order)
+        cost, peak, _ = kernels.measure(self._instance, self._scratch, length)
+        if cost < 0:
+            return None
+        order: list[int] = self._scratch.sequence[: length - 1].tolist()
+        return Schedule(int(cost), int(peak) + self.graph.resident_bytes, order)
 
 
 Drops = Mapping[int, int]
