@@ -28,7 +28,19 @@ from checkmate.core.result import Limits, Reason, Result, Termination
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
-from checkmate.solvers import Auto, BruteForce, ChainDP, ChenGreedy, ChenSqrtN, Griewank, KeepAll, LocalSearch, LpRounding, Milp
+from checkmate.solvers import (
+    Auto,
+    BruteForce,
+    ChainDP,
+    ChenGreedy,
+    ChenSqrtN,
+    Griewank,
+    Intervals,
+    KeepAll,
+    LocalSearch,
+    LpRounding,
+    Milp,
+)
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import AffineGraph
 from checkmate.studies.compare import Comparison, compare
@@ -59,6 +71,7 @@ __all__ = [
     "Griewank",
     "Held",
     "InfeasibleBudgetError",
+    "Intervals",
     "KeepAll",
     "Limits",
     "LocalSearch",

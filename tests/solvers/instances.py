@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from checkmate import (
     Auto,
     BruteForce,
+    ChainDP,
+    ChenGreedy,
+    ChenSqrtN,
     Graph,
+    Griewank,
     KeepAll,
     Limits,
     LocalSearch,
+    LpRounding,
     Milp,
     Plan,
     PlanError,
@@ -28,6 +33,14 @@ from tests.strategies import random_graph
 
 LIMITS = Limits(time_s=20.0, gap=0.0)
 HEURISTICS = (KeepAll(), LocalSearch(decodes=200), Auto(rounds=2), Milp())
+
+
+METHODS = (
+    *(kind(points) for kind in (ChenSqrtN, ChenGreedy, Griewank) for points in ("articulation", "linearized")),
+    ChainDP(),
+    LpRounding(samples=2, shares=(1.0, 0.8)),
+)
+"""Methods to compare with. Most are made for training graphs and find plans of those only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 
 from checkmate import BruteForce, Limits, Milp, Plan, Problem, Reason, simulate, solve
 from checkmate.solvers.milp import Milp as MilpSolver
-from tests.solvers.instances import HEURISTICS, LIMITS, check, draw, stage_optimum
+from tests.solvers.instances import HEURISTICS, LIMITS, METHODS, check, draw, stage_optimum
 
 FAST, ALL = 250, 10_000
 
@@ -26,7 +26,7 @@ def test_ten_thousand_instances():
     sys.stdout.write(f"seeds 0 to {ALL - 1}\n")
     for seed in range(ALL):
         instance = draw(seed)
-        for solver in HEURISTICS:
+        for solver in (*HEURISTICS, *METHODS):
             check(instance, solver)
 
 

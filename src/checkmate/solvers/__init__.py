@@ -5,6 +5,7 @@ from checkmate.solvers.brute_force import BruteForce
 from checkmate.solvers.chain_dp import ChainDP
 from checkmate.solvers.chen import ChenGreedy, ChenSqrtN
 from checkmate.solvers.griewank import Griewank
+from checkmate.solvers.intervals import Intervals
 from checkmate.solvers.keep_all import KeepAll
 from checkmate.solvers.local_search import LocalSearch
 from checkmate.solvers.lp_rounding import LpRounding
@@ -19,6 +20,7 @@ __all__ = [
     "ChenGreedy",
     "ChenSqrtN",
     "Griewank",
+    "Intervals",
     "KeepAll",
     "LocalSearch",
     "LpRounding",

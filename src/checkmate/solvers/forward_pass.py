@@ -1,7 +1,7 @@
 """The forward pass as the segment heuristics see it: points to cut at, and plans from what is dropped until when."""
 
 # The kernels of the eviction search are compiled by numba and have no types.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ class ForwardPass:
         length: int = kernels.decode(self._instance, self._scratch, *code)
         if length < 0:
             return None
-        cost, peak, _ = kernels.measure(self._instance, self._scratch, length)
-        if cost < 0:
+        measured: tuple[float, float, int] = kernels.measure(self._instance, self._scratch, length)
+        if measured[0] < 0:
             return None
         order: list[int] = self._scratch.sequence[: length - 1].tolist()
-        return Schedule(int(cost), int(peak) + self.graph.resident_bytes, order)
+        return Schedule(int(measured[0]), int(measured[1]) + self.graph.resident_bytes, order)
 
 
 Drops = Mapping[int, int]

@@ -1,8 +1,9 @@
-"""The stage formulation of the paper on HiGHS, for values with several readers, outputs and workspace."""
+"""The stage formulation of the paper as an integer program, on a choice of engines."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -11,10 +12,10 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
-from checkmate.solvers.stage_program import StageProgram
+from checkmate.solvers.stage_program import StageProgram, given_order_plan
 
 if TYPE_CHECKING:
-    from checkmate.solvers.backends.program import Floats
+    from checkmate.solvers.backends.program import Floats, Solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +29,28 @@ class Milp:
     rule plans out. Liveness is modelled by the last reader in a stage instead of by FREE, which is tighter.
 
     Attributes:
-        backend: Engine; ``"highs"``.
+        backend: Engine: ``"highs"``, or ``"scip"`` from OR-Tools, which runs in a process of its own and needs
+            ``pip install "checkmate-remat[solvers]"``.
         max_ops: Larger graphs (views not counted) are refused: the program grows with the square.
     """
 
-    backend: Literal["highs"] = "highs"
+    backend: Literal["highs", "scip"] = "highs"
     max_ops: int = 400
 
     def __post_init__(self) -> None:
-        if self.backend != "highs":
-            raise OptionError(f"backend={self.backend!r} is not an engine", hint="choose 'highs'")
+        if self.backend not in ("highs", "scip"):
+            raise OptionError(f"backend={self.backend!r} is not an engine", hint="choose 'highs' or 'scip'")
 
     def run(self, problem: Problem, session: Session) -> Termination:
-        """Build the program, start it from a quick plan and let the engine run to the limits."""
-        from checkmate.solvers.backends.highs import solve_integer
+        """Build the program, start it from a quick plan and let the engine run to the limits.
+
+        Raises:
+            MissingExtraError: The engine is one of OR-Tools, and that is not installed.
+            SolverError: The engine's answer is no solution.
+        """
         from checkmate.solvers.bounds.floor import floor
 
+        solve_integer = self._engine()
         fold = FoldViews.of(problem.graph)
         folded = fold.apply(problem)
         lowest = floor(problem.graph)
@@ -56,7 +63,9 @@ class Milp:
         stages = StageProgram(folded)
         program = stages.build()
         self._prove_any_order(folded, session, fold)
-        start = self._start(folded, session, fold, stages)
+        quick = given_order_plan(folded, session)
+        if quick is not None:
+            session.offer(fold.invert(quick))
 
         def take(solution: Floats) -> None:
             session.offer(fold.invert(stages.order(solution)))
@@ -68,18 +77,30 @@ class Milp:
             time_s=session.left_s(),
             absolute_gap=max(1e-7, min(gap, 0.5 / scale)) if session.limits.gap == 0 else max(1e-7, gap),
             threads=session.limits.threads,
-            start=start,
+            start=None if quick is None else stages.solution(quick),
             on_solution=take,
         )
         if solved.solution is not None:
             take(solved.solution)
         if math.isinf(solved.bound) and solved.bound > 0:
             return Termination(Reason.NOT_FOUND, detail="proven: no plan in stages of the graph's own order keeps the budget")
-        if all(value.base is None for value in folded.graph.values):
+        if math.isfinite(solved.bound) and all(value.base is None for value in folded.graph.values):
             bound = solved.bound * scale + fold.view_cost  # the program counts first computations too
             session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
-        limit = "" if solved.finished else "time"
-        return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit=limit)
+        limit = "" if solved.finished or solved.detail else "time"
+        return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit, solved.detail)
+
+    def _engine(self) -> Callable[..., Solved]:
+        """What solves integer programs; refused before any work if it is not installed."""
+        if self.backend == "highs":
+            from checkmate.solvers.backends.highs import solve_integer
+
+            return solve_integer
+        from checkmate.solvers.backends.child import require_ortools
+        from checkmate.solvers.backends.mathopt import solve_integer as solve_through_mathopt
+
+        require_ortools()
+        return solve_through_mathopt
 
     def _prove_any_order(self, folded: Problem, session: Session, fold: FoldViews) -> None:
         from checkmate.solvers.bounds.event_cuts import CutModel
@@ -92,14 +113,3 @@ class Milp:
         until = session.elapsed_s() + 5.0
         events = promising_events(folded.graph, [range(len(folded.graph.ops))])
         single_cuts(CutModel(folded), events, prove, lambda: session.elapsed_s() > until)
-
-    def _start(self, folded: Problem, session: Session, fold: FoldViews, stages: StageProgram) -> Floats | None:
-        from checkmate.solvers.evict.search import Search
-
-        given = Problem(folded.graph, folded.budget_bytes, folded.recompute, reorder=False)
-        search = Search(given, frozenset(), session.limits.seed)
-        if not search.first(out_of_time=lambda: session.left_s() <= 0):
-            return None
-        search.improve(400, 2e-4, lambda: session.left_s() <= 0)
-        session.offer(fold.invert(search.order()))
-        return stages.solution(search.order())

@@ -8,10 +8,35 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
+from checkmate.solvers.session import Session
 
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats, Program
+
+
+def inputs_with_storage(graph: Graph) -> list[list[int]]:
+    """Values each op needs; a view that is left is taken to need its storage's owner too. Shape ``[op]``."""
+    return [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
+
+
+def may_run_again(problem: Problem, o: int) -> bool:
+    """Whether an op of a graph whose views are folded may be computed more than once."""
+    op = problem.graph.ops[o]
+    return op.recomputable and (op.phase == "forward" or problem.recompute == "all")
+
+
+def given_order_plan(problem: Problem, session: Session) -> list[int] | None:
+    """A quick plan that computes ops for the first time in the graph's own order, to start an engine from."""
+    from checkmate.solvers.evict.search import Search
+
+    given = Problem(problem.graph, problem.budget_bytes, problem.recompute, reorder=False)
+    search = Search(given, frozenset(), session.limits.seed)
+    if not search.first(out_of_time=lambda: session.left_s() <= 0):
+        return None
+    search.improve(400, 2e-4, lambda: session.left_s() <= 0)
+    return search.order()
 
 
 class StageProgram:
@@ -27,12 +52,12 @@ class StageProgram:
         self.graph = graph = problem.graph
         self.ops = len(graph.ops)
         self.budget = problem.budget_bytes - graph.resident_bytes
-        self.inputs = [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
+        self.inputs = inputs_with_storage(graph)
         self.readers: list[list[int]] = [[] for _ in graph.values]
         for o, inputs in enumerate(self.inputs):
             for v in inputs:
                 self.readers[v].append(o)
-        self.again = [op.recomputable and (op.phase == "forward" or problem.recompute == "all") for op in graph.ops]
+        self.again = [may_run_again(problem, o) for o in range(self.ops)]
         self.last = [min(op.clobbered_by, default=self.ops) for op in graph.ops]
         self.stages = self.ops + 1
         self.R = np.full((self.stages, self.ops), -1, dtype=np.int64)

@@ -9,30 +9,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import highspy
 import numpy as np
 
-from checkmate.solvers.backends.program import Floats, Program, dual_bound, proves_infeasible
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Solved:
-    """What an engine says of a program.
-
-    Attributes:
-        bound: Proven lower bound on the optimum; infinite if proven infeasible.
-        solution: Values of the columns, or None. Shape ``[column]``.
-        objective: Cost of the solution, or infinite.
-        finished: Whether the engine ran to the end, no limit hit.
-    """
-
-    bound: float
-    solution: Floats | None
-    objective: float
-    finished: bool
+from checkmate.solvers.backends.program import Floats, Program, Solved, dual_bound, proves_infeasible
 
 
 def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:

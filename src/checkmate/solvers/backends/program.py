@@ -38,6 +38,25 @@ class Program:
     row_high: Floats
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Solved:
+    """What an engine says of a program.
+
+    Attributes:
+        bound: Proven lower bound on the optimum; infinite if proven infeasible.
+        solution: Values of the columns, or None. Shape ``[column]``.
+        objective: Cost of the solution, or infinite.
+        finished: Whether the engine ran to the end, no limit hit.
+        detail: What went wrong, in words.
+    """
+
+    bound: float
+    solution: Floats | None
+    objective: float
+    finished: bool
+    detail: str = ""
+
+
 @dataclass(slots=True)
 class ProgramBuilder:
     """Columns and rows so far. A negative column index in a row stands for a zero."""
