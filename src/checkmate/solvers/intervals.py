@@ -61,6 +61,8 @@ class Intervals:
         hint = given_order_plan(folded, session) if self.warm_start else None
         if hint is not None:
             session.offer(fold.invert(hint))
+            if session.done:
+                return Termination(Reason.FEASIBLE)
 
         def take(said: Any) -> None:
             try:
