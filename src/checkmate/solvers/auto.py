@@ -94,15 +94,19 @@ class _Run:
         from checkmate.solvers.local_search import suggested_decodes
         from checkmate.solvers.targets import target_lists
 
+        session = self.session
         searches: list[Search] = []
         for late in target_lists(self.folded):
             search = Search(self.folded, late, self.session.limits.seed)
             searches.append(search)
-            if search.first(out_of_time=self.out_of_time):
+            if search.first(out_of_time=self.out_of_time, settle=True):
+                self.offer(search.order())
+                search.first(out_of_time=self.out_of_time)
                 self.offer(search.order())
                 if self.session.done:
                     return searches
-                search.improve(suggested_decodes(len(self.graph.ops)) // 10, 2e-4, self.out_of_time)
+                until = session.elapsed_s() + 0.05 * min(60.0, session.left_s())
+                search.improve(suggested_decodes(len(self.graph.ops)) // 10, 2e-4, lambda: session.elapsed_s() > until)  # noqa: B023
                 self.offer(search.order())
         return sorted(searches, key=lambda search: search.best_cost)
 
@@ -116,27 +120,31 @@ class _Run:
         return single_cuts(model, events, prove, lambda: self.session.done or self.session.elapsed_s() > until)
 
     def _refine(self, searches: list[Search], event: int, rounds: int) -> None:
+        """Cut the search's own order first, which is quick and makes plans; then any order, at the same events."""
         from checkmate.solvers.bounds.event_cuts import CutModel
-        from checkmate.solvers.bounds.refine import floating_matters
+        from checkmate.solvers.bounds.refine import chain_of, floating_matters
         from checkmate.solvers.local_search import suggested_decodes
 
         session = self.session
         work = suggested_decodes(len(self.graph.ops))
-        search = searches[0]
         given: dict[int, CutModel] = {}
-        floating = floating_matters(self.any_order, event)
+        # A first look at any order is short: what it does not prove at once takes long, and plans come first.
+        floating = floating_matters(self.any_order, [event])
+        events = self._refine_once(self.any_order, searches[0], [event], self.prove, 0.1, floating=floating)
         for k in range(rounds):
-            before = (session.cost, session.bound)
-            # A first look at any order is short: what it does not prove at once takes long, and plans come first.
-            self._refine_once(self.any_order, search, event, self.prove, 0.1 if k == 0 else 0.35, floating=floating)
             if session.done:
                 return
+            before = (session.cost, session.bound)
             search = searches[k % len(searches)]
             model = given.setdefault(k % len(searches), CutModel(self.folded, tuple(search.targets)))
             proof = self.prove if not self.folded.reorder else self._narrow(search)
             given_event = self._best_single(model, [search], proof)
-            if given_event is not None:
-                self._refine_once(model, search, given_event, proof, 0.35, floating=False)
+            if given_event is not None and not session.done:
+                cuts = self._refine_once(model, search, [given_event], proof, 0.35, floating=True)
+                if self.folded.reorder and not session.done:
+                    events = chain_of(self.any_order, [*cuts, event, *events])
+                    floating = floating_matters(self.any_order, events)
+                    events = self._refine_once(self.any_order, search, events, self.prove, 0.5, floating=floating)
             if session.done:
                 return
             if search.improve(max(200, work // 4), 2e-4, self.out_of_time):
@@ -146,15 +154,17 @@ class _Run:
                 return
 
     def _refine_once(
-        self, model: CutModel, search: Search, event: int, prove: Callable[[float], None], share: float, *, floating: bool
-    ) -> None:
+        self, model: CutModel, search: Search, first: list[int], prove: Callable[[float], None], share: float, *, floating: bool
+    ) -> list[int]:
         from checkmate.solvers.bounds.refine import Refinement
 
         session = self.session
         until = session.elapsed_s() + min(session.left_s(), max(2.0, share * min(60.0, session.left_s())))
         gap = max(2e-5, session.limits.gap / 4)
         refinement = Refinement(model, search, prove, self.offer, gap=gap, threads=session.limits.threads)
-        refinement.run([event], self.best_share, lambda: 0.0 if session.done else until - session.elapsed_s(), floating=floating)
+        return refinement.run(
+            first, self.best_share, lambda: 0.0 if session.done else until - session.elapsed_s(), floating=floating
+        )
 
     def _narrow(self, search: Search) -> Callable[[float], None]:
         """Keep the best bound for a search's own order, to be shown by name."""

@@ -85,14 +85,23 @@ def single_cuts(model: CutModel, candidates: Sequence[int], prove: Prove, out_of
     return best_event
 
 
-def floating_matters(model: CutModel, event: int) -> bool:
-    """Whether ops beside the chain raise what an event proves; if not, their columns only slow the engine."""
+def floating_matters(model: CutModel, cuts: Sequence[int]) -> bool:
+    """Whether ops beside the chain raise what events prove; if not, their columns only slow the engine."""
     from checkmate.solvers.backends.highs import solve_linear
 
     with_them, without = (
-        solve_linear(model.build([event], floating=floating).program, time_s=5.0).bound for floating in (True, False)
+        solve_linear(model.build(cuts, floating=floating).program, time_s=5.0).bound for floating in (True, False)
     )
     return with_them > without + 1e-5
+
+
+def chain_of(model: CutModel, events: Iterable[int]) -> list[int]:
+    """The events that come one after another in every plan: each is taken if it is comparable with all before it."""
+    chain: list[int] = []
+    for event in events:
+        if event not in chain and all(model.comparable(c, event) for c in chain):
+            chain.append(event)
+    return sorted(chain)
 
 
 def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> Code:
@@ -135,9 +144,10 @@ class Refinement:
         graph = model.problem.graph
         self.rank = {o: i for i, o in enumerate(model.targets or range(len(graph.ops)))}
         self.chain = set(self.rank) if model.targets is not None else set(longest_chain(model))
-        self.rounds = 0
 
-    def run(self, first: Sequence[int], best_share: Callable[[], float], left_s: Callable[[], float], *, floating: bool) -> None:
+    def run(
+        self, first: Sequence[int], best_share: Callable[[], float], left_s: Callable[[], float], *, floating: bool
+    ) -> list[int]:
         """Refine from some first events until the bound meets the best plan, nothing is violated, or time is up.
 
         Args:
@@ -145,36 +155,41 @@ class Refinement:
             floating: Whether ops beside the chain are modelled: a sharper bound from a larger program.
             best_share: Extra cost of the best plan so far, as a share.
             left_s: Seconds left for this refinement.
-        """
-        from checkmate.solvers.backends.highs import solve_integer
 
-        chain = {o for o in self.chain | set(first) if all(self.model.comparable(o, f) for f in first)}
-        cuts = sorted(set(first), key=lambda o: self._before(o))
+        Returns:
+            The events of the last program.
+        """
+        from checkmate.solvers.backends.highs import solve_integer, solve_linear
+
+        chain = {o for o in self.chain | set(first) if all(self.model.comparable(f, o) for f in first)}
+        cuts = sorted(set(first), key=self._before)
         budget = self.model.problem.budget_bytes
         while left_s() > 0.2:
             cut = self.model.build(cuts, floating=floating)
             if cut.impossible:
                 self.prove(math.inf)
-                return
+                break
+            if len(cuts) > 1:
+                self.prove(solve_linear(cut.program, time_s=min(10.0, 0.3 * left_s())).bound)
+            if left_s() <= 0:
+                break
             solved = solve_integer(cut.program, time_s=left_s(), absolute_gap=self.gap, threads=self.threads)
-            self.rounds += 1
             self.prove(solved.bound)
             if solved.solution is None or solved.bound >= best_share() - self.gap:
-                return
+                break
             code = code_of(cut, solved.solution, self.model, self.search)
             order = self.search.realise(code)
             if not order:
-                return
+                break
             self.offer(order)
             self._continue_from(code)
             held = first_bytes(self.model.problem.graph, order)
             broken = {o: h for o, h in held.items() if h > budget and o in chain and o not in cuts}
-            if not solved.finished or not broken:
-                return
-            added = self._separated(broken, cuts)
+            added = self._separated(broken, cuts) if solved.finished else []
             if not added:
-                return
-            cuts = sorted({*cuts, *added}, key=lambda o: self._before(o))
+                break
+            cuts = sorted({*cuts, *added}, key=self._before)
+        return cuts
 
     def _continue_from(self, code: Code) -> None:
         if self.search.start_from(code):

@@ -135,7 +135,9 @@ class Scratch(NamedTuple):
     seen_value: Any
     stamp: Any
     group: Any
-    best_group: Any
+    candidate: Any
+    score: Any
+    noise: Any
     group_size: Any
     penalty: Any
     bytes_at: Any
@@ -185,7 +187,9 @@ def build_scratch(instance: Instance, stretch: int = 8) -> Scratch:
         seen_value=ints(values),
         stamp=ints(1),
         group=ints(values + 8),
-        best_group=ints(values + 8),
+        candidate=ints(values),
+        score=np.zeros(values),
+        noise=np.zeros(values),
         group_size=ints(1),
         penalty=np.zeros(1),
         bytes_at=np.zeros(length + 2),

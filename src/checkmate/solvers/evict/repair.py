@@ -99,8 +99,8 @@ def _evict(w, low, high, count, value, last_touch, peak_stage):
 
 
 @njit(cache=True, error_model="numpy")
-def _evict_cheapest(g, w, low, high, count, length, budget, peak, peak_at, power, noise, random):
-    """Evict, at the peak, the value with the least remaking cost per byte of excess relieved."""
+def _index_runs(g, w, length, budget):
+    """Positions at which each op runs, and the number of positions over the budget before each position."""
     w.run_start[:] = 0
     for p in range(length):
         w.run_start[w.sequence[p] + 1] += 1
@@ -116,68 +116,101 @@ def _evict_cheapest(g, w, low, high, count, length, budget, peak, peak_at, power
     w.over[0] = 0
     for p in range(length):
         w.over[p + 1] = w.over[p] + (1 if w.profile[p] > budget else 0)
-    best_score = IMPOSSIBLE
-    best_value = -1
-    best_touch = 0
-    best_size = 0
-    excess = peak - budget
+
+
+@njit(cache=True, error_model="numpy")
+def _price(g, w, low, high, count, v, peak_at, excess, power):
+    """Score, bytes relieved and last touch of dropping a value at the peak; lower scores are better.
+
+    The score is the remaking cost per byte of excess relieved. Fills ``w.group``.
+    """
     peak_stage = w.stage_of[peak_at]
+    p = g.producer[v]
+    made = _run_before(w, p, peak_at)
+    if made < 0:
+        return IMPOSSIBLE, 0.0, 0
+    x = w.first_instance[made] + g.slot[v]
+    if w.last_read[x] <= peak_at:
+        return IMPOSSIBLE, 0.0, 0
+    first = w.use_start[x]
+    use = _first_from(w.use_position, first, w.use_start[x + 1], peak_at)
+    touch = w.use_position[use - 1] if use > first else made
+    if use >= w.use_start[x + 1] or w.use_position[use] == peak_at:
+        return IMPOSSIBLE, 0.0, 0
+    need_at = w.use_position[use]
+    need_stage = w.stage_of[need_at]
+    if (w.stage_of[touch] == peak_stage and need_stage == peak_stage) or need_stage > g.last_stage[p]:
+        return IMPOSSIBLE, 0.0, 0
+    w.group_size[0] = 0
+    w.stamp[0] += 1
+    total = _remake_cost(g, w, low, high, count, p, peak_at, need_at, need_stage)
+    gain = g.size[v] - w.penalty[0]
+    if total >= IMPOSSIBLE or gain <= 0:
+        return IMPOSSIBLE, 0.0, 0
+    benefit = min(gain, excess)
+    if power > 0:
+        benefit *= max(1, w.over[need_at] - w.over[touch + 1]) ** power
+    return (total + 1e-9) / benefit, gain, touch
+
+
+@njit(cache=True, error_model="numpy")
+def _evict_at_peak(g, w, low, high, count, length, budget, peak, peak_at, power, noise, haste, random):
+    """Evict the cheapest values at the peak until they weigh ``haste`` of the excess, and one at least.
+
+    What was evicted makes others dearer, so a score counts only if it still holds when its turn comes.
+    """
+    _index_runs(g, w, length, budget)
+    peak_stage = w.stage_of[peak_at]
+    excess = peak - budget
+    candidates = 0
     for v in range(len(g.size)):
-        if not g.evictable[v]:
+        if g.evictable[v]:
+            score, _, _ = _price(g, w, low, high, count, v, peak_at, excess, power)
+            if score < IMPOSSIBLE:
+                w.candidate[candidates] = v
+                w.noise[candidates] = np.exp(noise * (next_random(random) - 0.5) * 2) if noise > 0 else 1.0
+                w.score[candidates] = score * w.noise[candidates]
+                candidates += 1
+    fits = candidates > 0
+    first = True
+    enough = excess * (1.0 - haste)
+    while fits and candidates > 0 and (first or excess > enough):
+        best = 0
+        for k in range(1, candidates):
+            if w.score[k] < w.score[best]:
+                best = k
+        v = w.candidate[best]
+        score, gain, touch = _price(g, w, low, high, count, v, peak_at, excess, power)
+        score *= w.noise[best]
+        if not first and score > w.score[best] * (1 + 1e-9):
+            if score >= IMPOSSIBLE:
+                candidates -= 1
+                w.candidate[best] = w.candidate[candidates]
+                w.score[best] = w.score[candidates]
+                w.noise[best] = w.noise[candidates]
+            else:
+                w.score[best] = score
             continue
-        p = g.producer[v]
-        made = _run_before(w, p, peak_at)
-        if made < 0:
-            continue
-        x = w.first_instance[made] + g.slot[v]
-        if w.last_read[x] <= peak_at:
-            continue
-        first = w.use_start[x]
-        use = _first_from(w.use_position, first, w.use_start[x + 1], peak_at)
-        touch = w.use_position[use - 1] if use > first else made
-        if use >= w.use_start[x + 1] or w.use_position[use] == peak_at:
-            continue
-        need_at = w.use_position[use]
-        need_stage = w.stage_of[need_at]
-        if w.stage_of[touch] == peak_stage and need_stage == peak_stage:
-            continue
-        if need_stage > g.last_stage[p]:
-            continue
-        w.group_size[0] = 0
-        w.stamp[0] += 1
-        total = _remake_cost(g, w, low, high, count, p, peak_at, need_at, need_stage)
-        if total >= IMPOSSIBLE:
-            continue
-        gain = g.size[v] - w.penalty[0]
-        if gain <= 0:
-            continue
-        benefit = min(gain, excess)
-        if power > 0:
-            benefit *= max(1, w.over[need_at] - w.over[touch + 1]) ** power
-        score = (total + 1e-9) / benefit
-        if noise > 0:
-            score *= np.exp(noise * (next_random(random) - 0.5) * 2)
-        if score < best_score:
-            best_score = score
-            best_value = v
-            best_touch = touch
-            best_size = w.group_size[0]
-            for k in range(best_size):
-                w.best_group[k] = w.group[k]
-    if best_value < 0:
-        return False
-    fits = _evict(w, low, high, count, best_value, best_touch, peak_stage)
-    for k in range(best_size):
-        x = w.best_group[k]
-        fits = _evict(w, low, high, count, w.value_of[x], w.last_read[x], peak_stage) and fits
+        fits = _evict(w, low, high, count, v, touch, peak_stage)
+        for k in range(w.group_size[0]):
+            x = w.group[k]
+            fits = _evict(w, low, high, count, w.value_of[x], w.last_read[x], peak_stage) and fits
+        excess -= gain
+        first = False
+        candidates -= 1
+        w.candidate[best] = w.candidate[candidates]
+        w.score[best] = w.score[candidates]
+        w.noise[best] = w.noise[candidates]
     return fits
 
 
 @njit(cache=True, error_model="numpy")
-def repair(g, w, low, high, count, budget, power, noise, cutoff, rounds, random, facts):
+def repair(g, w, low, high, count, budget, power, noise, haste, cutoff, rounds, random, facts):
     """Evict until the peak is within the budget; False if that fails or costs ``cutoff`` or more.
 
-    On success ``w.sequence`` holds the plan; ``facts`` its cost, peak and length.
+    Every round decodes and measures, then evicts at the peak: one value with ``haste`` 0, as many as
+    weigh the whole excess with 1. On success ``w.sequence`` holds the plan; ``facts`` its cost, peak
+    and length.
     """
     done = 0
     while True:
@@ -196,7 +229,7 @@ def repair(g, w, low, high, count, budget, power, noise, cutoff, rounds, random,
         done += 1
         if cost > cutoff or done > rounds:
             return False
-        if not _evict_cheapest(g, w, low, high, count, length, budget, peak, peak_at, power, noise, random):
+        if not _evict_at_peak(g, w, low, high, count, length, budget, peak, peak_at, power, noise, haste, random):
             return False
 
 
@@ -259,8 +292,9 @@ def ruin_and_repair(
                 try_count[v] = kept
         power = random_below(random, 5) * 0.25
         noise = 0.3 if random_below(random, 2) else 0.05
+        haste = random_below(random, 3) * 0.5
         limit = costs[0] + heat * next_random(random) * 3
-        if repair(g, w, try_low, try_high, try_count, budget, power, noise, limit, 200 + values, random, facts):
+        if repair(g, w, try_low, try_high, try_count, budget, power, noise, haste, limit, 200 + values, random, facts):
             costs[0] = facts[COST]
             _copy(try_low, try_high, try_count, low, high, count)
             if costs[0] < costs[1]:

@@ -16,7 +16,10 @@ from checkmate.solvers.evict.repair import COST, DECODES, LENGTH, repair, ruin_a
 Code = tuple[Any, Any, Any]
 """Eviction intervals: low and high ``[value, slot]``, count ``[value]``."""
 
-_POWERS = (0.0, 0.3, 0.6, 1.0, 1.5)
+_ATTEMPTS = ((0.0, 1.0), (0.3, 1.0), (0.6, 1.0), (1.0, 1.0), (1.5, 1.0), (0.0, 0.0), (0.6, 0.0))
+"""Weight of how long a value relieves the excess, and haste, of greedy plans."""
+_CAREFUL_OPS = 3000
+"""On larger graphs a greedy plan made with care takes seconds, and is no better."""
 _SLOTS = 24
 
 
@@ -68,26 +71,27 @@ class Search:
         self.best_cost = math.inf
 
     def first(self, tries: int = 40, out_of_time: Callable[[], bool] = lambda: False, *, settle: bool = False) -> bool:
-        """Look for plans from nothing, greedily with several weights, later with noise.
+        """Look for plans from nothing: in haste with several weights, then with care, then with noise.
 
         Args:
             tries: Most attempts; without ``settle`` the noisy ones stop at the first plan.
             out_of_time: Called between attempts.
             settle: Whether the first plan is enough.
         """
+        plain = len(_ATTEMPTS) if len(self.instance.cost) <= _CAREFUL_OPS else sum(haste == 1.0 for _, haste in _ATTEMPTS)
         for k in range(tries):
-            if (math.isfinite(self.best_cost) and (settle or k >= len(_POWERS))) or out_of_time():
+            if (math.isfinite(self.best_cost) and (settle or k >= plain)) or out_of_time():
                 break
-            noise = 0.0 if k < len(_POWERS) else 0.2 + 0.05 * (k // len(_POWERS))
+            power, haste = _ATTEMPTS[k % plain]
             self._clear(self._trial)
-            self._repair(_POWERS[k % len(_POWERS)], noise)
+            self._repair(power, 0.0 if k < plain else 0.2 + 0.05 * (k // plain), haste)
         return math.isfinite(self.best_cost)
 
     def start_from(self, code: Code) -> bool:
         """Repair a given code; what is cheaper than the best becomes the start of `improve`."""
         for own, given in zip(self._trial, code, strict=True):
             own[:] = given
-        return self._repair(0.3, 0.0)
+        return self._repair(0.3, 0.0, 0.0)
 
     def improve(self, decodes: int, heat: float, out_of_time: Callable[[], bool]) -> bool:
         """Ruin and repair from the best plan for a given amount of work.
@@ -128,7 +132,7 @@ class Search:
         for own, given in zip(self._trial, code, strict=True):
             own[:] = given
         facts = np.zeros(8)
-        if not repair(self.instance, self._scratch, *self._trial, math.inf, 0.0, 0.0, math.inf, 0, self._random, facts):
+        if not repair(self.instance, self._scratch, *self._trial, math.inf, 0.0, 0.0, 0.0, math.inf, 0, self._random, facts):
             return []
         return self._scratch.sequence[: int(facts[LENGTH]) - 1].tolist()
 
@@ -139,11 +143,11 @@ class Search:
     def _clear(self, code: Code) -> None:
         code[2][:] = 0
 
-    def _repair(self, power: float, noise: float) -> bool:
+    def _repair(self, power: float, noise: float, haste: float) -> bool:
         rounds = 20 * len(self.instance.size)
         found = repair(
             self.instance, self._scratch, *self._trial,
-            self._budget, power, noise, self.best_cost, rounds, self._random, self._facts,
+            self._budget, power, noise, haste, self.best_cost, rounds, self._random, self._facts,
         )  # fmt: skip
         if found:
             self.best_cost = float(self._facts[COST])
