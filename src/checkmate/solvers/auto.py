@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from checkmate.core.problem import Problem
-from checkmate.core.result import Reason, Termination
+from checkmate.core.result import Limits, Reason, Termination
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 
@@ -63,7 +64,7 @@ class _Run:
         searches = self._first_plans()
         if self.session.done:
             return
-        event = self._best_single(self.any_order, searches, self.prove)
+        event = self._best_single(self.any_order, searches)
         if self.session.done or event is None:
             return
         self._refine(searches, event, rounds)
@@ -75,10 +76,15 @@ class _Run:
     def offer(self, order: list[int]) -> bool:
         return self.session.offer(self.fold.invert(order))
 
-    def prove(self, share: float) -> None:
-        """Take a bound as extra cost over computing each op of the folded graph once."""
-        if share >= 0:
-            self.session.prove(self.fold.original.cost + self.once * share)
+    def prove(self, search: Search, share: float, any_order: bool) -> None:
+        """Take a bound, as extra cost over computing each op of the folded graph once.
+
+        One that holds for the order of a search only is kept with it, to be shown by name.
+        """
+        if any_order or not self.folded.reorder:
+            self.session.prove(self.fold.original.cost + self.once * max(0.0, share))
+        elif share < math.inf:
+            search.order_bound = max(search.order_bound, share)
 
     def best_share(self) -> float:
         if self.session.cost is None:
@@ -88,6 +94,11 @@ class _Run:
     def out_of_time(self) -> bool:
         return self.session.left_s() <= 0
 
+    def _after(self, share: float) -> Callable[[], bool]:
+        """Whether a share of the time that is left now, of a minute at most, is used up."""
+        until = self.session.elapsed_s() + share * min(60.0, self.session.left_s())
+        return lambda: self.session.elapsed_s() > until
+
     def _first_plans(self) -> list[Search]:
         """A search for each list of targets, those with a plan first."""
         from checkmate.solvers.evict.search import Search
@@ -95,82 +106,91 @@ class _Run:
         from checkmate.solvers.targets import target_lists
 
         session = self.session
-        searches: list[Search] = []
-        for late in target_lists(self.folded):
-            search = Search(self.folded, late, self.session.limits.seed)
-            searches.append(search)
-            if search.first(out_of_time=self.out_of_time, settle=True):
+        searches = [Search(self.folded, late, session.limits.seed) for late in target_lists(self.folded)]
+        for search in searches:
+            late = self._after(0.15)
+            if search.first(out_of_time=late, settle=True):
                 self.offer(search.order())
-                search.first(out_of_time=self.out_of_time)
+                search.first(out_of_time=late)
                 self.offer(search.order())
-                if self.session.done:
+                if session.done:
                     return searches
-                until = session.elapsed_s() + 0.05 * min(60.0, session.left_s())
-                search.improve(suggested_decodes(len(self.graph.ops)) // 10, 2e-4, lambda: session.elapsed_s() > until)  # noqa: B023
+        if session.plan is None:
+            self._squeeze()
+        for search in searches:
+            if session.plan is not None:
+                search.start_from_order(self.fold.apply_order(session.plan.order))
+            if math.isfinite(search.best_cost) and not session.done:
+                search.improve(suggested_decodes(len(self.graph.ops)) // 10, 2e-4, self._after(0.05))
                 self.offer(search.order())
         return sorted(searches, key=lambda search: search.best_cost)
 
-    def _best_single(self, model: CutModel, searches: list[Search], prove: Callable[[float], None]) -> int | None:
+    def _squeeze(self) -> None:
+        """Look for a plan where few are: a search for lower and lower peaks comes by some that one for this budget misses."""
+        from checkmate.solvers.smallest import smallest_peak
+
+        session = self.session
+        limits = Limits(time_s=0.3 * min(60.0, session.left_s()), seed=session.limits.seed)
+        smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
+        if smallest.plan is not None:
+            session.offer(smallest.plan.order)
+
+    def _best_single(self, model: CutModel, searches: list[Search]) -> int | None:
         """Bound by single events where the plans are fullest; returns the event that proves most."""
         from checkmate.solvers.bounds.refine import promising_events, single_cuts
 
         plans = [search.order() for search in searches if math.isfinite(search.best_cost)]
         events = promising_events(self.graph, [range(len(self.graph.ops)), *plans[:2]])
-        until = self.session.elapsed_s() + max(2.0, 0.2 * min(60.0, self.session.left_s()))
-        return single_cuts(model, events, prove, lambda: self.session.done or self.session.elapsed_s() > until)
+        late = self._after(0.2)
+        return single_cuts(model, events, partial(self.prove, searches[0]), lambda: self.session.done or late())
 
     def _refine(self, searches: list[Search], event: int, rounds: int) -> None:
-        """Cut the search's own order first, which is quick and makes plans; then any order, at the same events."""
+        """Cut any order; cut the search's own order, which makes better plans; cut any order where either proves more."""
         from checkmate.solvers.bounds.event_cuts import CutModel
-        from checkmate.solvers.bounds.refine import chain_of, floating_matters
+        from checkmate.solvers.bounds.refine import chain_of, quick_bound
         from checkmate.solvers.local_search import suggested_decodes
 
         session = self.session
         work = suggested_decodes(len(self.graph.ops))
         given: dict[int, CutModel] = {}
-        # A first look at any order is short: what it does not prove at once takes long, and plans come first.
-        floating = floating_matters(self.any_order, [event])
-        events = self._refine_once(self.any_order, searches[0], [event], self.prove, 0.1, floating=floating)
+        events, share = [event], 0.25
         for k in range(rounds):
-            if session.done:
-                return
             before = (session.cost, session.bound)
             search = searches[k % len(searches)]
+            if self.folded.reorder:
+                floating = quick_bound(self.any_order, events)[1]
+                events = self._refine_once(self.any_order, search, events, share, floating=floating)
+                if session.done:
+                    return
             model = given.setdefault(k % len(searches), CutModel(self.folded, tuple(search.targets)))
-            proof = self.prove if not self.folded.reorder else self._narrow(search)
-            given_event = self._best_single(model, [search], proof)
-            if given_event is not None and not session.done:
-                cuts = self._refine_once(model, search, [given_event], proof, 0.35, floating=True)
-                if self.folded.reorder and not session.done:
-                    events = chain_of(self.any_order, [*cuts, event, *events])
-                    floating = floating_matters(self.any_order, events)
-                    events = self._refine_once(self.any_order, search, events, self.prove, 0.5, floating=floating)
+            first = self._best_single(model, [search])
             if session.done:
                 return
+            if first is not None:
+                cuts = self._refine_once(model, search, [first], 0.35, floating=True)
+                if session.done:
+                    return
+                other = chain_of(self.any_order, [*cuts, event])
+                events = max(events, other, key=lambda chain: quick_bound(self.any_order, chain)[0])
+                share = 0.6
             if search.improve(max(200, work // 4), 2e-4, self.out_of_time):
                 self.offer(search.order())
+            if session.done:
+                return
             if (session.cost, session.bound) == before and k >= len(searches):
                 session.remark(f"no gain in round {k + 1} of refinement")
                 return
 
-    def _refine_once(
-        self, model: CutModel, search: Search, first: list[int], prove: Callable[[float], None], share: float, *, floating: bool
-    ) -> list[int]:
+    def _refine_once(self, model: CutModel, search: Search, first: list[int], share: float, *, floating: bool) -> list[int]:
+        """Refine from some events for a share of the time that is left; returns the events it came to."""
         from checkmate.solvers.bounds.refine import Refinement
 
         session = self.session
-        until = session.elapsed_s() + min(session.left_s(), max(2.0, share * min(60.0, session.left_s())))
+        until = session.elapsed_s() + share * min(60.0, session.left_s())
         gap = max(2e-5, session.limits.gap / 4)
-        refinement = Refinement(model, search, prove, self.offer, gap=gap, threads=session.limits.threads)
-        return refinement.run(
-            first, self.best_share, lambda: 0.0 if session.done else until - session.elapsed_s(), floating=floating
-        )
 
-    def _narrow(self, search: Search) -> Callable[[float], None]:
-        """Keep the best bound for a search's own order, to be shown by name."""
+        def left_s() -> float:
+            return 0.0 if session.done else until - session.elapsed_s()
 
-        def note(share: float) -> None:
-            if share < math.inf and share > search.order_bound:
-                search.order_bound = share
-
-        return note
+        refinement = Refinement(model, search, partial(self.prove, search), self.offer, gap=gap, threads=session.limits.threads)
+        return refinement.run(first, self.best_share, left_s, floating=floating)

@@ -106,8 +106,8 @@ class Milp:
         from checkmate.solvers.bounds.event_cuts import CutModel
         from checkmate.solvers.bounds.refine import promising_events, single_cuts
 
-        def prove(share: float) -> None:
-            if share >= 0:
+        def prove(share: float, any_order: bool) -> None:
+            if any_order and share >= 0:
                 session.prove(fold.original.cost + share * max(1, folded.graph.cost))
 
         until = session.elapsed_s() + 5.0

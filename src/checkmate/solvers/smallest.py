@@ -37,12 +37,13 @@ class Smallest:
     why: str
 
 
-def smallest_peak(problem: Problem, limits: Limits | None = None) -> Smallest:
+def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int = 0) -> Smallest:
     """Bisect the budget down to the floor with the first plans of a local search.
 
     Args:
         problem: Graph and what a plan may do; its budget is ignored.
         limits: Time and seed; twenty seconds by default.
+        enough: A peak that is low enough, resident bytes included; the bisection ends there.
     """
     from checkmate.solvers.evict.search import Search
 
@@ -60,7 +61,7 @@ def smallest_peak(problem: Problem, limits: Limits | None = None) -> Smallest:
     searches = [Search(fold.apply(problem.replace_budget(peak)), late, limits.seed) for late in target_lists(fold.apply(problem))]
     for tries in _TRIES:
         guess = low = lowest.peak_bytes
-        while low < peak and clock.left_s() > 0:
+        while max(low, enough) < peak and clock.left_s() > 0:
             reached = None
             for search in searches:
                 search.set_budget(guess)

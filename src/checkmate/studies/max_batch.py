@@ -285,8 +285,8 @@ class _Hunt:
         fold = FoldViews.of(problem.graph)
         folded = fold.apply(problem)
 
-        def prove(share: float) -> None:
-            if share >= 0:
+        def prove(share: float, any_order: bool) -> None:
+            if any_order and share >= 0:
                 session.prove(problem.graph.cost + share * max(1, folded.graph.cost))
 
         events = promising_events(folded.graph, [range(len(folded.graph.ops))])

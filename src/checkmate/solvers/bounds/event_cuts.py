@@ -123,6 +123,17 @@ class CutModel:
         above, below = self.sides(a)
         return a == b or bool(above[b] or below[b])
 
+    def any_order(self, cuts: Sequence[int]) -> bool:
+        """Whether what these events prove holds for any order: the DAG itself says what comes before and after each."""
+        if self.targets is None:
+            return True
+        for cut in cuts:
+            known = self._reach([cut], self.parents) | self._reach([cut], self.children)
+            known[cut] = True
+            if not known.all():
+                return False
+        return True
+
     def build(self, cuts: Sequence[int], *, floating: bool = True) -> CutProgram:
         """The program of a chain of events, given from first to last.
 

@@ -14,8 +14,8 @@ from checkmate.solvers.backends.program import Floats
 from checkmate.solvers.bounds.event_cuts import CutModel, CutProgram
 from checkmate.solvers.evict.search import Code, Search
 
-Prove = Callable[[float], None]
-"""Takes a bound as a share: extra cost over the cost of computing every op once."""
+Prove = Callable[[float, bool], None]
+"""Takes a bound as a share, extra cost over the cost of computing every op once, and whether it holds for any order."""
 
 
 def first_bytes(graph: Graph, order: Iterable[int]) -> dict[int, int]:
@@ -77,7 +77,7 @@ def single_cuts(model: CutModel, candidates: Sequence[int], prove: Prove, out_of
         bound = math.inf if cut.impossible else solve_linear(cut.program, time_s=5.0).bound
         if bound > best:
             best, best_event = bound, event
-            prove(bound)
+            prove(bound, model.any_order([event]))
         if math.isinf(best) and best > 0:
             return best_event
         if out_of_time():
@@ -85,14 +85,17 @@ def single_cuts(model: CutModel, candidates: Sequence[int], prove: Prove, out_of
     return best_event
 
 
-def floating_matters(model: CutModel, cuts: Sequence[int]) -> bool:
-    """Whether ops beside the chain raise what events prove; if not, their columns only slow the engine."""
+def quick_bound(model: CutModel, cuts: Sequence[int]) -> tuple[float, bool]:
+    """What events prove by their linear program, and whether ops beside the chain add to it.
+
+    If they do not, their columns only slow the engine.
+    """
     from checkmate.solvers.backends.highs import solve_linear
 
     with_them, without = (
         solve_linear(model.build(cuts, floating=floating).program, time_s=5.0).bound for floating in (True, False)
     )
-    return with_them > without + 1e-5
+    return max(with_them, without), with_them > without + 1e-5
 
 
 def chain_of(model: CutModel, events: Iterable[int]) -> list[int]:
@@ -127,7 +130,7 @@ class Refinement:
     Args:
         model: The cuts' model, for any order or for the search's targets.
         search: Where realised plans are repaired and improved.
-        prove: Takes bounds, as shares; for a model with targets they hold for that order only.
+        prove: Takes bounds, as shares.
         offer: Takes orders of the folded graph.
         gap: Distance of share at which an integer program may stop.
     """
@@ -166,15 +169,16 @@ class Refinement:
         budget = self.model.problem.budget_bytes
         while left_s() > 0.2:
             cut = self.model.build(cuts, floating=floating)
+            any_order = self.model.any_order(cuts)
             if cut.impossible:
-                self.prove(math.inf)
+                self.prove(math.inf, any_order)
                 break
             if len(cuts) > 1:
-                self.prove(solve_linear(cut.program, time_s=min(10.0, 0.3 * left_s())).bound)
+                self.prove(solve_linear(cut.program, time_s=min(10.0, 0.3 * left_s())).bound, any_order)
             if left_s() <= 0:
                 break
-            solved = solve_integer(cut.program, time_s=left_s(), absolute_gap=self.gap, threads=self.threads)
-            self.prove(solved.bound)
+            solved = solve_integer(cut.program, time_s=left_s(), absolute_gap=self.gap, threads=self.threads, cutoff=best_share())
+            self.prove(solved.bound, any_order)
             if solved.solution is None or solved.bound >= best_share() - self.gap:
                 break
             code = code_of(cut, solved.solution, self.model, self.search)

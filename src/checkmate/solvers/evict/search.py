@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,10 @@ class Search:
             own[:] = given
         return self._repair(0.3, 0.0, 0.0)
 
+    def start_from_order(self, order: Sequence[int]) -> bool:
+        """Start from a plan that is there already, as near to it as an eviction code comes."""
+        return self.start_from(self._code_of(order))
+
     def improve(self, decodes: int, heat: float, out_of_time: Callable[[], bool]) -> bool:
         """Ruin and repair from the best plan for a given amount of work.
 
@@ -139,6 +143,26 @@ class Search:
     def evict(self, code: Code, value: int, start: int, stop: int) -> bool:
         """Add to a code that a value is not held in stages ``start`` to ``stop``."""
         return bool(add_interval(*code, value, start, stop))
+
+    def _code_of(self, order: Sequence[int]) -> Code:
+        """Code that does not hold a value between the last touch of an instance and the making of the next."""
+        instance, code = self.instance, self.empty_code()
+        first = {o: p for p, o in reversed(list(enumerate(order)))}
+        stages: list[int] = []
+        stage = len(instance.targets) - 1
+        for p in range(len(order) - 1, -1, -1):
+            if first[order[p]] == p:
+                stage = self.stage.get(order[p], stage)
+            stages.append(stage)
+        touched: dict[int, int] = {}
+        for o, stage in zip(order, reversed(stages), strict=True):
+            for v in instance.reads[instance.read_start[o] : instance.read_start[o + 1]].tolist():
+                touched[v] = stage
+            for v in instance.writes[instance.write_start[o] : instance.write_start[o + 1]].tolist():
+                if v in touched:
+                    self.evict(code, v, touched[v] + 1, stage)
+                touched[v] = stage
+        return code
 
     def _clear(self, code: Code) -> None:
         code[2][:] = 0

@@ -62,6 +62,11 @@ class FoldViews:
         """The problem on the folded graph."""
         return Problem(self.folded, problem.budget_bytes, problem.recompute, problem.reorder)
 
+    def apply_order(self, order: Iterable[int]) -> list[int]:
+        """Order of the folded graph for an order of the original one."""
+        new_op = {o: i for i, o in enumerate(self.kept_ops)}
+        return [new_op[o] for o in order if o in new_op]
+
     def invert(self, order: Iterable[int]) -> list[int]:
         """Order of the original graph for an order of the folded one: a view right before its reader.
 
