@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from checkmate.solvers.evict.search import Search
 
 
+_CLOSE = 0.75
+
+
 @dataclass(frozen=True, slots=True)
 class Auto:
     """Local search for plans and event cuts for the proof, each started from what the other found.
@@ -153,7 +156,9 @@ class _Run:
         session = self.session
         work = suggested_decodes(len(self.graph.ops))
         given: dict[int, CutModel] = {}
-        events, share = [event], 0.25
+        # Where one event proves most of what the plan costs it is the proof that lacks; else the plan may.
+        bound = self.session.bound - self.fold.original.cost
+        events, share = [event], 0.5 if bound > _CLOSE * self.once * self.best_share() else 0.2
         for k in range(rounds):
             before = (session.cost, session.bound)
             search = searches[k % len(searches)]
