@@ -106,10 +106,11 @@ class _Run:
         """A search for each list of targets, those with a plan first."""
         from checkmate.solvers.evict.search import Search
         from checkmate.solvers.local_search import suggested_decodes
-        from checkmate.solvers.targets import target_lists
+        from checkmate.solvers.targets import starts
 
         session = self.session
-        searches = [Search(self.folded, late, session.limits.seed) for late in target_lists(self.folded)]
+        seed = session.limits.seed
+        searches = [Search(self.folded, late, seed, order) for order, late in starts(self.folded, seed)]
         for search in searches:
             late = self._after(0.15)
             if search.first(out_of_time=late, settle=True):

@@ -26,13 +26,13 @@ class LocalSearch:
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search from every list of targets until the work or the time is used up."""
         from checkmate.solvers.evict.search import Search
-        from checkmate.solvers.targets import target_lists
+        from checkmate.solvers.targets import starts
 
         fold = FoldViews.of(problem.graph)
         folded = fold.apply(problem)
         found = False
-        for late in target_lists(folded):
-            search = Search(folded, late, session.limits.seed)
+        for order, late in starts(folded, session.limits.seed):
+            search = Search(folded, late, session.limits.seed, order)
             if not search.first(out_of_time=lambda: session.left_s() <= 0):
                 continue
             found = True

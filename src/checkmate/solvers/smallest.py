@@ -12,7 +12,7 @@ from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.orders import late_order
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
-from checkmate.solvers.targets import target_lists
+from checkmate.solvers.targets import starts
 
 _TRIES = (1, 5, 40)
 """Attempts at a budget in each bisection: one that fails takes a second on a thousand ops, and near the floor most fail."""
@@ -58,7 +58,8 @@ def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int
     peak = simulate(graph, best).peak_bytes
     clock = Session(problem, limits)
     fold = FoldViews.of(graph)
-    searches = [Search(fold.apply(problem.replace_budget(peak)), late, limits.seed) for late in target_lists(fold.apply(problem))]
+    folded = fold.apply(problem.replace_budget(peak))
+    searches = [Search(folded, late, limits.seed, order) for order, late in starts(folded, limits.seed)]
     for tries in _TRIES:
         guess = low = lowest.peak_bytes
         while max(low, enough) < peak and clock.left_s() > 0:

@@ -55,19 +55,20 @@ class Instance(NamedTuple):
     evictable: Flags
 
 
-def build_instance(problem: Problem, on_demand: frozenset[int]) -> Instance:
+def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[int] | None = None) -> Instance:
     """Arrays of a problem whose views are folded.
 
     Args:
         problem: The problem. A view left in its graph counts as a read of its storage's owner too.
         on_demand: Ops that are no targets: computed when somebody asks.
+        order: Order of the targets; the graph's own by default.
     """
     graph = problem.graph
     count = len(graph.ops)
     reads = [_reads_with_storage(graph, op.inputs) for op in graph.ops]
     reads.append(_reads_with_storage(graph, [v for v, value in enumerate(graph.values) if value.kept]))
     writes: list[Sequence[int]] = [*(op.outputs for op in graph.ops), ()]
-    targets = [o for o in range(count) if o not in on_demand] + [count]
+    targets = [o for o in (range(count) if order is None else order) if o not in on_demand] + [count]
     stage = {o: t for t, o in enumerate(targets)}
     last_stage = np.full(count + 1, NEVER, dtype=np.int64)
     for o, op in enumerate(graph.ops):

@@ -30,6 +30,7 @@ class Search:
         problem: A problem whose views are folded.
         on_demand: Ops that run only when somebody asks.
         seed: Seed of the search.
+        order: Order of first computations; the graph's own by default.
 
     Attributes:
         stage: Stage of each target op.
@@ -37,10 +38,9 @@ class Search:
         order_bound: Proven extra cost of every plan that computes the targets in their order, as a share.
     """
 
-    def __init__(self, problem: Problem, on_demand: frozenset[int], seed: int) -> None:
+    def __init__(self, problem: Problem, on_demand: frozenset[int], seed: int, order: Sequence[int] | None = None) -> None:
         self.problem = problem
-        self.on_demand = on_demand
-        self.instance: Any = build_instance(problem, on_demand)
+        self.instance: Any = build_instance(problem, on_demand, order)
         self.stage = {int(o): t for t, o in enumerate(self.instance.targets)}
         self.best_cost = math.inf
         self.order_bound = -math.inf
