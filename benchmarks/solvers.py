@@ -2,8 +2,8 @@
 
     python benchmarks/solvers.py                            # every point with Auto, about an hour on one core
     python benchmarks/solvers.py --jobs 2                   # points side by side, one core each
-    python benchmarks/solvers.py --only unet bert           # these graphs only; prints, writes nothing
-    python benchmarks/solvers.py --suite paper --solver chen-sqrt-n griewank local-search
+    python benchmarks/solvers.py --only unet bert           # these graphs only; the others keep their rows
+    python benchmarks/solvers.py --suite paper --solver chen-sqrt-n griewank local-search    # prints, writes nothing
     python benchmarks/solvers.py --table                    # the Markdown table from the committed JSON
 
 Budgets: fractions of the way from the largest working set to the peak of keeping everything, and the absolute
@@ -221,7 +221,10 @@ def main() -> int:
         "python": platform.python_version(),
         **{name: version(name) for name in ("highspy", "numba", "numpy", "checkmate-remat")},
     }
-    if not options.only and options.solver == ["auto"] and options.suite == list(SUITES):
+    if options.solver == ["auto"]:
+        stored = json.loads(RESULTS.read_text())["points"] if RESULTS.exists() else []
+        rows = {(p.suite, p.graph, p.budget): p for p in (*(Point(**row) for row in stored), *points)}
+        points = sorted(rows.values(), key=lambda p: list(SUITES).index(p.suite))
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps({"where": where, "points": [asdict(p) for p in points]}, indent=1) + "\n")
         TABLE.write_text(table(points, where))

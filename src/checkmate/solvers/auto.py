@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _CLOSE = 0.75
+_PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class _Run:
         if self.session.done or event is None:
             return
         self._refine(searches, event, rounds)
+        self._polish(searches)
         best = min(searches, key=lambda search: search.best_cost)
         if best.order_bound > 0 and self.folded.reorder:
             least = 1 + best.order_bound
@@ -186,6 +189,28 @@ class _Run:
             if (session.cost, session.bound) == before and k >= len(searches):
                 session.remark(f"no gain in round {k + 1} of refinement")
                 return
+
+    def _polish(self, searches: list[Search]) -> None:
+        """Search on from the best plan, and where reordering pays also from other scheduled orders, until nothing is gained."""
+        from checkmate.solvers.evict.schedule import low_order
+        from checkmate.solvers.evict.search import Search
+        from checkmate.solvers.local_search import suggested_decodes
+        from checkmate.solvers.targets import scheduled
+
+        work = suggested_decodes(len(self.graph.ops))
+        without_gain = 0
+        for k in itertools.count(self.session.limits.seed + 1):
+            best = min(searches, key=lambda search: search.best_cost)
+            if self.session.done or not math.isfinite(best.best_cost) or without_gain >= _PATIENCE:
+                return
+            gained = best.improve(work // 4, 1e-3, self.out_of_time) and self.offer(best.order())
+            if scheduled(self.folded, best.targets) and not self.session.done:
+                other = Search(self.folded, frozenset(), k, low_order(self.graph, k))
+                if other.first(out_of_time=self.out_of_time):
+                    other.improve(work // 8, 1e-3, self.out_of_time)
+                    gained = self.offer(other.order()) or gained
+                    searches[searches.index(best)] = min(best, other, key=lambda search: search.best_cost)
+            without_gain = 0 if gained else without_gain + 1
 
     def _refine_once(self, model: CutModel, search: Search, first: list[int], share: float, *, floating: bool) -> list[int]:
         """Refine from some events for a share of the time that is left; returns the events it came to."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from checkmate.core.plan import Plan
@@ -32,6 +34,11 @@ def target_lists(problem: Problem) -> list[frozenset[int]]:
     asked = on_demand_ops(problem.graph)
     sinks = late_sinks(problem.graph)
     return [asked | sinks, asked] if sinks else [asked]
+
+
+def scheduled(problem: Problem, targets: Sequence[int]) -> bool:
+    """Whether targets are not in the graph's own order."""
+    return problem.reorder and any(a > b for a, b in pairwise(targets))
 
 
 def starts(problem: Problem, seed: int) -> list[Start]:
