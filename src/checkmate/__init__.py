@@ -29,6 +29,7 @@ from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
 from checkmate.solvers import (
+    AStar,
     Auto,
     BruteForce,
     ChainDP,
@@ -52,6 +53,7 @@ from checkmate.studies.pareto import pareto
 __version__ = "0.1.0"
 
 __all__ = [
+    "AStar",
     "AffineGraph",
     "Auto",
     "BruteForce",

@@ -140,7 +140,7 @@ def test_the_floor_counts_what_cannot_be_made_again():
 
 
 def test_folding_views_keeps_every_byte():
-    """The plan with its views put back holds the same peak and costs the views beside."""
+    """The plan with its views put back holds the same peak, and costs no less than its ops without them."""
     folded_any = 0
     for seed in range(400):
         graph = random_graph(random.Random(seed), rules=False)
@@ -153,8 +153,8 @@ def test_folding_views_keeps_every_byte():
         outside = simulate(graph, Plan.from_order(graph, fold.invert(sequence)))
         if not any(graph.values[v].base is not None for v in range(len(graph.values)) if graph.producer[v] in fold.kept_ops):
             assert outside.peak_bytes == inside.peak_bytes, seed
-        assert outside.cost >= inside.cost
-        assert fold.view_cost == graph.cost - fold.folded.cost
+        assert outside.cost >= sum(graph.ops[fold.kept_ops[o]].cost for o in sequence)
+        assert fold.cost_offset == graph.cost - fold.folded.cost
     assert folded_any > 50
 
 

@@ -1,5 +1,6 @@
 """Solvers: each a frozen dataclass of its own options, in one file."""
 
+from checkmate.solvers.a_star import AStar
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.brute_force import BruteForce
 from checkmate.solvers.chain_dp import ChainDP
@@ -14,6 +15,7 @@ from checkmate.solvers.registry import available
 from checkmate.solvers.session import Session, Solver
 
 __all__ = [
+    "AStar",
     "Auto",
     "BruteForce",
     "ChainDP",

@@ -73,10 +73,10 @@ class Intervals:
 
         time_s = None if math.isinf(session.left_s()) else session.left_s()
         answer = ask(_CHILD, self._job(folded, session, hint), time_s=time_s, on_message=take)
-        return self._termination(answer.reply, answer.detail, folded, session, fold.view_cost)
+        return self._termination(answer.reply, answer.detail, folded, session, fold.cost_offset)
 
     def _termination(
-        self, reply: dict[str, Any] | None, detail: str, folded: Problem, session: Session, view_cost: int
+        self, reply: dict[str, Any] | None, detail: str, folded: Problem, session: Session, cost_offset: int
     ) -> Termination:
         reason = Reason.FEASIBLE if session.plan else Reason.NOT_FOUND
         limit = "time" if session.left_s() <= 0 else ""
@@ -88,7 +88,7 @@ class Intervals:
         if reply["infeasible"]:
             return Termination(reason, limit, f"proven: no plan keeps the budget in {kind}")
         if reply["bound"] is not None and all(value.base is None for value in folded.graph.values):
-            session.remark(f"given-order bound, {kind}: {reply['bound'] + view_cost:.0f}")
+            session.remark(f"given-order bound, {kind}: {reply['bound'] + cost_offset:.0f}")
         return Termination(reason, limit)
 
     def _job(self, problem: Problem, session: Session, hint: list[int] | None) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class LpRounding:
             if solved.solution is None:
                 break
             if share == 1.0 and all(value.base is None for value in graph.values):
-                bound = solved.bound * max(1, graph.cost) + fold.view_cost
+                bound = solved.bound * max(1, graph.cost) + fold.cost_offset
                 session.remark(f"given-order bound, relaxation of stages of the graph's own order: {bound:.0f}")
             for held in self._roundings(stages.held(solved.solution), random):
                 session.offer(fold.invert(stages.rounded(held)))

@@ -85,7 +85,7 @@ class Milp:
         if math.isinf(solved.bound) and solved.bound > 0:
             return Termination(Reason.NOT_FOUND, detail="proven: no plan in stages of the graph's own order keeps the budget")
         if math.isfinite(solved.bound) and all(value.base is None for value in folded.graph.values):
-            bound = solved.bound * scale + fold.view_cost  # the program counts first computations too
+            bound = solved.bound * scale + fold.cost_offset  # the program counts first computations too
             session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
         limit = "" if solved.finished or solved.detail else "time"
         return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit, solved.detail)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from checkmate.core.plan import Plan
@@ -13,6 +12,8 @@ from checkmate.solvers.orders import late_sinks, on_demand_ops
 
 _LOWER = 0.99
 """An order of list scheduling is worth a search if its peak is this share of the given one's, or less."""
+_FEW_OPS = 3000
+"""On larger graphs annealing takes seconds."""
 
 
 class Start(NamedTuple):
@@ -36,27 +37,29 @@ def target_lists(problem: Problem) -> list[frozenset[int]]:
     return [asked | sinks, asked] if sinks else [asked]
 
 
-def scheduled(problem: Problem, targets: Sequence[int]) -> bool:
-    """Whether targets are not in the graph's own order."""
-    return problem.reorder and any(a > b for a, b in pairwise(targets))
+def starts(problem: Problem, seed: int) -> Iterator[Start]:
+    """Starts of searches, one made when it is asked for.
 
-
-def starts(problem: Problem, seed: int) -> list[Start]:
-    """Starts of searches, the most promising first: an order of list scheduling if it is lower, and the given order.
+    The given order first. Then the lower of it and one of list scheduling, annealed to hold less above
+    the budget; on a large graph the scheduled one as it is, if it is lower.
 
     Args:
         problem: A problem whose views are folded.
-        seed: Seed of the list scheduling.
+        seed: Seed of the scheduling.
     """
+    from checkmate.solvers.evict.reorder import reorder
     from checkmate.solvers.evict.schedule import low_order
 
     graph = problem.graph
     given = tuple(range(len(graph.ops)))
-    lists = target_lists(problem)
-    found = [Start(given, late) for late in lists]
-    if problem.reorder:
-        low = tuple(low_order(graph, seed))
-        peaks = [simulate(graph, Plan.from_order(graph, order)).peak_bytes - graph.resident_bytes for order in (low, given)]
-        if peaks[0] < _LOWER * peaks[1]:
-            found.insert(0, Start(low, frozenset()))
-    return found
+    yield from (Start(given, late) for late in target_lists(problem))
+    if not problem.reorder:
+        return
+    low = tuple(low_order(graph, seed))
+    peaks = [simulate(graph, Plan.from_order(graph, order)).peak_bytes - graph.resident_bytes for order in (low, given)]
+    lower = peaks[0] < _LOWER * peaks[1]
+    if len(graph.ops) <= _FEW_OPS:
+        room = problem.budget_bytes - graph.resident_bytes
+        yield Start(tuple(reorder(graph, low if lower else given, room, seed)), frozenset())
+    elif lower:
+        yield Start(low, frozenset())

@@ -18,15 +18,14 @@ class FoldViews:
 
     Attributes:
         original: The graph as it was.
-        folded: The same without the folded ops; its costs leave theirs out.
+        folded: The same without the folded ops. An op's cost there counts the views without which nobody can
+            read what it makes: whoever computes it again makes them again.
         kept_ops: Index in ``original`` of each op of ``folded``. Shape ``[folded op]``.
-        view_cost: Cost of computing every folded op once.
     """
 
     original: Graph
     folded: Graph
     kept_ops: tuple[int, ...]
-    view_cost: int
 
     @classmethod
     def of(cls, graph: Graph) -> FoldViews:
@@ -37,11 +36,13 @@ class FoldViews:
         new_value = {v: i for i, v in enumerate(kept_values)}
         held = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and _holds_owner(graph, v)}
 
+        views = _cost_of_views(graph)
+
         def resolve(v: int) -> int:
             return new_value[v] if v in new_value else new_value[graph.root[v]]
 
         folded = Graph(
-            ops=tuple(_renumbered(graph.ops[o], resolve, new_op) for o in kept_ops),
+            ops=tuple(_renumbered(graph.ops[o], resolve, new_op, views[o]) for o in kept_ops),
             values=tuple(
                 Value(
                     value.name,
@@ -56,7 +57,12 @@ class FoldViews:
             cost_unit=graph.cost_unit,
             name=graph.name,
         )
-        return cls(graph, folded, tuple(kept_ops), graph.cost - folded.cost)
+        return cls(graph, folded, tuple(kept_ops))
+
+    @property
+    def cost_offset(self) -> int:
+        """Cost of the original less that of the folded graph, every op computed once; it may be negative."""
+        return self.original.cost - self.folded.cost
 
     def apply(self, problem: Problem) -> Problem:
         """The problem on the folded graph."""
@@ -135,12 +141,37 @@ def _holds_owner(graph: Graph, v: int) -> bool:
     return graph.producer[v] in graph.view_ops or not graph.ops[graph.producer[graph.root[v]]].recomputable
 
 
-def _renumbered(op: Op, resolve: Callable[[int], int], new_op: dict[int, int]) -> Op:
+def _cost_of_views(graph: Graph) -> list[int]:
+    """For each op, the least that a reader of what it makes spends on free views of it. Shape ``[op]``.
+
+    No good plan computes an op again for nobody, so every computation but the first is followed by a reader's views
+    at least; they share the storage that it made, so they are made after it.
+    """
+    end = [v for v, value in enumerate(graph.values) if value.kept]
+    readers = [graph.ops[o].inputs for o in range(len(graph.ops)) if o not in graph.view_ops] + [end]
+    least: dict[int, int] = {}  # storage -> cost
+    for inputs in readers:
+        made: dict[int, set[int]] = {}
+        for v in inputs:
+            chain = made.setdefault(graph.root[v], set())
+            stack = [v]
+            while stack:
+                o = graph.producer[stack.pop()]
+                if o in graph.view_ops and o not in chain:
+                    chain.add(o)
+                    stack += graph.ops[o].inputs
+        for root, chain in made.items():
+            cost = sum(graph.ops[o].cost for o in chain)
+            least[root] = min(least.get(root, cost), cost)
+    return [min((least[v] for v in op.outputs if v in least), default=0) for op in graph.ops]
+
+
+def _renumbered(op: Op, resolve: Callable[[int], int], new_op: dict[int, int], view_cost: int) -> Op:
     return Op(
         name=op.name,
         inputs=tuple(dict.fromkeys(resolve(v) for v in op.inputs)),
         outputs=tuple(resolve(v) for v in op.outputs),
-        cost=op.cost,
+        cost=op.cost + view_cost,
         workspace_bytes=op.workspace_bytes,
         replay_bytes=op.replay_bytes,
         recomputable=op.recomputable,

@@ -1,0 +1,85 @@
+"""A folded problem as words of bits, for a search over states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from checkmate.core.problem import Problem
+
+Words = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+
+MOST_BITS = 128
+"""A state is two words: a bit a value, and one for each op of which it matters whether it was computed."""
+
+
+class Facts(NamedTuple):
+    """A folded problem as words and amounts.
+
+    Attributes:
+        reads: Bits of the values an op reads. Shape ``[op, word]``.
+        makes: Bits of the values it makes, and its own. Shape ``[op, word]``.
+        only_after: Bits of ops that were computed before it. Shape ``[op, word]``.
+        never_after: Bits of ops after which it cannot be computed. Shape ``[op, word]``.
+        goal: Bits that are set when the step has ended. Shape ``[word]``.
+        size: Bytes of each value. Shape ``[value]``.
+        by_size: Values by size, falling. Shape ``[value]``.
+        during: Bytes of an op's outputs and workspace. Shape ``[op]``.
+        cost: Cost of each op. Shape ``[op]``.
+        budget: Bytes above resident ones.
+    """
+
+    reads: Words
+    makes: Words
+    only_after: Words
+    never_after: Words
+    goal: Words
+    size: Ints
+    by_size: Ints
+    during: Ints
+    cost: Ints
+    budget: int
+
+
+def facts_of(folded: Problem) -> Facts | str:
+    """Words of a folded problem, or why there are none."""
+    graph = folded.graph
+    values, ops = len(graph.values), len(graph.ops)
+    if any(value.base is not None for value in graph.values) or any(op.replay_bytes for op in graph.ops):
+        return "views tied to a place, or states of random generators, are more than this search knows"
+    once = [not op.recomputable or (folded.recompute == "forward" and op.phase != "forward") for op in graph.ops]
+    before = [*graph.order, *(() if folded.reorder else pairwise(range(ops)))]
+    sinks = [o for o, op in enumerate(graph.ops) if not any(graph.readers[v] or graph.values[v].kept for v in op.outputs)]
+    tracked = {o for o in range(ops) if once[o]} | {a for a, _ in before} | {c for op in graph.ops for c in op.clobbered_by}
+    bit = {o: values + k for k, o in enumerate(sorted(tracked | set(sinks)))}
+    if values + len(bit) > MOST_BITS:
+        return f"{values + len(bit)} bits of state are over {MOST_BITS}"
+    own = [[bit[o]] if o in bit else [] for o in range(ops)]
+    size = np.array([value.size_bytes for value in graph.values], dtype=np.int64)
+    return Facts(
+        reads=_words([op.inputs for op in graph.ops]),
+        makes=_words([(*op.outputs, *own[o]) for o, op in enumerate(graph.ops)]),
+        only_after=_words([[bit[a] for a, b in before if b == o] for o in range(ops)]),
+        never_after=_words(
+            [[*(bit[c] for c in op.clobbered_by), *(own[o] if once[o] else ())] for o, op in enumerate(graph.ops)]
+        ),
+        goal=_words([[v for v, value in enumerate(graph.values) if value.kept] + [bit[o] for o in sinks]])[0],
+        size=size,
+        by_size=np.argsort(-size, kind="stable"),
+        during=np.array([op.workspace_bytes + sum(int(size[v]) for v in op.outputs) for op in graph.ops], dtype=np.int64),
+        cost=np.array([op.cost for op in graph.ops], dtype=np.int64),
+        budget=folded.budget_bytes - graph.resident_bytes,
+    )
+
+
+def _words(sets: Sequence[Iterable[int]]) -> Words:
+    words = np.zeros((len(sets), 2), dtype=np.uint64)
+    for row, bits in zip(words, sets, strict=True):
+        for b in bits:
+            row[b // 64] |= np.uint64(1) << np.uint64(b % 64)
+    return words
