@@ -144,10 +144,24 @@ class _Run:
         return sorted(searches, key=lambda search: search.best_cost)
 
     def _squeeze(self) -> None:
-        """Look for a plan where few are: a search for lower and lower peaks comes by some that one for this budget misses."""
+        """Look for a plan where few are.
+
+        Which ops to compute again is easier to choose among the forward ones alone; and a search for lower and lower
+        peaks comes by some plans that one for this budget misses.
+        """
+        from checkmate.solvers.evict.search import Search
         from checkmate.solvers.smallest import smallest_peak
+        from checkmate.solvers.targets import starts
 
         session = self.session
+        late = self._after(0.3)
+        forward = Problem(self.graph, self.folded.budget_bytes, "forward", self.folded.reorder)
+        for order, on_demand in starts(forward, session.limits.seed):
+            search = Search(forward, on_demand, session.limits.seed, order)
+            if late() or (search.first(out_of_time=late, settle=True) and self.offer(search.order())):
+                break
+        if session.plan is not None or session.left_s() <= 0:  # a limit of no time at all is refused
+            return
         limits = Limits(time_s=0.3 * min(60.0, session.left_s()), seed=session.limits.seed)
         smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
         if smallest.plan is not None:
