@@ -13,9 +13,7 @@ from checkmate.studies.explain import Explanation
 from checkmate.studies.explain import explain as explanation_of
 
 
-def explain(
-    graph: Path, plan: Path, /, *, curve: Path | None = None, most: int = 10, json: terminal.Json = False
-) -> int:
+def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int = 10, json: terminal.Json = False) -> int:
     """Say what fills the peak of a plan and why it is there, what is computed again, and what a MiB is worth.
 
     Args:

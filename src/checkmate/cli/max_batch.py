@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from checkmate.cli import amounts, files, terminal
 from checkmate.cli.progress import drawn
@@ -95,7 +96,8 @@ def max_batch(
     terminal.facts(
         [
             ("graph", amounts.describe_graph(graph_at.small, small)),
-            ("budget", f"{amounts.describe_budget(result.budget_bytes, keep_all_bytes(graph))} at the batch found"),
+            ("budget", format_bytes(result.budget_bytes)),
+            ("keep-all", f"{format_bytes(keep_all_bytes(graph))} at batch {found.batch}"),
             ("limit", f"{limit} at most, {time_limit:g} s"),
         ]
     )
@@ -121,9 +123,9 @@ def _affine(small: Path, batch: int, large: Path | None, large_batch: int | None
     return AffineGraph(first, batch, files.load(large, Graph), large_batch)
 
 
-def _overhead(text: str) -> float | str:
+def _overhead(text: str) -> float | Literal["one extra forward"]:
     if text == ONE_EXTRA_FORWARD:
-        return text
+        return "one extra forward"
     try:
         return float(text)
     except ValueError:

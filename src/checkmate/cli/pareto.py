@@ -111,7 +111,5 @@ def _as_json(path: Path, curve: Curve, where: Path) -> dict[str, Any]:
         "floor_bytes": curve.floor_bytes,
         "cost_unit": curve.cost_unit,
         "solver": curve.solver,
-        "points": [
-            {**{name: getattr(p, name) for name in names}, "elapsed_s": round(p.elapsed_s, 3)} for p in curve.points
-        ],
+        "points": [{**{name: getattr(p, name) for name in names}, "elapsed_s": round(p.elapsed_s, 3)} for p in curve.points],
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 
 _WIDE, _HIGH = 760, 320
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 14, 38
 
 
@@ -41,10 +43,9 @@ def curve_svg(graph: Graph, curve: Curve, peak_bytes: int, cost: int) -> str:
     for tick in _ticks(1.0, top):
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDE - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}x</text>')
-    for k in range(6):
-        at = low + (high - low) * k / 5
-        anchor = "start" if k == 0 else "end" if k == 5 else "middle"
-        parts.append(f'<text x="{x(at):.1f}" y="{_HIGH - _BOTTOM + 18}" text-anchor="{anchor}">{format_bytes(round(at))}</text>')
+    unit, name = next(((size, name) for size, name in _UNITS if high >= size), (1, "B"))
+    for tick in _ticks(low / unit, high / unit):
+        parts.append(f'<text x="{x(tick * unit):.1f}" y="{_HIGH - _BOTTOM + 18}" text-anchor="middle">{tick:g} {name}</text>')
     parts.append(f'<text x="{_WIDE - _RIGHT}" y="{_HIGH - 4}" text-anchor="end">budget</text>')
     parts.append(f'<polygon class="band" points="{_points(costs)} {_points(list(reversed(bounds)))}"/>')
     parts.append(f'<polyline class="bound" points="{_points(bounds)}"/><polyline class="cost" points="{_points(costs)}"/>')
@@ -55,14 +56,15 @@ def curve_svg(graph: Graph, curve: Curve, peak_bytes: int, cost: int) -> str:
         parts.append(f'<circle class="point" r="3.5" {place} {numbers}><title>{words}</title></circle>')
     words = f"this plan: {format_bytes(chosen[0])}, {chosen[1]:.4f}x"
     place = f'cx="{x(chosen[0]):.1f}" cy="{y(chosen[1]):.1f}"'
-    parts.append(f'<circle class="chosen" r="6" {place} data-peak="{peak_bytes}" data-overhead="{chosen[1]!r}"><title>{words}</title></circle>')
+    numbers = f'data-peak="{peak_bytes}" data-overhead="{chosen[1]!r}"'
+    parts.append(f'<circle class="chosen" r="6" {place} {numbers}><title>{words}</title></circle>')
     return "\n".join([*parts, "</svg>"])
 
 
 def _stairs(points: list[tuple[float, float]], *, ahead: bool) -> list[tuple[float, float]]:
     """Corners of a step function that holds from each point on, or up to it."""
     corners = [points[0]]
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         corners += [(x1, y0) if ahead else (x0, y1), (x1, y1)]
     return corners
 
@@ -72,7 +74,8 @@ def _points(corners: list[tuple[float, float]]) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    raw = (high - low) / 5
+    raw = (high - low or 1.0) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     size = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
-    return [low + k * size for k in range(int((high - low) / size) + 1)]
+    first = math.ceil(low / size - 1e-9)
+    return [k * size for k in range(first, math.floor(high / size + 1e-9) + 1)]

@@ -111,13 +111,17 @@ def _asset(name: str) -> str:
 
 
 def _key(category: str) -> str:
-    return f'<span><span class="swatch" style="background: var(--{category})" aria-hidden="true"></span>{_LABELS[category]}</span>'
+    return (
+        f'<span><span class="swatch" style="background: var(--{category})" aria-hidden="true"></span>{_LABELS[category]}</span>'
+    )
 
 
 def _chart(index: int, run: Run, budget_bytes: int | None) -> str:
     budget = f", budget {format_bytes(budget_bytes)}" if budget_bytes is not None else ""
     label = html.escape(f"Memory over the step, {run.name}{budget}", quote=True)
-    canvas = f'<canvas class="memory" id="memory-{index}" tabindex="0" role="slider" aria-valuemin="1" aria-label="{label}"></canvas>'
+    canvas = (
+        f'<canvas class="memory" id="memory-{index}" tabindex="0" role="slider" aria-valuemin="1" aria-label="{label}"></canvas>'
+    )
     return f"<h3>{html.escape(run.name)}</h3>\n{canvas}"
 
 

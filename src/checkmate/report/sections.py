@@ -22,12 +22,18 @@ _PLACE = re.compile(r"\s*\([^()]*:\d+\)$")
 Row = Sequence[str]
 
 
+class _Markup(str):
+    """HTML that is put into a page as it is."""
+
+    __slots__ = ()
+
+
 def table(header: Row, rows: Iterable[Row], numbers: Iterable[int] = (), identity: str = "") -> str:
-    """A table; the columns in ``numbers`` go to the right. Cells are text, or HTML if they begin with ``<``."""
+    """A table; the columns in ``numbers`` go to the right."""
     right = set(numbers)
 
     def cell(index: int, text: str) -> str:
-        content = text if text.startswith("<") else html.escape(text)
+        content = text if isinstance(text, _Markup) else html.escape(text)
         return f'<td class="number">{content}</td>' if index in right else f"<td>{content}</td>"
 
     def title(index: int, text: str) -> str:
@@ -139,4 +145,4 @@ def _second(text: str, runs: int) -> list[str]:
 
 
 def _bar(share: float) -> str:
-    return f'<span class="bar" style="width: {10 * share:.2f}rem"></span>'
+    return _Markup(f'<span class="bar" style="width: {10 * share:.2f}rem"></span>')

@@ -74,18 +74,22 @@ def pareto(
     run: Callable[[Iterable[_Task]], Iterator[Result]] = (
         _serial if executor is None else lambda tasks: executor.map(_solve, tasks)
     )
-    say = on_progress or (lambda _done, _of: None)
     done = 0
+
+    def say() -> None:
+        if on_progress is not None:
+            on_progress(done, len(budgets))
+
     for wave in (range(0, len(budgets), 2), range(1, len(budgets), 2)):
         wanted = [k for k in wave if known[k].gap > limits.gap]
         tasks = [_Task(Problem(graph, budgets[k], reorder=reorder), solver, limits, known[k].plan) for k in wanted]
         done += len(wave) - len(wanted)
-        say(done, len(budgets))
+        say()
         try:
             for k, result in zip(wanted, run(tasks), strict=True):
                 known[k] = known[k].improved(result)
                 done += 1
-                say(done, len(budgets))
+                say()
         except KeyboardInterrupt:
             break
         finally:

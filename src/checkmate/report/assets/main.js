@@ -33,8 +33,8 @@
   function legend() {
     const { cells } = step.runs[state.run].stages(), again = cells.filter((cell) => cell.again).length;
     document.getElementById("schedule-legend").replaceChildren(
-      element("span", {}, swatch("activations"), `computed first (${cells.length - again})`),
-      element("span", {}, swatch("recomputed"), `computed again (${again})`),
+      element("span", {}, swatch("activations"), `computed first (${cells.length - again})`), " ",
+      element("span", {}, swatch("recomputed"), `computed again (${again})`), " ",
       element("span", {}, swatch("held"), "held"));
   }
 
