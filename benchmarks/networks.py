@@ -1,12 +1,13 @@
 """The networks of the papers, layer by layer, in the cost and memory model of Jain et al. (2020).
 
-    python benchmarks/networks.py VGG16 --batch 256 --out VGG16_b256.graph.json
+    python -m benchmarks.networks VGG16 --batch 256 --out VGG16_b256.graph.json
 
 One node a layer, one tensor a node. Costs are multiply-accumulates: of a convolution, its outputs times the inputs of each;
-four an element of batch normalisation, one an element of an activation, an upsampling and each summand of an addition; pooling,
-padding, concatenation, reshaping and dropout are free, and so is an activation inside its layer. A gradient costs
+four an element of batch normalisation, one an element of an activation, an upsampling and each summand of an addition;
+pooling, padding, concatenation, reshaping and dropout are free, and so is an activation inside its layer. A gradient costs
 twice its layer and is as large as the layer's output. It reads what its layer and the readers of its layer made, and the
-gradients of those readers. Resident are the parameters and their gradients, in four bytes each. Layers have the names that Keras gives them.
+gradients of those readers. Resident are the parameters and their gradients, in four bytes each. Layers have the names that
+Keras gives them.
 
 The same arguments give the same graph on every machine: the files in `benchmarks/graphs`, which a test compares.
 """
