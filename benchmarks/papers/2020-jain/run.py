@@ -62,7 +62,7 @@ class Effort:
     batch: float
 
 
-QUICK = Effort(ours=8, program=12, rounding=8, batch=10)
+QUICK = Effort(ours=6, program=10, rounding=5, batch=8)
 FULL = Effort(ours=30, program=45, rounding=25, batch=60)
 
 HEURISTICS: dict[str, Solver] = {

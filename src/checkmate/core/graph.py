@@ -31,7 +31,7 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         clobbered_by: Ops that overwrite what it reads: it is never computed after one of them.
         phase: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimizer"``.
         kind: What it computes, such as ``aten.mm.default``.
-        source: Where it comes from: file and line, or module path.
+        source: Where it comes from: module path, file and line, or both.
     """
 
     name: str

@@ -9,7 +9,7 @@ import msgspec
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
-from checkmate.report.lives import CATEGORIES, lives, replays
+from checkmate.studies.lives import CATEGORIES, lives, replays
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 

@@ -8,9 +8,9 @@ from typing import Any
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
-from checkmate.report.lives import lives, replays
+from checkmate.studies.lives import lives, replays
 
-_PLACE = re.compile(r"(?:\((?P<inner>[^()]+):(?P<inner_line>\d+)\)|(?P<file>.+):(?P<line>\d+))$")
+_PLACE = re.compile(r"(?:^|, )([^,]+):(\d+)$")
 _BASE = 0x7F0000000000
 
 
@@ -134,8 +134,7 @@ def _segment(block: dict[str, Any]) -> dict[str, Any]:
 def _frames(graph: Graph, o: int) -> list[dict[str, Any]]:
     op = graph.ops[o]
     place = _PLACE.search(op.source)
-    file = "" if place is None else place["inner"] or place["file"]
-    line = 0 if place is None else int(place["inner_line"] or place["line"])
+    file, line = ("", 0) if place is None else (place[1], int(place[2]))
     return [_frame(op.kind or op.name, file, line), _frame(op.source or op.name, file, line)]
 
 

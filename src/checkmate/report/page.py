@@ -16,9 +16,9 @@ from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
 from checkmate.report.curve_svg import curve_svg
 from checkmate.report.data import Run, embedded
-from checkmate.report.lives import CATEGORIES, by_category
 from checkmate.report.sections import compared, computed_again, curve_table, facts_of, table
 from checkmate.studies.compare import compare
+from checkmate.studies.lives import CATEGORIES, by_category
 
 _SCRIPTS = ("model.js", "memory.js", "schedule.js", "detail.js", "main.js")
 _LABELS = {

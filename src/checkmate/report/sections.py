@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Iterable, Sequence
 
 from checkmate.core.curve import Curve
@@ -14,10 +13,9 @@ from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.report.data import Run
 from checkmate.studies.compare import Comparison
-from checkmate.studies.explain import remats
+from checkmate.studies.modules import ModuleRemats, remats_by_module
 
 _SHOWN = 15
-_PLACE = re.compile(r"\s*\([^()]*:\d+\)$")
 
 Row = Sequence[str]
 
@@ -70,36 +68,22 @@ def facts_of(graph: Graph, runs: Sequence[Run], result: Result | None, budget_by
 
 def computed_again(graph: Graph, plan: Plan) -> str:
     """Recomputations by module, the most costly first."""
-    groups: dict[str, list[int]] = {}
-    for remat in remats(graph, plan):
-        group = groups.setdefault(module_of(remat.source) or graph.ops[remat.op].kind or "ops without a source", [0, 0, 0])
-        for index, amount in enumerate((1, remat.times, remat.cost)):
-            group[index] += amount
+    groups = remats_by_module(graph, plan)
     if not groups:
         return "<p>Nothing is.</p>"
-    ordered = sorted(groups.items(), key=lambda item: (-item[1][2], item[0]))
-    most = max(1, ordered[0][1][2])
     total = max(1, simulate(graph, plan).cost)
-    shown, rest = ordered[:_SHOWN], ordered[_SHOWN:]
+    shown, rest = list(groups[:_SHOWN]), groups[_SHOWN:]
     if rest:
-        shown.append((f"{len(rest)} more", [sum(counts[k] for _, counts in rest) for k in range(3)]))
+        ops, times, cost = (sum(amounts) for amounts in zip(*((g.ops, g.times, g.cost) for g in rest), strict=True))
+        shown.append(ModuleRemats(f"{len(rest)} more", ops, times, cost))
+    most = max(1, *(group.cost for group in shown))
     rows = [
         [name, str(ops), str(times), format_cost(cost, graph.cost_unit), f"{cost / total:.2%}", _bar(cost / most)]
-        for name, (ops, times, cost) in shown
+        for name, ops, times, cost in shown
     ]
-    times, cost = (sum(counts[k] for counts in groups.values()) for k in (1, 2))
+    times, cost = sum(group.times for group in groups), sum(group.cost for group in groups)
     words = f"<p>{times:,} computations, {format_cost(cost, graph.cost_unit)}, {cost / total:.2%} of the plan's cost.</p>"
     return words + table(["module", "ops", "times", "cost", "share", ""], rows, (1, 2, 3, 4), "computed-again")
-
-
-def module_of(source: str) -> str:
-    """The module path of a source, without its file and line.
-
-    Examples:
-        >>> module_of("transformer.h.0.mlp (model.py:12)"), module_of("model.py:12")
-        ('transformer.h.0.mlp', 'model.py:12')
-    """
-    return _PLACE.sub("", source)
 
 
 def compared(difference: Comparison, first: str, second: str) -> str:

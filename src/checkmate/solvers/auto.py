@@ -148,7 +148,7 @@ class _Run:
         from checkmate.solvers.smallest import smallest_peak
 
         session = self.session
-        limits = Limits(time_s=0.3 * min(60.0, session.left_s()), seed=session.limits.seed)
+        limits = Limits(time_s=max(0.05, 0.3 * min(60.0, session.left_s())), seed=session.limits.seed)
         smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
         if smallest.plan is not None:
             session.offer(smallest.plan.order)
