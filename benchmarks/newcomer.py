@@ -63,9 +63,9 @@ def main() -> int:
     lines = [
         "# The way of a newcomer",
         "",
-        "Made by `python benchmarks/newcomer.py`: the README's first command in a fresh environment and a fresh copy, then a model of",
-        "one's own (six transformer layers), written after reading the README and nothing else, under half of its memory, and its",
-        f"report. {where['cpu']}, Python {where['python']}, packages from a mirror nearby.",
+        "Made by `python benchmarks/newcomer.py`: the README's first command in a fresh environment and a fresh copy, then a",
+        "model of one's own (six transformer layers), written after reading the README and nothing else, under half of its",
+        f"memory, and its report. {where['cpu']}, Python {where['python']}, packages from a mirror nearby.",
         "",
         "| command | seconds |",
         "|---|---:|",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import checkmate
 
 project = "Checkmate"
@@ -13,8 +11,6 @@ version = release = checkmate.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
-if find_spec("checkmate.tf2") is None:
-    exclude_patterns.append("tutorials/2-tensorflow.md")
 
 html_theme = "pydata_sphinx_theme"
 html_title = "Checkmate"
