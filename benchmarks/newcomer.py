@@ -50,7 +50,8 @@ def main() -> int:
         subprocess.run(f"git -C {ROOT} archive HEAD | tar -x -C {tree}", shell=True, check=True)
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
         (tree / "mine.py").write_text(MODEL)
-        home = {"PATH": f"{environment}/bin:{os.environ['PATH']}", "HOME": folder, "XDG_CACHE_HOME": f"{folder}/cache"}
+        home = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        home |= {"PATH": f"{environment}/bin:{os.environ['PATH']}", "XDG_CACHE_HOME": f"{folder}/cache"}
         for command in (*first.split(" && "), *OWN):
             print(f"$ {command}", flush=True)
             began = time.perf_counter()

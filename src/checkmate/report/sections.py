@@ -40,7 +40,7 @@ def table(header: Row, rows: Iterable[Row], numbers: Iterable[int] = (), identit
     head = "".join(title(index, text) for index, text in enumerate(header))
     body = "\n".join("<tr>" + "".join(cell(index, text) for index, text in enumerate(row)) + "</tr>" for row in rows)
     name = f' id="{identity}"' if identity else ""
-    return f"<table{name}>\n<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>\n</table>"
+    return f'<div class="scroll"><table{name}>\n<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>\n</table></div>'
 
 
 def facts_of(graph: Graph, runs: Sequence[Run], result: Result | None, budget_bytes: int | None, more: Iterable[Row]) -> str:
