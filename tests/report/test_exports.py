@@ -19,15 +19,11 @@ import checkmate
 from checkmate import Compute, simulate
 from checkmate.report import memory_snapshot, perfetto_trace
 from tests.plot.graphs import AGAIN, chain, plan
-
-GRAPHS = Path(__file__).parent.parent.parent / "benchmarks" / "graphs"
+from tests.report.plans import captured
 
 
 def steps(name: str) -> tuple[checkmate.Graph, checkmate.Plan]:
-    if name == "chain":
-        return chain(), plan(AGAIN)
-    graph = checkmate.read(GRAPHS / f"{name}.graph.json")
-    return graph, checkmate.min_budget(graph, limits=checkmate.Limits(time_s=1)).plan
+    return (chain(), plan(AGAIN)) if name == "chain" else captured(name)
 
 
 def peak_of(snapshot: dict) -> tuple[int, int]:
