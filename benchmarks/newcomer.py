@@ -58,7 +58,11 @@ def main() -> int:
             subprocess.run(command, shell=True, check=True, cwd=tree, env=home)
             rows.append((command, round(time.perf_counter() - began, 1)))
         assert "<canvas" in (tree / "report.html").read_text()
-    where = {"cpu": f"{os.cpu_count()} cores, {platform.machine()}", "python": platform.python_version()}
+    where = {
+        "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(),
+        "load": f"{os.getloadavg()[2]:.0f}",
+    }
     RESULTS.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
     total = sum(seconds for _, seconds in rows)
     lines = [
@@ -66,7 +70,8 @@ def main() -> int:
         "",
         "Made by `python benchmarks/newcomer.py`: the README's first command in a fresh environment and a fresh copy, then a",
         "model of one's own (six transformer layers), written after reading the README and nothing else, under half of its",
-        f"memory, and its report. {where['cpu']}, Python {where['python']}, packages from a mirror nearby.",
+        f"memory, and its report. {where['cpu']}, Python {where['python']}, packages from a mirror nearby,",
+        f"and a load of {where['load']} by what else the machine did.",
         "",
         "| command | seconds |",
         "|---|---:|",
