@@ -148,7 +148,9 @@ class _Run:
         from checkmate.solvers.smallest import smallest_peak
 
         session = self.session
-        limits = Limits(time_s=max(0.05, 0.3 * min(60.0, session.left_s())), seed=session.limits.seed)
+        if session.left_s() <= 0:  # a limit of no time at all is refused
+            return
+        limits = Limits(time_s=0.3 * min(60.0, session.left_s()), seed=session.limits.seed)
         smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
         if smallest.plan is not None:
             session.offer(smallest.plan.order)
