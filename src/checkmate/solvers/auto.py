@@ -17,10 +17,14 @@ from checkmate.solvers.session import Session
 if TYPE_CHECKING:
     from checkmate.solvers.bounds.event_cuts import CutModel
     from checkmate.solvers.evict.search import Search
+    from checkmate.solvers.states.exploration import Exploration
 
 
 _CLOSE = 0.75
 _PATIENCE = 4
+_ROOM = 0.95
+"""Share of the room that a plan may fill at no penalty when it is put in another order."""
+_STATES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,12 @@ class _Run:
         event = self._best_single(self.any_order, searches)
         if self.session.done or event is None:
             return
+        exploration = self._explore()
+        if self.session.done:
+            return
         self._refine(searches, event, rounds)
+        if exploration is not None and exploration.bound >= self.session.bound:
+            exploration.run(self.out_of_time)
         self._polish(searches)
         best = min(searches, key=lambda search: search.best_cost)
         if best.order_bound > 0 and self.folded.reorder:
@@ -113,15 +122,17 @@ class _Run:
 
         session = self.session
         seed = session.limits.seed
-        searches = [Search(self.folded, late, seed, order) for order, late in starts(self.folded, seed)]
-        for search in searches:
-            late = self._after(0.15)
+        searches: list[Search] = []
+        for order, on_demand in starts(self.folded, seed):
+            search = Search(self.folded, on_demand, seed, order)
+            searches.append(search)
+            late = self._after(0.05)
             if search.first(out_of_time=late, settle=True):
                 self.offer(search.order())
                 search.first(out_of_time=late)
                 self.offer(search.order())
-                if session.done:
-                    return searches
+            if session.done:
+                return searches
         if session.plan is None:
             self._squeeze()
         for search in searches:
@@ -151,27 +162,41 @@ class _Run:
         late = self._after(0.2)
         return single_cuts(model, events, partial(self.prove, searches[0]), lambda: self.session.done or late())
 
+    def _explore(self) -> Exploration | None:
+        """Look through the states of a small graph, for a share of the time."""
+        from checkmate.solvers.states.exploration import Exploration
+        from checkmate.solvers.states.facts import facts_of
+
+        facts = facts_of(self.folded)
+        if isinstance(facts, str):
+            return None
+        exploration = Exploration(self.fold, facts, self.session, _STATES)
+        exploration.run(self._after(0.2))
+        if exploration.bound >= self.session.bound:
+            exploration.run(self._after(0.5))
+        return exploration
+
     def _refine(self, searches: list[Search], event: int, rounds: int) -> None:
         """Cut any order; cut the search's own order, which makes better plans; cut any order where either proves more."""
         from checkmate.solvers.bounds.event_cuts import CutModel
-        from checkmate.solvers.bounds.refine import chain_of, quick_bound
+        from checkmate.solvers.bounds.refine import chain_of
         from checkmate.solvers.local_search import suggested_decodes
 
         session = self.session
         work = suggested_decodes(len(self.graph.ops))
-        given: dict[int, CutModel] = {}
         # Where one event proves most of what the plan costs it is the proof that lacks; else the plan may.
         bound = self.session.bound - self.fold.original.cost
         events, share = [event], 0.5 if bound > _CLOSE * self.once * self.best_share() else 0.2
         for k in range(rounds):
             before = (session.cost, session.bound)
-            search = searches[k % len(searches)]
+            place = k % len(searches)
+            search = searches[place]
             if self.folded.reorder:
-                floating = quick_bound(self.any_order, events)[1]
+                floating = self._quick_bound(search, events)[1]
                 events = self._refine_once(self.any_order, search, events, share, floating=floating)
                 if session.done:
                     return
-            model = given.setdefault(k % len(searches), CutModel(self.folded, tuple(search.targets)))
+            model = CutModel(self.folded, tuple(search.targets))
             first = self._best_single(model, [search])
             if session.done:
                 return
@@ -180,22 +205,42 @@ class _Run:
                 if session.done:
                     return
                 other = chain_of(self.any_order, [*cuts, event])
-                events = max(events, other, key=lambda chain: quick_bound(self.any_order, chain)[0])
+                events = max(events, other, key=lambda chain: self._quick_bound(search, chain)[0])
                 share = 0.6
-            if search.improve(max(200, work // 4), 2e-4, self.out_of_time):
+            if search.improve(max(200, work // 4), 2e-4, self._after(0.2)):
                 self.offer(search.order())
+            searches[place] = self._reordered(search, k, work // 8)
             if session.done:
                 return
             if (session.cost, session.bound) == before and k >= len(searches):
                 session.remark(f"no gain in round {k + 1} of refinement")
                 return
 
-    def _polish(self, searches: list[Search]) -> None:
-        """Search on from the best plan, and where reordering pays also from other scheduled orders, until nothing is gained."""
-        from checkmate.solvers.evict.schedule import low_order
+    def _quick_bound(self, search: Search, events: list[int]) -> tuple[float, bool]:
+        from checkmate.solvers.bounds.refine import quick_bound
+
+        bound, floating = quick_bound(self.any_order, events)
+        self.prove(search, bound, True)
+        return bound, floating
+
+    def _reordered(self, search: Search, seed: int, decodes: int) -> Search:
+        """A search in an order of the same plan that holds less, if it finds a cheaper one; else the same search."""
+        from checkmate.solvers.evict.reorder import first_computations, reorder
         from checkmate.solvers.evict.search import Search
+
+        if not self.folded.reorder or not math.isfinite(search.best_cost) or self.session.done:
+            return search
+        room = self.folded.budget_bytes - self.graph.resident_bytes
+        order = reorder(self.graph, search.order(), _ROOM * room, seed)
+        other = Search(self.folded, frozenset(), seed, first_computations(order))
+        other.start_from_order(order)
+        if other.improve(decodes, 2e-4, self.out_of_time):
+            self.offer(other.order())
+        return other if other.best_cost < search.best_cost else search
+
+    def _polish(self, searches: list[Search]) -> None:
+        """Search on from the best plan and from the same plan in other orders, until nothing is gained."""
         from checkmate.solvers.local_search import suggested_decodes
-        from checkmate.solvers.targets import scheduled
 
         work = suggested_decodes(len(self.graph.ops))
         without_gain = 0
@@ -203,14 +248,12 @@ class _Run:
             best = min(searches, key=lambda search: search.best_cost)
             if self.session.done or not math.isfinite(best.best_cost) or without_gain >= _PATIENCE:
                 return
-            gained = best.improve(work // 4, 1e-3, self.out_of_time) and self.offer(best.order())
-            if scheduled(self.folded, best.targets) and not self.session.done:
-                other = Search(self.folded, frozenset(), k, low_order(self.graph, k))
-                if other.first(out_of_time=self.out_of_time):
-                    other.improve(work // 8, 1e-3, self.out_of_time)
-                    gained = self.offer(other.order()) or gained
-                    searches[searches.index(best)] = min(best, other, key=lambda search: search.best_cost)
-            without_gain = 0 if gained else without_gain + 1
+            before = best.best_cost
+            if best.improve(work // 4, 1e-3, self.out_of_time):
+                self.offer(best.order())
+            other = self._reordered(best, k, work // 4)
+            searches[searches.index(best)] = other
+            without_gain = 0 if other.best_cost < before else without_gain + 1
 
     def _refine_once(self, model: CutModel, search: Search, first: list[int], share: float, *, floating: bool) -> list[int]:
         """Refine from some events for a share of the time that is left; returns the events it came to."""
