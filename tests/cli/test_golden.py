@@ -79,8 +79,9 @@ def test_pareto(run, golden):
 
 
 def test_max_batch(run, golden):
-    """The largest batch, and why no larger one fits."""
-    golden("max-batch", both(run("max-batch", "chain.graph.json", "--batch", "1", "--budget", "20MiB")))
+    """The largest batch, and why no larger one fits; how far the last bound got depends on the time."""
+    said = both(run("max-batch", "chain.graph.json", "--batch", "1", "--budget", "20MiB"))
+    golden("max-batch", re.sub(r"overhead of [\d.]+", "overhead of ...", said))
 
 
 def test_explain(run, golden, planned):
