@@ -27,9 +27,9 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def build() -> tuple[nn.Module, object, tuple[Tensor, Tensor]]:
+def build(batch: int = BATCH) -> tuple[nn.Module, object, tuple[Tensor, Tensor]]:
     """The model, its loss and one example of (input, target)."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=4096, n_positions=LENGTH, n_embd=256, n_layer=6, n_head=4, bos_token_id=0, eos_token_id=0)
-    tokens = torch.randint(config.vocab_size, (BATCH, LENGTH))
+    tokens = torch.randint(config.vocab_size, (batch, LENGTH))
     return Logits(GPT2LMHeadModel(config)), next_token_loss, (tokens, tokens)

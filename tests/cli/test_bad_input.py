@@ -7,7 +7,13 @@ import sys
 
 import pytest
 
+import checkmate
+from tests.plot.graphs import AGAIN, plan
+
 PLAN = ("plan", "chain.graph.json", "--budget", "5MiB")
+BATCH = ("max-batch", "chain.graph.json", "--budget", "20MiB", "--batch", "1")
+TWICE = ("chain.graph.json", "chain.graph.json")
+OTHERS = ("chain.graph.json", "other.graph.json")
 
 CASES = {
     "no-such-verb": (("plann",), "plann"),
@@ -17,6 +23,7 @@ CASES = {
     "graph-is-a-folder": (("plan", ".", "--budget", "1MiB"), "directory"),
     "budget-unreadable": (("plan", "chain.graph.json", "--budget", "lots"), "cannot read 'lots'"),
     "budget-unknown-unit": (("plan", "chain.graph.json", "--budget", "8GB8"), "8GB8"),
+    "budget-infinite": (("plan", "chain.graph.json", "--budget", "1e400"), "too much"),
     "budget-negative": (("plan", "chain.graph.json", "--budget=-5"), "-5"),
     "solver-unknown": ((*PLAN, "--solver", "autoo"), "there is no solver 'autoo'"),
     "time-zero": ((*PLAN, "--time-limit", "0"), "time_s=0.0"),
@@ -35,6 +42,32 @@ CASES = {
     "capture-no-such-function": (("capture", "model.py:biuld"), "has no function 'biuld'"),
     "capture-raises": (("capture", "model.py:broken"), "raised KeyError at"),
     "capture-wrong-shape": (("capture", "model.py:two"), "returned a tuple of 2"),
+    "capture-batch-not-taken": (("capture", "model.py:two", "--batch", "3"), "TypeError"),
+    "min-budget-time": (("min-budget", "chain.graph.json", "--time-limit", "-1"), "time_s=-1.0"),
+    "min-budget-no-graph": (("min-budget", "plan.json"), "holds a plan, not a graph"),
+    "pareto-one-point": (("pareto", "chain.graph.json", "--points", "1"), "points=1"),
+    "pareto-no-job": (("pareto", "chain.graph.json", "--jobs", "0"), "jobs=0"),
+    "pareto-solver": (("pareto", "chain.graph.json", "--solver", "gurobi"), "there is no solver 'gurobi'"),
+    "batch-overhead": ((*BATCH, "--max-overhead", "lots"), "neither a number"),
+    "batch-overhead-below-one": ((*BATCH, "--max-overhead", "0.5"), "max_overhead=0.5"),
+    "batch-not-a-number": ((*BATCH, "--max-overhead", "nan"), "max_overhead=nan"),
+    "batch-zero": (("max-batch", "chain.graph.json", "--budget", "20MiB", "--batch", "0"), "batch=0"),
+    "batch-share": (("max-batch", "chain.graph.json", "--budget", "50%", "--batch", "1"), "50%"),
+    "batch-one-of-two": ((*BATCH, "--large-batch", "2"), "go together"),
+    "batch-not-ascending": (("max-batch", *TWICE, "--batch", "2", "--large-batch", "2", "--budget", "1GiB"), "ascending"),
+    "batch-other-graph": (("max-batch", *OTHERS, "--batch", "1", "--large-batch", "2", "--budget", "1GiB"), "12 and 1 ops"),
+    "explain-no-line": (("explain", "chain.graph.json", "plan.json", "--most", "0"), "most=0"),
+    "explain-no-curve": (("explain", "chain.graph.json", "plan.json", "--curve", "plan.json"), "holds a plan, not a curve"),
+    "explain-other-graph": (("explain", "other.graph.json", "made.plan.json"), "made for another graph"),
+    "explain-broken-plan": (("explain", "chain.graph.json", "broken.plan.json"), "is not live"),
+    "diff-other-graph": (("diff", "other.graph.json", "made.plan.json", "made.plan.json"), "made for another graph"),
+    "diff-one-plan": (("diff", "chain.graph.json", "plan.json"), "SECOND"),
+    "report-other-graph": (("report", "other.graph.json", "made.plan.json"), "made for another graph"),
+    "report-other-curve": (("report", "chain.graph.json", "made.plan.json", "--curve", "other.curve.json"), "another graph"),
+    "report-in-no-folder": (("report", "chain.graph.json", "made.plan.json", "--out", "none/r.html"), "cannot write none/r.html"),
+    "report-budget": (("report", "chain.graph.json", "made.plan.json", "--budget", "lots"), "cannot read 'lots'"),
+    "completion-shell": (("completion", "tcsh"), "tcsh"),
+    "solvers-too-much": (("solvers", "auto"), "auto"),
     "demo-out-is-a-file": (("demo", "--out", "chain.graph.json/there"), "cannot make chain.graph.json"),
 }
 
@@ -45,11 +78,16 @@ def files(tmp_path):
     (tmp_path / "foreign.json").write_text('{"nodes": 3}')
     (tmp_path / "newer.json").write_text('{"format": "checkmate.graph/9"}')
     (tmp_path / "plan.json").write_text('{"format": "checkmate.plan/1", "steps": []}')
+    other = checkmate.Graph.from_dag(cost=[1], size_bytes=[1], edges=[])
+    checkmate.write(other, tmp_path / "other.graph.json")
+    checkmate.write(checkmate.pareto(other), tmp_path / "other.curve.json")
+    checkmate.write(plan(AGAIN), tmp_path / "made.plan.json")
+    checkmate.write(checkmate.Plan(plan(AGAIN).steps[1:]), tmp_path / "broken.plan.json")
     (tmp_path / "model.py").write_text("def two():\n    return 1, 2\n\n\ndef broken():\n    return {}['weights']\n")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_said_in_words(run, files, case):
+def test_bad_input_is_said_in_words(run, files, tmp_path, case):
     """What was wrong is named, and what to do about it."""
     words, named = CASES[case]
     outcome = run(*words)
@@ -58,6 +96,7 @@ def test_bad_input_is_said_in_words(run, files, case):
     assert named in outcome.err
     assert "Traceback" not in outcome.err
     assert outcome.out == ""
+    assert not any(path.name.startswith(".") or path.suffix == ".html" for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("case", ["no-such-graph", "budget-unreadable", "solver-unknown"])

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 
 import pytest
+
+import checkmate
+from tests.cli.test_capture import MODEL
+from tests.plot.graphs import AGAIN, KEEP_ALL, plan
 
 
 def both(outcome):
     return f"{outcome.out}--- stderr\n{outcome.err}--- exit code {outcome.code}\n"
 
 
-VERBS = ("demo", "capture", "plan", "verify", "solvers")
+VERBS = ("demo", "capture", "plan", "verify", "min-budget", "pareto", "max-batch", "explain", "diff", "report", "solvers")
+VERBS += ("completion",)
+
+
+@pytest.fixture
+def planned(run, tmp_path):
+    """Two plans beside the graph: one keeps everything, one computes three ops again."""
+    checkmate.write(plan(KEEP_ALL), tmp_path / "all.plan.json")
+    checkmate.write(plan(AGAIN), tmp_path / "again.plan.json")
 
 
 @pytest.mark.parametrize("words", [(), *((verb,) for verb in VERBS)], ids=lambda words: "-".join(words) or "checkmate")
@@ -47,12 +61,99 @@ def test_infeasible(run, golden):
     golden("infeasible", both(run("plan", "chain.graph.json", "--budget", "2MiB")))
 
 
-@pytest.mark.parametrize("words", [("plan", "chain.graph.json", "--budget", "5.5MiB"), ("solvers",)], ids=lambda words: words[0])
-def test_output_fits_80_columns_and_has_no_colour(run, words):
+def test_capture(run, golden, tmp_path):
+    """What the graph holds, and what keeping everything takes. The digest depends on how PyTorch traces."""
+    (tmp_path / "tiny.py").write_text(MODEL)
+    said = both(run("capture", "tiny.py:build", "--batch", "4"))
+    golden("capture", re.sub(r"sha256 \w+|[\d.]+ (µs|ms|ns)\b", "...", said))
+
+
+def test_min_budget(run, golden):
+    """The smallest peak found, the floor, and what sets it."""
+    golden("min-budget", both(run("min-budget", "chain.graph.json")))
+
+
+def test_pareto(run, golden):
+    """A point a line, with what is proven of it."""
+    golden("pareto", both(run("pareto", "chain.graph.json", "--points", "4")))
+
+
+def test_max_batch(run, golden):
+    """The largest batch, and why no larger one fits; how far the last bound got depends on the time."""
+    said = both(run("max-batch", "chain.graph.json", "--batch", "1", "--budget", "20MiB"))
+    golden("max-batch", re.sub(r"overhead of [\d.]+", "overhead of ...", said))
+
+
+def test_explain(run, golden, planned):
+    """What is held at the peak sums to the peak."""
+    golden("explain", both(run("explain", "chain.graph.json", "again.plan.json", "--most", "4")))
+
+
+def test_diff(run, golden, planned):
+    """What one plan computes more often, and what the other holds instead."""
+    golden("diff", both(run("diff", "chain.graph.json", "all.plan.json", "again.plan.json")))
+
+
+def test_report(run, golden, planned):
+    """What was written, and how large it is."""
+    said = both(run("report", "chain.graph.json", "again.plan.json", "--perfetto", "t.json", "--memory-viz", "m.pickle"))
+    golden("report", re.sub(r"[\d.]+ KiB", "... KiB", said))
+
+
+def test_solvers(run, golden, monkeypatch):
+    """A line of words and the options of each; other packages' solvers are not in this list."""
+    monkeypatch.setattr("checkmate.cli.solvers.available", lambda: {"auto": checkmate.Auto, "keep-all": checkmate.KeepAll})
+    golden("solvers", both(run("solvers")))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_verb(run, shell):
+    """The script is cyclopts' own; a shell that gets it completes what there is."""
+    outcome = run("completion", shell)
+    assert outcome.code == 0
+    assert all(verb in outcome.out for verb in VERBS)
+    assert "hint: send it to" in outcome.err
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_accepts_the_completion_script(run, tmp_path):
+    """Sourced and asked for what begins with `ver`, bash offers `verify`."""
+    (tmp_path / "script").write_text(run("completion", "bash").out)
+    words = "COMP_WORDS=(checkmate ver); COMP_CWORD=1; COMP_LINE='checkmate ver'; COMP_POINT=13; _checkmate; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", f". ./script; {words}"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "verify" in done.stdout.split()
+
+
+EVERY = [
+    ("plan", "chain.graph.json", "--budget", "5.5MiB"),
+    ("verify", "chain.graph.json", "again.plan.json"),
+    ("min-budget", "chain.graph.json"),
+    ("pareto", "chain.graph.json", "--points", "3"),
+    ("max-batch", "chain.graph.json", "--batch", "1", "--budget", "20MiB"),
+    ("explain", "chain.graph.json", "again.plan.json"),
+    ("diff", "chain.graph.json", "all.plan.json", "again.plan.json"),
+    ("report", "chain.graph.json", "again.plan.json"),
+    ("solvers",),
+    ("completion", "bash"),
+]
+
+
+@pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
+def test_json_is_one_object_and_nothing_else(run, planned, words):
+    """A script reads stdout whole; talk is for people and stays out of it."""
+    outcome = run(*words, "--json")
+    assert outcome.code == 0, outcome
+    assert isinstance(outcome.json, dict)
+    assert outcome.err == ""
+
+
+@pytest.mark.parametrize("words", EVERY[:-1], ids=lambda words: words[0])
+def test_output_fits_80_columns_and_has_no_colour(run, planned, words):
     """In a pipe nobody wraps lines or reads escapes; only lines of words may be longer."""
     out = run(*words).out
     assert "\x1b" not in out
-    assert all(len(line) <= 80 for line in out.splitlines() if "  " in line.strip())
+    tables = [line for line in out.splitlines() if "  " in line.strip() and "`" not in line]
+    assert all(len(line) <= 80 for line in tables), tables
 
 
 def test_progress_is_drawn_on_stderr_of_a_terminal_only(run, monkeypatch):

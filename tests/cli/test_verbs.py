@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import checkmate
 from checkmate.core.result import Result
-from tests.plot.graphs import AGAIN, chain, plan
+from tests.plot.graphs import AGAIN, KEEP_ALL, chain, plan
 
 BUDGET = "5.5MiB"
 
@@ -138,3 +140,63 @@ def test_a_fault_of_ours_exits_3_and_says_where(run, monkeypatch):
     assert outcome.code == 3
     assert "Traceback" in outcome.err
     assert outcome.json["error"] == "ZeroDivisionError"
+
+
+def test_interrupted_curve_keeps_what_is_solved(run, monkeypatch):
+    """Each point still has the best plan found for it, and the file is whole."""
+    monkeypatch.setattr("checkmate.cli.pareto.solver_named", lambda _name: Interrupted())
+    outcome = run("pareto", "chain.graph.json", "--points", "4", "--json")
+    assert outcome.code == 0
+    curve = checkmate.read(outcome.json["curve"])
+    assert [point["budget_bytes"] for point in outcome.json["points"]] == [point.budget_bytes for point in curve.points]
+    for point in curve.points:
+        assert checkmate.validate(chain(), point.plan, point.budget_bytes) == ()
+
+
+def test_no_batch_within_the_budget_exits_1(run):
+    """As for a plan: what would be enough is said."""
+    outcome = run("max-batch", "chain.graph.json", "--batch", "1", "--budget", "1KiB", "--json")
+    assert outcome.code == 1
+    assert outcome.json["error"] == "InfeasibleBudgetError"
+    assert not list(Path().glob("*.plan.json"))
+
+
+def test_largest_batch_comes_with_its_graph_and_plan(run):
+    """Two captures give the step at any batch; what is written can be verified."""
+    checkmate.write(checkmate.AffineGraph.proportional(chain())(3), "three.graph.json")
+    said = run(
+        *("max-batch", "chain.graph.json", "three.graph.json", "--batch", "1", "--large-batch", "3"),
+        *("--budget", "20MiB", "--max-overhead", "1.2", "--json"),
+    ).json
+    assert said["batch"] <= said["upper_bound"]
+    assert said["overhead"] <= 1.2
+    assert run("verify", said["graph"], said["plan"], "--budget", "20MiB").code == 0
+
+
+def test_explanation_adds_up_to_the_peak(run):
+    """Everything in JSON, and its bytes are the peak that verify finds."""
+    checkmate.write(plan(AGAIN), "p.json")
+    said = run("explain", "chain.graph.json", "p.json", "--json").json
+    verified = run("verify", "chain.graph.json", "p.json", "--json").json
+    assert sum(entry["size_bytes"] for entry in said["held"]) == said["peak_bytes"] == verified["peak_bytes"]
+    assert sum(remat["times"] for remat in said["computed_again"]) == len(AGAIN) - len(chain().ops)
+
+
+def test_difference_is_signed(run):
+    """Swapping the plans swaps the sides."""
+    checkmate.write(plan(AGAIN), "a.json")
+    checkmate.write(plan(KEEP_ALL), "b.json")
+    ab = run("diff", "chain.graph.json", "a.json", "b.json", "--json").json
+    ba = run("diff", "chain.graph.json", "b.json", "a.json", "--json").json
+    assert ab["peak_bytes"] == ba["peak_bytes"][::-1]
+    assert ab["more_in_first"] == ba["more_in_second"] != []
+    assert ab["held_in_second"] == ba["held_in_first"] != []
+
+
+def test_result_file_carries_the_proof_into_the_report(run):
+    """The page says how far from the best the plan is, which a plan file alone cannot."""
+    run("plan", "chain.graph.json", "--budget", BUDGET, "--out", "p.json", "--result", "r.json")
+    assert run("report", "chain.graph.json", "r.json", "--out", "r.html").code == 0
+    assert run("report", "chain.graph.json", "p.json", "--out", "p.html").code == 0
+    assert "proven, for every plan and order" in Path("r.html").read_text()
+    assert "proven, for every plan and order" not in Path("p.html").read_text()

@@ -23,6 +23,7 @@ from checkmate.core.units import format_at_least, parse_budget
         ([("a", (), (0,))], [("v", 0, 0)], {}, "which is no other value"),
         ([("a", (), (0,)), ("b", (), (1,))], [("v", 1), ("w", 1)], {"order": [(1, 0)]}, "must come before"),
         ([("a", (), (0,))], [("v", 1)], {"resident_bytes": -1}, "must be zero or more"),
+        ([("a", (), (0,))], [("v", 2**60)], {"resident_bytes": 1}, "more than the"),
     ],
 )
 def test_what_is_no_graph_is_refused(ops, values, options, says):

@@ -220,3 +220,25 @@ def test_questions_that_mean_nothing_are_refused():
         max_batch(lambda batch: chain(7 if batch == 1 else 9, size=4 * batch), budget_bytes=1000)
     with pytest.raises(InfeasibleBudgetError, match="not even a batch of one"):
         max_batch(AffineGraph.proportional(chain()), budget_bytes=8)
+
+
+class ThenInterrupted:
+    """Keeps everything where that fits; then the user presses Ctrl-C."""
+
+    def run(self, problem, session):
+        if session.offer(range(len(problem.graph.ops))):
+            raise KeyboardInterrupt
+        return Termination(Reason.NOT_FOUND)
+
+
+def test_progress_and_interrupt_keep_the_largest_so_far():
+    """Waiting longer is the user's choice; what was found and what was proven stay."""
+    seen: list[tuple[int, int]] = []
+    graph_at = AffineGraph.proportional(chain())
+    whole = max_batch(graph_at, budget_bytes=100, max_overhead=1.0, limits=QUICK, on_progress=lambda b, u: seen.append((b, u)))
+    assert seen
+    assert all(batch <= whole.batch <= whole.upper_bound <= upper for batch, upper in seen)
+    early = max_batch(graph_at, budget_bytes=100, max_overhead=1.0, limits=QUICK, solver=ThenInterrupted())
+    assert 1 <= early.batch <= whole.batch
+    assert early.upper_bound >= whole.batch
+    assert validate(graph_at(early.batch), early.plan, 100) == ()

@@ -209,3 +209,11 @@ def test_a_solve_refuses_to_start_from_what_is_no_plan_of_the_problem():
         solve(Problem(graph, 10, reorder=False), initial=swapped)
     with pytest.raises(PlanError, match="made for another graph"):
         solve(Problem(chain(), 100), initial=swapped)
+
+
+def test_progress_counts_every_budget_once():
+    """Whoever waits sees how much is left: from none to all, never back."""
+    seen: list[tuple[int, int]] = []
+    curve = pareto(transformer(2), points=5, limits=Limits(time_s=2), on_progress=lambda done, of: seen.append((done, of)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (len(curve.points), len(curve.points))

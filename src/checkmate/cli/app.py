@@ -10,14 +10,43 @@ from cyclopts import App, CycloptsError
 from cyclopts.help import DefaultFormatter, PanelSpec
 from rich.box import Box
 
-from checkmate.cli import capture, demo, plan, solvers, terminal, verify
+from checkmate.cli import (
+    capture,
+    completion,
+    demo,
+    diff,
+    explain,
+    max_batch,
+    min_budget,
+    pareto,
+    plan,
+    report,
+    solvers,
+    terminal,
+    verify,
+)
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, SolverError
 
 _NO_BOX = Box("    \n" * 8)
 OK, NO_PLAN, BAD_INPUT, INTERNAL = 0, 1, 2, 3
+_VERBS = (
+    demo.demo,
+    capture.capture,
+    plan.plan,
+    verify.verify,
+    min_budget.min_budget,
+    pareto.pareto,
+    max_batch.max_batch,
+    explain.explain,
+    diff.diff,
+    report.report,
+    solvers.solvers,
+    completion.completion,
+)
 
 
-def _app() -> App:
+def application() -> App:
+    """The verbs, assembled."""
     import checkmate
 
     app = App(
@@ -28,7 +57,7 @@ def _app() -> App:
         help_format="markdown",
         suppress_keyboard_interrupt=False,
     )
-    for verb in (demo.demo, capture.capture, plan.plan, verify.verify, solvers.solvers):
+    for verb in _VERBS:
         app.command(verb)
     return app
 
@@ -37,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     as_json = "--json" in argv
     try:
-        code = _app()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
+        code = application()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         return _fail(BAD_INPUT, type(error).__name__, str(error), "see `checkmate --help`", as_json)
     except (InfeasibleBudgetError, PlanNotFoundError) as error:

@@ -22,11 +22,12 @@ from checkmate.core.units import format_bytes, format_cost
 _SHAPE = "give FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example)"
 
 
-def capture(target: str, /, *, out: Path | None = None, json: terminal.Json = False) -> int:
+def capture(target: str, /, *, batch: int | None = None, out: Path | None = None, json: terminal.Json = False) -> int:
     """Capture the training step of a PyTorch model as a graph file. Nothing is run.
 
     Args:
         target: FILE.py:FUNCTION or MODULE:FUNCTION; FUNCTION() returns (model, loss, example), example being (x, y).
+        batch: Call FUNCTION(batch) instead of FUNCTION(): two captures give the largest batch (`checkmate max-batch`).
         out: Graph file to write; named after the file or module by default.
         json: Print one JSON object on stdout.
 
@@ -37,12 +38,14 @@ def capture(target: str, /, *, out: Path | None = None, json: terminal.Json = Fa
     if not colon or not where or not name.isidentifier():
         raise OptionError(f"cannot read {target!r}", hint=_SHAPE)
     needs("torch", "torch")
-    built = _call(target, _function(where, name))
+    function = _function(where, name)
+    built = _call(target, function if batch is None else lambda: function(batch))
     if not isinstance(built, tuple) or len(built) != 3:
         raise OptionError(f"{target} returned {_describe(built)}, not (model, loss, example)", hint=_SHAPE)
     model, loss, example = built
     graph = _traced(target, model, loss, example)
-    path = out or Path(Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]).with_suffix(".graph.json")
+    stem = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+    path = out or Path(stem + ("" if batch is None else f"-batch{batch}") + ".graph.json")
     files.save(graph, path)
     keep_all = keep_all_bytes(graph)
     if json:
@@ -91,7 +94,7 @@ def _traced(target: str, model: Any, loss: Any, example: Any) -> Graph:
         logging.disable(logging.NOTSET)
 
 
-def _function(where: str, name: str) -> Callable[[], object]:
+def _function(where: str, name: str) -> Callable[..., object]:
     module = _from_file(Path(where)) if where.endswith(".py") else _from_name(where)
     function = getattr(module, name, None)
     if not callable(function):

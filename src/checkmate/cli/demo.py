@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.status import Status
 
-from checkmate.cli import amounts, terminal
+from checkmate.cli import amounts, files, terminal
 from checkmate.cli.extras import needs
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
@@ -40,14 +40,14 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
     Returns:
         The exit code.
     """
-    for module in ("torch", "sklearn", "matplotlib"):
+    for module in ("torch", "sklearn"):
         needs(module, "demo")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"cannot make {out}: {error.strerror or error}", hint="choose another folder with --out") from error
     from checkmate.cli import digits
-    from checkmate.cli.demo_page import write_report
+    from checkmate.cli.demo_page import demo_page
 
     began = time.perf_counter()
     with _status() as status:
@@ -58,7 +58,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         checks = _checks(trained)
         report = out / "report.html"
         outcome = _outcome(trained, checks, time.perf_counter() - began, compiled)
-        write_report(report, trained, outcome)
+        files.save_bytes(demo_page(trained, outcome).encode(), report)
     if json:
         terminal.emit({**outcome, "report": str(report)})
     else:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from checkmate.core import files
+from checkmate.core.curve import Curve
 from checkmate.core.errors import FileFormatError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 
-_C = TypeVar("_C", Graph, Plan, Result)
+_C = TypeVar("_C", Graph, Plan, Result, Curve)
 
 
 def load(path: Path, kind: type[_C]) -> _C:
-    """The graph, plan or result in a file.
+    """The graph, plan, result or curve in a file.
 
     Raises:
         OptionError: The file cannot be opened.
@@ -34,6 +37,16 @@ def load_plan(path: Path) -> Plan:
         OptionError: The file cannot be opened.
         FileFormatError: It holds no plan, or cannot be read.
     """
+    return load_planned(path)[0]
+
+
+def load_planned(path: Path) -> tuple[Plan, Result | None]:
+    """The plan in a plan or result file, and the result where it is one.
+
+    Raises:
+        OptionError: The file cannot be opened.
+        FileFormatError: It holds no plan, or cannot be read.
+    """
     try:
         content = files.read(path)
     except OSError as error:
@@ -41,17 +54,38 @@ def load_plan(path: Path) -> Plan:
     plan = content.plan if isinstance(content, Result) else content
     if not isinstance(plan, Plan):
         raise FileFormatError(f"{path}: holds no plan", hint="give a plan file, as `checkmate plan` writes it")
-    return plan
+    return plan, content if isinstance(content, Result) else None
 
 
-def save(value: Graph | Plan | Result, path: Path) -> None:
+def save(value: Graph | Plan | Result | Curve, path: Path) -> None:
     """Write a file whole, or say why not.
 
     Raises:
         OptionError: The file cannot be written.
     """
-    try:
+    with writing(path):
         files.write(value, path)
+
+
+def save_bytes(data: bytes, path: Path) -> None:
+    """Write bytes whole, or say why not.
+
+    Raises:
+        OptionError: The file cannot be written.
+    """
+    with writing(path):
+        files.write_atomically(path, data)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn trouble with writing a file into bad input.
+
+    Raises:
+        OptionError: The file cannot be written.
+    """
+    try:
+        yield
     except OSError as error:
         raise OptionError(f"cannot write {path}: {error.strerror or error}", hint="choose another place with --out") from error
 

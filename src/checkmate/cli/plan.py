@@ -32,6 +32,7 @@ def plan(
     recompute: Literal["all", "forward"] = "all",
     reorder: Annotated[bool, Parameter(negative="--no-reorder")] = True,
     out: Path | None = None,
+    result: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
     """Find the cheapest plan of a graph that never holds more than a budget. Ctrl-C keeps the best so far.
@@ -47,6 +48,7 @@ def plan(
         recompute: Which ops may be computed again.
         reorder: Whether ops may leave the order of the graph.
         out: Plan file to write; named after the graph and the budget by default.
+        result: Result file to write as well: the plan with its bound and how the solve went; `checkmate report` reads it.
         json: Print one JSON object on stdout.
 
     Returns:
@@ -56,15 +58,17 @@ def plan(
     problem = Problem(target, budget, recompute, reorder)
     chosen = solver_named(solver)
     limits = Limits(time_s=time_limit, gap=gap, seed=seed, threads=threads)
-    result = solve_drawn(problem, chosen, limits)
-    found = result.plan
+    solved = solve_drawn(problem, chosen, limits)
+    found = solved.plan
     if found is None:
         raise CheckmateError("the solve ended without a plan and without an error")
     where = out or files.beside(graph, f"-{budget.replace(' ', '').replace('%', 'pct')}.plan.json")
     files.save(found, where)
+    if result is not None:
+        files.save(solved, result)
     keep_all = simulate(target, Plan.from_order(target, range(len(target.ops))))
     if json:
-        terminal.emit(_as_json(target, graph, keep_all, result, where))
+        terminal.emit(_as_json(target, graph, keep_all, solved, where))
         return 0
     name = solver.lower()
     terminal.facts(
@@ -75,9 +79,11 @@ def plan(
         ]
     )
     header = [("plan", False), *((n, True) for n in ("peak", "cost", "overhead", "remats", "gap", "time")), ("status", False)]
-    terminal.table(header, [_keep_all_row(target, keep_all, problem.budget_bytes), _plan_row(target, name, found, result)])
-    _conclude(name, result)
-    terminal.closing([where], f"check it again anywhere with `checkmate verify {graph} {where} --budget {budget}`")
+    terminal.table(header, [_keep_all_row(target, keep_all, problem.budget_bytes), _plan_row(target, name, found, solved)])
+    _conclude(name, solved)
+    wrote = [where] if result is None else [where, result]
+    next_verb = f"checkmate verify {graph} {where} --budget {budget}"
+    terminal.closing(wrote, f"check it anywhere with `{next_verb}`, look at it with `checkmate report {graph} {wrote[-1]}`")
     return 0
 
 

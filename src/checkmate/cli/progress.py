@@ -1,6 +1,9 @@
-"""A solve, drawn while it runs."""
+"""Long work, drawn on stderr while it runs, where that is a terminal."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -15,18 +18,22 @@ from checkmate.solvers.solve import solve
 
 def solve_drawn(problem: Problem, solver: Solver, limits: Limits) -> Result:
     """As `solve`, with its progress on stderr where that is a terminal."""
+    unit = problem.graph.cost_unit
+    with drawn("looking for a plan") as say:
+        return solve(problem, solver, limits=limits, on_progress=lambda progress: say(_line(progress, unit)))
+
+
+@contextmanager
+def drawn(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner, a clock and a line of text while something runs; gives what changes the text."""
     console = terminal.talk()
     if not console.is_terminal:
-        return solve(problem, solver, limits=limits)
-    unit = problem.graph.cost_unit
+        yield lambda _text: None
+        return
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("looking for a plan")
-
-        def draw(progress: Progress) -> None:
-            bar.update(task, description=_line(progress, unit))
-
-        return solve(problem, solver, limits=limits, on_progress=draw)
+        task = bar.add_task(text)
+        yield lambda text: bar.update(task, description=text)
 
 
 def _line(progress: Progress, unit: str) -> str:

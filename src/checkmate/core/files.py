@@ -40,7 +40,8 @@ def read(path: str | os.PathLike[str]) -> Content:
     data = Path(path).read_bytes()
     try:
         header = msgspec.json.decode(data, type=_Header)
-    except msgspec.DecodeError as error:
+        body = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileFormatError(
             f"{os.fspath(path)}: not a Checkmate file, or cut short: {error}",
             hint="write it anew with `checkmate.write` or `checkmate capture`",
@@ -51,11 +52,10 @@ def read(path: str | os.PathLike[str]) -> Content:
             f"{os.fspath(path)}: format {header.format!r} is not read here; this release reads {', '.join(_FORMATS)}",
             hint="upgrade checkmate-remat if the file is newer",
         )
-    body = msgspec.json.decode(data)
     del body["format"]
     try:
         return msgspec.convert(body, type=content)
-    except (msgspec.ValidationError, CheckmateError, ValueError) as error:
+    except (msgspec.ValidationError, CheckmateError, ValueError, OverflowError, RecursionError) as error:
         raise FileFormatError(f"{os.fspath(path)}: {error}") from None
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from checkmate.core.errors import GraphError
 
+_MOST_BYTES = 2**60
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 
@@ -30,7 +31,7 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         clobbered_by: Ops that overwrite what it reads: it is never computed after one of them.
         phase: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimizer"``.
         kind: What it computes, such as ``aten.mm.default``.
-        source: Where it comes from: file and line, or module path.
+        source: Where it comes from: module path, file and line, or both.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
         msgspec.structs.force_setattr(self, "order", tuple((operator.index(a), operator.index(b)) for a, b in self.order))
         _set_amount(self, "resident_bytes")
+        _check_bytes(self)
         _check_ops(self)
         _check_views(self)
         _check_order(self)
@@ -282,6 +284,19 @@ def _set_amount(owner: Op | Value | Graph, field: str) -> None:
     if whole < 0 or isinstance(amount, bool):
         raise GraphError(f"{type(owner).__name__} {owner.name!r}: {field}={amount!r} must be zero or more")
     msgspec.structs.force_setattr(owner, field, whole)
+
+
+def _check_bytes(graph: Graph) -> None:
+    """All bytes together must be countable in 64 bits, as the accounts of memory count."""
+    amounts = [value.size_bytes for value in graph.values]
+    for op in graph.ops:
+        amounts += (op.workspace_bytes, op.replay_bytes)
+    total = graph.resident_bytes + sum(amounts)
+    if total > _MOST_BYTES:
+        raise GraphError(
+            f"the sizes of graph {graph.name!r} sum to {total} bytes, more than the {_MOST_BYTES} that are counted exactly",
+            hint="sizes are in bytes: check their unit",
+        )
 
 
 def _check_ops(graph: Graph) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 
@@ -116,7 +117,10 @@ def _split(text: str) -> tuple[float, str]:
     match = _AMOUNT.match(text)
     if match is None:
         raise UnitError(f"cannot read {text!r} as an amount of memory", hint=_HINT)
-    return float(match[1]), match[2]
+    number = float(match[1])
+    if math.isinf(number):
+        raise UnitError(f"{text!r} is too much to be an amount of memory", hint=_HINT)
+    return number, match[2]
 
 
 def _whole(amount: int | float) -> int:

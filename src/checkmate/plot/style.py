@@ -10,6 +10,15 @@ PLAN = "#2f7ed8"
 KEEP_ALL = "#9a9a9a"
 BUDGET = "#d6453d"
 RECOMPUTED = "#e08a1e"
+CATEGORIES = {
+    "resident": ("#8b949e", "resident"),
+    "activations": (PLAN, "activations kept"),
+    "recomputed": (RECOMPUTED, "computed again"),
+    "gradients": ("#3f9b5a", "gradients"),
+    "updates": ("#8e5bd0", "updates"),
+    "workspace": ("#c2549d", "workspace"),
+}
+"""Colour and name of what memory is held for; the page of `checkmate.report` has the same."""
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _TIMES = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
@@ -17,12 +26,26 @@ _TIMES = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 
 def bytes_axis(ax: Axes, most_bytes: int) -> None:
     """Let the y axis start at zero and count in one binary unit, at round numbers of it."""
-    unit, scale = next(((name, size) for name, size in _UNITS if most_bytes >= size), _UNITS[-1])
+    unit, scale = byte_unit(most_bytes)
     ax.set_ylim(0, max(1, most_bytes) * 1.22)
     ticks = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 4, 5, 8, 10]).tick_values(0, most_bytes / scale)
     ax.set_yticks([t * scale for t in ticks if t * scale <= most_bytes * 1.22])
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / scale:g}"))
     ax.set_ylabel(f"memory held ({unit})")
+
+
+def bytes_along(ax: Axes, least_bytes: int, most_bytes: int) -> str:
+    """Let the x axis count in one binary unit, at round numbers of it; gives the unit."""
+    unit, scale = byte_unit(most_bytes)
+    ticks = MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]).tick_values(least_bytes / scale, most_bytes / scale)
+    ax.set_xticks([t * scale for t in ticks if least_bytes <= t * scale <= most_bytes])
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / scale:g}"))
+    return unit
+
+
+def byte_unit(most_bytes: int) -> tuple[str, int]:
+    """Name and size of the largest binary unit that an amount has one of."""
+    return next(((name, size) for name, size in _UNITS if most_bytes >= size), _UNITS[-1])
 
 
 def time_scale(cost_unit: str) -> tuple[float, str]:

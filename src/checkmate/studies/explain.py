@@ -259,9 +259,13 @@ def _make(graph: Graph, outputs: tuple[int, ...], step: int, storage: dict[int, 
 
 
 def _prices(curve: Curve, peak_bytes: int, cost: int) -> tuple[float | None, float | None]:
-    """Cost of one MiB less and saving of one MiB more, by the next plans of a curve."""
-    lower = [p for p in curve.points if p.peak_bytes < peak_bytes and p.cost >= cost]
-    higher = [p for p in curve.points if p.peak_bytes > peak_bytes and p.cost < cost]
+    """Cost of one MiB less and saving of one MiB more, by the next plans of a curve.
+
+    Plans whose peak is the same but for half a per cent differ by chance: a slope between them would say nothing.
+    """
+    near = peak_bytes // 200
+    lower = [p for p in curve.points if p.peak_bytes < peak_bytes - near and p.cost >= cost]
+    higher = [p for p in curve.points if p.peak_bytes > peak_bytes + near and p.cost < cost]
     below = max(lower, key=lambda p: p.peak_bytes, default=None)
     above = min(higher, key=lambda p: p.peak_bytes, default=None)
     return (

@@ -57,6 +57,7 @@ def max_batch(
     max_overhead: float | Literal["one extra forward"] = ONE_EXTRA_FORWARD,
     limits: Limits | None = None,
     solver: Solver | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> MaxBatch:
     """The largest batch with a plan within a budget whose cost is within a limit, and a proof that none is much larger.
 
@@ -80,9 +81,10 @@ def max_batch(
             ``"one extra forward"``, computing every forward and loss op once more.
         limits: Time of the whole study, sixty seconds by default; gap, threads and seed of each solve.
         solver: How to look; `Auto` by default.
+        on_progress: Called with the largest batch found and the smallest upper bound proven, before each solve.
 
     Returns:
-        The largest batch found and the smallest upper bound proven.
+        The largest batch found and the smallest upper bound proven; after Ctrl-C, so far.
 
     Raises:
         InfeasibleBudgetError: Proven: not even a batch of one keeps the budget.
@@ -99,7 +101,7 @@ def max_batch(
     """
     limits = Limits() if limits is None else limits
     question = _Question(graph_at, parse_bytes(budget_bytes), _factor(max_overhead))
-    return _Hunt(question, limits, Auto() if solver is None else solver).run()
+    return _Hunt(question, limits, Auto() if solver is None else solver, on_progress or (lambda _batch, _upper: None)).run()
 
 
 def _factor(max_overhead: float | str) -> Fraction | None:
@@ -164,7 +166,8 @@ class _Question:
 class _Hunt:
     """One search for the largest batch: what is found, what is excluded, and the clock."""
 
-    def __init__(self, question: _Question, limits: Limits, solver: Solver) -> None:
+    def __init__(self, question: _Question, limits: Limits, solver: Solver, say: Callable[[int, int], None]) -> None:
+        self.say = say
         self.question = question
         self.limits = limits
         self.solver = solver
@@ -176,15 +179,15 @@ class _Hunt:
         self.seed = limits.seed
 
     def run(self) -> MaxBatch:
-        for k in range(_ROUNDS):
-            self._bisect(self.upper if k == 0 else (self.batch + self.upper + 1) // 2)
-            if self.batch == self.upper or self.left_s() <= 0:
-                break
-            self.slice_s *= 2
-            self.seed += 1
+        try:
+            self._rounds()
+        except KeyboardInterrupt:
+            if self.plan is None:
+                raise
+            self.slice_s = 0.0
         if self.plan is None:
             self._refuse()
-        last_s = None if self.limits.time_s is None else max(0.05, min(self.slice_s, self.clock.left_s()))
+        last_s = None if math.isinf(self.slice_s) else max(0.05, min(self.slice_s, self.clock.left_s()))
         last_limits = replace(self.limits, time_s=last_s)
         last = solve(self.question.problem(self.batch), self.solver, limits=last_limits, initial=self.plan)
         assert last.plan is not None
@@ -196,6 +199,14 @@ class _Hunt:
             why=self.why,
             elapsed_s=self.clock.elapsed_s(),
         )
+
+    def _rounds(self) -> None:
+        for k in range(_ROUNDS):
+            self._bisect(self.upper if k == 0 else (self.batch + self.upper + 1) // 2)
+            if self.batch == self.upper or self.left_s() <= 0:
+                break
+            self.slice_s *= 2
+            self.seed += 1
 
     def left_s(self) -> float:
         """Seconds left of the search; a twentieth of the time is for the last solve."""
@@ -233,12 +244,17 @@ class _Hunt:
         graph = self.question.graph(batch)
         most = self.question.most(graph)
         for recompute in ("all", "forward"):
+            self.say(self.batch, self.upper)
             result = solve(
                 self.question.problem(batch, recompute), self.solver, limits=self._limits(most), raise_on_failure=False
             )
             if result.plan is not None and result.cost is not None and result.cost <= most:
                 self.batch, self.plan = batch, result.plan
+                if result.termination.limit == "interrupt":
+                    raise KeyboardInterrupt
                 return True
+            if result.termination.limit == "interrupt":
+                raise KeyboardInterrupt
             if recompute == "all" and result.bound > most and self._holds_above(batch, result.bound):
                 self._prove(batch, result.bound)
                 return False

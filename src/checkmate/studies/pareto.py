@@ -28,6 +28,7 @@ def pareto(
     solver: Solver | None = None,
     executor: Executor | None = None,
     reorder: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Curve:
     """Cost and bound against budget, from the smallest budget found to the peak of keeping everything.
 
@@ -45,6 +46,7 @@ def pareto(
             ``client.get_executor()``; here, one after another, by default. The curve is the same
             as long as time ends no solve.
         reorder: Whether first computations may leave the graph's own order.
+        on_progress: Called with how many budgets are settled and how many there are, whenever that changes.
 
     Returns:
         The curve. Ctrl-C ends it early: what is not solved has the best plan of the budgets below.
@@ -72,12 +74,22 @@ def pareto(
     run: Callable[[Iterable[_Task]], Iterator[Result]] = (
         _serial if executor is None else lambda tasks: executor.map(_solve, tasks)
     )
+    done = 0
+
+    def say() -> None:
+        if on_progress is not None:
+            on_progress(done, len(budgets))
+
     for wave in (range(0, len(budgets), 2), range(1, len(budgets), 2)):
         wanted = [k for k in wave if known[k].gap > limits.gap]
         tasks = [_Task(Problem(graph, budgets[k], reorder=reorder), solver, limits, known[k].plan) for k in wanted]
+        done += len(wave) - len(wanted)
+        say()
         try:
             for k, result in zip(wanted, run(tasks), strict=True):
                 known[k] = known[k].improved(result)
+                done += 1
+                say()
         except KeyboardInterrupt:
             break
         finally:

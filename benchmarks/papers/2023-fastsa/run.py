@@ -1,0 +1,122 @@
+"""The protocol of FastSA (2023): unit costs, 50 % and 25 % of the initial peak, graphs to over 8,000 ops.
+
+python benchmarks/papers/2023-fastsa/run.py --quick    # some three minutes
+python benchmarks/papers/2023-fastsa/run.py            # all, about ten minutes; writes the JSON and the page
+python benchmarks/papers/2023-fastsa/run.py --table    # the page from the committed JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import checkmate
+from benchmarks.generate import gpt_of
+from benchmarks.networks import training_step
+from benchmarks.papers.record import load, markdown, ratio, said, save, where
+from checkmate import Auto, Graph, Limits, Problem
+from checkmate.core.problem import keep_all_bytes
+
+NAME = "2023-fastsa"
+SHARES = (0.5, 0.25)
+GRAPHS = Path(__file__).parents[2] / "graphs"
+CAPTURED = ("resnet50", "unet", "bert", "gpt2_loss")
+NETWORKS = (("VGG16", 256), ("ResNet50", 256), ("MobileNet", 512), ("DenseNet121", 1), ("vgg_unet", 32))
+GENERATED = (1300, 2600, 5200, 8330)
+
+
+def graphs(quick: bool) -> list[Graph]:
+    """Graphs of the protocol."""
+    found = [checkmate.read(GRAPHS / f"{name}.graph.json") for name in CAPTURED]
+    captured = [graph for graph in found if isinstance(graph, Graph)]
+    networks = [training_step(name, batch) for name, batch in NETWORKS]
+    made = [gpt_of(ops) for ops in (GENERATED[:1] if quick else GENERATED)]
+    return [unit_cost(graph) for graph in ([*captured, *networks[:2]] if quick else [*captured, *networks]) + made]
+
+
+def unit_cost(graph: Graph) -> Graph:
+    """The same graph with every op at cost 1; views cost nothing."""
+    ops = tuple(msgspec.structs.replace(op, cost=0 if o in graph.view_ops else 1) for o, op in enumerate(graph.ops))
+    return msgspec.structs.replace(graph, ops=ops, cost_unit="ops")
+
+
+def measure(graph: Graph, share: float, time_s: float) -> dict[str, Any]:
+    """One graph at one share of its peak above what is resident."""
+    problem = Problem(graph, graph.resident_bytes + int(share * (keep_all_bytes(graph) - graph.resident_bytes)))
+    result = checkmate.solve(problem, Auto(), limits=Limits(time_s=time_s), raise_on_failure=False)
+    costs = [point for point in result.history if point.cost is not None]
+    peak = None if result.peak_bytes is None else result.peak_bytes - graph.resident_bytes
+    row = {
+        "graph": graph.name,
+        "ops": len(graph.ops),
+        "share": share,
+        "overhead": result.overhead,
+        "bound": result.bound / graph.cost,
+        "gap": result.gap,
+        "peak": None if peak is None else peak / (keep_all_bytes(graph) - graph.resident_bytes),
+        "first_s": round(costs[0].time_s, 2) if costs else None,
+        "seconds": round(result.elapsed_s, 1),
+        "status": result.termination.reason.value,
+        "detail": result.termination.detail,
+    }
+    print(row, flush=True)
+    return row
+
+
+def page(stored: dict[str, Any]) -> str:
+    """The Markdown page."""
+    cells = [
+        [
+            row["graph"],
+            row["ops"],
+            f"{row['share']:.0%}",
+            "-" if row["peak"] is None else f"{row['peak']:.2%}",
+            ratio(row["overhead"]) if row["overhead"] else row["status"],
+            ratio(row["bound"]) if row["overhead"] else row["detail"],
+            "-" if row["gap"] is None else f"{row['gap']:.2%}",
+            "-" if row["first_s"] is None else row["first_s"],
+            row["seconds"],
+        ]
+        for row in stored["rows"]
+    ]
+    lines = [
+        "# FastSA (2023)",
+        "",
+        "Made by `python benchmarks/papers/2023-fastsa/run.py`; its README says what differs from the paper. Every op costs 1,",
+        f"the budget is a share of the initial peak above what is resident, at most {stored['time_s']:g} s a solve, one thread.",
+        said(stored),
+        "",
+        "The paper reports, at 25 %, 1.08 to 1.43 times the time and a peak 10 % below to 5 % above the one asked for, in 36 s",
+        "or less for 8,330 ops. Here the peak is never above, and the bound holds for every plan and order.",
+        "",
+        *markdown(["graph", "ops", "budget", "peak", "overhead", "bound", "gap", "first plan, s", "seconds"], cells),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer graphs, short limits; writes nothing")
+    parser.add_argument("--table", action="store_true", help="only rewrite the page")
+    options = parser.parse_args()
+    if options.table:
+        stored = load(NAME)
+        save(NAME, stored, page(stored), quick=False)
+        return 0
+    time_s = 10.0 if options.quick else 36.0
+    began = time.perf_counter()
+    rows = [measure(graph, share, time_s) for graph in graphs(options.quick) for share in SHARES]
+    stored = {"where": where(), "time_s": time_s, "rows": rows, "seconds": round(time.perf_counter() - began)}
+    save(NAME, stored, page(stored), quick=options.quick)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""``checkmate completion``: what makes a shell complete verbs and options."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+from checkmate.cli import terminal
+
+
+def completion(shell: Literal["bash", "zsh", "fish"], /, *, json: terminal.Json = False) -> int:
+    """Print the completion script of a shell.
+
+    Args:
+        shell: Which shell.
+        json: Print one JSON object on stdout.
+
+    Returns:
+        The exit code.
+    """
+    from checkmate.cli.app import application
+
+    script = application().generate_completion(prog_name="checkmate", shell=shell)
+    if json:
+        terminal.emit({"shell": shell, "script": script})
+        return 0
+    sys.stdout.write(script)
+    places = {
+        "bash": "~/.local/share/bash-completion/completions/checkmate",
+        "zsh": "a file _checkmate in a folder of $fpath",
+        "fish": "~/.config/fish/completions/checkmate.fish",
+    }
+    terminal.closing([], f"send it to {places[shell]}")
+    return 0

@@ -1,0 +1,115 @@
+"""``checkmate pareto``: what memory buys."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from checkmate.cli import amounts, files, terminal
+from checkmate.cli.progress import drawn
+from checkmate.cli.solvers import solver_named
+from checkmate.core.curve import Curve, CurvePoint
+from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
+from checkmate.core.result import Limits
+from checkmate.core.units import format_bytes, format_cost
+from checkmate.studies.pareto import pareto as curve_of
+
+
+def pareto(
+    graph: Path,
+    /,
+    *,
+    points: int = 12,
+    solver: str = "auto",
+    time_limit: float = 10.0,
+    gap: float = 0.005,
+    seed: int = 0,
+    jobs: int = 1,
+    reorder: Annotated[bool, Parameter(negative="--no-reorder")] = True,
+    out: Path | None = None,
+    json: terminal.Json = False,
+) -> int:
+    """Find what memory buys: the cheapest plans from the smallest budget to keeping everything. Ctrl-C keeps what is solved.
+
+    Args:
+        graph: Graph file, as `checkmate capture` writes it.
+        points: Budgets, evenly spaced.
+        solver: How to look; `checkmate solvers` lists them.
+        time_limit: Seconds of wall time a point.
+        gap: Stop a point when its plan is proven within this share of the best.
+        seed: Seed of everything random.
+        jobs: Processes to solve in.
+        reorder: Whether ops may leave the order of the graph.
+        out: Curve file to write, plans included; named after the graph by default.
+        json: Print one JSON object on stdout.
+
+    Returns:
+        The exit code.
+    """
+    if jobs < 1:
+        raise OptionError(f"jobs={jobs!r} must be one or more")
+    target, chosen = files.load(graph, Graph), solver_named(solver)
+    limits = Limits(time_s=time_limit, gap=gap, seed=seed)
+    with ExitStack() as stack:
+        executor = None
+        if jobs > 1:
+            spawned = multiprocessing.get_context("spawn")
+            executor = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=spawned))
+        say = stack.enter_context(drawn("looking for the smallest peak"))
+        curve = curve_of(
+            target,
+            points=points,
+            limits=limits,
+            solver=chosen,
+            executor=executor,
+            reorder=reorder,
+            on_progress=lambda done, of: say(f"{done} of {of} budgets"),
+        )
+    where = out or files.beside(graph, ".curve.json")
+    files.save(curve, where)
+    if json:
+        terminal.emit(_as_json(graph, curve, where))
+        return 0
+    terminal.facts(
+        [
+            ("graph", amounts.describe_graph(target, graph)),
+            ("floor", f"{format_bytes(curve.floor_bytes)}: no plan of any order takes less"),
+            ("solver", f"{solver.lower()}, {time_limit:g} s limit a point, stops at a gap of {amounts.format_share(gap)}"),
+        ]
+    )
+    header = [(name, True) for name in ("budget", "peak", "cost", "overhead", "bound", "gap", "time")]
+    terminal.table(header, [_row(target, point) for point in curve.points])
+    middle = curve.points[len(curve.points) // 2].budget_bytes
+    terminal.closing([where], f"look at it: `checkmate report {graph} PLAN --curve {where}`; plan for one: --budget {middle}")
+    return 0
+
+
+def _row(graph: Graph, point: CurvePoint) -> list[str]:
+    return [
+        format_bytes(point.budget_bytes),
+        format_bytes(point.peak_bytes),
+        format_cost(point.cost, graph.cost_unit),
+        f"{point.overhead:.4f}x",
+        f"{point.bound / graph.cost if graph.cost else 1.0:.4f}x",
+        amounts.format_share(point.gap, 2),
+        f"{point.elapsed_s:.1f} s",
+    ]
+
+
+def _as_json(path: Path, curve: Curve, where: Path) -> dict[str, Any]:
+    names = ("budget_bytes", "peak_bytes", "cost", "overhead", "bound", "gap")
+    return {
+        "graph": str(path),
+        "graph_digest": curve.graph_digest,
+        "curve": str(where),
+        "floor_bytes": curve.floor_bytes,
+        "cost_unit": curve.cost_unit,
+        "solver": curve.solver,
+        "points": [{**{name: getattr(p, name) for name in names}, "elapsed_s": round(p.elapsed_s, 3)} for p in curve.points],
+    }

@@ -1,0 +1,92 @@
+"""``checkmate report``: a plan as one page, and for other viewers."""
+
+from __future__ import annotations
+
+import json as json_format
+import pickle
+from pathlib import Path
+
+from checkmate.cli import amounts, files, terminal
+from checkmate.core.curve import Curve
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.core.simulate import simulate
+from checkmate.core.units import format_bytes
+
+
+def report(
+    graph: Path,
+    plan: Path,
+    /,
+    *,
+    against: Path | None = None,
+    curve: Path | None = None,
+    budget: str | None = None,
+    out: Path = Path("report.html"),
+    perfetto: Path | None = None,
+    memory_viz: Path | None = None,
+    json: terminal.Json = False,
+) -> int:
+    """Draw a plan as one offline HTML file: memory over the step, the schedule, what fills the peak, what is computed again.
+
+    Args:
+        graph: Graph file.
+        plan: Plan file; or result file, as `checkmate plan --result` writes it, whose bound is shown too.
+        against: Another plan file of the graph to show beside it.
+        curve: Curve file, as `checkmate pareto` writes it.
+        budget: Total such as 8GiB, or a share such as 50%, drawn as a line.
+        out: HTML file to write.
+        perfetto: Trace file to write as well, for ui.perfetto.dev.
+        memory_viz: Memory snapshot to write as well, for pytorch.org/memory_viz.
+        json: Print one JSON object on stdout.
+
+    Returns:
+        The exit code.
+    """
+    from checkmate.report import html_report, memory_snapshot, perfetto_trace
+
+    target = files.load(graph, Graph)
+    steps, result = files.load_planned(plan)
+    other = None if against is None else files.load_plan(against)
+    page = html_report(
+        target,
+        steps,
+        against=other,
+        names=("keeping everything", plan.name, "" if against is None else against.name),
+        result=result,
+        curve=None if curve is None else files.load(curve, Curve),
+        budget_bytes=None if budget is None else Problem(target, budget).budget_bytes,
+    ).encode()
+    wrote = [out]
+    files.save_bytes(page, out)
+    if perfetto is not None:
+        files.save_bytes(json_format.dumps(perfetto_trace(target, steps)).encode(), perfetto)
+        wrote.append(perfetto)
+    if memory_viz is not None:
+        files.save_bytes(pickle.dumps(memory_snapshot(target, steps), protocol=4), memory_viz)
+        wrote.append(memory_viz)
+    timeline = simulate(target, steps)
+    if json:
+        terminal.emit(
+            {
+                "report": str(out),
+                "size_bytes": len(page),
+                "perfetto": None if perfetto is None else str(perfetto),
+                "memory_viz": None if memory_viz is None else str(memory_viz),
+                "peak_bytes": timeline.peak_bytes,
+                "cost": timeline.cost,
+                "cost_unit": target.cost_unit,
+            }
+        )
+        return 0
+    kept = simulate(target, Plan.from_order(target, range(len(target.ops))))
+    terminal.facts(
+        [
+            ("graph", amounts.describe_graph(target, graph)),
+            ("peak", f"{format_bytes(timeline.peak_bytes)}, {format_bytes(kept.peak_bytes)} keeping everything"),
+            ("page", f"{format_bytes(len(page))}, needs no network"),
+        ]
+    )
+    terminal.closing(wrote, f"open {out} in a browser")
+    return 0

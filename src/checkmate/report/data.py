@@ -1,0 +1,83 @@
+"""What the page draws, as one compact JSON object."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Compute, Plan
+from checkmate.core.simulate import simulate
+from checkmate.studies.lives import CATEGORIES, lives, replays
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+
+
+class Run(NamedTuple):
+    """A plan under a name.
+
+    Attributes:
+        name: What the page calls it.
+        plan: The plan.
+    """
+
+    name: str
+    plan: Plan
+
+
+def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> str:
+    """The graph and its plans as JSON that may stand in a script element. Text that repeats is listed once."""
+    strings: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return strings.setdefault(text, len(strings))
+
+    content = {
+        "name": graph.name,
+        "cost_unit": graph.cost_unit,
+        "resident": graph.resident_bytes,
+        "budget": budget_bytes,
+        "categories": CATEGORIES,
+        "phases": PHASES,
+        "ops": {
+            "name": [op.name for op in graph.ops],
+            "kind": [number(op.kind) for op in graph.ops],
+            "source": [number(op.source) for op in graph.ops],
+            "phase": [PHASES.index(op.phase) for op in graph.ops],
+            "cost": [op.cost for op in graph.ops],
+            "workspace": [op.workspace_bytes for op in graph.ops],
+            "replay": [op.replay_bytes for op in graph.ops],
+            "inputs": [op.inputs for op in graph.ops],
+            "outputs": [op.outputs for op in graph.ops],
+        },
+        "values": {
+            "name": [value.name for value in graph.values],
+            "size": [value.size_bytes for value in graph.values],
+            "root": graph.root,
+            "kept": [int(value.kept) for value in graph.values],
+        },
+        "runs": [_run(graph, run) for run in runs],
+        "strings": list(strings),
+    }
+    return msgspec.json.encode(content).decode().replace("<", "\\u003c")
+
+
+def _run(graph: Graph, run: Run) -> dict[str, Any]:
+    timeline = simulate(graph, run.plan)
+    made = lives(graph, run.plan)
+    return {
+        "name": run.name,
+        "peak": timeline.peak_bytes,
+        "peak_step": timeline.peak_step,
+        "cost": timeline.cost,
+        # A computation is its op, a free is minus one minus its value.
+        "steps": [step.op if isinstance(step, Compute) else -1 - step.value for step in run.plan.steps],
+        "lives": {
+            "value": [life.value for life in made],
+            "made": [life.made_at for life in made],
+            "gone": [life.gone_at for life in made],
+            "category": [CATEGORIES.index(life.category) for life in made],
+        },
+        "replays": replays(graph, run.plan),
+    }

@@ -1,0 +1,142 @@
+"""A plan as a memory snapshot of PyTorch, for the viewer at pytorch.org/memory_viz."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Compute, Plan
+from checkmate.core.simulate import simulate
+from checkmate.studies.lives import lives, replays
+
+_PLACE = re.compile(r"(?:^|, )([^,]+):(\d+)$")
+_BASE = 0x7F0000000000
+
+
+def memory_snapshot(graph: Graph, plan: Plan) -> dict[str, Any]:
+    """The planned timeline as `torch.cuda.memory._snapshot` would have recorded it.
+
+    Every storage, workspace and replay state is allocated and freed in the order of the plan. Addresses are never used
+    twice: this is the account of bytes, without what an allocator adds to it. What is resident is one block that is
+    there from the start.
+
+    Args:
+        graph: The graph.
+        plan: The plan.
+
+    Returns:
+        An object to be pickled; it has nothing but dictionaries, lists, numbers and text.
+
+    Raises:
+        PlanError: The plan cannot be run.
+        WrongGraphError: The plan was made for another graph.
+
+    Examples:
+        >>> import checkmate
+        >>> graph = checkmate.Graph.from_dag(cost=[1, 2], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
+        >>> snapshot = memory_snapshot(graph, checkmate.Plan.from_order(graph, [0, 1]))
+        >>> [(event["action"], event["size"]) for event in snapshot["device_traces"][0]]
+        [('alloc', 4), ('alloc', 2), ('free_requested', 4), ('free_completed', 4)]
+    """
+    simulate(graph, plan)
+    recorder = _Recorder(graph)
+    before: dict[int, list[tuple[int, int, str]]] = {}  # step -> what is allocated in it: block, bytes, name
+    after: dict[int, list[int]] = {}  # step -> blocks that are freed once it is done
+    block = 0
+    for life in lives(graph, plan):
+        name = graph.values[life.value].name
+        before.setdefault(life.made_at, []).append((block, graph.values[life.value].size_bytes, f"{name} [{life.category}]"))
+        after.setdefault(life.gone_at - 1, []).append(block)
+        block += 1
+    for replay in replays(graph, plan):
+        op = graph.ops[replay.op]
+        before.setdefault(replay.first, []).append((block, op.replay_bytes, f"{op.name} [replay]"))
+        after.setdefault(replay.last, []).append(block)
+        block += 1
+    for p, step in enumerate(plan.steps):
+        if isinstance(step, Compute) and graph.ops[step.op].workspace_bytes:
+            op = graph.ops[step.op]
+            before.setdefault(p, []).append((block, op.workspace_bytes, f"{op.name} [workspace]"))
+            after.setdefault(p, []).append(block)
+            block += 1
+    for p, step in enumerate(plan.steps):
+        op = step.op if isinstance(step, Compute) else None
+        for number, size, name in before.get(p, ()):
+            recorder.allocate(number, size, name, op)
+        for number in after.get(p, ()):
+            recorder.free(number)
+        recorder.clock += graph.ops[step.op].cost if isinstance(step, Compute) else 0
+    return recorder.snapshot()
+
+
+class _Recorder:
+    """Blocks and events of a snapshot."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.clock = 0
+        self.next = _BASE
+        self.blocks: dict[int, dict[str, Any]] = {}
+        self.events: list[dict[str, Any]] = []
+        self.resident = self._block(graph.resident_bytes, [_frame("resident", "", 0)])
+
+    def allocate(self, number: int, size_bytes: int, name: str, op: int | None) -> None:
+        if size_bytes:
+            frames = [_frame(name, "", 0)] + ([] if op is None else _frames(self.graph, op))
+            self.blocks[number] = self._block(size_bytes, frames)
+            self._note("alloc", self.blocks[number])
+
+    def free(self, number: int) -> None:
+        block = self.blocks.pop(number, None)
+        if block is not None:
+            self._note("free_requested", block)
+            self._note("free_completed", block)
+
+    def snapshot(self) -> dict[str, Any]:
+        left = [self.resident, *self.blocks.values()] if self.graph.resident_bytes else list(self.blocks.values())
+        return {
+            "segments": [_segment(block) for block in left],
+            "device_traces": [self.events],
+            "allocator_settings": {},
+            "external_annotations": [],
+        }
+
+    def _block(self, size_bytes: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
+        address = self.next
+        self.next += -(-size_bytes // 512) * 512
+        block = {"address": address, "size": size_bytes, "requested_size": size_bytes, "state": "active_allocated"}
+        return {**block, "frames": frames}
+
+    def _note(self, action: str, block: dict[str, Any]) -> None:
+        event = {"action": action, "addr": block["address"], "size": block["size"], "stream": 0, "time_us": self.clock // 1000}
+        self.events.append({**event, "frames": block["frames"]})
+
+
+def _segment(block: dict[str, Any]) -> dict[str, Any]:
+    size = block["size"]
+    return {
+        "device": 0,
+        "address": block["address"],
+        "total_size": size,
+        "allocated_size": size,
+        "active_size": size,
+        "requested_size": size,
+        "stream": 0,
+        "segment_type": "large",
+        "is_expandable": False,
+        "segment_pool_id": (0, 0),
+        "frames": [],
+        "blocks": [block],
+    }
+
+
+def _frames(graph: Graph, o: int) -> list[dict[str, Any]]:
+    op = graph.ops[o]
+    place = _PLACE.search(op.source)
+    file, line = ("", 0) if place is None else (place[1], int(place[2]))
+    return [_frame(op.kind or op.name, file, line), _frame(op.source or op.name, file, line)]
+
+
+def _frame(name: str, file: str, line: int) -> dict[str, Any]:
+    return {"name": name, "filename": file, "line": line}

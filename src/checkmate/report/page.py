@@ -1,0 +1,146 @@
+"""The report: one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from string import Template
+
+from checkmate.core.curve import Curve
+from checkmate.core.errors import WrongGraphError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.result import Result
+from checkmate.core.simulate import simulate
+from checkmate.core.units import format_bytes
+from checkmate.report.curve_svg import curve_svg
+from checkmate.report.data import Run, embedded
+from checkmate.report.sections import compared, computed_again, curve_table, facts_of, table
+from checkmate.studies.compare import compare
+from checkmate.studies.lives import CATEGORIES, by_category
+
+_SCRIPTS = ("model.js", "memory.js", "schedule.js", "detail.js", "main.js")
+_LABELS = {
+    "resident": "parameters and what else is always there",
+    "activations": "activations kept",
+    "recomputed": "computed again",
+    "gradients": "gradients",
+    "updates": "updates of the optimizer",
+    "workspace": "workspace",
+}
+
+
+def html_report(
+    graph: Graph,
+    plan: Plan,
+    *,
+    before: Plan | None = None,
+    against: Plan | None = None,
+    names: Sequence[str] = ("keeping everything", "the plan", "the other plan"),
+    result: Result | None = None,
+    curve: Curve | None = None,
+    budget_bytes: int | None = None,
+    title: str = "",
+    summary: str = "",
+    facts: Iterable[Sequence[str]] = (),
+) -> str:
+    """A plan as one page that loads nothing: memory over the step, the schedule, what fills the peak, what is computed again.
+
+    Every number comes from `checkmate.simulate`, or is derived in the page from the same steps.
+
+    Args:
+        graph: The graph.
+        plan: The plan.
+        before: What to show it beside; computing every op once in the graph's order by default.
+        against: Another plan of the graph to compare with.
+        names: What to call the three.
+        result: The solve that found the plan, for its bound.
+        curve: Cost against budget of the graph, drawn with the plan's own point.
+        budget_bytes: The budget, drawn as a line; that of the result by default.
+        title: Heading; made from the graph's name and the peak by default.
+        summary: First words, HTML; said from the numbers by default.
+        facts: Further rows of the table at the top: a name, then a cell for the first and for the second of the plans.
+
+    Returns:
+        The text of the page.
+
+    Raises:
+        PlanError: A plan cannot be run.
+        WrongGraphError: A plan or the curve was made for another graph.
+
+    Examples:
+        >>> import checkmate
+        >>> graph = checkmate.Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
+        >>> page = html_report(graph, checkmate.Plan.from_order(graph, [0, 1]), title="Two ops")
+        >>> "<h1>Two ops</h1>" in page
+        True
+    """
+    if curve is not None and curve.graph_digest != graph.digest:
+        raise WrongGraphError("the curve was made for another graph", hint="make it for this graph with `checkmate pareto`")
+    once = Plan.from_order(graph, range(len(graph.ops))) if before is None else before
+    runs = [Run(names[0], once), Run(names[1], plan)]
+    if against is not None:
+        runs.append(Run(names[2], against))
+    budget = result.budget_bytes if budget_bytes is None and result is not None else budget_bytes
+    timeline, kept = simulate(graph, plan), simulate(graph, once)
+    overhead = timeline.cost / graph.cost if graph.cost else 1.0
+    heading = title or f"{graph.name or 'A training step'} in {format_bytes(timeline.peak_bytes)}"
+    words = summary or (
+        f"{format_bytes(timeline.peak_bytes)} at the peak instead of {format_bytes(kept.peak_bytes)}, "
+        f"{overhead:.3f} times the cost of computing every op once."
+    )
+    held = {category for run in runs for category, row in zip(CATEGORIES, by_category(graph, run.plan), strict=True) if row.any()}
+    return Template(_asset("page.html")).substitute(
+        title=html.escape(heading),
+        summary=words,
+        style=_asset("style.css"),
+        facts=facts_of(graph, runs, result, budget, facts),
+        legend="".join(_key(category) for category in CATEGORIES if category in held),
+        charts="\n".join(_chart(index, run, budget) for index, run in enumerate(runs)),
+        tabs=" ".join(_tab(index, run) for index, run in enumerate(runs)),
+        sections="\n".join(_sections(graph, plan, against, names, curve, timeline.peak_bytes, timeline.cost)),
+        footer=f"Costs are in {html.escape(graph.cost_unit)}, bytes in binary units. Graph {graph.digest[:23]}.",
+        data=embedded(graph, tuple(runs), budget),
+        script="\n".join(_asset(name) for name in _SCRIPTS),
+    )
+
+
+def _asset(name: str) -> str:
+    return (files("checkmate.report") / "assets" / name).read_text("utf-8")
+
+
+def _key(category: str) -> str:
+    return (
+        f'<span><span class="swatch" style="background: var(--{category})" aria-hidden="true"></span>{_LABELS[category]}</span>'
+    )
+
+
+def _chart(index: int, run: Run, budget_bytes: int | None) -> str:
+    budget = f", budget {format_bytes(budget_bytes)}" if budget_bytes is not None else ""
+    label = html.escape(f"Memory over the step, {run.name}{budget}", quote=True)
+    canvas = (
+        f'<canvas class="memory" id="memory-{index}" tabindex="0" role="slider" aria-valuemin="1" aria-label="{label}"></canvas>'
+    )
+    return f"<h3>{html.escape(run.name)}</h3>\n{canvas}"
+
+
+def _tab(index: int, run: Run) -> str:
+    return f'<button data-run="{index}" aria-pressed="false">{html.escape(run.name)}</button>'
+
+
+def _sections(
+    graph: Graph, plan: Plan, against: Plan | None, names: Sequence[str], curve: Curve | None, peak_bytes: int, cost: int
+) -> Iterable[str]:
+    yield f"<h2>What is computed again</h2>\n{computed_again(graph, plan)}"
+    if against is not None:
+        difference = compared(compare(graph, plan, against), names[1], names[2])
+        yield f"<h2>Side by side</h2>\n{difference}"
+    if curve is not None:
+        yield "<h2>What memory buys</h2>"
+        yield (
+            "<p>Cost against budget: plans found, and the bound that no plan of any order can go below; the band between is "
+            "what may be left to gain. The large point is this plan.</p>"
+        )
+        yield curve_svg(graph, curve, peak_bytes, cost)
+        yield f"<details><summary>The points as a table</summary>{table(*curve_table(graph, curve))}</details>"

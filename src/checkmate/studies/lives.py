@@ -1,0 +1,124 @@
+"""The storages of a plan: what each is for, when it is made and when it is gone."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from checkmate.core.graph import Graph, view_source
+from checkmate.core.plan import Compute, Plan
+
+Category = Literal["resident", "activations", "recomputed", "gradients", "updates", "workspace"]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+"""What memory is held for: parameters and what else is always there; forward values as first computed; values computed
+again; what backward ops make; what the optimizer makes; workspace and states of random generators for replay."""
+
+
+class Life(NamedTuple):
+    """One storage while a plan runs.
+
+    Attributes:
+        value: The value that owns it.
+        made_at: Step that makes it.
+        gone_at: First step whose bytes do not count it; one more than the number of steps if it stays.
+        category: What it is held for.
+    """
+
+    value: int
+    made_at: int
+    gone_at: int
+    category: Category
+
+
+def lives(graph: Graph, plan: Plan) -> tuple[Life, ...]:
+    """Every storage that a plan makes, in the order in which they are made.
+
+    Args:
+        graph: The graph.
+        plan: A plan that can be run (`checkmate.simulate` says whether).
+    """
+    made: list[tuple[int, int, Category]] = []
+    gone: dict[int, int] = {}
+    sharers: list[int] = []
+    newest: dict[int, int] = {}  # value -> storage of its newest instance
+    runs: dict[int, int] = {}
+
+    def leave(storage: int, step: int) -> None:
+        sharers[storage] -= 1
+        if not sharers[storage]:
+            gone[storage] = step
+
+    for p, step in enumerate(plan.steps):
+        if not isinstance(step, Compute):
+            leave(newest.pop(step.value), p)
+            continue
+        op = graph.ops[step.op]
+        runs[step.op] = runs.get(step.op, 0) + 1
+        replaced = [newest[v] for v in op.outputs if v in newest]
+        shared = {v: newest.get(view_source(graph, v)) for v in op.outputs if graph.values[v].base is not None}
+        for v in op.outputs:
+            if v not in shared:
+                newest[v] = len(made)
+                made.append((v, p, _category(op.phase, runs[step.op])))
+                sharers.append(1)
+        for v, old in shared.items():
+            source = view_source(graph, v)
+            storage = newest[source] if source in op.outputs else old
+            assert storage is not None  # its op has read it
+            newest[v] = storage
+            sharers[storage] += 1
+        for storage in replaced:
+            leave(storage, p + 1)
+    never = len(plan.steps) + 1
+    return tuple(Life(v, p, gone.get(k, never), category) for k, (v, p, category) in enumerate(made))
+
+
+class Replay(NamedTuple):
+    """The state of a random generator, held so that an op can be computed again the same way.
+
+    Attributes:
+        op: The op.
+        first: Its first computation, a step.
+        last: Its last computation, a step.
+    """
+
+    op: int
+    first: int
+    last: int
+
+
+def replays(graph: Graph, plan: Plan) -> tuple[Replay, ...]:
+    """The states that a plan holds for random ops that it computes more than once."""
+    runs: dict[int, list[int]] = {}
+    for p, step in enumerate(plan.steps):
+        if isinstance(step, Compute) and graph.ops[step.op].replay_bytes:
+            runs.setdefault(step.op, []).append(p)
+    return tuple(Replay(o, at[0], at[-1]) for o, at in runs.items() if len(at) > 1)
+
+
+def by_category(graph: Graph, plan: Plan) -> npt.NDArray[np.int64]:
+    """Bytes of each category at every step; a column sums to what `checkmate.simulate` says. Shape ``[category, step]``."""
+    steps = len(plan.steps)
+    change = np.zeros((len(CATEGORIES), steps + 2), dtype=np.int64)
+    change[CATEGORIES.index("resident"), 0] += graph.resident_bytes
+    for life in lives(graph, plan):
+        row, size = CATEGORIES.index(life.category), graph.values[life.value].size_bytes
+        change[row, life.made_at] += size
+        change[row, life.gone_at] -= size
+    workspace = CATEGORIES.index("workspace")
+    for replay in replays(graph, plan):
+        change[workspace, replay.first] += graph.ops[replay.op].replay_bytes
+        change[workspace, replay.last + 1] -= graph.ops[replay.op].replay_bytes
+    held = np.cumsum(change[:, :steps], axis=1)
+    for p, step in enumerate(plan.steps):
+        if isinstance(step, Compute):
+            held[workspace, p] += graph.ops[step.op].workspace_bytes
+    return held
+
+
+def _category(phase: str, runs: int) -> Category:
+    if runs > 1:
+        return "recomputed"
+    return {"backward": "gradients", "optimizer": "updates"}.get(phase, "activations")  # type: ignore[return-value]

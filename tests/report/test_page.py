@@ -1,0 +1,232 @@
+"""The report in a real browser: every figure read back from the page is what `simulate` says."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+import checkmate
+from benchmarks.generate import gpt_of
+from checkmate import Compute, Plan, simulate
+from checkmate.report import html_report
+from checkmate.studies.explain import held_at
+from tests.plot.graphs import AGAIN, KEEP_ALL, chain, plan
+from tests.report.plans import again, captured
+
+
+@pytest.fixture(scope="module")
+def curve():
+    return checkmate.pareto(chain(), points=4)
+
+
+@pytest.fixture
+def page(open_page, curve):
+    result = checkmate.solve(checkmate.Problem(chain(), "5.5MiB"))
+    return open_page(html_report(chain(), plan(AGAIN), against=result.plan, result=result, curve=curve))
+
+
+def test_nothing_is_loaded_and_nothing_goes_wrong(page):
+    """One file, offline: no request but its own, no word on the console."""
+    assert page.console == []
+    assert page.ask("performance.getEntriesByType('resource').length") == 0
+    assert page.text("h1") == "chain in 5.50 MiB"
+
+
+def test_bytes_drawn_are_those_of_simulate(page):
+    """At every step, of each of the three plans; the categories sum to the whole."""
+    drawn = page.ask("window.checkmate.step.runs.map((run) => run.total)")
+    second = page.ask("window.checkmate.step.runs[2].steps")
+    third = tuple(Compute(code) if code >= 0 else checkmate.Free(-1 - code) for code in second)
+    for total, steps in zip(drawn, (plan(KEEP_ALL), plan(AGAIN), Plan(third)), strict=True):
+        assert total == simulate(chain(), steps).bytes.tolist()
+
+
+@pytest.mark.parametrize("name", ["unet", "bert", "resnet50_split", "gpt2_loss"])
+def test_captured_steps_are_drawn_as_simulated(open_page, name):
+    """Views, several outputs, workspace and replay of random ops: the page's account is the third, and it agrees."""
+    graph, found = captured(name)
+    page = open_page(html_report(graph, found))
+    timeline = simulate(graph, found)
+    assert page.console == []
+    assert page.ask("window.checkmate.step.runs[1].total") == timeline.bytes.tolist()
+    held = page.ask("window.checkmate.step.runs[1].heldAt(arguments[0]).map((entry) => entry.bytes)", timeline.peak_step)
+    assert held == [entry.size_bytes for entry in held_at(graph, found, timeline.peak_step)]
+    assert sum(held) == timeline.peak_bytes
+
+
+def test_schedule_is_the_papers(page):
+    """The stages drawn are those of `Plan.stages`: R is what is computed, S what is handed over."""
+    stages = page.ask("window.checkmate.step.runs[1].stages()")
+    R, S = plan(AGAIN).stages(chain())
+    computed, handed = np.zeros_like(R), np.zeros_like(S)
+    for cell in stages["cells"]:
+        computed[cell["row"], cell["op"]] = True
+    for span in stages["held"]:
+        handed[span["from"] : span["to"], span["op"]] = True
+    assert (computed == R).all()
+    assert (handed == S).all()
+    assert page.text("#schedule-legend").split("held")[0].split() == ["computed", "first", "(12)", "computed", "again", "(3)"]
+
+
+def test_table_at_the_top_has_the_numbers(page):
+    """Peak, overhead and how much is computed again, a column a plan."""
+    rows = page.ask("[...document.querySelectorAll('#facts tr')].map((row) => [...row.cells].map((cell) => cell.innerText))")
+    facts = {name: cells for name, *cells in rows}
+    assert facts["peak"][:2] == ["7.50 MiB", "5.50 MiB"]
+    assert facts["computed again"][:2] == ["0", "3"]
+    assert facts["overhead"][1] == f"{simulate(chain(), plan(AGAIN)).cost / chain().cost:.4f}x"
+    assert facts["budget"][1] == "5.50 MiB"
+
+
+def test_what_is_held_sums_to_the_peak(page):
+    """The table below the figures adds up, and says so in words."""
+    timeline = simulate(chain(), plan(AGAIN))
+    rows = page.ask("[...document.querySelectorAll('#held tbody tr[data-bytes]')].map((row) => Number(row.dataset.bytes))")
+    assert sum(rows) == timeline.peak_bytes
+    assert page.text("#held tr.total").startswith("5.50 MiB")
+    assert f"step {timeline.peak_step}" in page.text("#chosen")
+
+
+def test_curve_has_its_points_and_the_plans_own(page, curve):
+    """Budgets, overheads and bounds are read back from the figure to the last digit."""
+    points = page.ask(
+        "[...document.querySelectorAll('#curve .point')]"
+        ".map((point) => [point.dataset.budget, point.dataset.overhead, point.dataset.bound].map(Number))"
+    )
+    cost = chain().cost
+    assert points == [[p.budget_bytes, p.cost / cost, p.bound / cost] for p in curve.points]
+    chosen = page.ask("Number(document.querySelector('#curve .chosen').dataset.peak)")
+    assert chosen == simulate(chain(), plan(AGAIN)).peak_bytes
+
+
+def keys(page, *words: str) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    chain_of = ActionChains(page.browser)
+    for word in words:
+        chain_of.send_keys(getattr(Keys, word, word))
+    chain_of.perform()
+
+
+def test_everything_can_be_reached_and_read_by_keyboard(page):
+    """Tab goes to the figures; arrows walk over the computations; what is chosen is said to a screen reader."""
+    for _ in range(2):
+        keys(page, "TAB")
+    assert page.ask("document.activeElement.id") == "memory-1"
+    keys(page, "HOME")
+    assert page.ask("window.checkmate.state.p") == 0
+    keys(page, "ARROW_RIGHT", "ARROW_RIGHT")
+    runs = [p for p, step in enumerate(plan(AGAIN).steps) if isinstance(step, Compute)]
+    assert page.ask("window.checkmate.state.p") == runs[2]
+    said = page.ask("document.activeElement.getAttribute('aria-valuetext')")
+    assert "computation 3 of 15" in said
+    assert f"{checkmate.format_bytes(simulate(chain(), plan(AGAIN)).bytes[runs[2]])} held" in said
+    keys(page, "END", "PAGE_UP", "p")
+    assert page.ask("window.checkmate.state.p") == simulate(chain(), plan(AGAIN)).peak_step
+    while page.ask("document.activeElement.dataset.life") is None:
+        keys(page, "TAB")
+    keys(page, "ENTER")
+    assert "made at step" in page.text("#life")
+    assert page.ask("window.checkmate.state.life") is not None
+
+
+def test_pointing_and_clicking_choose_a_step(page):
+    """The pointer reads a step; a click keeps it and fills the table."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    canvas = page.browser.find_element("id", "memory-0")
+    ActionChains(page.browser).move_to_element(canvas).perform()
+    assert "computation" in page.text("#tooltip")
+    ActionChains(page.browser).move_to_element(canvas).click().perform()
+    assert page.ask("window.checkmate.state.run") == 0
+    assert page.ask("Number(document.getElementById('detail').dataset.bytes)") == page.ask(
+        "window.checkmate.step.runs[0].total[window.checkmate.state.p]"
+    )
+    ActionChains(page.browser).move_to_element(page.browser.find_element("css selector", "[data-run='2']")).click().perform()
+    assert page.ask("window.checkmate.state.run") == 2
+    ActionChains(page.browser).move_to_element(page.browser.find_element("id", "schedule")).click().perform()
+    assert page.console == []
+
+
+def test_dark_theme_has_other_colours_for_the_same(page):
+    """The figures follow the reader's theme: ground and ink change, and are redrawn."""
+    pixel = "[...document.getElementById('memory-0').getContext('2d').getImageData(0, 0, 70, 250).data].join()"
+    light = page.ask("getComputedStyle(document.body).backgroundColor"), page.ask(pixel)
+    emulate = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulate)
+    try:
+        dark = page.ask("getComputedStyle(document.body).backgroundColor"), page.ask(pixel)
+        for _ in range(40):  # the figures are redrawn with the next frame
+            if dark[1] != light[1]:
+                break
+            time.sleep(0.05)
+            dark = dark[0], page.ask(pixel)
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert light[0] == "rgb(255, 255, 255)"
+    assert dark[0] == "rgb(13, 17, 23)"
+    assert light[1] != dark[1]
+
+
+def test_amounts_are_written_as_in_python(page):
+    """The same number reads the same in the page and in the terminal."""
+    from checkmate.core.units import format_bytes, format_cost
+
+    amounts = [0, 1, 1023, 1024, 1152, 1536, 5767168, 2**30 - 1, 2**30, 123456789012, 2**41]
+    assert page.ask("arguments[0].map(formatBytes)", amounts) == [format_bytes(a) for a in amounts]
+    costs = [0, 999, 1500, 2_500_000, 61_400_000, 2_500_000_000]
+    assert page.ask("arguments[0].map((c) => formatCost(c, 'ns'))", costs) == [format_cost(c, "ns") for c in costs]
+    assert page.ask("formatCost(12, 'FLOP')") == format_cost(12, "FLOP")
+
+
+def test_names_are_text_and_not_markup(open_page):
+    """A name may hold anything; the page shows it and runs nothing of it."""
+    bad = "</script><script>document.title='run'</script><b>&quot;"
+    graph = checkmate.Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], names=[bad, "b"], kept=[1], name=bad)
+    ops = tuple(msgspec.structs.replace(op, source=bad, kind=bad) for op in graph.ops)
+    graph = msgspec.structs.replace(graph, ops=ops)
+    steps = Plan.from_order(graph, [0, 0, 1])
+    page = open_page(html_report(graph, steps, against=steps, names=("a", bad, "c"), title=""))
+    assert page.console == []
+    assert page.ask("document.title").startswith(bad[:9])
+    assert bad in page.text("#detail")
+    assert not page.ask("document.querySelectorAll('b').length")
+
+
+@pytest.mark.parametrize("order", [[], [0]])
+def test_the_smallest_plans_are_drawn(open_page, order):
+    """A plan without a step, and a graph without a cost."""
+    graph = checkmate.Graph.from_dag(cost=[0], size_bytes=[4], edges=[], resident_bytes=8)
+    page = open_page(html_report(graph, Plan.from_order(graph, order)))
+    assert page.console == []
+
+
+def test_five_thousand_ops_are_small_and_quick(open_page):
+    """Under 3 MB and 3 s to load and draw, with two plans beside keeping everything."""
+    graph = gpt_of(5000)
+    found = again(graph)
+    keep_all = Plan.from_order(graph, range(len(graph.ops)))
+    text = html_report(graph, found, against=keep_all)
+    assert len(text.encode()) < 3_000_000
+    taken: list[float] = []
+    for _ in range(3):  # the machine may be busy with something else
+        began = time.perf_counter()
+        page = open_page(text)
+        page.ask("window.checkmate.drawn_ms")
+        taken.append(time.perf_counter() - began)
+    assert min(taken) < 3
+    assert page.console == []
+    assert page.ask("window.checkmate.step.runs[1].total") == simulate(graph, found).bytes.tolist()
+    assert page.ask("window.checkmate.step.runs[1].peak") == simulate(graph, found).peak_bytes
+
+
+def test_pages_need_no_network_by_policy():
+    """The page forbids itself to load anything."""
+    text = html_report(chain(), plan(AGAIN))
+    assert "default-src 'none'" in text
+    assert not re.search(r"(src|href)=\"(?!data:)", text)
