@@ -137,6 +137,8 @@ class _Run:
         from checkmate.solvers.smallest import smallest_peak
 
         session = self.session
+        if session.left_s() <= 0:  # a limit of no time at all is refused
+            return
         limits = Limits(time_s=0.3 * min(60.0, session.left_s()), seed=session.limits.seed)
         smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
         if smallest.plan is not None:

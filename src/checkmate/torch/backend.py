@@ -21,6 +21,7 @@ from checkmate.torch.options import Options
 from checkmate.torch.partition import Task, partition
 from checkmate.torch.planning import plan_graph
 from checkmate.torch.profile import Profiler
+from checkmate.torch.regions import inline_regions
 from checkmate.torch.roofline import estimated
 from checkmate.torch.sizes import unique_bytes
 
@@ -86,6 +87,7 @@ def compile_graph(
     """
     hooks = Hooks() if hooks is None else hooks
     _specialise(example_inputs)
+    inline_regions(gm)
     accounts: list[Account] = []
     gradients = gradient_bytes(example_inputs, options.accumulate)
     # On CUDA what is in flight is among what is allocated.
@@ -102,6 +104,7 @@ def compile_graph(
         plan=hooks.plan or functools.partial(plan_graph, options=options),
         hold_outputs=options.outputs == "held",
         split_convolutions=options.split_convolutions,
+        no_recompute=frozenset(options.no_recompute),
         extra_resident_bytes=options.reserve_bytes + gradients + elsewhere,
         on_planned=planned,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from checkmate.core.graph import Graph, Op
-from checkmate.torch.classify import Facts, facts, reads, trains_batch_norm
+from checkmate.torch.classify import Facts, facts, names, reads, trains_batch_norm
 from checkmate.torch.compat import is_tangent
 from checkmate.torch.ordering import Mutators, mutators, order_pairs, overwriters
 from checkmate.torch.rng import state_bytes
@@ -87,6 +87,7 @@ def capture_joint(
     costs: Costs,
     *,
     hold_outputs: bool = True,
+    no_recompute: frozenset[str] = frozenset(),
     extra_resident_bytes: int = 0,
     name: str = "",
 ) -> Capture:
@@ -98,6 +99,7 @@ def capture_joint(
         costs: Costs and workspace of nodes.
         hold_outputs: Whether the caller holds the forward's outputs to the end of the step; otherwise
             they are gone when the backward begins, unless it needs them.
+        no_recompute: Names of ops that run once, with or without their library's.
         extra_resident_bytes: What is resident besides the inputs of the graph: gradients that are
             there already, optimizer state.
         name: Name of the graph.
@@ -105,7 +107,7 @@ def capture_joint(
     Raises:
         GraphError: A size depends on data.
     """
-    return _Builder(joint, num_fwd_outputs, hold_outputs).build(costs, extra_resident_bytes, name)
+    return _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
 
 
 def _outputs(joint: fx.GraphModule) -> Sequence[Any]:
@@ -122,10 +124,11 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, joint: fx.GraphModule, num_fwd_outputs: int, hold_outputs: bool) -> None:
+    def __init__(self, joint: fx.GraphModule, num_fwd_outputs: int, hold_outputs: bool, no_recompute: frozenset[str]) -> None:
         self.joint = joint
         self.num_fwd_outputs = num_fwd_outputs
         self.hold_outputs = hold_outputs
+        self.no_recompute = no_recompute
         self.nodes = list(joint.graph.nodes)
         outputs = _outputs(joint)
         self.forward_outputs = [o for o in outputs[:num_fwd_outputs] if isinstance(o, fx.Node)]
@@ -220,7 +223,12 @@ class _Builder:
             # While a state is replayed the generator's own is put aside.
             workspace_bytes=cost.workspace_bytes + replay,
             replay_bytes=replay,
-            recomputable=not (draft.facts.pinned or any(v in single for v in outputs) or not leaves(node.meta.get("val"))),
+            recomputable=not (
+                draft.facts.pinned
+                or any(v in single for v in outputs)
+                or not leaves(node.meta.get("val"))
+                or not self.no_recompute.isdisjoint(names(node))
+            ),
             clobbered_by=tuple(sorted(later)),
             phase="backward" if draft.backward else "forward",
             kind=str(node.target),

@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback, Unsupported
 from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor
@@ -42,6 +43,7 @@ __all__ = [
     "detect_fake_mode",
     "dynamo_config",
     "functorch_config",
+    "invoke_subgraph",
     "is_tangent",
     "memory_trace",
     "no_dispatch",

@@ -33,6 +33,7 @@ class Task:
         plan: Finds the plan of a graph.
         hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
         split_convolutions: Whether a convolution's backward is made two ops.
+        no_recompute: Names of ops that run once.
         extra_resident_bytes: What is resident besides the graph's inputs.
         on_planned: Told the captured graph and its plan before anything runs.
     """
@@ -41,6 +42,7 @@ class Task:
     plan: Callable[[Graph], Result]
     hold_outputs: bool
     split_convolutions: bool
+    no_recompute: frozenset[str]
     extra_resident_bytes: int
     on_planned: Callable[[Capture, Result], None]
 
@@ -63,14 +65,14 @@ def partition(
         rest: What AOTAutograd hands to a partitioner besides.
 
     Raises:
-        GraphError: The graph is the body of a nested compiled region.
+        GraphError: The graph is the body of a higher-order op.
         SplitError: What would run takes other memory than planned.
         CheckmateError: No plan.
     """
     if not joint_inputs:
         raise GraphError(
-            "the step has a nested compiled region, and the body of one cannot be planned yet",
-            hint="take torch.compiler.nested_compile_region off the function, so that its ops are planned like all others",
+            "the step has a higher-order op whose body AOTAutograd differentiates by itself, which cannot be planned",
+            hint="take the higher-order op out of what is compiled",
         )
     began = time.perf_counter()
     capture = capture_joint(
@@ -78,6 +80,7 @@ def partition(
         num_fwd_outputs,
         task.costs,
         hold_outputs=task.hold_outputs,
+        no_recompute=task.no_recompute,
         extra_resident_bytes=task.extra_resident_bytes,
     )
     result = task.plan(capture.graph)

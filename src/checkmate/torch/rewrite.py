@@ -70,7 +70,7 @@ class _Writer:
         for used in node.all_input_nodes:
             # Bodies of higher-order ops are emitted at each use: before the boundary they would be saved.
             if self._is_module(used):
-                self._copy(used)
+                self._tag(self._copy(used), used)
         first = o not in self.done
         self.done.add(o)
         skip = unused_arguments(node)
