@@ -18,7 +18,7 @@ from checkmate.torch.capture import Capture, Costs
 from checkmate.torch.compat import BoxedRun, Carrier, aot_autograd, as_boxed, boxed, dynamo_config, functorch_config
 from checkmate.torch.coordinator import IN_FLIGHT, Account
 from checkmate.torch.options import Options
-from checkmate.torch.partition import Task, partition
+from checkmate.torch.partition import Task, partition, whole
 from checkmate.torch.planning import plan_graph
 from checkmate.torch.profile import Profiler
 from checkmate.torch.regions import inline_regions
@@ -66,12 +66,14 @@ class Hooks:
         planned: Told the graph and its plan before anything runs.
         gate: Called before every run of a forward; may raise.
         inference: Whether graphs without gradients are compiled; otherwise they are refused.
+        whole: Whether the graph is a whole step, its backward and its updates in it.
     """
 
     plan: Callable[[Graph], Result] | None = None
     planned: Callable[[Capture, Result], None] = lambda capture, result: None
     gate: Callable[[], None] | None = None
     inference: bool = True
+    whole: bool = False
 
 
 def compile_graph(
@@ -111,7 +113,7 @@ def compile_graph(
     compile_with_aot = aot_autograd(
         fw_compiler=lambda module, inputs: _forward(module, accounts, hooks.gate),
         bw_compiler=lambda module, inputs: _backward(module, accounts),
-        inference_compiler=lambda module, inputs: _inference(module, hooks),
+        inference_compiler=lambda module, inputs: _inference(module, task, hooks),
         partition_fn=functools.partial(partition, task=task),
         keep_inference_input_mutations=True,
     )
@@ -123,7 +125,9 @@ def compile_graph(
         raise Carrier(error) from error
 
 
-def _inference(module: fx.GraphModule, hooks: Hooks) -> BoxedRun:
+def _inference(module: fx.GraphModule, task: Task, hooks: Hooks) -> BoxedRun:
+    if hooks.whole:
+        return _forward(whole(module, task), [], hooks.gate)
     if not hooks.inference:
         raise GraphError(
             "nothing in this step requires a gradient, so that there is no backward to plan",

@@ -12,6 +12,7 @@ from torch import fx
 from checkmate.core.graph import Graph, Op
 from checkmate.torch.classify import Facts, facts, names, reads, trains_batch_norm
 from checkmate.torch.compat import is_tangent
+from checkmate.torch.optimizers import UPDATE
 from checkmate.torch.ordering import Mutators, mutators, order_pairs, overwriters
 from checkmate.torch.rng import state_bytes
 from checkmate.torch.sizes import leaves
@@ -60,14 +61,14 @@ class Capture:
         graph: What planners see.
         joint: The joint module, untouched.
         members: Nodes of each op. Shape ``[op]``.
-        boundary: Index of the boundary op.
-        num_fwd_outputs: How many of the joint outputs belong to the forward.
+        boundary: Index of the boundary op; None in the graph of a whole step.
+        num_fwd_outputs: How many of the joint outputs belong to the forward; all of them in a whole step.
     """
 
     graph: Graph
     joint: fx.GraphModule
     members: tuple[Member, ...]
-    boundary: int
+    boundary: int | None
     num_fwd_outputs: int
 
     @property
@@ -83,7 +84,7 @@ class Capture:
 
 def capture_joint(
     joint: fx.GraphModule,
-    num_fwd_outputs: int,
+    num_fwd_outputs: int | None,
     costs: Costs,
     *,
     hold_outputs: bool = True,
@@ -95,7 +96,8 @@ def capture_joint(
 
     Args:
         joint: The joint module; it is not changed.
-        num_fwd_outputs: How many of its outputs belong to the forward.
+        num_fwd_outputs: How many of its outputs belong to the forward. None for a whole step, gradients and updates
+            in it: it has no boundary, and what it returns is there when it ends.
         costs: Costs and workspace of nodes.
         hold_outputs: Whether the caller holds the forward's outputs to the end of the step; otherwise
             they are gone when the backward begins, unless it needs them.
@@ -124,15 +126,16 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, joint: fx.GraphModule, num_fwd_outputs: int, hold_outputs: bool, no_recompute: frozenset[str]) -> None:
+    def __init__(self, joint: fx.GraphModule, num_fwd_outputs: int | None, hold_outputs: bool, no_recompute: frozenset[str]) -> None:
+        outputs = _outputs(joint)
         self.joint = joint
-        self.num_fwd_outputs = num_fwd_outputs
-        self.hold_outputs = hold_outputs
+        self.whole = num_fwd_outputs is None
+        self.num_fwd_outputs = len(outputs) if num_fwd_outputs is None else num_fwd_outputs
+        self.hold_outputs = hold_outputs or self.whole
         self.no_recompute = no_recompute
         self.nodes = list(joint.graph.nodes)
-        outputs = _outputs(joint)
-        self.forward_outputs = [o for o in outputs[:num_fwd_outputs] if isinstance(o, fx.Node)]
-        self.backward_outputs = [o for o in outputs[num_fwd_outputs:] if isinstance(o, fx.Node)]
+        self.forward_outputs = [o for o in outputs[: self.num_fwd_outputs] if isinstance(o, fx.Node)]
+        self.backward_outputs = [o for o in outputs[self.num_fwd_outputs :] if isinstance(o, fx.Node)]
         self.drafts: dict[fx.Node, _Draft] = {}  # node, getitems included -> its op
         self.values = Values()
 
@@ -140,13 +143,13 @@ class _Builder:
         resident = self.values.externals(self.nodes) + extra_resident_bytes
         self._draft()
         needed = self._needed()
-        forward = [d for d in self._unique() if not d.backward and d.node in needed]
-        backward = [d for d in self._unique() if d.backward and d.node in needed]
-        boundary = len(forward)
+        forward = [d for d in self._unique() if (self.whole or not d.backward) and d.node in needed]
+        backward = [d for d in self._unique() if not self.whole and d.backward and d.node in needed]
+        boundary = None if self.whole else len(forward)
         made = [self.values.outputs(d.node, d.getitems) for d in forward]
         tangents = self.values.tangents(self.nodes)
         made += [self.values.outputs(d.node, d.getitems) for d in backward]
-        listed = [(i + (i >= boundary), d.node, d.facts) for i, d in enumerate(forward + backward)]
+        listed = [(i + (i >= len(forward)), d.node, d.facts) for i, d in enumerate(forward + backward)]
         known = mutators(listed)
         kept, single = self._kept()
         ops = [
@@ -155,7 +158,8 @@ class _Builder:
                 listed, forward + backward, made, costs([node for _, node, _ in listed]), strict=True
             )
         ]
-        ops.insert(boundary, self._boundary_op(tangents))
+        if boundary is not None:
+            ops.insert(boundary, self._boundary_op(tangents))
         values = self.values.all(kept)
         graph = Graph(
             ops=tuple(ops),
@@ -165,7 +169,8 @@ class _Builder:
             name=name,
         )
         members = [Member(d.node, tuple(d.getitems)) for d in forward + backward]
-        members.insert(boundary, Member(None))
+        if boundary is not None:
+            members.insert(boundary, Member(None))
         return Capture(graph, self.joint, tuple(members), boundary, self.num_fwd_outputs)
 
     def _draft(self) -> None:
@@ -174,7 +179,11 @@ class _Builder:
             if node.op != "call_function":
                 continue
             tag = str(node.meta.get("partitioner_tag", ""))
-            if "backward" in tag or any(i in backward for i in node.all_input_nodes):
+            if self.whole:
+                in_backward = bool(node.meta.get("autograd_backward")) or node.target is UPDATE
+            else:
+                in_backward = "backward" in tag or any(i in backward for i in node.all_input_nodes)
+            if in_backward:
                 backward.add(node)
             source = node.args[0] if node.target is operator.getitem else None
             if source in self.drafts:
@@ -230,7 +239,7 @@ class _Builder:
                 or not self.no_recompute.isdisjoint(names(node))
             ),
             clobbered_by=tuple(sorted(later)),
-            phase="backward" if draft.backward else "forward",
+            phase="optimizer" if node.target is UPDATE else "backward" if draft.backward else "forward",
             kind=str(node.target),
             source=source_of(node),
         )

@@ -21,6 +21,9 @@ BATCH_NORM_NO_STATS = aten._native_batch_norm_legit.no_stats
 _IGNORED_IN_TRAINING = {aten.native_batch_norm_backward.default: ((3, 4), 7)}
 """Op -> (arguments that it does not use in training, argument that says whether it trains)."""
 
+_PURE = ("aten", "prims", "checkmate")
+"""Namespaces whose ops do nothing but what their schemas say."""
+
 _SEEDS = ("inductor_seed.default", "inductor_seeds.default")
 
 
@@ -32,12 +35,14 @@ class Facts:
         random: Draws from a random generator, so that a second computation must replay its state.
         mutates: Positions of the arguments it overwrites.
         effect: Does something beyond its outputs: mutations, collectives, prints.
+        sequenced: Keeps its place among all that are: its effect is not only on the arguments it overwrites.
         pinned: Must run exactly once.
     """
 
     random: bool
     mutates: tuple[int, ...]
     effect: bool
+    sequenced: bool
     pinned: bool
 
 
@@ -50,9 +55,9 @@ def facts(node: torch.fx.Node) -> Facts:
         effect = "effects" in target.name() or any(f.effect for f in inside)
         # What is random inside could be replayed only as a whole, by a state that nobody saves.
         random = any(f.random for f in inside)
-        return Facts(random=random, mutates=(), effect=effect, pinned=effect or random or must_save)
+        return Facts(random=random, mutates=(), effect=effect, sequenced=effect, pinned=effect or random or must_save)
     if not isinstance(target, OpOverload):
-        return Facts(random=False, mutates=(), effect=False, pinned=must_save)
+        return Facts(random=False, mutates=(), effect=False, sequenced=False, pinned=must_save)
     tagged = torch.Tag.nondeterministic_seeded in target.tags
     mutates = tuple(i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     collective = target.namespace in COLLECTIVES
@@ -65,6 +70,7 @@ def facts(node: torch.fx.Node) -> Facts:
         random=random and not seeds,
         mutates=mutates,
         effect=effect,
+        sequenced=effect and (collective or not mutates or target.namespace not in _PURE),
         pinned=effect or must_save or seeds or (random and _device(node) is None),
     )
 

@@ -1,4 +1,4 @@
-"""The partition function of AOTAutograd: capture, plan, impose, split, count again."""
+"""From a graph of AOTAutograd to what runs: capture, plan, impose, split where there is a boundary, count again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from checkmate.core.units import format_bytes
 from checkmate.torch.capture import Capture, Costs, capture_joint
 from checkmate.torch.compat import default_partition
 from checkmate.torch.prepare import prepare
-from checkmate.torch.recount import SplitError, recount
+from checkmate.torch.recount import SplitError, recount, recount_whole
 from checkmate.torch.rewrite import impose, strip_dead_random
+from checkmate.torch.updates import take_updates
 
 _log = logging.getLogger("checkmate.torch")
 _SLACK_BYTES = 64
@@ -92,6 +93,30 @@ def partition(
     task.on_planned(capture, result)
     _log.debug("split in %.1f s", time.perf_counter() - began)
     return forward, backward
+
+
+def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
+    """The module of a whole step that runs a plan; the one that came is untouched.
+
+    Args:
+        module: Forward, backward and marked gradients in one graph, as AOTAutograd hands it to an inference compiler.
+        task: How to plan it.
+
+    Raises:
+        SplitError: What would run takes other memory than planned.
+        CheckmateError: No plan.
+    """
+    prepared = prepare(module, split_convolutions=task.split_convolutions)
+    take_updates(prepared)
+    capture = capture_joint(
+        prepared, None, task.costs, no_recompute=task.no_recompute, extra_resident_bytes=task.extra_resident_bytes
+    )
+    result = task.plan(capture.graph)
+    assert result.plan is not None
+    imposed = impose(capture, result.plan)
+    _compare(capture, result, recount_whole(imposed, task.costs))
+    task.on_planned(capture, result)
+    return imposed
 
 
 def _compare(capture: Capture, result: Result, counted: int) -> None:
