@@ -97,7 +97,8 @@ def compile_graph(
     elsewhere = max(in_flight, elsewhere_bytes(example_inputs, options))
 
     def planned(capture: Capture, result: Result) -> None:
-        if options.budget is not None:
+        # A whole step is over when it returns: nothing of it is in flight.
+        if options.budget is not None and capture.boundary is not None:
             accounts.append(Account.of(capture, result, in_flight_bytes=in_flight, planned_gradient_bytes=gradients))
         hooks.planned(capture, result)
 

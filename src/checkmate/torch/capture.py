@@ -126,7 +126,9 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, joint: fx.GraphModule, num_fwd_outputs: int | None, hold_outputs: bool, no_recompute: frozenset[str]) -> None:
+    def __init__(
+        self, joint: fx.GraphModule, num_fwd_outputs: int | None, hold_outputs: bool, no_recompute: frozenset[str]
+    ) -> None:
         outputs = _outputs(joint)
         self.joint = joint
         self.whole = num_fwd_outputs is None

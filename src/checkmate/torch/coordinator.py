@@ -53,6 +53,7 @@ class Account:
         """The account of a graph and its plan, planned beside so much in flight and so many gradients."""
         graph, plan = capture.graph, result.plan
         assert plan is not None
+        assert capture.boundary is not None
         held = simulate(graph, plan).bytes - graph.resident_bytes
         boundary = plan.steps.index(Compute(capture.boundary))
         outputs = {v for op in graph.ops if op.phase == "backward" for v in op.outputs if graph.values[v].kept}

@@ -273,7 +273,7 @@ def _recipe(
         return Recipe(program, functools.partial(_finish_whole, updates), whole=True)
     if whole or micro_batches > 1:
         what = "whole=True" if whole else f"micro_batches={micro_batches} needs a whole step, which"
-        raise OptionError(f"{what} cannot be: {reason}", hint="give an optimizer of torch.optim with all parameters, such as AdamW")
+        raise OptionError(f"{what} cannot be: {reason}", hint="give an optimizer of torch.optim, such as AdamW, all parameters")
     if optimizer is not None and whole is None:
         _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
     return Recipe(forward, functools.partial(_finish_split, optimizer, clip_norm), whole=False)
