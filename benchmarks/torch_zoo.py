@@ -64,9 +64,9 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Architectures under a budget",
         "",
-        "Made by `benchmarks/torch_zoo.py`; do not edit. Small models of transformers with random weights, dropout as each has it by",
-        "default, at 70 % of what keeping everything takes above what is resident, and at the smallest budget found. *Bits* compares",
-        "loss, gradients, buffers and random state of two steps with keeping everything on the same backend. KiB above what is",
+        "Made by `benchmarks/torch_zoo.py`; do not edit. Small models of transformers with random weights, dropout as each has it",
+        "by default, at 70 % of what keeping everything takes above what is resident, and at the smallest budget found. *Bits*",
+        "compares loss, gradients, buffers and random state of two steps with keeping everything on the same backend. KiB above what is",
         "resident; every row is a test of `tests/torch/test_zoo.py`.",
         "",
         f"{machine['processor']}; Python {tools['python']}, torch {tools['torch']}, transformers {tools['transformers']}.",

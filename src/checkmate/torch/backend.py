@@ -11,15 +11,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.core.errors import CheckmateError, GraphError, OptionError
+from checkmate.core.errors import CheckmateError, GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
-from checkmate.core.result import Result
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Result
+from checkmate.core.simulate import simulate
+from checkmate.studies.min_budget import min_budget
 from checkmate.torch.capture import Capture, Costs
-from checkmate.torch.compat import BoxedRun, Carrier, aot_autograd, as_boxed, boxed, dynamo_config, functorch_config
+from checkmate.torch.compat import (
+    BoxedRun,
+    Carrier,
+    aot_autograd,
+    as_boxed,
+    boxed,
+    dynamo_config,
+    forgetting_this_frame,
+    functorch_config,
+)
 from checkmate.torch.coordinator import IN_FLIGHT, Account
+from checkmate.torch.division import Choice
 from checkmate.torch.options import Options
 from checkmate.torch.partition import Task, partition, whole
-from checkmate.torch.planning import plan_graph
+from checkmate.torch.planning import plan_graph, run_order
 from checkmate.torch.profile import Profiler
 from checkmate.torch.regions import inline_regions
 from checkmate.torch.roofline import estimated
@@ -96,15 +109,31 @@ def compile_graph(
     in_flight = IN_FLIGHT.held_bytes() if options.budget is not None else 0
     elsewhere = max(in_flight, elsewhere_bytes(example_inputs, options))
 
+    forget = forgetting_this_frame()
+
     def planned(capture: Capture, result: Result) -> None:
         # A whole step is over when it returns: nothing of it is in flight.
         if options.budget is not None and capture.boundary is not None:
-            accounts.append(Account.of(capture, result, in_flight_bytes=in_flight, planned_gradient_bytes=gradients))
+            graph, plan, share = capture.graph, result.plan, IN_FLIGHT.share(capture.graph, options.budget)
+            assert plan is not None
+            accounts.append(
+                Account(
+                    graph=graph,
+                    boundary=capture.boundary,
+                    choice=Choice.of(graph, plan, capture.boundary),
+                    budget=options.budget,
+                    budget_bytes=share.budget_bytes if share else Problem(graph, options.budget).budget_bytes,
+                    resident_bytes=graph.resident_bytes - in_flight,
+                    planned_gradient_bytes=gradients,
+                    time_limit_s=options.time_limit_s,
+                    forget=forget,
+                )
+            )
         hooks.planned(capture, result)
 
     task = Task(
         costs=costs_of(options),
-        plan=hooks.plan or functools.partial(plan_graph, options=options),
+        plan=hooks.plan or functools.partial(_plan, options=options, in_flight_bytes=in_flight),
         hold_outputs=options.outputs == "held",
         split_convolutions=options.split_convolutions,
         no_recompute=frozenset(options.no_recompute),
@@ -124,6 +153,25 @@ def compile_graph(
             return compile_with_aot(gm, example_inputs)
     except CheckmateError as error:
         raise Carrier(error) from error
+
+
+def _plan(graph: Graph, options: Options, in_flight_bytes: int) -> Result:
+    """The plan that a division gave a graph, else one for it alone beside what is in flight."""
+    share = IN_FLIGHT.share(graph, options.budget) if options.budget is not None else None
+    if share is not None:
+        return run_order(graph, share.order)
+    try:
+        return plan_graph(graph, options)
+    except (InfeasibleBudgetError, PlanNotFoundError):
+        if not in_flight_bytes:
+            raise
+        # Too much is in flight, which a division will mend once the step is over.
+        smallest = min_budget(graph, limits=Limits(time_s=options.time_limit_s))
+        assert options.budget is not None
+        budget = Problem(graph, options.budget).budget_bytes
+        if smallest.plan is None or simulate(graph, smallest.plan).peak_bytes - in_flight_bytes > budget:
+            raise
+        return run_order(graph, smallest.plan.order)
 
 
 def _inference(module: fx.GraphModule, task: Task, hooks: Hooks) -> BoxedRun:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
-from checkmate.core.units import format_bytes, format_cost
+from checkmate.core.units import format_bytes
 from checkmate.studies.explain import Explanation, Remat
 from checkmate.studies.explain import explain as explain_plan
 from checkmate.torch.step import Step

@@ -16,7 +16,7 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def source_of(node: fx.Node) -> str:
-    """Path of the module that an op belongs to, and file and line: ``"layers.0.mlp, model.py:12"``; what is not known is left out."""
+    """Module path, file and line of an op, ``"layers.0.mlp, model.py:12"``; what is not known is left out."""
     return ", ".join(part for part in (_module(node), _line(node)) if part)
 
 
@@ -36,7 +36,7 @@ def _stack(node: fx.Node) -> dict[str, Any] | None:
 
 
 def _line(node: fx.Node) -> str:
-    """The innermost line that is neither torch's own nor ours; its file without the folders, which differ from machine to machine."""
+    """The innermost line that is neither torch's own nor ours, its file without folders: they differ from machine to machine."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or "")
     mine = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)]
     return f"{Path(mine[-1][0]).name}:{mine[-1][1]}" if mine else ""
