@@ -322,8 +322,8 @@ def table(report: dict[str, Any]) -> str:
         "Made by `benchmarks/torch_front.py`; do not edit. All variants of a model ran in one process, their steps interleaved.",
         "Peaks are MiB above what is resident; time is the fastest of the rounds, as a ratio to our own step that keeps",
         "everything. *Ours at this peak* is the time of our fastest variant that takes no more. *Right* compares loss,",
-        "gradients and buffers, byte by byte: ours with keeping everything on the same backend, the others with eager mode (where a",
-        "model traces to another program than eager mode runs, all that is compiled differs from eager).",
+        "gradients and buffers, byte by byte: ours with keeping everything on the same backend, the others with eager mode",
+        "(where a model traces to another program than eager mode runs, all that is compiled differs from eager).",
         "",
         f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
         f"transformers {tools['transformers']}.",
@@ -357,7 +357,8 @@ def table(report: dict[str, Any]) -> str:
             share = f"{v['budget_bytes'] / row['keep_all_bytes']:.0%}"
             lines.append(
                 f"| {mib(v['budget_bytes'])} ({share}) | {mib(v['planned_bytes'])} | {mib(v['peak_bytes'])} | "
-                f"{v['overhead']:.4f} | {v['bound_overhead']:.4f} | {v['time_s'] / keep['time_s']:.3f} | {'yes' if v['identical'] else 'NO'} |"
+                f"{v['overhead']:.4f} | {v['bound_overhead']:.4f} | {v['time_s'] / keep['time_s']:.3f} | "
+                f"{'yes' if v['identical'] else 'NO'} |"
             )
         lines.append("")
     return "\n".join(lines)
