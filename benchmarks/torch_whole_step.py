@@ -163,13 +163,13 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# The optimizer inside the step",
         "",
-        "Made by `benchmarks/torch_whole_step.py`; do not edit. Peaks are MiB above what is resident, parameters and optimizer state",
-        "among that; times are of the process on one thread, the fastest of four rounds in which all steps took turns. *Bits* compares",
-        "losses, parameters, buffers and optimizer state after three steps with eager mode.",
+        "Made by `benchmarks/torch_whole_step.py`; do not edit. Peaks are MiB above what is resident, parameters and optimizer",
+        "state among that; times are of the process on one thread, the fastest of four rounds in which all steps took turns.",
+        "*Bits* compares losses, parameters, buffers and optimizer state after three steps with eager mode.",
         "",
         f"{machine['processor']}; Python {tools['python']}, torch {tools['torch']}, transformers {tools['transformers']}.",
         "",
-        "| model | optimizer | eager | budget | planned | measured | of eager | overhead | proven at least | time of eager | bits |",
+        "| model | optimizer | eager | budget | planned | measured | of eager | overhead | proven | time of eager | bits |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for name, row in report["cases"].items():
@@ -179,7 +179,8 @@ def table(report: dict[str, Any]) -> str:
                 share, took = p["measured_bytes"] / found["eager_bytes"], p["time_s"] / found["eager_s"]
                 lines.append(
                     f"| {name} | {kind} | {mib(found['eager_bytes'])} | {p['budget'] or 'none'} | {peaks} | {share:.3f} | "
-                    f"{p['overhead']:.4f} | {p['bound_overhead']:.4f} | {took:.3f} | {'equal' if p['identical'] else 'NOT equal'} |"
+                    f"{p['overhead']:.4f} | {p['bound_overhead']:.4f} | {took:.3f} | "
+                    f"{'equal' if p['identical'] else 'NOT equal'} |"
                 )
     return "\n".join([*lines, ""])
 
