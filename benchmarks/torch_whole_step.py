@@ -2,9 +2,9 @@
 
 GPT-2 (6 layers, width 512) on one sequence of 64 tokens and on 4 of 256, and ResNet-50 on 16 images of 64 x 64, with SGD and
 momentum and with AdamW: eager ``backward(); step(); zero_grad(set_to_none=True)`` and our whole step in one process,
-without a budget and with one of 38 %. The promises checked: planned and measured peak agree; on one sequence the peak without
-any recomputation is at most half of eager's, on the larger GPT-2 with a plan at most 0.4 of it; parameters, buffers and the
-optimizer's state after three steps are equal to the bit to eager mode. Exit status 1 if one breaks.
+without a budget and, but for the smallest, with one of 38 %. The promises checked: planned and measured peak agree; on one
+sequence the peak without any recomputation is at most half of eager's, on the larger GPT-2 with a plan at most 0.4 of it;
+parameters, buffers and the optimizer's state after three steps are equal to the bit to eager mode. Exit status 1 if one breaks.
 
     python benchmarks/torch_whole_step.py [--cases gpt2_small resnet50] [--time-limit 30]
 
@@ -33,7 +33,9 @@ TABLE = HERE.parent / "docs" / "benchmarks" / "torch_whole_step.md"
 CASES = {"gpt2_small": 0.5, "gpt2": 0.4, "resnet50": None}
 """Name -> share of eager's peak that is promised: without a budget for the small one, else with one."""
 
-BUDGETS = (None, "38%")
+BUDGETS = {"gpt2_small": (None,), "gpt2": (None, "38%"), "resnet50": (None, "38%")}
+"""On one sequence a single update of AdamW takes more than a third of what keeping everything does."""
+
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -107,7 +109,7 @@ def run(name: str, kind: str, time_limit_s: float) -> dict[str, Any]:
     reference = trained(eager, model, optimizer)
     steps, rows = [eager], []
     peak = checkmate.torch.measure_peak(eager)
-    for budget in BUDGETS:
+    for budget in BUDGETS[name]:
         mine, _ = build(name)
         inside = optimizer_of(mine)
         step = checkmate.torch.compile(mine, None, inside, example=batch, budget=budget, time_limit_s=time_limit_s)

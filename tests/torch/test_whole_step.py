@@ -83,7 +83,11 @@ def same(mine: list[Any], theirs: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+QUICK = ("nesterov", "adamw", "foreach")
+"""Those that run every time."""
+
+
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS])
 def test_an_optimizer_in_the_step_trains_the_same(kind: str) -> None:
     """Its own code updates each parameter, only sooner; all that can be recomputed is."""
     model = network()

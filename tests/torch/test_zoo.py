@@ -6,7 +6,7 @@ import pytest
 
 from tests.torch.zoo import ZOO, check
 
-QUICK = ("gpt2", "resnet")
+QUICK = ("gpt2",)
 """Those that run every time."""
 
 

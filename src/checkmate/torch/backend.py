@@ -16,6 +16,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.simulate import simulate
+from checkmate.core.units import format_bytes
 from checkmate.studies.min_budget import min_budget
 from checkmate.torch.capture import Capture, Costs
 from checkmate.torch.compat import (
@@ -39,6 +40,7 @@ from checkmate.torch.roofline import estimated
 from checkmate.torch.sizes import unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
+_SCALAR_BYTES = 16
 
 
 def checkmate(
@@ -114,6 +116,7 @@ def compile_graph(
     def planned(capture: Capture, result: Result) -> None:
         # A whole step is over when it returns: nothing of it is in flight.
         if options.budget is not None and capture.boundary is not None:
+            _mind_tangents(capture.graph, capture.boundary)
             graph, plan, share = capture.graph, result.plan, IN_FLIGHT.share(capture.graph, options.budget)
             assert plan is not None
             accounts.append(
@@ -172,6 +175,18 @@ def _plan(graph: Graph, options: Options, in_flight_bytes: int) -> Result:
         if smallest.plan is None or simulate(graph, smallest.plan).peak_bytes - in_flight_bytes > budget:
             raise
         return run_order(graph, smallest.plan.order)
+
+
+def _mind_tangents(graph: Graph, boundary: int) -> None:
+    """Say what gradients of outputs beside a loss cost: AOTAutograd makes them even for outputs that nobody uses."""
+    sizes = [graph.values[v].size_bytes for v in graph.ops[boundary].outputs]
+    large = sum(size for size in sizes if size > _SCALAR_BYTES)
+    if large and large < sum(sizes):
+        _log.warning(
+            "what the forward returns beside its loss has gradients of %s, zeros if nobody uses them: compile what returns "
+            "the loss alone, or detach the rest",
+            format_bytes(large),
+        )
 
 
 def _inference(module: fx.GraphModule, task: Task, hooks: Hooks) -> BoxedRun:
