@@ -209,7 +209,9 @@ class Coordinator:
             budget = parse_budget(amount, resident_bytes=resident, keep_all_bytes=resident + together(sequence, freest))
         picked = divide(sequence, offers, budget - resident)
         if picked is None:
-            picked = [min(range(len(offer)), key=lambda c: offer[c].held_bytes) for offer in offers]
+            took = f"{len(step)} graphs were in flight together, and this first step took up to {format_bytes(self._most_bytes)}"
+            _log.warning("%s; no division of %s over them was found, so that the next is refused", took, format_bytes(budget))
+            return
         chosen = [offer[c] for offer, c in zip(offers, picked, strict=True)]
         peak = resident + together(sequence, chosen)
         _log.warning(
