@@ -38,7 +38,11 @@ class Forgetful:
     def run(self, problem: Problem, session: Session) -> Termination:
         """Offer that one order."""
         graph = problem.graph
-        boundary = next(o for o, op in enumerate(graph.ops) if op.kind == "boundary")
+        boundary = next(o for o, op in enumerate(graph.ops) if op.kind == "boundary" or op.phase == "backward")
+        clobbered: dict[int, list[int]] = {}
+        for o, op in enumerate(graph.ops):
+            for by in op.clobbered_by:
+                clobbered.setdefault(by, []).append(o)
         order, live, done = [], set[int](), set[int]()
 
         def compute(op: int) -> None:
@@ -57,8 +61,11 @@ class Forgetful:
             compute(op)
         for count, op in enumerate(range(boundary + 1, len(graph.ops))):
             if count % self.every == 0:
-                again = [o for o in range(boundary) if graph.ops[o].recomputable and not graph.ops[o].clobbered_by]
+                again = [o for o in range(boundary) if graph.ops[o].recomputable and done.isdisjoint(graph.ops[o].clobbered_by)]
                 live.difference_update(v for o in again for v in graph.ops[o].outputs)
+            for o in clobbered.get(op, ()):  # the last time that what it made can be made
+                if not live.issuperset(graph.ops[o].outputs):
+                    compute(o)
             compute(op)
         session.offer(order)
         return Termination(Reason.FEASIBLE)

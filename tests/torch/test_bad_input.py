@@ -115,23 +115,3 @@ def test_an_example_must_be_a_batch(example: Any) -> None:
     """An input and a target, in that order."""
     with pytest.raises(OptionError, match="is not a batch"):
         checkmate.torch.capture(mlp(), nn.functional.mse_loss, example=example)
-
-
-def test_a_nested_region_is_refused() -> None:
-    """Its body would be split without a plan."""
-    weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
-
-    @torch.compiler.nested_compile_region
-    def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return nn.functional.gelu(x @ weight).sin()
-
-    data = input_of("dropout")
-
-    def loss() -> torch.Tensor:
-        x = data
-        for weight in weights:  # a region that is called once is inlined
-            x = block(x, weight)
-        return x.mean()
-
-    with pytest.raises(checkmate.GraphError, match="nested compiled region"):
-        compiled(loss)[0]()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
+import random
 
 import pytest
 import torch
 from torch import nn
 
+from checkmate import Graph, InfeasibleBudgetError, Op, Plan, Value
 from checkmate.torch import InFlightError, measure_peak
 from checkmate.torch.coordinator import IN_FLIGHT
+from checkmate.torch.division import Choice, divide, together
 from tests.torch.networks import input_of, mlp
-from tests.torch.steps import close, compiled, observe, planned_bytes
+from tests.torch.steps import close, compiled, observe, planned_bytes, recomputes
 
 QUICK = {"time_limit_s": 3.0}
 # Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
@@ -37,14 +41,31 @@ def test_a_second_forward_within_the_budget_runs() -> None:
     assert IN_FLIGHT.held_bytes() == 0
 
 
-def test_a_second_forward_over_the_budget_is_refused() -> None:
-    """Two forwards before a backward take twice the memory: said before it happens."""
-    model, x = mlp(), input_of("dropout", 1024)
-    run, _ = compiled(lambda: model(x).mean(), budget="80%", **QUICK)
-    first = run()
-    with pytest.raises(InFlightError, match="2 planned graphs in flight together would take"):
-        run()
-    first.backward()
+def test_two_forwards_share_a_budget_from_the_second_step_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Each alone may keep everything, both together not: one plan for both, compiled anew after the first step."""
+    model, x = mlp(8), input_of("dropout", 1024)
+    eager = observe(model, lambda: model(x).mean() + model(x).mean(), steps=3)
+    resident = sum(4 * p.numel() for p in model.parameters()) + x.nbytes
+    peak = measure_peak(lambda: (model(x).mean() + model(x).mean()).backward())
+    model.zero_grad(set_to_none=True)
+    run, planned = compiled(lambda: model(x).mean(), budget=resident + int(0.7 * peak), **QUICK)
+    assert eager.differs(observe(model, lambda: run() + run(), steps=3)) == []
+    assert "2 graphs were in flight together, and this first step took up to" in caplog.text
+    assert [recomputes([each]) > 0 for each in planned] == [False, True]
+    assert measure_peak(lambda: (run() + run()).backward()) <= int(0.7 * peak)
+
+
+def test_a_division_that_cannot_be_is_refused_from_the_second_step_on() -> None:
+    """Each forward alone has hardly room, and every one in flight holds something, whatever the plan."""
+    model, x = mlp(4), input_of("dropout", 1024)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        compiled(lambda: model(x).mean(), budget="10KiB")[0]()
+    assert caught.value.smallest_bytes is not None
+    run, _ = compiled(lambda: model(x).mean(), budget=int(1.02 * caught.value.smallest_bytes), **QUICK)
+    sum(run() for _ in range(20)).backward()
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(InFlightError, match="planned graphs in flight together would take"):
+        sum(run() for _ in range(20)).backward()
     run().backward()
 
 
@@ -103,14 +124,48 @@ def test_a_graph_break_within_the_budget_keeps_it() -> None:
     assert measure_peak(lambda: run(x).backward()) <= budget
 
 
-def test_a_graph_break_over_the_budget_is_refused() -> None:
-    """What the first graph keeps leaves too little for the second."""
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_a_graph_break_shares_the_budget_from_the_second_step_on(share: float, caplog: pytest.LogCaptureFixture) -> None:
+    """The first graph would take it all; divided, both keep it together, and no bit changes."""
     model, x = Broken(), input_of("dropout", 1024)
+    eager = observe(model, lambda: model(x), steps=3)
+    resident = sum(4 * p.numel() for p in model.parameters()) + x.nbytes
     peak = measure_peak(lambda: model(x).backward())
     model.zero_grad(set_to_none=True)
-    run, _ = compiled(model, fullgraph=False, budget=int(0.55 * peak), **QUICK)
-    with pytest.raises(ValueError, match="budget"):
-        run(x)
+    run, planned = compiled(model, fullgraph=False, budget=resident + int(share * peak), **QUICK)
+    assert eager.differs(observe(model, lambda: run(x), steps=3)) == []
+    assert "with the budget of" in caplog.text
+    assert len(planned) == 4
+    measured = measure_peak(lambda: run(x).backward())
+    assert 0.8 * share * peak < measured <= share * peak
+
+
+def test_a_division_is_the_best_of_all() -> None:
+    """The mixed-integer program finds what trying every combination finds."""
+    rng = random.Random(0)
+    plan = Plan.from_order(Graph((Op("a", (), (0,), cost=1),), (Value("x", 1, kept=True),)), [0])
+
+    def choice(held: int) -> Choice:
+        peaks = [held + rng.randrange(50) for _ in range(2)]
+        return Choice(
+            plan=plan, cost=300 - held + rng.randrange(40), forward_peak_bytes=peaks[0], held_bytes=held,
+            backward_peak_bytes=peaks[1], gradient_bytes=rng.randrange(20),
+        )  # fmt: skip
+
+    for _ in range(30):
+        offers = [[choice(rng.randrange(20, 200)) for _ in range(4)] for _ in range(3)]
+        sequence = [rng.randrange(3) for _ in range(5)]
+        sequence[:3] = [0, 1, 2]
+        room = rng.randrange(200, 900)
+        costs = {
+            picked: sum(offers[g][picked[g]].cost for g in sequence)
+            for picked in itertools.product(range(4), repeat=3)
+            if together(sequence, [offers[g][c] for g, c in enumerate(picked)]) <= room
+        }
+        found = divide(sequence, offers, room)
+        assert (found is None) == (not costs)
+        if found is not None:
+            assert costs[tuple(found)] == min(costs.values())
 
 
 def test_every_shape_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,9 +14,22 @@ if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
 from checkmate.torch.coordinator import InFlightError
+from checkmate.torch.explain import Saved, StepExplanation, explain
 from checkmate.torch.measure import measure_peak
 from checkmate.torch.options import Options
 from checkmate.torch.recount import SplitError
 from checkmate.torch.step import GraphBreakError, Step, capture, compile  # noqa: A004 - torch's own word for it
 
-__all__ = ["GraphBreakError", "InFlightError", "Options", "SplitError", "Step", "capture", "compile", "measure_peak"]
+__all__ = [
+    "GraphBreakError",
+    "InFlightError",
+    "Options",
+    "Saved",
+    "SplitError",
+    "Step",
+    "StepExplanation",
+    "capture",
+    "compile",
+    "explain",
+    "measure_peak",
+]

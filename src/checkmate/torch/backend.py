@@ -11,20 +11,36 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.core.errors import CheckmateError, GraphError, OptionError
+from checkmate.core.errors import CheckmateError, GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
-from checkmate.core.result import Result
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Result
+from checkmate.core.simulate import simulate
+from checkmate.core.units import format_bytes
+from checkmate.studies.min_budget import min_budget
 from checkmate.torch.capture import Capture, Costs
-from checkmate.torch.compat import BoxedRun, Carrier, aot_autograd, as_boxed, boxed, dynamo_config, functorch_config
+from checkmate.torch.compat import (
+    BoxedRun,
+    Carrier,
+    aot_autograd,
+    as_boxed,
+    boxed,
+    dynamo_config,
+    forgetting_this_frame,
+    functorch_config,
+)
 from checkmate.torch.coordinator import IN_FLIGHT, Account
+from checkmate.torch.division import Choice
 from checkmate.torch.options import Options
-from checkmate.torch.partition import Task, partition
-from checkmate.torch.planning import plan_graph
+from checkmate.torch.partition import Task, partition, whole
+from checkmate.torch.planning import plan_graph, run_order
 from checkmate.torch.profile import Profiler
+from checkmate.torch.regions import inline_regions
 from checkmate.torch.roofline import estimated
 from checkmate.torch.sizes import unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
+_SCALAR_BYTES = 16
 
 
 def checkmate(
@@ -65,12 +81,14 @@ class Hooks:
         planned: Told the graph and its plan before anything runs.
         gate: Called before every run of a forward; may raise.
         inference: Whether graphs without gradients are compiled; otherwise they are refused.
+        whole: Whether the graph is a whole step, its backward and its updates in it.
     """
 
     plan: Callable[[Graph], Result] | None = None
     planned: Callable[[Capture, Result], None] = lambda capture, result: None
     gate: Callable[[], None] | None = None
     inference: bool = True
+    whole: bool = False
 
 
 def compile_graph(
@@ -86,29 +104,49 @@ def compile_graph(
     """
     hooks = Hooks() if hooks is None else hooks
     _specialise(example_inputs)
+    inline_regions(gm)
     accounts: list[Account] = []
     gradients = gradient_bytes(example_inputs, options.accumulate)
     # On CUDA what is in flight is among what is allocated.
     in_flight = IN_FLIGHT.held_bytes() if options.budget is not None else 0
     elsewhere = max(in_flight, elsewhere_bytes(example_inputs, options))
 
+    forget = forgetting_this_frame()
+
     def planned(capture: Capture, result: Result) -> None:
-        if options.budget is not None:
-            accounts.append(Account.of(capture, result, in_flight_bytes=in_flight, planned_gradient_bytes=gradients))
+        # A whole step is over when it returns: nothing of it is in flight.
+        if options.budget is not None and capture.boundary is not None:
+            _mind_tangents(capture.graph, capture.boundary)
+            graph, plan, share = capture.graph, result.plan, IN_FLIGHT.share(capture.graph, options.budget)
+            assert plan is not None
+            accounts.append(
+                Account(
+                    graph=graph,
+                    boundary=capture.boundary,
+                    choice=Choice.of(graph, plan, capture.boundary),
+                    budget=options.budget,
+                    budget_bytes=share.budget_bytes if share else Problem(graph, options.budget).budget_bytes,
+                    resident_bytes=graph.resident_bytes - in_flight,
+                    planned_gradient_bytes=gradients,
+                    time_limit_s=options.time_limit_s,
+                    forget=forget,
+                )
+            )
         hooks.planned(capture, result)
 
     task = Task(
         costs=costs_of(options),
-        plan=hooks.plan or functools.partial(plan_graph, options=options),
+        plan=hooks.plan or functools.partial(_plan, options=options, in_flight_bytes=in_flight),
         hold_outputs=options.outputs == "held",
         split_convolutions=options.split_convolutions,
+        no_recompute=frozenset(options.no_recompute),
         extra_resident_bytes=options.reserve_bytes + gradients + elsewhere,
         on_planned=planned,
     )
     compile_with_aot = aot_autograd(
         fw_compiler=lambda module, inputs: _forward(module, accounts, hooks.gate),
         bw_compiler=lambda module, inputs: _backward(module, accounts),
-        inference_compiler=lambda module, inputs: _inference(module, hooks),
+        inference_compiler=lambda module, inputs: _inference(module, task, hooks),
         partition_fn=functools.partial(partition, task=task),
         keep_inference_input_mutations=True,
     )
@@ -120,7 +158,40 @@ def compile_graph(
         raise Carrier(error) from error
 
 
-def _inference(module: fx.GraphModule, hooks: Hooks) -> BoxedRun:
+def _plan(graph: Graph, options: Options, in_flight_bytes: int) -> Result:
+    """The plan that a division gave a graph, else one for it alone beside what is in flight."""
+    share = IN_FLIGHT.share(graph, options.budget) if options.budget is not None else None
+    if share is not None:
+        return run_order(graph, share.order)
+    try:
+        return plan_graph(graph, options)
+    except (InfeasibleBudgetError, PlanNotFoundError):
+        if not in_flight_bytes:
+            raise
+        # Too much is in flight, which a division will mend once the step is over.
+        smallest = min_budget(graph, limits=Limits(time_s=options.time_limit_s))
+        assert options.budget is not None
+        budget = Problem(graph, options.budget).budget_bytes
+        if smallest.plan is None or simulate(graph, smallest.plan).peak_bytes - in_flight_bytes > budget:
+            raise
+        return run_order(graph, smallest.plan.order)
+
+
+def _mind_tangents(graph: Graph, boundary: int) -> None:
+    """Say what gradients of outputs beside a loss cost: AOTAutograd makes them even for outputs that nobody uses."""
+    sizes = [graph.values[v].size_bytes for v in graph.ops[boundary].outputs]
+    large = sum(size for size in sizes if size > _SCALAR_BYTES)
+    if large and large < sum(sizes):
+        _log.warning(
+            "what the forward returns beside its loss has gradients of %s, zeros if nobody uses them: compile what returns "
+            "the loss alone, or detach the rest",
+            format_bytes(large),
+        )
+
+
+def _inference(module: fx.GraphModule, task: Task, hooks: Hooks) -> BoxedRun:
+    if hooks.whole:
+        return _forward(whole(module, task), [], hooks.gate)
     if not hooks.inference:
         raise GraphError(
             "nothing in this step requires a gradient, so that there is no backward to plan",

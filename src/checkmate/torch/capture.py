@@ -10,8 +10,9 @@ from typing import Any
 from torch import fx
 
 from checkmate.core.graph import Graph, Op
-from checkmate.torch.classify import Facts, facts, reads, trains_batch_norm
+from checkmate.torch.classify import Facts, facts, names, reads, trains_batch_norm
 from checkmate.torch.compat import is_tangent
+from checkmate.torch.optimizers import UPDATE
 from checkmate.torch.ordering import Mutators, mutators, order_pairs, overwriters
 from checkmate.torch.rng import state_bytes
 from checkmate.torch.sizes import leaves
@@ -60,14 +61,14 @@ class Capture:
         graph: What planners see.
         joint: The joint module, untouched.
         members: Nodes of each op. Shape ``[op]``.
-        boundary: Index of the boundary op.
-        num_fwd_outputs: How many of the joint outputs belong to the forward.
+        boundary: Index of the boundary op; None in the graph of a whole step.
+        num_fwd_outputs: How many of the joint outputs belong to the forward; all of them in a whole step.
     """
 
     graph: Graph
     joint: fx.GraphModule
     members: tuple[Member, ...]
-    boundary: int
+    boundary: int | None
     num_fwd_outputs: int
 
     @property
@@ -83,10 +84,11 @@ class Capture:
 
 def capture_joint(
     joint: fx.GraphModule,
-    num_fwd_outputs: int,
+    num_fwd_outputs: int | None,
     costs: Costs,
     *,
     hold_outputs: bool = True,
+    no_recompute: frozenset[str] = frozenset(),
     extra_resident_bytes: int = 0,
     name: str = "",
 ) -> Capture:
@@ -94,10 +96,12 @@ def capture_joint(
 
     Args:
         joint: The joint module; it is not changed.
-        num_fwd_outputs: How many of its outputs belong to the forward.
+        num_fwd_outputs: How many of its outputs belong to the forward. None for a whole step, gradients and updates
+            in it: it has no boundary, and what it returns is there when it ends.
         costs: Costs and workspace of nodes.
         hold_outputs: Whether the caller holds the forward's outputs to the end of the step; otherwise
             they are gone when the backward begins, unless it needs them.
+        no_recompute: Names of ops that run once, with or without their library's.
         extra_resident_bytes: What is resident besides the inputs of the graph: gradients that are
             there already, optimizer state.
         name: Name of the graph.
@@ -105,7 +109,7 @@ def capture_joint(
     Raises:
         GraphError: A size depends on data.
     """
-    return _Builder(joint, num_fwd_outputs, hold_outputs).build(costs, extra_resident_bytes, name)
+    return _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
 
 
 def _outputs(joint: fx.GraphModule) -> Sequence[Any]:
@@ -122,14 +126,18 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, joint: fx.GraphModule, num_fwd_outputs: int, hold_outputs: bool) -> None:
-        self.joint = joint
-        self.num_fwd_outputs = num_fwd_outputs
-        self.hold_outputs = hold_outputs
-        self.nodes = list(joint.graph.nodes)
+    def __init__(
+        self, joint: fx.GraphModule, num_fwd_outputs: int | None, hold_outputs: bool, no_recompute: frozenset[str]
+    ) -> None:
         outputs = _outputs(joint)
-        self.forward_outputs = [o for o in outputs[:num_fwd_outputs] if isinstance(o, fx.Node)]
-        self.backward_outputs = [o for o in outputs[num_fwd_outputs:] if isinstance(o, fx.Node)]
+        self.joint = joint
+        self.whole = num_fwd_outputs is None
+        self.num_fwd_outputs = len(outputs) if num_fwd_outputs is None else num_fwd_outputs
+        self.hold_outputs = hold_outputs or self.whole
+        self.no_recompute = no_recompute
+        self.nodes = list(joint.graph.nodes)
+        self.forward_outputs = [o for o in outputs[: self.num_fwd_outputs] if isinstance(o, fx.Node)]
+        self.backward_outputs = [o for o in outputs[self.num_fwd_outputs :] if isinstance(o, fx.Node)]
         self.drafts: dict[fx.Node, _Draft] = {}  # node, getitems included -> its op
         self.values = Values()
 
@@ -137,13 +145,13 @@ class _Builder:
         resident = self.values.externals(self.nodes) + extra_resident_bytes
         self._draft()
         needed = self._needed()
-        forward = [d for d in self._unique() if not d.backward and d.node in needed]
-        backward = [d for d in self._unique() if d.backward and d.node in needed]
-        boundary = len(forward)
+        forward = [d for d in self._unique() if (self.whole or not d.backward) and d.node in needed]
+        backward = [d for d in self._unique() if not self.whole and d.backward and d.node in needed]
+        boundary = None if self.whole else len(forward)
         made = [self.values.outputs(d.node, d.getitems) for d in forward]
         tangents = self.values.tangents(self.nodes)
         made += [self.values.outputs(d.node, d.getitems) for d in backward]
-        listed = [(i + (i >= boundary), d.node, d.facts) for i, d in enumerate(forward + backward)]
+        listed = [(i + (i >= len(forward)), d.node, d.facts) for i, d in enumerate(forward + backward)]
         known = mutators(listed)
         kept, single = self._kept()
         ops = [
@@ -152,7 +160,8 @@ class _Builder:
                 listed, forward + backward, made, costs([node for _, node, _ in listed]), strict=True
             )
         ]
-        ops.insert(boundary, self._boundary_op(tangents))
+        if boundary is not None:
+            ops.insert(boundary, self._boundary_op(tangents))
         values = self.values.all(kept)
         graph = Graph(
             ops=tuple(ops),
@@ -162,7 +171,8 @@ class _Builder:
             name=name,
         )
         members = [Member(d.node, tuple(d.getitems)) for d in forward + backward]
-        members.insert(boundary, Member(None))
+        if boundary is not None:
+            members.insert(boundary, Member(None))
         return Capture(graph, self.joint, tuple(members), boundary, self.num_fwd_outputs)
 
     def _draft(self) -> None:
@@ -171,7 +181,11 @@ class _Builder:
             if node.op != "call_function":
                 continue
             tag = str(node.meta.get("partitioner_tag", ""))
-            if "backward" in tag or any(i in backward for i in node.all_input_nodes):
+            if self.whole:
+                in_backward = bool(node.meta.get("autograd_backward")) or node.target is UPDATE
+            else:
+                in_backward = "backward" in tag or any(i in backward for i in node.all_input_nodes)
+            if in_backward:
                 backward.add(node)
             source = node.args[0] if node.target is operator.getitem else None
             if source in self.drafts:
@@ -220,9 +234,14 @@ class _Builder:
             # While a state is replayed the generator's own is put aside.
             workspace_bytes=cost.workspace_bytes + replay,
             replay_bytes=replay,
-            recomputable=not (draft.facts.pinned or any(v in single for v in outputs) or not leaves(node.meta.get("val"))),
+            recomputable=not (
+                draft.facts.pinned
+                or any(v in single for v in outputs)
+                or not leaves(node.meta.get("val"))
+                or not self.no_recompute.isdisjoint(names(node))
+            ),
             clobbered_by=tuple(sorted(later)),
-            phase="backward" if draft.backward else "forward",
+            phase="optimizer" if node.target is UPDATE else "backward" if draft.backward else "forward",
             kind=str(node.target),
             source=source_of(node),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,9 @@ BATCH_NORM_NO_STATS = aten._native_batch_norm_legit.no_stats
 _IGNORED_IN_TRAINING = {aten.native_batch_norm_backward.default: ((3, 4), 7)}
 """Op -> (arguments that it does not use in training, argument that says whether it trains)."""
 
+_PURE = ("aten", "prims", "checkmate")
+"""Namespaces whose ops do nothing but what their schemas say."""
+
 _SEEDS = ("inductor_seed.default", "inductor_seeds.default")
 
 
@@ -31,12 +35,14 @@ class Facts:
         random: Draws from a random generator, so that a second computation must replay its state.
         mutates: Positions of the arguments it overwrites.
         effect: Does something beyond its outputs: mutations, collectives, prints.
+        sequenced: Keeps its place among all that are: its effect is not only on the arguments it overwrites.
         pinned: Must run exactly once.
     """
 
     random: bool
     mutates: tuple[int, ...]
     effect: bool
+    sequenced: bool
     pinned: bool
 
 
@@ -44,9 +50,14 @@ def facts(node: torch.fx.Node) -> Facts:
     """What is known of the op of a ``call_function`` node."""
     target = node.target
     must_save = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+    if isinstance(target, HigherOrderOperator):
+        inside = [facts(n) for body in _bodies(node) for n in body.graph.nodes if n.op == "call_function"]
+        effect = "effects" in target.name() or any(f.effect for f in inside)
+        # What is random inside could be replayed only as a whole, by a state that nobody saves.
+        random = any(f.random for f in inside)
+        return Facts(random=random, mutates=(), effect=effect, sequenced=effect, pinned=effect or random or must_save)
     if not isinstance(target, OpOverload):
-        effect = isinstance(target, HigherOrderOperator) and "effects" in target.name()
-        return Facts(random=False, mutates=(), effect=effect, pinned=effect or must_save)
+        return Facts(random=False, mutates=(), effect=False, sequenced=False, pinned=must_save)
     tagged = torch.Tag.nondeterministic_seeded in target.tags
     mutates = tuple(i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     collective = target.namespace in COLLECTIVES
@@ -59,8 +70,16 @@ def facts(node: torch.fx.Node) -> Facts:
         random=random and not seeds,
         mutates=mutates,
         effect=effect,
+        sequenced=effect and (collective or not mutates or target.namespace not in _PURE),
         pinned=effect or must_save or seeds or (random and _device(node) is None),
     )
+
+
+def names(node: torch.fx.Node) -> tuple[str, ...]:
+    """Names that a user knows an op by: ``"aten::mm"``, ``"mm"``."""
+    target = node.target
+    full = target._schema.name if isinstance(target, OpOverload) else str(target)
+    return full, full.rsplit("::", 1)[-1]
 
 
 def reads(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -102,6 +121,14 @@ def random_op(node: torch.fx.Node) -> tuple[OpOverload, str] | None:
     if node.target is run_with_rng_state:
         return node.args[1], "replay"  # type: ignore[return-value]
     return (node.target, "plain") if isinstance(node.target, OpOverload) and facts(node).random else None
+
+
+def _bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
+    """Modules whose graphs a higher-order op runs."""
+    owner = node.graph.owning_module
+    given = [n for n in node.all_input_nodes if n.op == "get_attr"] if owner is not None else []
+    found = [operator.attrgetter(str(n.target))(owner) for n in given]
+    return [module for module in found if isinstance(module, torch.fx.GraphModule)]
 
 
 def _dropout_p(node: torch.fx.Node) -> object:

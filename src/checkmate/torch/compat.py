@@ -14,11 +14,14 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+from torch._C._dynamo.eval_frame import reset_code
 from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback, Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor
@@ -41,7 +44,9 @@ __all__ = [
     "default_partition",
     "detect_fake_mode",
     "dynamo_config",
+    "forgetting_this_frame",
     "functorch_config",
+    "invoke_subgraph",
     "is_tangent",
     "memory_trace",
     "no_dispatch",
@@ -71,6 +76,15 @@ class Carrier(ShortenTraceback):
     def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
         """The exception that the user is to see."""
         return self.error
+
+
+def forgetting_this_frame() -> Callable[[], None] | None:
+    """What makes Dynamo compile the frame that it compiles now once more at its next call; None outside of Dynamo."""
+    try:
+        code = InstructionTranslator.current_tx().output.root_tx.f_code  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+    return lambda: reset_code(code)
 
 
 BoxedRun = Callable[[list[Any]], Any]

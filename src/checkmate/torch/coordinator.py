@@ -1,69 +1,86 @@
 """Several planned graphs in flight at once: one budget over what they hold together.
 
 A plan is made for one graph by itself. A graph break, or two forwards before a backward, puts what an
-earlier graph holds beside a later one's peak. That is predicted when a forward begins, from the plans
-and the storages really held, and refused if it breaks the budget: never a silent run over it.
+earlier graph holds beside a later one's peak. The first step that does so is watched, and says what it takes; when
+it is over the budget is divided over its graphs, and they are compiled anew. From then on what a forward
+and its backward will take is predicted when it begins, from the plans and the storages really held, and
+refused if it breaks the budget: never a silent run over it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from checkmate.core.errors import CheckmateError
-from checkmate.core.plan import Compute
-from checkmate.core.result import Result
-from checkmate.core.simulate import simulate
-from checkmate.core.units import format_at_least, format_bytes
-from checkmate.torch.capture import Capture
+from checkmate.core.graph import Graph
+from checkmate.core.units import Amount, format_at_least, format_bytes, parse_budget
+from checkmate.torch.division import Choice, choices, divide, together
 from checkmate.torch.sizes import storage_bytes, storage_key
+
+_log = logging.getLogger("checkmate.torch")
+_TIME_S = 30.0  # for the plans to choose from, where there is no limit
 
 
 class InFlightError(CheckmateError, RuntimeError):
     """Graphs in flight together would take more than the budget."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Account:
-    """What one planned graph takes above what is resident.
+    """What one planned graph takes above what is resident, and what it takes to plan it anew.
 
     Attributes:
+        graph: The graph.
+        boundary: Its boundary op.
+        choice: Its plan, and what that takes.
+        budget: The budget as it was asked for.
         budget_bytes: The budget it was planned for.
         resident_bytes: What it was planned beside, but for what was in flight then.
         planned_gradient_bytes: Gradients among that: there when it was planned, or expected.
-        forward_peak_bytes: Peak of its forward.
-        backward_peak_bytes: Peak from the boundary on.
-        gradient_bytes: What its backward leaves behind.
+        time_limit_s: Seconds that planning may take.
+        forget: Makes torch compile it anew; None if nothing can.
+        key: See `key_of`.
     """
 
+    graph: Graph
+    boundary: int
+    choice: Choice
+    budget: Amount
     budget_bytes: int
     resident_bytes: int
     planned_gradient_bytes: int
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-    gradient_bytes: int
+    time_limit_s: float | None
+    forget: Callable[[], None] | None
+    key: str = field(init=False)
 
-    @classmethod
-    def of(cls, capture: Capture, result: Result, *, in_flight_bytes: int, planned_gradient_bytes: int) -> Account:
-        """The account of a graph and its plan, planned beside so much in flight and so many gradients."""
-        graph, plan = capture.graph, result.plan
-        assert plan is not None
-        held = simulate(graph, plan).bytes - graph.resident_bytes
-        boundary = plan.steps.index(Compute(capture.boundary))
-        outputs = {v for op in graph.ops if op.phase == "backward" for v in op.outputs if graph.values[v].kept}
-        return cls(
-            budget_bytes=result.budget_bytes,
-            resident_bytes=graph.resident_bytes - in_flight_bytes,
-            planned_gradient_bytes=planned_gradient_bytes,
-            forward_peak_bytes=int(held[: boundary + 1].max()),
-            backward_peak_bytes=int(held[boundary:].max()),
-            gradient_bytes=sum(graph.values[v].size_bytes for v in {graph.root[v] for v in outputs}),
-        )
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", key_of(self.graph, self.budget))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a division gives a graph.
+
+    Attributes:
+        order: Its plan, as the order of its computations.
+        budget_bytes: The budget of all graphs together.
+    """
+
+    order: tuple[int, ...]
+    budget_bytes: int
+
+
+def key_of(graph: Graph, budget: Amount) -> str:
+    """What is divided: a graph, whatever is resident beside it, and a budget as it was asked for."""
+    return f"{budget} {msgspec.structs.replace(graph, resident_bytes=0).digest}"
 
 
 @dataclass(eq=False, slots=True)
@@ -80,6 +97,14 @@ class Coordinator:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._flights: list[_Flight] = []
+        self._step: list[_Flight] = []  # forwards since nothing was in flight
+        self._most_bytes = 0  # what a moment of this step was to take
+        self._shares: dict[str, Share] = {}
+        self._settled: set[str] = set()
+
+    def share(self, graph: Graph, budget: Amount) -> Share | None:
+        """What a division gave a graph, if there was one."""
+        return self._shares.get(key_of(graph, budget))
 
     def held_bytes(self) -> int:
         """Bytes that graphs in flight hold, their inputs included."""
@@ -96,7 +121,10 @@ class Coordinator:
         flight = _Flight(account, _storages(tensors), _gradients(tensors))
         del tensors
         with self._lock:
+            if not self._flights:
+                self._step, self._most_bytes = [], 0
             self._check([*self._flights, flight])
+            self._step.append(flight)
         results = run(args)
         self._register(flight, results)
         return results
@@ -107,8 +135,11 @@ class Coordinator:
             mine = {storage_key(a) for a in args if isinstance(a, torch.Tensor)}
             over = [f for f in self._flights if f.held and not mine.isdisjoint(f.held)]
         results = run(args)
-        for flight in over[-1:]:
-            self._land(flight)
+        with self._lock:
+            for flight in over[-1:]:
+                self._land(flight)
+            if over and not self._flights:
+                self._settle()
         return results
 
     def _register(self, flight: _Flight, results: Sequence[Any]) -> None:
@@ -133,12 +164,13 @@ class Coordinator:
         inputs = _union(flights, inputs_only=True)
         resident = now.account.resident_bytes + unplanned + sum(size for key, size in inputs.items() if key not in now.inputs)
         budget = max(f.account.budget_bytes for f in flights)
-        worst = resident + now.account.forward_peak_bytes + _held_beside(earlier, inputs)
+        worst = resident + now.account.choice.forward_peak_bytes + _held_beside(earlier, inputs)
         for position, flight in enumerate(flights):
             # Backwards run from the last flight to the first, and leave their gradients.
-            later = sum(f.account.gradient_bytes for f in flights[position + 1 :])
+            later = sum(f.account.choice.gradient_bytes for f in flights[position + 1 :])
             held = _held_beside(flights[:position], inputs)
-            worst = max(worst, resident + held + flight.account.backward_peak_bytes + later)
+            worst = max(worst, resident + held + flight.account.choice.backward_peak_bytes + later)
+        self._most_bytes = max(self._most_bytes, worst)
         if worst <= budget:
             return
         if len(flights) == 1:
@@ -147,12 +179,53 @@ class Coordinator:
                 f"{format_bytes(unplanned)} of gradients are there already that were not when it was planned",
                 hint="call zero_grad(set_to_none=True) before the forward, or plan with room for them: accumulate=True",
             )
+        if not all(f.account.key in self._settled or f.account.forget is None for f in flights):
+            return  # the first of its kind: `_settle` says what it took
         raise InFlightError(
             f"{len(flights)} planned graphs in flight together would take {format_bytes(worst)}, and the budget is "
             f"{format_bytes(budget)}: a graph break, or a forward before the backward of the one before",
             hint=f"find the break with torch.compile(..., fullgraph=True), call backward before the next forward, or raise "
             f"the budget to at least {format_at_least(worst)}",
         )
+
+    def _settle(self) -> None:
+        """Divide the budget over the graphs of a step that is over, if that was not done and there is something to gain."""
+        step, self._step = self._step, []
+        accounts = {f.account.key: f.account for f in step}
+        if len(step) < 2 or self._settled.issuperset(accounts) or any(a.forget is None for a in accounts.values()):
+            return
+        self._settled.update(accounts)
+        budget = max(a.budget_bytes for a in accounts.values())
+        if self._most_bytes <= budget and all(a.choice.cost == a.graph.cost for a in accounts.values()):
+            return
+        keys = list(accounts)
+        sequence = [keys.index(f.account.key) for f in step]
+        time_s = (step[0].account.time_limit_s or _TIME_S) / len(keys)
+        offers = [[a.choice, *choices(a.graph, a.boundary, time_s)] for a in accounts.values()]
+        resident = _resident_bytes(step)
+        amount = step[0].account.budget
+        if isinstance(amount, str) and amount.strip().endswith("%"):
+            freest = [min(offer, key=lambda c: c.cost) for offer in offers]
+            budget = parse_budget(amount, resident_bytes=resident, keep_all_bytes=resident + together(sequence, freest))
+        picked = divide(sequence, offers, budget - resident)
+        if picked is None:
+            took = f"{len(step)} graphs were in flight together, and this first step took up to {format_bytes(self._most_bytes)}"
+            _log.warning("%s; no division of %s over them was found, so that the next is refused", took, format_bytes(budget))
+            return
+        chosen = [offer[c] for offer, c in zip(offers, picked, strict=True)]
+        peak = resident + together(sequence, chosen)
+        _log.warning(
+            "%d graphs were in flight together, and this first step took up to %s; with the budget of %s divided over them "
+            "the next takes up to %s",
+            len(step),
+            format_bytes(self._most_bytes),
+            format_bytes(budget),
+            format_bytes(peak),
+        )
+        for key, account, choice in zip(keys, accounts.values(), chosen, strict=True):
+            self._shares[key] = Share(choice.plan.order, budget)
+            assert account.forget is not None
+            account.forget()
 
 
 IN_FLIGHT = Coordinator()
@@ -174,6 +247,14 @@ def _union(flights: Iterable[_Flight], *, inputs_only: bool = False) -> dict[int
         if not inputs_only:
             found.update(flight.held)
     return found
+
+
+def _resident_bytes(step: Sequence[_Flight]) -> int:
+    """What is resident beside the graphs of a step: the inputs that none of them made, and what was planned beside."""
+    first = step[0]
+    made = {key for flight in step for key in flight.held}
+    outside = sum(size for key, size in _union(step, inputs_only=True).items() if key not in made)
+    return outside + first.account.resident_bytes - sum(first.inputs.values())
 
 
 def _held_beside(flights: Iterable[_Flight], inputs: dict[int, int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -38,6 +38,7 @@ class Options:
         accumulate: Whether gradients of earlier backwards may be there when a forward begins.
         split_convolutions: Whether the gradients of a convolution's weight and input are two ops, so that
             one can wait for the other: equal to the bit, and less memory.
+        no_recompute: Names of ops that run once: ``"my_library::op"``, or ``"op"`` of any library.
         costs: ``"measured"`` on the device, or ``"flops"``: estimated, with no workspace.
     """
 
@@ -51,6 +52,7 @@ class Options:
     reserve: Amount = 0
     accumulate: bool = False
     split_convolutions: bool = True
+    no_recompute: Sequence[str] = ()
     costs: CostSource = "measured"
 
     def __post_init__(self) -> None:
@@ -66,6 +68,10 @@ class Options:
         if self.budget is not None:  # unreadable text is refused before anything is traced
             parse_budget(self.budget, resident_bytes=0, keep_all_bytes=0)
         parse_bytes(self.reserve)
+        names = self.no_recompute
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise OptionError(f"no_recompute={names!r} is not a sequence of names", hint="give ('my_library::op',)")
+        object.__setattr__(self, "no_recompute", tuple(names))
         if isinstance(self.solver, str):
             object.__setattr__(self, "solver", by_name(self.solver))
 

@@ -39,7 +39,7 @@ def order_pairs(
     ops: Sequence[Op],
     values: Sequence[Value],
     listed: Sequence[tuple[int, fx.Node, Facts]],
-    boundary: int,
+    boundary: int | None,
     known: Mutators,
 ) -> tuple[tuple[int, int], ...]:
     """Pairs (a, b) of ops: the first computation of a comes before the first of b.
@@ -48,16 +48,20 @@ def order_pairs(
         ops: All ops, the boundary included.
         values: All values.
         listed: Index, node and facts of each but the boundary, ascending.
-        boundary: Index of the boundary.
+        boundary: Index of the boundary, or None in the graph of a whole step.
         known: What overwrites what.
     """
     pairs: dict[tuple[int, int], None] = {}
     random = [o for o, _, facts in listed if facts.random]
-    effects = [o for o, _, facts in listed if facts.effect]
-    pairs.update(dict.fromkeys((*pairwise(random), *pairwise(effects))))
-    after = set(ops[boundary].outputs)
+    sequenced = [o for o, _, facts in listed if facts.sequenced]
+    pairs.update(dict.fromkeys((*pairwise(random), *pairwise(sequenced))))
+    for overwriting in known.values():
+        pairs.update(dict.fromkeys((a, b) for a, b in pairwise(overwriting) if a < b))
+    after = set() if boundary is None else set(ops[boundary].outputs)
     for o, node, facts in listed:
-        if o < boundary:
+        if boundary is None:
+            pass
+        elif o < boundary:
             # The random stream, every effect and every number of the forward belong to the forward.
             if facts.random or facts.effect or not leaves(node.meta.get("val")):
                 pairs[o, boundary] = None
@@ -66,6 +70,5 @@ def order_pairs(
         elif any(values[v].base is None for v in ops[o].outputs):
             # Views of what the forward made stay free: they are made where they are read, and planners fold them.
             pairs[boundary, o] = None
-        if not facts.effect:
-            pairs.update(dict.fromkeys((m, o) for m in overwriters(node, known) if m < o))
+        pairs.update(dict.fromkeys((m, o) for m in overwriters(node, known) if m < o))
     return tuple(sorted(pairs))

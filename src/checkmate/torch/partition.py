@@ -1,4 +1,4 @@
-"""The partition function of AOTAutograd: capture, plan, impose, split, count again."""
+"""From a graph of AOTAutograd to what runs: capture, plan, impose, split where there is a boundary, count again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from checkmate.core.units import format_bytes
 from checkmate.torch.capture import Capture, Costs, capture_joint
 from checkmate.torch.compat import default_partition
 from checkmate.torch.prepare import prepare
-from checkmate.torch.recount import SplitError, recount
+from checkmate.torch.recount import SplitError, recount, recount_whole
 from checkmate.torch.rewrite import impose, strip_dead_random
+from checkmate.torch.updates import take_updates
 
 _log = logging.getLogger("checkmate.torch")
 _SLACK_BYTES = 64
@@ -33,6 +34,7 @@ class Task:
         plan: Finds the plan of a graph.
         hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
         split_convolutions: Whether a convolution's backward is made two ops.
+        no_recompute: Names of ops that run once.
         extra_resident_bytes: What is resident besides the graph's inputs.
         on_planned: Told the captured graph and its plan before anything runs.
     """
@@ -41,6 +43,7 @@ class Task:
     plan: Callable[[Graph], Result]
     hold_outputs: bool
     split_convolutions: bool
+    no_recompute: frozenset[str]
     extra_resident_bytes: int
     on_planned: Callable[[Capture, Result], None]
 
@@ -63,14 +66,14 @@ def partition(
         rest: What AOTAutograd hands to a partitioner besides.
 
     Raises:
-        GraphError: The graph is the body of a nested compiled region.
+        GraphError: The graph is the body of a higher-order op.
         SplitError: What would run takes other memory than planned.
         CheckmateError: No plan.
     """
     if not joint_inputs:
         raise GraphError(
-            "the step has a nested compiled region, and the body of one cannot be planned yet",
-            hint="take torch.compiler.nested_compile_region off the function, so that its ops are planned like all others",
+            "the step has a higher-order op whose body AOTAutograd differentiates by itself, which cannot be planned",
+            hint="take the higher-order op out of what is compiled",
         )
     began = time.perf_counter()
     capture = capture_joint(
@@ -78,6 +81,7 @@ def partition(
         num_fwd_outputs,
         task.costs,
         hold_outputs=task.hold_outputs,
+        no_recompute=task.no_recompute,
         extra_resident_bytes=task.extra_resident_bytes,
     )
     result = task.plan(capture.graph)
@@ -89,6 +93,30 @@ def partition(
     task.on_planned(capture, result)
     _log.debug("split in %.1f s", time.perf_counter() - began)
     return forward, backward
+
+
+def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
+    """The module of a whole step that runs a plan; the one that came is untouched.
+
+    Args:
+        module: Forward, backward and marked gradients in one graph, as AOTAutograd hands it to an inference compiler.
+        task: How to plan it.
+
+    Raises:
+        SplitError: What would run takes other memory than planned.
+        CheckmateError: No plan.
+    """
+    prepared = prepare(module, split_convolutions=task.split_convolutions)
+    take_updates(prepared)
+    capture = capture_joint(
+        prepared, None, task.costs, no_recompute=task.no_recompute, extra_resident_bytes=task.extra_resident_bytes
+    )
+    result = task.plan(capture.graph)
+    assert result.plan is not None
+    imposed = impose(capture, result.plan)
+    _compare(capture, result, recount_whole(imposed, task.costs))
+    task.on_planned(capture, result)
+    return imposed
 
 
 def _compare(capture: Capture, result: Result, counted: int) -> None:

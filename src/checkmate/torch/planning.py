@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkmate.core.errors import OptionError, WrongGraphError
@@ -91,4 +92,10 @@ def _given(graph: Graph, plan: Plan, options: Options) -> Result:
             f"the plan that was given takes {format_bytes(peak)}, and the budget is {format_bytes(budget)}",
             hint=f"raise the budget to at least {format_at_least(peak)}, or leave out `plan`",
         )
-    return solve(Problem(graph, peak), Given(plan.order))
+    return run_order(graph, plan.order)
+
+
+def run_order(graph: Graph, order: Sequence[int]) -> Result:
+    """A plan that is known, as a result: checked and simulated."""
+    peak = simulate(graph, Plan.from_order(graph, order)).peak_bytes
+    return solve(Problem(graph, peak), Given(tuple(order)))

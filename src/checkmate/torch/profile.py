@@ -23,6 +23,7 @@ from checkmate.torch.compat import (
     run_and_save_rng_state,
     run_with_rng_state,
 )
+from checkmate.torch.optimizers import UPDATE, updates_of
 from checkmate.torch.roofline import estimate_ns
 from checkmate.torch.sizes import concrete, leaves, storage_bytes, storage_key
 
@@ -75,6 +76,8 @@ def signature(node: fx.Node) -> str | None:
     target, args, kwargs = _call(node)
     if not isinstance(target, OpOverload) or is_collective(node):
         return None
+    if target is UPDATE:
+        args = (*args[:2], updates_of(args[2]).describe(args[3]))
     parts = [str(target), _describe(args), _describe(kwargs), f"threads={torch.get_num_threads()}", f"torch={torch.__version__}"]
     devices = {t.device for t in _tensors(node, args, kwargs)}
     parts += sorted(torch.cuda.get_device_name(d) for d in devices if d.type == "cuda")
@@ -172,6 +175,11 @@ def _real(value: Any) -> Any:
 def _prepared(node: fx.Node) -> Callable[[], Any]:
     target, args, kwargs = _call(node)
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _real(n.meta.get("val")))
+    if target is UPDATE:
+        parameter, gradient, optimizer, which = real_args
+        update = updates_of(optimizer).rehearsed(which, parameter)
+        update(parameter, gradient)  # the first makes the state, which is resident
+        return lambda: update(parameter, gradient)
     return lambda: target(*real_args, **real_kwargs)
 
 

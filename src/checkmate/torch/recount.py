@@ -62,6 +62,15 @@ def recount(
     return walk.peak()
 
 
+def recount_whole(module: fx.GraphModule, costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]) -> int:
+    """Peak of the graph of a whole step above what is resident, in bytes."""
+    walk = _Walk(costs, [n for n in module.graph.nodes if n.op == "call_function"])
+    walk.module(module, {})
+    walk.step()
+    walk.use([n for n in _results(module) if isinstance(n, fx.Node)])
+    return walk.peak()
+
+
 def _results(module: fx.GraphModule) -> Sequence[object]:
     return next(iter(reversed(module.graph.nodes))).args[0]
 

@@ -28,7 +28,7 @@ def impose(capture: Capture, plan: Plan) -> fx.GraphModule:
         plan: A valid plan of ``capture.graph``.
 
     Returns:
-        A new joint module, ready to be split into forward and backward.
+        A new joint module, ready to be split into forward and backward; the graph of a whole step is ready to run.
     """
     return _Writer(capture, plan).write()
 
@@ -57,6 +57,8 @@ class _Writer:
                 self.backward = True
             else:
                 self._emit(o, self.capture.members[o], position in stats)
+        if self.capture.boundary is None:
+            returned = [self._now(out) for out in self.capture.forward_outputs]
         returned += [self._now(out) for out in self.capture.backward_outputs]
         output = self.graph.output(tuple(returned))
         output.meta = dict(next(iter(reversed(joint.graph.nodes))).meta)
@@ -70,7 +72,7 @@ class _Writer:
         for used in node.all_input_nodes:
             # Bodies of higher-order ops are emitted at each use: before the boundary they would be saved.
             if self._is_module(used):
-                self._copy(used)
+                self._tag(self._copy(used), used)
         first = o not in self.done
         self.done.add(o)
         skip = unused_arguments(node)
@@ -103,6 +105,9 @@ class _Writer:
     def _tag(self, emitted: fx.Node, origin: fx.Node) -> None:
         for tag in _RECOMPUTE_TAGS:
             emitted.meta.pop(tag, None)
+        if self.capture.boundary is None:
+            emitted.meta.pop("partitioner_tag", None)
+            return
         old = str(origin.meta.get("partitioner_tag", ""))
         must = old.startswith("must_be_in") and ("backward" in old) == self.backward
         side = "backward" if self.backward else "forward"

@@ -6,12 +6,10 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from types import FunctionType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Graph
@@ -22,14 +20,16 @@ from checkmate.solvers.session import Solver
 from checkmate.torch.backend import Hooks, compile_graph
 from checkmate.torch.capture import Capture
 from checkmate.torch.compat import Carrier, Unsupported, dynamo_config
-from checkmate.torch.optimizers import state_bytes
+from checkmate.torch.optimizers import Updates, state_bytes, why_not
 from checkmate.torch.options import CostSource, Options, Outputs
+from checkmate.torch.programs import Loss, Program, cut_evenly, forward_program, step_program
 
 _log = logging.getLogger("checkmate.torch")
 _SHAPES = 64  # shapes that one step may be compiled for; torch's own limit of 8 would then run unplanned
 
 Example = Sequence[Any] | Mapping[str, Any]
-Loss = Callable[..., torch.Tensor]
+Finish = Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]
+"""Runs what was compiled, and what a step has to do besides."""
 
 
 class GraphBreakError(CheckmateError, RuntimeError):
@@ -42,6 +42,21 @@ class _Done(Exception):
     graph: Graph
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a step is made and run.
+
+    Attributes:
+        program: What is traced.
+        finish: What is done with what it returns.
+        whole: Whether the updates are in the program.
+    """
+
+    program: Program
+    finish: Finish
+    whole: bool
+
+
 class Step:
     """A compiled training step. Make one with `checkmate.torch.compile`.
 
@@ -49,24 +64,20 @@ class Step:
         graph: The graph of the step for the example.
         plan: The plan that runs it.
         result: What the solver found, with its proof.
+        whole: Whether the optimizer's updates are in the graph, each where its gradient is born.
     """
 
     graph: Graph
     plan: Plan
     result: Result
+    whole: bool
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss: Loss | None,
-        optimizer: torch.optim.Optimizer | None,
-        example: Example,
-        options: Options,
-    ) -> None:
-        self._optimizer = optimizer
+    def __init__(self, recipe: Recipe, example: Example, options: Options) -> None:
+        self.whole = recipe.whole
+        self._finish = recipe.finish
         self._armed = False
         self._planned: list[tuple[Capture, Result]] = []
-        hooks = Hooks(planned=self._note, gate=self._gate, inference=False)
+        hooks = Hooks(planned=self._note, gate=self._gate, inference=False, whole=recipe.whole)
         given = options.plan
 
         def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -74,9 +85,9 @@ class Step:
             now = replace(options, plan=given if not self._planned else None)
             return compile_graph(gm, inputs, now, hooks)
 
-        self._run = torch.compile(_fresh(model, loss), backend=backend, fullgraph=True, dynamic=False)
+        self._run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
         with contextlib.suppress(_Done):
-            self._forward(example)
+            self._batch(example)
         capture, result = self._planned[0]
         assert result.plan is not None
         self.graph, self.plan, self.result = capture.graph, result.plan, result
@@ -95,14 +106,9 @@ class Step:
         Raises:
             CheckmateError: A new shape for which no plan keeps the budget.
         """
-        prediction, loss = self._forward(kwargs or args)
-        loss.backward()
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-        return prediction, loss.detach()
+        return self._finish(functools.partial(self._batch, kwargs or args))
 
-    def _forward(self, batch: Example) -> tuple[Any, torch.Tensor]:
+    def _batch(self, batch: Example) -> Any:
         args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
         return _traced(functools.partial(self._run, args, kwargs))
 
@@ -125,6 +131,9 @@ def compile(  # noqa: A001 - torch's own word for it
     *,
     example: Example,
     budget: Amount | None = None,
+    whole: bool | None = None,
+    micro_batches: int = 1,
+    clip_norm: float | None = None,
     solver: Solver | str | None = None,
     time_limit_s: float | None = 30.0,
     plan: Plan | str | None = None,
@@ -144,11 +153,19 @@ def compile(  # noqa: A001 - torch's own word for it
             loss, itself or as ``.loss``; the prediction is then not kept and comes back as None.
         optimizer: Steps after every backward, and clears the gradients. None leaves them in ``.grad``.
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
-        budget: See `Options`, as all that follow.
+        budget: See `Options`, as all that is not described here.
+        whole: Whether the optimizer's updates are planned with the rest, each where its gradient is born, so that
+            gradients are never there all at once. By default where they can be: for optimizers of torch that
+            update each parameter by itself, such as SGD, Adam and AdamW. The arithmetic, the state and its
+            ``state_dict`` are the optimizer's own, and its learning rate may change at any time.
+        micro_batches: Equal parts that a batch is cut into and computed one after the other, their gradients added
+            up: one step over the whole batch. Only in a whole step.
+        clip_norm: The most that the norm of all gradients together may be. It needs every gradient before the first
+            can be used, so that in a whole step too they are there all at once.
         solver: Looks for the plan.
         time_limit_s: Seconds for the search.
         plan: A plan, or its file, to run instead.
-        outputs: Whether the prediction is held until the backward is over.
+        outputs: Whether the prediction is held until the backward is over; in a whole step it is.
         reserve: Memory to leave besides the optimizer's state, which is reserved for anyway.
         accumulate: Whether gradients stay from step to step; without an optimizer, and unless the caller clears them, they do.
         costs: Where costs come from.
@@ -156,6 +173,7 @@ def compile(  # noqa: A001 - torch's own word for it
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
         GraphBreakError: The step cannot be traced as one graph.
+        OptionError: A whole step is asked for, and the optimizer or the options do not allow one.
 
     Examples:
         >>> import torch
@@ -163,8 +181,8 @@ def compile(  # noqa: A001 - torch's own word for it
         >>> x, y = torch.ones(3, 4), torch.zeros(3, 2)
         >>> step = compile(model, torch.nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1), example=(x, y))
         >>> prediction, loss = step(x, y)
-        >>> prediction.shape, step.plan.order == tuple(range(len(step.graph.ops)))
-        (torch.Size([3, 2]), True)
+        >>> prediction.shape, step.whole, step.plan.order == tuple(range(len(step.graph.ops)))
+        (torch.Size([3, 2]), True, True)
     """
     options = Options(
         budget=budget,
@@ -176,7 +194,9 @@ def compile(  # noqa: A001 - torch's own word for it
         accumulate=accumulate,
         costs=costs,
     )
-    return Step(model, loss, optimizer, _checked(example, loss), options)
+    example = _checked(example, loss)
+    recipe = _recipe(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm)
+    return Step(recipe, example, options)
 
 
 def capture(
@@ -185,6 +205,9 @@ def capture(
     *,
     example: Example,
     optimizer: torch.optim.Optimizer | None = None,
+    whole: bool | None = None,
+    micro_batches: int = 1,
+    clip_norm: float | None = None,
     outputs: Outputs = "held",
     reserve: Amount = 0,
     costs: CostSource = "measured",
@@ -192,12 +215,15 @@ def capture(
     """The graph of a training step. Nothing runs and nothing is allocated, but for measuring costs.
 
     Args:
-        model: As in `compile`.
-        loss: As in `compile`.
-        example: As in `compile`.
-        optimizer: Its state counts as resident.
-        outputs: As in `compile`.
-        reserve: As in `compile`.
+        model: As in `compile`, as all that is not described here.
+        loss: The loss.
+        example: A batch.
+        optimizer: Its state counts as resident, and in a whole step its updates are ops of the graph.
+        whole: Whether the updates are in the graph.
+        micro_batches: Parts of a batch.
+        clip_norm: The most that the norm of the gradients may be.
+        outputs: Whether the prediction is held.
+        reserve: Memory to leave.
         costs: ``"measured"`` runs every distinct op alone a few times; ``"flops"`` runs nothing, and
             knows no workspace.
 
@@ -205,15 +231,16 @@ def capture(
         GraphBreakError: The step cannot be traced as one graph.
     """
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer), costs=costs)
+    batch = _checked(example, loss)
+    recipe = _recipe(model, loss, optimizer, batch, whole, micro_batches, clip_norm)
 
     def stop(graph: Graph) -> Result:
         done = _Done()
         done.graph = graph
         raise Carrier(done)
 
-    backend = functools.partial(compile_graph, options=options, hooks=Hooks(plan=stop, inference=False))
-    run = torch.compile(_fresh(model, loss), backend=backend, fullgraph=True, dynamic=False)
-    batch = _checked(example, loss)
+    backend = functools.partial(compile_graph, options=options, hooks=Hooks(plan=stop, inference=False, whole=recipe.whole))
+    run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     try:
         _traced(functools.partial(run, args, kwargs))
@@ -222,24 +249,63 @@ def capture(
     raise GraphError("the step was not traced: torch.compile is off", hint="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE")
 
 
-def _fresh(model: torch.nn.Module, loss: Loss | None) -> Callable[..., Any]:
-    """The forward of a step, with a code object of its own: Dynamo counts recompilations by code object."""
+def _recipe(
+    model: torch.nn.Module,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    example: Example,
+    whole: bool | None,
+    micro_batches: int,
+    clip_norm: float | None,
+) -> Recipe:
+    cut_evenly(example, micro_batches)
+    if clip_norm is not None and not clip_norm > 0:
+        raise OptionError(f"clip_norm={clip_norm!r} must be more than zero")
+    forward = forward_program(model, loss)
+    reason = "there is no optimizer" if optimizer is None else why_not(optimizer, model)
+    if whole is False:
+        reason = "whole=False"
+    if optimizer is not None and reason is None:
+        updates = Updates(optimizer)
+        program = step_program(forward, updates, micro_batches=micro_batches, clip_norm=clip_norm)
+        if clip_norm is not None:
+            _log.info("clip_norm needs the norm of all gradients: none can be used before the last is there")
+        return Recipe(program, functools.partial(_finish_whole, updates), whole=True)
+    if whole or micro_batches > 1:
+        what = "whole=True" if whole else f"micro_batches={micro_batches} needs a whole step, which"
+        raise OptionError(f"{what} cannot be: {reason}", hint="give an optimizer of torch.optim, such as AdamW, all parameters")
+    if optimizer is not None and whole is None:
+        _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
+    return Recipe(forward, functools.partial(_finish_split, optimizer, clip_norm), whole=False)
 
-    def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
-        if loss is None:
-            output = model(*args, **kwargs)
-            return None, output if isinstance(output, torch.Tensor) else output.loss
-        prediction = model(*args[:-1])
-        value = loss(prediction, args[-1])
-        # Detached, or its gradient of zeros would be allocated in full.
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, prediction), value
 
-    return FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, closure=forward.__closure__)
+def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
+    if any(p.grad is not None for p in updates.parameters):
+        raise OptionError(
+            "gradients of an earlier backward are there, and a whole step would not use them",
+            hint="call optimizer.zero_grad(set_to_none=True) before the step, or compile it with whole=False",
+        )
+    prediction, loss, _ = run()
+    updates.optimizer._opt_called = True  # type: ignore[attr-defined] # what learning-rate schedules look for
+    return prediction, loss
+
+
+def _finish_split(
+    optimizer: torch.optim.Optimizer | None, clip_norm: float | None, run: Callable[[], Any]
+) -> tuple[Any, torch.Tensor]:
+    prediction, loss = run()
+    loss.backward()
+    if optimizer is not None:
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return prediction, loss.detach()
 
 
 def _traced(run: Callable[[], Any]) -> Any:
     try:
-        with torch.enable_grad(), dynamo_config.patch(recompile_limit=_SHAPES):
+        with torch.enable_grad(), dynamo_config.patch(recompile_limit=_SHAPES, trace_autograd_ops=True):
             return run()
     except Unsupported as error:
         raise GraphBreakError(

@@ -1,0 +1,393 @@
+"""Peak against step time in PyTorch: ours beside every other way to spend less memory, in one run.
+
+For every model one process that has all variants in it: keeping everything, `torch.utils.checkpoint` on every block,
+selective checkpointing that saves matrix products, convolutions and attention, torch's `activation_memory_budget` from
+0.1 to 1 under `aot_eager`, and ours at each peak that one of them reaches, at 50 % and 25 % of keeping everything and at
+the smallest peak found. Rounds of one step each are interleaved and the fastest counts, in time of the process on one
+thread. The promises checked: our measured peaks keep their budgets, are as planned within 1 % and monotone in the
+budget; loss, gradients and buffers are equal to the bit to keeping everything; at the peak of every other variant ours is
+not slower (3 % is left for the clock), and our smallest peak is the smallest of all. Exit status 1 if one breaks.
+
+`llama_4`, `llama_6` and `llama_8` are those of pytorch#197838: LlamaModel(hidden 256, intermediate 688, 8 heads, 4 s
+layers) on 2 sequences of 128 s tokens, the loss the sum of the last hidden state, for s = 4, 6, 8.
+
+    python benchmarks/torch_front.py [--models gpt2 unet] [--time-limit 30] [--rounds 5]
+
+Models that are not named keep their rows of the last run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from torch_peaks import hardware, mib, versions
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "torch_front.json"
+TABLE = HERE.parent / "docs" / "benchmarks" / "torch_front.md"
+FIGURES = HERE.parent / "docs" / "images"
+MODELS = ("gpt2", "bert", "vit", "resnet50", "mobilenet_v2", "unet", "llama_4", "llama_6", "llama_8")
+FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": tuple(f / 10 for f in range(1, 11))}
+CLOCK = 1.03
+"""How much slower ours may seem at another's peak: times of one step differ by as much from run to run."""
+
+
+@dataclass
+class Variant:
+    """One way to run a step.
+
+    Attributes:
+        name: What the table calls it.
+        kind: Which family it belongs to.
+        step: Runs forward and backward, returns the loss.
+        model: Its copy of the model.
+        row: What is measured.
+    """
+
+    name: str
+    kind: str
+    step: Callable[[], Any]
+    model: Any
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=None)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print("RESULT " + json.dumps(run(options.child, options.time_limit, options.rounds)))
+        return 0
+    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
+    for name in options.models or MODELS:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, __file__, "--child", name, "--time-limit", str(options.time_limit)]
+        command += ["--rounds", str(options.rounds)]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        rows[name] = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+        report = {"hardware": hardware(), "versions": versions(), "models": {n: rows[n] for n in MODELS if n in rows}}
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        TABLE.write_text(table(report))
+        draw(name, rows[name])
+    broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
+    print("\n".join(broken) or "all promises hold")
+    return bool(broken)
+
+
+def build(name: str) -> Any:
+    """The model, the same each time."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if not name.startswith("llama_"):
+        from models import MODELS as CASES
+
+        return CASES[name]()
+    from models import Case, _ids
+    from transformers import LlamaConfig, LlamaModel
+
+    class Sum(torch.nn.Module):
+        """The loss of pytorch#197838."""
+
+        def __init__(self, net: Any) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, ids: Any) -> Any:
+            return self.net(input_ids=ids, use_cache=False).last_hidden_state.sum()
+
+    s = int(name.removeprefix("llama_"))
+    config = LlamaConfig(hidden_size=256, intermediate_size=688, num_attention_heads=8, vocab_size=1000, num_hidden_layers=4 * s)
+    net = LlamaModel(config)
+    return Case(Sum(net).train(), {"ids": _ids(1000, 2, 128 * s)}, tuple(net.layers))
+
+
+def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
+    """Child: all variants of a model."""
+    logging.disable(logging.WARNING)
+    fractions = next(f for prefix, f in FRACTIONS.items() if name.startswith(prefix))
+    variants = [eager(name), blocks(name, "checkpoint"), blocks(name, "selective"), *[knob(name, f) for f in fractions]]
+    for variant in variants:
+        observe(variant)
+        say(name, variant)
+    mine, facts = planned(name, [v.row["peak_bytes"] for v in variants], time_limit_s)
+    for variant in mine:
+        observe(variant)
+        say(name, variant)
+    variants += mine
+    keep = next(v for v in variants if v.name == "keep all")
+    for variant in variants:
+        reference = keep if variant.kind == "ours" else next(v for v in variants if v.name == "eager")
+        variant.row["identical"] = variant.row.pop("bits") == (reference.row.get("bits") or reference.row["own_bits"])
+    timed(variants, rounds)
+    rows = [{"name": v.name, "kind": v.kind, **{k: x for k, x in v.row.items() if k != "own_bits"}} for v in variants]
+    return {**facts, "variants": rows}
+
+
+def compiled_by_torch(model: Any) -> Callable[..., Any]:
+    """What `torch.compile` is given: a function of its own for every variant, or Dynamo would count them as one."""
+    from checkmate.torch.programs import forward_program
+
+    return forward_program(model, None)
+
+
+def eager(name: str) -> Variant:
+    """Plain PyTorch."""
+    case = build(name)
+    return Variant("eager", "eager", functools.partial(_backward, lambda: case.model(**case.batch)), case.model)
+
+
+def blocks(name: str, how: str) -> Variant:
+    """Checkpointing of every block, or of all in it but the expensive ops."""
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    dear = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default}
+    dear.add(aten._scaled_dot_product_flash_attention_for_cpu.default)
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if op in dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+    case = build(name)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    for block in case.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+    return Variant(f"{how} per block", how, functools.partial(_backward, lambda: case.model(**case.batch)), case.model)
+
+
+def knob(name: str, fraction: float) -> Variant:
+    """torch's own budget."""
+    import torch
+    import torch._functorch.config as functorch_config
+
+    case = build(name)
+    program = torch.compile(compiled_by_torch(case.model), backend="aot_eager", dynamic=False)
+
+    def step() -> Any:
+        # The backward is compiled at its first run, under the same setting.
+        with functorch_config.patch(activation_memory_budget=fraction, enable_autograd_cache=False):
+            return _backward(lambda: program((), case.batch)[1])
+
+    return Variant(f"activation_memory_budget={fraction}", "knob", step, case.model)
+
+
+def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Variant], dict[str, Any]]:
+    """Ours at given peaks, at shares of keeping everything, and at the smallest peak."""
+    import checkmate.torch
+    from checkmate import Limits, PlanNotFoundError, Problem, min_budget, solve
+    from checkmate.core.problem import keep_all_bytes
+
+    case = build(name)
+    graph = checkmate.torch.capture(case.model, example=case.batch)
+    top = keep_all_bytes(graph) - graph.resident_bytes
+    smallest = min_budget(graph, limits=Limits(time_s=2 * time_limit_s))
+    assert smallest.peak_bytes is not None
+    floor = smallest.peak_bytes - graph.resident_bytes
+    asked = {floor, *[p for p in peaks if floor <= p < top], *[top * s // 100 for s in (50, 40, 25) if top * s // 100 > floor]}
+    results: list[tuple[int, Any]] = []
+    for peak in sorted(asked):
+        try:
+            result = solve(Problem(graph, graph.resident_bytes + peak), limits=Limits(time_s=time_limit_s))
+        except PlanNotFoundError:
+            result = smallest
+        if results and results[-1][1].cost <= result.cost:  # a plan for less memory is one for more
+            result = results[-1][1]
+        results.append((peak, result))
+    variants = [
+        _ours(name, "keep all", None, {"budget_bytes": top, "planned_bytes": top, "overhead": 1.0, "bound_overhead": 1.0})
+    ]
+    for peak, result in results:
+        row = {
+            "budget_bytes": peak,
+            "planned_bytes": result.peak_bytes - graph.resident_bytes,
+            "overhead": result.overhead,
+            "bound_overhead": max(1.0, result.bound / graph.cost),
+        }
+        variants.append(_ours(name, f"ours, {mib(peak)}", result.plan, row))
+    facts = {"ops": len(graph.ops), "keep_all_bytes": top, "floor_bytes": smallest.budget_bytes - graph.resident_bytes}
+    return variants, {**facts, "smallest_bytes": floor}
+
+
+def _ours(name: str, label: str, plan: Any, row: dict[str, Any]) -> Variant:
+    import checkmate.torch
+
+    case = build(name)
+    step = checkmate.torch.compile(case.model, example=case.batch, plan=plan)
+    return Variant(label, "ours", lambda: step(**case.batch)[1], case.model, row)
+
+
+def _backward(forward: Callable[[], Any]) -> Any:
+    loss = forward()
+    loss.backward()
+    return loss.detach()
+
+
+def observe(variant: Variant) -> None:
+    """What it computes from a fixed seed, and its peak above what is resident."""
+    import torch
+    from torch_peaks import _digest
+
+    from checkmate.torch import measure_peak
+
+    before = copy.deepcopy(dict(variant.model.named_buffers()))
+    torch.manual_seed(1)
+    loss = variant.step()
+    gradients = [p.grad for p in variant.model.parameters()]
+    variant.row["bits"] = variant.row["own_bits"] = _digest(loss, *gradients, *variant.model.buffers())
+    for key, buffer in variant.model.named_buffers():
+        buffer.copy_(before[key])
+    variant.model.zero_grad(set_to_none=True)
+    variant.step()
+    variant.model.zero_grad(set_to_none=True)
+    variant.row["peak_bytes"] = measure_peak(variant.step)
+    variant.model.zero_grad(set_to_none=True)
+    gc.collect()
+
+
+def timed(variants: list[Variant], rounds: int) -> None:
+    """Seconds of a step: the fastest of some rounds, each variant once a round."""
+    took: dict[str, list[float]] = {v.name: [] for v in variants}
+    for _ in range(rounds):
+        for variant in variants:
+            began = time.process_time()
+            variant.step()
+            took[variant.name].append(time.process_time() - began)
+            variant.model.zero_grad(set_to_none=True)
+    for variant in variants:
+        variant.row["time_s"] = min(took[variant.name])
+
+
+def say(name: str, variant: Variant) -> None:
+    print(f"{name}: {variant.name}: {mib(variant.row['peak_bytes'])} MiB", file=sys.stderr, flush=True)
+
+
+def best_at(row: dict[str, Any], peak_bytes: int) -> dict[str, Any] | None:
+    """Our fastest variant that takes no more than a peak."""
+    fitting = [v for v in row["variants"] if v["kind"] == "ours" and v["peak_bytes"] <= peak_bytes]
+    return min(fitting, key=lambda v: v["time_s"], default=None)
+
+
+def verdict(name: str, row: dict[str, Any]) -> list[str]:
+    """Promises that a model's rows break, in words."""
+    broken = []
+    ours = sorted((v for v in row["variants"] if v["kind"] == "ours"), key=lambda v: v["budget_bytes"])
+    for v in ours:
+        if v["peak_bytes"] > v["budget_bytes"] + 64 or abs(v["peak_bytes"] - v["planned_bytes"]) > 0.01 * v["planned_bytes"]:
+            planned = f"planned {mib(v['planned_bytes'])}"
+            broken.append(f"{name}: {v['name']}: measured {mib(v['peak_bytes'])}, {planned}, budget {mib(v['budget_bytes'])}")
+        if not v["identical"]:
+            broken.append(f"{name}: {v['name']}: not equal to the bit to keeping everything")
+    peaks = [v["peak_bytes"] for v in ours]
+    if peaks != sorted(peaks):
+        broken.append(f"{name}: peaks are not monotone in the budget")
+    for v in row["variants"]:
+        if v["kind"] in ("ours", "eager"):
+            continue
+        mine = best_at(row, v["peak_bytes"])
+        if mine is None:
+            broken.append(f"{name}: {v['name']} reaches {mib(v['peak_bytes'])}, ours only {mib(peaks[0])}")
+        elif mine["time_s"] > CLOCK * v["time_s"]:
+            broken.append(f"{name}: at {mib(v['peak_bytes'])} {v['name']} takes {v['time_s']:.3f} s, ours {mine['time_s']:.3f} s")
+    return broken
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    machine, tools = report["hardware"], report["versions"]
+    lines = [
+        "# Peak against step time in PyTorch",
+        "",
+        "Made by `benchmarks/torch_front.py`; do not edit. All variants of a model ran in one process, their steps interleaved.",
+        "Peaks are MiB above what is resident; time is the fastest of the rounds, as a ratio to our own step that keeps",
+        "everything. *Ours at this peak* is the time of our fastest variant that takes no more. *Right* compares loss,",
+        "gradients and buffers, byte by byte: ours with keeping everything on the same backend, the others with eager mode",
+        "(where a model traces to another program than eager mode runs, all that is compiled differs from eager).",
+        "",
+        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
+        f"transformers {tools['transformers']}.",
+        "",
+    ]
+    for name, row in report["models"].items():
+        keep = next(v for v in row["variants"] if v["name"] == "keep all")
+        lines += [
+            f"## {name}",
+            "",
+            f"![{name}: peak against time](../images/front_{name}.svg)",
+            "",
+            f"{row['ops']} ops; no plan takes less than {mib(row['floor_bytes'])}, the smallest peak found is "
+            f"{mib(row['smallest_bytes'])}; keeping everything takes {keep['time_s']:.3f} s.",
+            "",
+            "| variant | peak | time | ours at this peak | right |",
+            "|---|---:|---:|---:|---|",
+        ]
+        for v in row["variants"]:
+            if v["kind"] != "ours":
+                mine = best_at(row, v["peak_bytes"])
+                at = "-" if mine is None else f"{mine['time_s'] / keep['time_s']:.3f}"
+                right = "yes" if v["identical"] else "no"
+                lines.append(f"| {v['name']} | {mib(v['peak_bytes'])} | {v['time_s'] / keep['time_s']:.3f} | {at} | {right} |")
+        lines += [
+            "",
+            "| budget | planned | measured | overhead | proven at least | time | right |",
+            "|---:|---:|---:|---:|---:|---:|---|",
+        ]
+        for v in sorted((v for v in row["variants"] if v["kind"] == "ours"), key=lambda v: v["budget_bytes"]):
+            share = f"{v['budget_bytes'] / row['keep_all_bytes']:.0%}"
+            lines.append(
+                f"| {mib(v['budget_bytes'])} ({share}) | {mib(v['planned_bytes'])} | {mib(v['peak_bytes'])} | "
+                f"{v['overhead']:.4f} | {v['bound_overhead']:.4f} | {v['time_s'] / keep['time_s']:.3f} | "
+                f"{'yes' if v['identical'] else 'NO'} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(name: str, row: dict[str, Any]) -> None:
+    """Peak against time, every variant a mark."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = name
+    import matplotlib.pyplot as plt
+
+    keep = next(v for v in row["variants"] if v["name"] == "keep all")
+    marks = {"ours": "o-", "knob": "s--", "checkpoint": "^", "selective": "v", "eager": "x"}
+    labels = {"ours": "ours", "knob": "activation_memory_budget", "checkpoint": "checkpoint per block"}
+    labels |= {"selective": "selective checkpoint per block", "eager": "eager"}
+    figure, ax = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for kind, mark in marks.items():
+        found = sorted((v for v in row["variants"] if v["kind"] == kind), key=lambda v: v["peak_bytes"])
+        xs, ys = [v["peak_bytes"] / 2**20 for v in found], [v["time_s"] / keep["time_s"] for v in found]
+        ax.plot(xs, ys, mark, label=labels[kind], zorder=3 if kind == "ours" else 2, markersize=5)
+    ax.set(title=name, xlabel="measured peak above what is resident, MiB", ylabel="time of a step over keeping all")
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
+    FIGURES.mkdir(exist_ok=True)
+    figure.savefig(FIGURES / f"front_{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

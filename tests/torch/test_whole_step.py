@@ -1,0 +1,258 @@
+"""The optimizer inside the step: the same training to the bit, and gradients that never meet."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import checkmate
+from checkmate import OptionError
+from checkmate.torch import Step, measure_peak
+from tests.torch.networks import Cnn, input_of, mlp
+from tests.torch.steps import ROOMY, Forgetful
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": torch.optim.Adam,
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "foreach": lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.5, centered=True),
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+}
+
+
+class Network(nn.Module):
+    """Dropout, BatchNorm, a weight that is used twice, a frozen and an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = Cnn(), mlp(2, 128), nn.Linear(128, 128)
+        self.frozen = nn.Parameter(torch.ones(128), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(self.stem(x).flatten(1) * self.frozen)
+        return self.head(hidden) @ self.head.weight
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Network()
+
+
+X, Y = input_of("batch_norm"), torch.arange(128)
+
+
+def loss_of(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(prediction, y)
+
+
+def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor = X, y: torch.Tensor = Y) -> Any:
+    prediction = model(x)
+    loss = loss_of(prediction, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return prediction.detach(), loss.detach()
+
+
+def trained(run: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[Any]:
+    """Everything that some steps from a fixed seed leave."""
+    torch.manual_seed(5)
+    results = [run() for _ in range(steps)]
+    state = [v for _, s in sorted(optimizer.state_dict()["state"].items()) for v in s.values()]
+    return [r for pair in results for r in pair] + [*model.state_dict().values(), *state, torch.get_rng_state()]
+
+
+def same(mine: list[Any], theirs: list[Any]) -> bool:
+    return len(mine) == len(theirs) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+QUICK = ("nesterov", "adamw", "foreach")
+"""Those that run every time."""
+
+
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS])
+def test_an_optimizer_in_the_step_trains_the_same(kind: str) -> None:
+    """Its own code updates each parameter, only sooner; all that can be recomputed is."""
+    model = network()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    reference = trained(lambda: eager_step(model, optimizer), model, optimizer)
+    model = network()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    step = checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y), budget=ROOMY, solver=Forgetful(), reserve="1MiB")
+    assert step.whole
+    assert same(trained(lambda: step(X, Y), model, optimizer), reference)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("budget", [None, "85%"])
+def test_gradients_never_meet(budget: str | None) -> None:
+    """The planned peak is measured, and less than a step needs that holds every gradient."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)]), torch.randn(16, 256)
+    y = torch.zeros(16, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+    eager_step(model, optimizer, x, y)
+    eager = measure_peak(lambda: eager_step(model, optimizer, x, y))
+    step = checkmate.torch.compile(model, loss_of, optimizer, example=(x, y), budget=budget, time_limit_s=3)
+    for _ in range(2):
+        step(x, y)
+    measured = measure_peak(lambda: step(x, y))
+    assert abs(measured - (step.result.peak_bytes - step.graph.resident_bytes)) <= 64
+    assert measured < 0.5 * eager
+    assert checkmate.validate(step.graph, step.plan, step.result.budget_bytes) == ()
+
+
+def test_a_learning_rate_schedule_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The optimizer reads its groups when it steps, as ever."""
+    outcomes = []
+    for planned in (False, True):
+        model = network()
+        optimizer = torch.optim.SGD([{"params": model.stem.parameters()}, {"params": [*model.body.parameters()], "lr": 0.3}], 0.1)
+        for p in (*model.head.parameters(), model.unused):
+            p.requires_grad_(False)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        step = checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y)) if planned else None
+
+        def run(step: Step | None = step, **kept: Any) -> Any:
+            done = step(X, Y) if step else eager_step(kept["model"], kept["optimizer"], X, Y)
+            kept["schedule"].step()
+            return done
+
+        kept = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        outcomes.append(trained(lambda run=run, kept=kept: run(**kept), model, optimizer))
+    assert same(*outcomes)
+    assert "was compiled" not in caplog.text
+
+
+def test_state_saved_and_loaded_goes_on_the_same() -> None:
+    """``state_dict`` is the optimizer's own, of the same format as without a plan."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step = checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y))
+    step(X, Y)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    reference = trained(lambda: step(X, Y), model, optimizer)
+    other = network()
+    resumed = torch.optim.AdamW(other.parameters(), 1e-2)
+    again = checkmate.torch.compile(other, loss_of, resumed, example=(X, Y))
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(copy.deepcopy(saved[1]))
+    assert same(trained(lambda: again(X, Y), other, resumed), reference)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(copy.deepcopy(saved[1]))
+    assert same(trained(lambda: eager_step(other, resumed, X, Y), other, resumed), reference)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_clipping_by_the_global_norm(whole: bool) -> None:
+    """It equals torch's, and holds every gradient until the norm is known."""
+    outcomes, peaks = [], []
+    for clip in (None, 0.01):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y), clip_norm=clip, whole=whole)
+        assert step.whole == whole
+        outcomes.append(trained(lambda step=step: step(X, Y), model, optimizer))
+        peaks.append(step.result.peak_bytes)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def eager() -> Any:
+        loss = loss_of(prediction := model(X), Y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return prediction.detach(), loss.detach()
+
+    assert same(outcomes[1], trained(eager, model, optimizer))
+    assert not same(outcomes[0], outcomes[1])
+    assert peaks[0] <= peaks[1]
+
+
+def test_micro_batches_accumulate_inside_one_step() -> None:
+    """Four parts of a batch, one after the other: the gradients of four backwards, and less memory than the whole batch."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+    def eager() -> Any:
+        predictions, total = [], torch.zeros(())
+        for some, some_y in zip(X.chunk(4), Y.chunk(4), strict=True):
+            prediction = model(some)
+            loss = loss_of(prediction, some_y) / 4
+            loss.backward()
+            predictions.append(prediction.detach())
+            total = total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.cat(predictions), total
+
+    reference = trained(eager, model, optimizer)
+    peaks = []
+    for parts in (1, 4):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        step = checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y), micro_batches=parts)
+        outcome = trained(lambda step=step: step(X, Y), model, optimizer)
+        peaks.append(step.result.peak_bytes)
+    assert same(outcome, reference)
+    assert peaks[1] < peaks[0]
+
+
+class Own(torch.optim.SGD):
+    """An optimizer that torch does not know."""
+
+
+def test_what_cannot_be_in_the_step_comes_after_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The fallback trains the same, and says why it is one."""
+    for make, why in (
+        (lambda m: Own(m.parameters(), 0.1), "Own is not known to update each parameter by itself"),
+        (lambda m: torch.optim.SGD(m.body.parameters(), 0.1), "SGD does not have 'unused', whose gradient has to stay"),
+    ):
+        model = network()
+        optimizer = make(model)
+        reference = trained(lambda m=model, o=optimizer: eager_step(m, o, X, Y), model, optimizer)
+        model = network()
+        optimizer = make(model)
+        caplog.clear()
+        step = checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y))
+        assert not step.whole
+        assert f"is not planned with it: {why}" in caplog.text
+        assert same(trained(lambda s=step: s(X, Y), model, optimizer), reference)
+        with pytest.raises(OptionError, match=f"whole=True cannot be: {why}"):
+            checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y), whole=True)
+
+
+def test_gradients_left_over_are_not_lost_in_silence() -> None:
+    """Eager mode would add to them; a whole step has no use for them."""
+    model = network()
+    step = checkmate.torch.compile(model, loss_of, torch.optim.SGD(model.parameters(), 0.1), example=(X, Y))
+    loss_of(model(X), Y).backward()
+    with pytest.raises(OptionError, match="gradients of an earlier backward are there"):
+        step(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"micro_batches": 3}, "does not cut a batch of 128 rows"), ({"clip_norm": 0}, "clip_norm=0")]
+)
+def test_wrong_amounts_are_refused(given: dict[str, Any], words: str) -> None:
+    model = network()
+    with pytest.raises(OptionError, match=words):
+        checkmate.torch.compile(model, loss_of, torch.optim.SGD(model.parameters(), 0.1), example=(X, Y), **given)
