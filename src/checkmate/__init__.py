@@ -111,7 +111,7 @@ __all__ = [
 
 logging.getLogger("checkmate").addHandler(logging.NullHandler())
 
-_LAZY = ("torch", "plot", "cost")
+_LAZY = ("torch", "tf2", "plot", "cost")
 
 
 def __getattr__(name: str) -> Any:
