@@ -122,7 +122,7 @@ class _Run:
                 self.offer(search.order())
                 if session.done:
                     return searches
-        if session.plan is None:
+        if session.plan is None and session.left_s() > 0:
             self._squeeze()
         for search in searches:
             if session.plan is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tensorflow as tf
 
-from checkmate.core.errors import InfeasibleBudgetError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.tf2.allocator import Account, account
@@ -23,6 +23,7 @@ _log = logging.getLogger("checkmate.tf2")
 _ROUNDS = 8
 _RUNS = 2  # the second step finds the free chunks that the first has left
 _ROOM = 0.02  # share of the budget that is not worth planning again for
+_NEAR = 0.01  # share of the budget between what is too much and what is too little that is not worth dividing
 _GOOD = 1.005  # overhead that is not worth planning again for
 
 Ask = Callable[[int], Result]
@@ -62,41 +63,87 @@ def fit(capture: Capture, budget_bytes: int, ask: Ask) -> Fitted:
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
     """
-    best: Fitted | None = None
-    target, bias, smallest = budget_bytes, 0, None
-    for _ in range(_ROUNDS):
-        try:
-            result = ask(target)
-        except InfeasibleBudgetError as error:
-            if best is not None:
-                break
-            if target == budget_bytes:
-                raise
-            raise _refused(budget_bytes, smallest, target, error) from error
-        assert result.plan is not None
-        reckoned = account(capture, result.plan)
-        taken = reckoned.chunk_bytes + bias
-        if taken <= budget_bytes:
-            found = _run(capture, result, reckoned)
-            measured = found.measured_bytes
-            _tell(found, budget_bytes)
-            if measured is None or measured <= budget_bytes:
-                better = best is None or _cost(result) < _cost(best.result)
-                best = found if better else best
-                room = 0 if measured is None else budget_bytes - measured
-                if not better or (result.overhead or 1.0) <= _GOOD or room <= _ROOM * (budget_bytes - capture.graph.resident_bytes):
+    search = _Search(capture, budget_bytes, ask)
+    best = search.run()
+    if best is not search.last and best.measured_bytes is not None:
+        # Plans that ran since have left other chunks free than there were when this one was measured.
+        again = measure_plan(capture, best.function) or 0
+        if again > budget_bytes:
+            raise _refused(budget_bytes, again, None)
+        best = replace(best, measured_bytes=max(again, best.measured_bytes))
+    return best
+
+
+class _Search:
+    """Plans asked for within less or more, as measuring shows."""
+
+    def __init__(self, capture: Capture, budget_bytes: int, ask: Ask) -> None:
+        self.capture = capture
+        self.budget_bytes = budget_bytes
+        self.ask = ask
+        self.bias = 0  # what was measured beyond what was reckoned
+        self.smallest: int | None = None  # least that a plan was found to take
+        self.last: Fitted | None = None  # the plan that ran last
+        self.refusal: CheckmateError | None = None
+        self._live = 0  # live bytes of the plan that was found last
+
+    def run(self) -> Fitted:
+        """The cheapest plan that fits.
+
+        Raises:
+            InfeasibleBudgetError: None does.
+        """
+        best: Fitted | None = None
+        target = above = self.budget_bytes  # `above`: for this much there is a plan, and it does not fit
+        for _ in range(_ROUNDS):
+            found, taken = self._try(target)
+            if found is not None and (best is None or _cost(found.result) < _cost(best.result)):
+                best = found
+                room = self.budget_bytes - taken
+                wide = room > _ROOM * (self.budget_bytes - self.capture.graph.resident_bytes)
+                if not wide or (found.result.overhead or 1.0) <= _GOOD or found.measured_bytes is None:
                     break
                 target += room
-                continue
-            bias += measured - taken
-            taken = measured
-        if best is not None:
-            break
-        smallest = taken if smallest is None else min(smallest, taken)
-        target = min(target, _peak(result)) - (taken - budget_bytes)
-    if best is None:
-        raise _refused(budget_bytes, smallest, target, None)
-    return best
+            elif best is not None or (not taken and above - target <= _NEAR * self.budget_bytes):
+                break
+            elif taken:
+                above = min(target, self._live)
+                target = above - (taken - self.budget_bytes)
+            else:  # no plan is that small, or none was found in time
+                target = (target + above) // 2
+        if best is None:
+            raise self._refused()
+        return best
+
+    def _try(self, target: int) -> tuple[Fitted | None, int]:
+        """A plan within so many live bytes if it fits, and what it takes; 0 if there is none."""
+        try:
+            result = self.ask(target)
+        except (InfeasibleBudgetError, PlanNotFoundError) as error:
+            self.refusal = error
+            return None, 0
+        assert result.plan is not None
+        assert result.peak_bytes is not None
+        self._live = result.peak_bytes
+        reckoned = account(self.capture, result.plan)
+        taken = reckoned.chunk_bytes + self.bias
+        if taken <= self.budget_bytes:
+            self.last = found = _run(self.capture, result, reckoned)
+            _tell(found, self.budget_bytes)
+            if found.measured_bytes is None:
+                return found, taken
+            self.bias += found.measured_bytes - taken
+            taken = found.measured_bytes
+            if taken <= self.budget_bytes:
+                return found, taken
+        self.smallest = taken if self.smallest is None else min(self.smallest, taken)
+        return None, taken
+
+    def _refused(self) -> CheckmateError:
+        if self.smallest is None:
+            assert self.refusal is not None
+            return self.refusal
+        return _refused(self.budget_bytes, self.smallest, self.refusal)
 
 
 def run_once(capture: Capture, result: Result) -> Fitted:
@@ -160,24 +207,19 @@ def _tell(found: Fitted, budget_bytes: int) -> None:
     )
 
 
-def _refused(budget_bytes: int, smallest: int | None, target: int, error: InfeasibleBudgetError | None) -> InfeasibleBudgetError:
-    why = "" if error is None else f"; within {format_bytes(target)} of live bytes, which would fit: {error.message}"
-    took = "" if smallest is None else f": the smallest plan tried takes {format_bytes(smallest)} of TensorFlow's allocator"
+def _refused(budget_bytes: int, smallest: int, refusal: CheckmateError | None) -> InfeasibleBudgetError:
+    why = "" if refusal is None else f"; with fewer live bytes there is none: {refusal.message}"
     return InfeasibleBudgetError(
-        f"no plan keeps the budget of {format_bytes(budget_bytes)} as TensorFlow allocates{took}{why}",
-        hint=f"raise the budget to at least {format_at_least(smallest or budget_bytes)}, or lower the batch size",
+        f"no plan was found that keeps the budget of {format_bytes(budget_bytes)} as TensorFlow allocates: the smallest one "
+        f"takes {format_bytes(smallest)} in the allocator's chunks{why}",
+        hint=f"raise the budget to at least {format_at_least(smallest)}, or lower the batch size",
         budget_bytes=budget_bytes,
-        floor_bytes=0 if error is None else error.floor_bytes,
+        floor_bytes=getattr(refusal, "floor_bytes", 0),
         smallest_bytes=smallest,
-        binding_op="" if error is None else error.binding_op,
+        binding_op=getattr(refusal, "binding_op", ""),
     )
 
 
 def _cost(result: Result) -> int:
     assert result.cost is not None
     return result.cost
-
-
-def _peak(result: Result) -> int:
-    assert result.peak_bytes is not None
-    return result.peak_bytes

@@ -213,7 +213,8 @@ class _Builder:
         They do where nobody else reads that, and nothing of it is computed twice: so the optimizer's ops are not.
         """
         kept = {self._base(t).ref() for t in self.trace.function.graph.outputs}
-        uses = Counter(self._base(t).ref() for op in self.ops if op.name in self.needed for t in op.inputs if not self._is_same(op))
+        users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
+        uses = Counter(self._base(t).ref() for op in users for t in op.inputs)
         for op in members:
             places = FORWARDS.get(op.type, ()) if self._late(op) else ()
             for i in places:
@@ -234,9 +235,6 @@ class _Builder:
     def _late(self, op: tf.Operation) -> bool:
         return self.trace.phase(self.index[op.name]) == "optimizer"
 
-    def _is_same(self, op: tf.Operation) -> bool:
-        return self.kinds[op.name] == "view"
-
     def _number(self, members: Sequence[tf.Operation]) -> list[Value]:
         kept = {self._base(t).ref() for t in self.trace.function.graph.outputs}
         values: list[Value] = []
@@ -248,9 +246,7 @@ class _Builder:
                 values.append(Value(tensor.name, size, None if base is None else self.values[base], tensor.ref() in kept))
         return values
 
-    def _op(
-        self, op: tf.Operation, measure: OpMeasure, where: Mapping[str, int], clobbers: Mapping[str, Sequence[str]]
-    ) -> Op:
+    def _op(self, op: tf.Operation, measure: OpMeasure, where: Mapping[str, int], clobbers: Mapping[str, Sequence[str]]) -> Op:
         return Op(
             name=op.name,
             inputs=tuple(self.values[s.name] for s in self._sources(op)),

@@ -29,7 +29,15 @@ READERS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "Va
 CONTROL_FLOW = frozenset({"If", "While", "Case", "StatelessIf", "StatelessWhile", "StatelessCase"})
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 KERNEL_RANDOM = frozenset(
-    {"Multinomial", "RandomGamma", "RandomPoissonV2", "RandomShuffle", "RandomStandardNormal", "RandomUniform", "RandomUniformInt"}
+    {
+        "Multinomial",
+        "RandomGamma",
+        "RandomPoissonV2",
+        "RandomShuffle",
+        "RandomStandardNormal",
+        "RandomUniform",
+        "RandomUniformInt",
+    }
     | {"ParameterizedTruncatedNormal", "TruncatedNormal"}
 )
 """Draw from a stream that the kernel itself holds: no variable to save and restore."""
@@ -55,7 +63,8 @@ BORROWS = {"MaxPoolGrad": 1}
 """Input whose buffer a kernel takes as workspace if nobody else holds it."""
 
 _SHAPES = frozenset({"Rank", "Shape", "ShapeN", "Size"})
-_SMALL = 4096  # what is computed from constants alone and no larger is kept for good: shapes, axes, scalars
+SMALL = 4096
+"""What is computed from constants alone and no larger is kept for good: shapes, axes, scalars."""
 _RESERVE = frozenset({"FusedBatchNormV3", "FusedBatchNormGradV3"})  # their untyped reserve space is empty on the CPU
 
 
@@ -128,6 +137,6 @@ def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:
     if op.type == "Const" or static_values(op) is not None:
         return "constant"
     variant = any(t.dtype == tf.variant for t in op.outputs)
-    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and new_bytes(op) <= _SMALL:
+    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and new_bytes(op) <= SMALL:
         return "constant"
     return "view" if op.type in VIEWS and not variant else "op"

@@ -6,15 +6,14 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from checkmate.core.errors import CheckmateError
-from checkmate.tf2.compat import memory_limit_bytes
+from checkmate.tf2.compat import memory_limit_bytes, trace_events
 
-_HINT = (
-    "set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts: its allocator then counts on the CPU as on a GPU"
-)
+_HINT = "set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts: it then counts on the CPU too"
 
 
 class NoStatisticsError(CheckmateError, RuntimeError):
@@ -54,13 +53,41 @@ def measure_peak(fn: Callable[[], object], *, device: str | None = None) -> int:
         True
     """
     where = device or default_device()
-    if not counts(where):
-        raise NoStatisticsError(f"TensorFlow does not count what it allocates on {where}", hint=_HINT)
+    _must_count(where)
     gc.collect()
     tf.config.experimental.reset_memory_stats(where)
     before = tf.config.experimental.get_memory_info(where)["current"]
     fn()
     return tf.config.experimental.get_memory_info(where)["peak"] - before
+
+
+class Allocated(NamedTuple):
+    """What an allocator was asked for and handed out.
+
+    Attributes:
+        asked_bytes: Peak of the bytes asked for, over what was there before.
+        chunk_bytes: Peak of the chunks handed out for them.
+    """
+
+    asked_bytes: int
+    chunk_bytes: int
+
+
+def trace_allocations(fn: Callable[[], object], *, device: str | None = None) -> Allocated:
+    """The peaks of what a call asks the allocator for and of the chunks that it gets, from TensorFlow's profiler.
+
+    Raises:
+        NoStatisticsError: TensorFlow does not count on this device.
+    """
+    _must_count(device or default_device())
+    asked = chunks = most_asked = most_chunks = 0
+    for event in trace_events(fn):
+        sign = {"MemoryAllocation": 1, "MemoryDeallocation": -1}.get(event.name, 0)
+        if sign:
+            asked += sign * int(event.facts.get("requested_bytes") or 0)
+            chunks += sign * int(event.facts.get("allocation_bytes") or 0)
+            most_asked, most_chunks = max(most_asked, asked), max(most_chunks, chunks)
+    return Allocated(most_asked, most_chunks)
 
 
 def available_bytes(device: str) -> int:
@@ -82,3 +109,8 @@ def available_bytes(device: str) -> int:
     if not free:
         raise NoStatisticsError("this system does not say how much memory is free", hint="give a budget, such as '8GiB'")
     return free
+
+
+def _must_count(device: str) -> None:
+    if not counts(device):
+        raise NoStatisticsError(f"TensorFlow does not count what it allocates on {device}", hint=_HINT)

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.cost.store import CostStore, OpMeasure, quantise
-from checkmate.tf2.classify import CALLS, CONTROL_FLOW, estimate_ns, static_values
+from checkmate.tf2.classify import CALLS, CONTROL_FLOW, SMALL, estimate_ns, new_bytes, static_values
 from checkmate.tf2.compat import trace_events
 from checkmate.tf2.measure import counts, default_device
 
@@ -97,7 +97,7 @@ def _measured(op: tf.Operation) -> OpMeasure | None:
         run()
         return OpMeasure(quantise(_time_ns(run)), _workspace_bytes(run))
     except (tf.errors.OpError, TypeError, ValueError, AttributeError, NotImplementedError, StopIteration) as error:
-        _log.warning("%s (%s) could not be measured and is estimated: %s", op.name, op.type, str(error).splitlines()[0])
+        _log.info("%s (%s) could not be measured and is estimated: %s", op.name, op.type, str(error).splitlines()[0])
         return None
 
 
@@ -124,9 +124,16 @@ def _prepared(op: tf.Operation) -> Callable[[], Any]:
 
 
 def _static(tensor: tf.Tensor) -> Any:
-    """The value of a tensor that is known before the step, or None."""
-    known = static_values(tensor.op)
-    return tf.get_static_value(tensor) if known is None else known[tensor.value_index]
+    """The value of a tensor that is known before the step, or None: indices, axes and shapes must be valid to be run."""
+    op = tensor.op
+    known = static_values(op)
+    if known is not None:
+        return known[tensor.value_index]
+    value = tf.get_static_value(tensor)
+    runs = op.inputs and not op.op_def.is_stateful and hasattr(tf.raw_ops, op.type) and new_bytes(op) <= SMALL
+    if value is None and runs and all(_static(t) is not None for t in op.inputs):
+        return tf.nest.flatten(_prepared(op)())[tensor.value_index].numpy()
+    return value
 
 
 def _real(tensor: tf.Tensor) -> tf.Tensor:

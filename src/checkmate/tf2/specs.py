@@ -50,11 +50,13 @@ def _spec(leaf: Any, name: str) -> tf.TensorSpec:
     try:
         spec = tf.TensorSpec(leaf.shape, leaf.dtype)
     except TypeError as error:
-        raise OptionError(f"{name}={leaf!r} is neither a tensor nor a specification", hint="give a sample batch, or a tf.TensorSpec") from error
+        raise OptionError(
+            f"{name}={leaf!r} is neither a tensor nor a specification", hint="give a sample batch, or a tf.TensorSpec"
+        ) from error
     if not spec.shape.is_fully_defined():
         raise OptionError(
             f"{name} has the shape {spec.shape}, and bytes are planned for a shape without open dimensions",
-            hint="give a sample batch, or a tf.TensorSpec with the batch size; batches of another size are planned when they come",
+            hint="give a sample batch, or a tf.TensorSpec with the batch size; other sizes are planned when they come",
         )
     return spec
 
@@ -64,10 +66,12 @@ def _tensor(name: str, spec: tf.TensorSpec, given: Any) -> tf.Tensor:
         tensor = tf.convert_to_tensor(given, spec.dtype)
     except (TypeError, ValueError) as error:
         have = getattr(getattr(given, "dtype", None), "name", type(given).__name__)
-        raise OptionError(f"the {name} is {have}, and {name}_spec says {spec.dtype.name}", hint=f"cast it to {spec.dtype.name}") from error
+        raise OptionError(
+            f"the {name} is {have}, and {name}_spec says {spec.dtype.name}", hint=f"cast it to {spec.dtype.name}"
+        ) from error
     if tensor.shape.rank != spec.shape.rank or tensor.shape[1:] != spec.shape[1:]:
         raise OptionError(
-            f"the {name} has the shape {tensor.shape}, and the plan is for {spec.shape}: only the first dimension, the batch, may differ",
+            f"the {name} has the shape {tensor.shape}, and the step is for {spec.shape}: only the batch size may differ",
             hint=f"compile another step with {name}_spec of that shape",
         )
     return tensor

@@ -53,6 +53,7 @@ class TrainStep:
         graph: The graph of the step for the batch that it was compiled for.
         plan: The plan that runs it.
         result: What the solver found, with its proof.
+        budget_bytes: The budget that was asked for, in bytes, or None.
         account: The plan's peak as planned and as TensorFlow allocates it.
         measured_bytes: The plan's measured peak, resident bytes included; None if it was not measured.
     """
@@ -60,13 +61,14 @@ class TrainStep:
     graph: Graph
     plan: Plan
     result: Result
+    budget_bytes: int | None
     account: Account
     measured_bytes: int | None
 
     def __init__(self, model: keras.Model, losses: Any, optimizer: keras.Optimizer, specs: Any, options: _Options) -> None:
         self.model, self.optimizer = model, optimizer
         self._losses, self._specs, self._options = losses, specs, options
-        self._budget_bytes: int | None = None
+        self.budget_bytes = None
         self._fitted: dict[tuple[Any, ...], Fitted] = {}
         first = self._prepare(specs)
         assert first.result.plan is not None
@@ -110,11 +112,17 @@ class TrainStep:
         if options.plan is not None and not self._fitted:
             fitted = run_once(captured, check_given(captured.graph, options.plan, options.budget))
         elif options.budget is None:
-            fitted = _within_device(captured, options)
+            has = available_bytes(default_device())
+            ample = keep_all_bytes(captured.graph) <= _AMPLE * has
+            fitted = (
+                run_once(captured, keep_everything(captured.graph))
+                if ample
+                else fit(captured, has, _Asker(captured.graph, options))
+            )
         else:
-            if self._budget_bytes is None:  # a share is one of the first batch
-                self._budget_bytes = Problem(captured.graph, options.budget).budget_bytes
-            fitted = fit(captured, self._budget_bytes, _Asker(captured.graph, options))
+            if self.budget_bytes is None:  # a share is one of the first batch
+                self.budget_bytes = Problem(captured.graph, options.budget).budget_bytes
+            fitted = fit(captured, self.budget_bytes, _Asker(captured.graph, options))
         self._fitted[_key(captured.trace.arguments)] = fitted
         return fitted
 
@@ -234,14 +242,6 @@ def _captured(model: keras.Model, losses: Any, optimizer: keras.Optimizer, specs
     return capture_trace(trace_step(model, losses, optimizer, specs), costs, model.name)
 
 
-def _within_device(captured: Capture, options: _Options) -> Fitted:
-    """Keep everything where the device has ample room, else hold the step to what it has."""
-    has = available_bytes(default_device())
-    if keep_all_bytes(captured.graph) <= _AMPLE * has:
-        return run_once(captured, keep_everything(captured.graph))
-    return fit(captured, has, _Asker(captured.graph, options))
-
-
 def _check_world(model: keras.Model) -> None:
     if keras.config.backend() != "tensorflow":
         raise OptionError(
@@ -253,12 +253,14 @@ def _check_world(model: keras.Model) -> None:
     if not model.built:
         raise NotBuiltError(f"model {model.name!r} is not built: it has no variables yet", hint="call it once on a batch")
     if tf.distribute.has_strategy():
-        raise OptionError("a step is planned for one device, and this is inside the scope of a tf.distribute strategy", hint="leave it")
+        raise OptionError(
+            "a step is planned for one device, and this is inside the scope of a tf.distribute strategy", hint="leave it"
+        )
     if tf.config.functions_run_eagerly():
-        raise OptionError("functions run eagerly, so that nothing can be planned", hint="call tf.config.run_functions_eagerly(False)")
+        raise OptionError(
+            "functions run eagerly, so that nothing can be planned", hint="call tf.config.run_functions_eagerly(False)"
+        )
 
 
 def _key(tensors: Any) -> tuple[Any, ...]:
     return tuple((tuple(t.shape), t.dtype.name) for t in tensors)
-
-

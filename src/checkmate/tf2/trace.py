@@ -128,7 +128,9 @@ def resolve_optimizer(model: keras.Model, optimizer: Any) -> keras.Optimizer:
     try:
         found = keras.optimizers.get(optimizer)
     except (ValueError, TypeError) as error:
-        raise OptionError(f"optimizer={optimizer!r} is no Keras optimizer", hint="give an object, or a name such as 'adam'") from error
+        raise OptionError(
+            f"optimizer={optimizer!r} is no Keras optimizer", hint="give an object, or a name such as 'adam'"
+        ) from error
     half = model.dtype_policy.name == "mixed_float16"
     if half and not isinstance(found, keras.optimizers.LossScaleOptimizer):
         return keras.optimizers.LossScaleOptimizer(found)
