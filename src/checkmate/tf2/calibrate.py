@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,8 +21,10 @@ from checkmate.tf2.rewrite import Runner, build_function
 
 _log = logging.getLogger("checkmate.tf2")
 _ROUNDS = 8
-_RUNS = 2  # the second step finds the free chunks that the first has left
+_TIMES = 2
+_STEPS = 2  # the second step finds the free chunks that the first has left
 _ROOM = 0.02  # share of the budget that is not worth planning again for
+_HEADROOM = 0.03  # share of the budget above what is resident that is left for chunks that fall otherwise next time
 _NEAR = 0.01  # share of the budget between what is too much and what is too little that is not worth dividing
 _GOOD = 1.005  # overhead that is not worth planning again for
 
@@ -49,7 +51,7 @@ class Fitted:
     measured_bytes: int | None
 
 
-def fit(capture: Capture, budget_bytes: int, ask: Ask) -> Fitted:
+def fit(capture: Capture, budget_bytes: int, ask: Ask, batch: Sequence[tf.Tensor] | None = None) -> Fitted:
     """The cheapest plan found whose measured peak keeps a budget.
 
     What TensorFlow allocates differs from the live bytes of a plan: less where buffers pass from op to op, more
@@ -59,15 +61,16 @@ def fit(capture: Capture, budget_bytes: int, ask: Ask) -> Fitted:
         capture: The step.
         budget_bytes: The most bytes at any moment, resident bytes included.
         ask: Plans within an amount of live bytes.
+        batch: The flat tensors to run on; made up if left out.
 
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
     """
-    search = _Search(capture, budget_bytes, ask)
+    search = _Search(capture, budget_bytes, ask, [_made_up(t) for t in capture.trace.arguments] if batch is None else batch)
     best = search.run()
     if best is not search.last and best.measured_bytes is not None:
         # Plans that ran since have left other chunks free than there were when this one was measured.
-        again = measure_plan(capture, best.function) or 0
+        again = measure_plan(capture, best.function, search.batch, budget_bytes) or 0
         if again > budget_bytes:
             raise _refused(budget_bytes, again, None)
         best = replace(best, measured_bytes=max(again, best.measured_bytes))
@@ -77,12 +80,15 @@ def fit(capture: Capture, budget_bytes: int, ask: Ask) -> Fitted:
 class _Search:
     """Plans asked for within less or more, as measuring shows."""
 
-    def __init__(self, capture: Capture, budget_bytes: int, ask: Ask) -> None:
+    def __init__(self, capture: Capture, budget_bytes: int, ask: Ask, batch: Sequence[tf.Tensor]) -> None:
         self.capture = capture
         self.budget_bytes = budget_bytes
         self.ask = ask
+        self.batch = batch
+        self.goal = budget_bytes - max(0, int(_HEADROOM * (budget_bytes - capture.graph.resident_bytes)))
         self.bias = 0  # what was measured beyond what was reckoned
         self.smallest: int | None = None  # least that a plan was found to take
+        self.close: Fitted | None = None  # keeps the budget, though not with the headroom
         self.last: Fitted | None = None  # the plan that ran last
         self.refusal: CheckmateError | None = None
         self._live = 0  # live bytes of the plan that was found last
@@ -99,7 +105,7 @@ class _Search:
             found, taken = self._try(target)
             if found is not None and (best is None or _cost(found.result) < _cost(best.result)):
                 best = found
-                room = self.budget_bytes - taken
+                room = self.goal - taken
                 wide = room > _ROOM * (self.budget_bytes - self.capture.graph.resident_bytes)
                 if not wide or (found.result.overhead or 1.0) <= _GOOD or found.measured_bytes is None:
                     break
@@ -108,9 +114,10 @@ class _Search:
                 break
             elif taken:
                 above = min(target, self._live)
-                target = above - (taken - self.budget_bytes)
+                target = above - (taken - self.goal)
             else:  # no plan is that small, or none was found in time
                 target = (target + above) // 2
+        best = best or self.close
         if best is None:
             raise self._refused()
         return best
@@ -128,14 +135,16 @@ class _Search:
         reckoned = account(self.capture, result.plan)
         taken = reckoned.chunk_bytes + self.bias
         if taken <= self.budget_bytes:
-            self.last = found = _run(self.capture, result, reckoned)
+            self.last = found = _run(self.capture, result, reckoned, self.batch, self.budget_bytes)
             _tell(found, self.budget_bytes)
             if found.measured_bytes is None:
                 return found, taken
             self.bias += found.measured_bytes - taken
             taken = found.measured_bytes
-            if taken <= self.budget_bytes:
+            if taken <= self.goal:
                 return found, taken
+            if taken <= self.budget_bytes and (self.close is None or _cost(result) < _cost(self.close.result)):
+                self.close = found
         self.smallest = taken if self.smallest is None else min(self.smallest, taken)
         return None, taken
 
@@ -152,36 +161,42 @@ def run_once(capture: Capture, result: Result) -> Fitted:
     return Fitted(capture, result, build_function(capture, result.plan), account(capture, result.plan), None)
 
 
-def measure_plan(capture: Capture, function: Runner) -> int | None:
-    """Measured peak of a function on saved and restored variables, resident bytes included; None if nothing counts."""
+def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor], enough: int) -> int | None:
+    """Measured peak of a function on saved and restored variables, resident bytes included; None if nothing counts.
+
+    It is measured twice: restoring moves the variables, and training begins in what that leaves of the allocator's chunks.
+    What takes more than ``enough`` need not be measured again.
+    """
     device = default_device()
     if not counts(device):
         return None
     variables = capture.trace.function.graph.variables
     # Copies: what `numpy` gives may be the variable's own buffer, which a step would then have to copy.
     saved = [np.array(v.numpy()) for v in variables]
-    batch = [_synthetic(t) for t in capture.trace.arguments]
-    peak = 0
-    try:
-        with grappler_off():
-            for _ in range(_RUNS):
-                peak = max(peak, measure_peak(lambda: function(*batch), device=device))
-    finally:
-        for variable, value in zip(variables, saved, strict=True):
-            variable.assign(value)
-    return capture.graph.resident_bytes + peak
+    resident, peak = capture.graph.resident_bytes, 0
+    for _ in range(_TIMES):
+        try:
+            with grappler_off():
+                for _ in range(_STEPS):
+                    peak = max(peak, measure_peak(lambda: function(*batch), device=device))
+        finally:
+            for variable, value in zip(variables, saved, strict=True):
+                variable.assign(value)
+        if resident + peak > enough:
+            break
+    return resident + peak
 
 
-def _run(capture: Capture, result: Result, reckoned: Account) -> Fitted:
+def _run(capture: Capture, result: Result, reckoned: Account, batch: Sequence[tf.Tensor], enough: int) -> Fitted:
     assert result.plan is not None
     function = build_function(capture, result.plan)
-    measured = measure_plan(capture, function)
+    measured = measure_plan(capture, function, batch, enough)
     if any(op.type in KERNEL_RANDOM for op in capture.members):
         function = build_function(capture, result.plan)  # kernels that have drawn nothing yet
     return Fitted(capture, result, function, reckoned, measured)
 
 
-def _synthetic(tensor: tf.Tensor) -> tf.Tensor:
+def _made_up(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype.is_floating:
         return tf.cast(tf.random.stateless_uniform(tensor.shape, (1, 2)), tensor.dtype)
     return tf.zeros(tensor.shape, tensor.dtype)

@@ -91,7 +91,7 @@ def trace_allocations(fn: Callable[[], object], *, device: str | None = None) ->
 
 
 def available_bytes(device: str) -> int:
-    """What a device has left for TensorFlow: a GPU's own limit, or the memory that the machine has free.
+    """What a device has left: what TensorFlow may still take of a GPU, or the memory that the machine has free.
 
     Raises:
         NoStatisticsError: The GPU's limit is not known.
@@ -100,7 +100,7 @@ def available_bytes(device: str) -> int:
         limit = memory_limit_bytes(device)
         if limit is None or not counts(device):
             raise NoStatisticsError(f"TensorFlow does not say how much memory {device} has", hint="give a budget, such as '8GiB'")
-        return limit
+        return max(0, limit - tf.config.experimental.get_memory_info(device)["current"])
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     for path in (Path("/proc/meminfo"),):  # counts what caches would give back
         if path.exists():

@@ -39,6 +39,14 @@ def flat_batch(specs: Any, inputs: Any, labels: Any) -> list[tf.Tensor]:
     return flat
 
 
+def sample_batch(specs: Any, inputs: Any, labels: Any) -> list[tf.Tensor] | None:
+    """The flat tensors of the samples that the specifications come from; None if they are specifications themselves."""
+    leaves = [*tf.nest.flatten(inputs), *tf.nest.flatten(labels)]
+    if any(isinstance(leaf, tf.TensorSpec) or not hasattr(leaf, "__array__") for leaf in leaves):
+        return None
+    return flat_batch(specs, inputs, labels)
+
+
 def specs_like(specs: Any, flat: list[tf.Tensor]) -> Any:
     """The specification that a flat batch fits."""
     return tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat])

@@ -25,13 +25,14 @@ from checkmate.tf2.allocator import Account
 from checkmate.tf2.calibrate import Fitted, fit, run_once
 from checkmate.tf2.capture import Capture, capture_trace
 from checkmate.tf2.compat import grappler_off
-from checkmate.tf2.measure import available_bytes, default_device
+from checkmate.tf2.measure import available_bytes, default_device, measure_peak
 from checkmate.tf2.profile import Profiler, estimated
-from checkmate.tf2.specs import flat_batch, specs_like, specs_of
+from checkmate.tf2.specs import flat_batch, sample_batch, specs_like, specs_of
 from checkmate.tf2.trace import Loss, NotBuiltError, resolve_losses, resolve_optimizer, trace_step
 
 _log = logging.getLogger("checkmate.tf2")
 _AMPLE = 0.5  # a step that takes less than this share of a device when keeping everything needs no measuring
+_WATCHED = 4  # first steps whose peak is compared with the budget
 
 CostSource = Literal["measured", "bytes"]
 
@@ -65,12 +66,15 @@ class TrainStep:
     account: Account
     measured_bytes: int | None
 
-    def __init__(self, model: keras.Model, losses: Any, optimizer: keras.Optimizer, specs: Any, options: _Options) -> None:
+    def __init__(
+        self, model: keras.Model, losses: Any, optimizer: keras.Optimizer, specs: Any, batch: Any, options: _Options
+    ) -> None:
         self.model, self.optimizer = model, optimizer
         self._losses, self._specs, self._options = losses, specs, options
         self.budget_bytes = None
         self._fitted: dict[tuple[Any, ...], Fitted] = {}
-        first = self._prepare(specs)
+        first = self._prepare(specs, batch)
+        self._watch = _WATCHED if first.measured_bytes is not None else 0
         assert first.result.plan is not None
         self.graph, self.plan, self.result = first.capture.graph, first.result.plan, first.result
         self.account, self.measured_bytes = first.account, first.measured_bytes
@@ -98,31 +102,46 @@ class TrainStep:
         flat = flat_batch(self._specs, inputs, labels)
         fitted = self._fitted.get(_key(flat))
         if fitted is None:
-            fitted = self._prepare(specs_like(self._specs, flat))
+            fitted = self._prepare(specs_like(self._specs, flat), flat)
             peak = format_bytes(fitted.account.live_bytes)
             _log.warning("a new batch size was planned: %s, peak %s", flat[0].shape if flat else (), peak)
-        with grappler_off():
-            made = fitted.function(*flat)
-        return tf.nest.pack_sequence_as(fitted.capture.trace.function.structured_outputs, list(made), expand_composites=True)
+        made = self._watched(fitted, flat) if self._watch else self._run(fitted, flat)
+        return tf.nest.pack_sequence_as(fitted.capture.trace.function.structured_outputs, made, expand_composites=True)
 
-    def _prepare(self, specs: Any) -> Fitted:
+    def _run(self, fitted: Fitted, flat: list[tf.Tensor]) -> list[tf.Tensor]:
+        with grappler_off():
+            return list(fitted.function(*flat))
+
+    def _watched(self, fitted: Fitted, flat: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Run one of the first steps and measure it: it may find other chunks than calibration did."""
+        self._watch -= 1
+        made: list[tf.Tensor] = []
+        peak = fitted.capture.graph.resident_bytes + measure_peak(lambda: made.extend(self._run(fitted, flat)))
+        if self.budget_bytes is not None and peak > self.budget_bytes:
+            _log.warning(
+                "the step took %s, and the budget is %s: other tensors of this process leave the allocator other chunks than "
+                "there were when the plan was measured; give a budget that is smaller by as much",
+                format_bytes(peak),
+                format_bytes(self.budget_bytes),
+            )
+        return made
+
+    def _prepare(self, specs: Any, batch: list[tf.Tensor] | None) -> Fitted:
         captured = _captured(self.model, self._losses, self.optimizer, specs, Profiler())
         options = self._options
         # A plan that was given is the first batch's; batches of other sizes are planned.
         if options.plan is not None and not self._fitted:
             fitted = run_once(captured, check_given(captured.graph, options.plan, options.budget))
         elif options.budget is None:
-            has = available_bytes(default_device())
-            ample = keep_all_bytes(captured.graph) <= _AMPLE * has
-            fitted = (
-                run_once(captured, keep_everything(captured.graph))
-                if ample
-                else fit(captured, has, _Asker(captured.graph, options))
-            )
+            has = captured.graph.resident_bytes + available_bytes(default_device())
+            if keep_all_bytes(captured.graph) <= _AMPLE * has:
+                fitted = run_once(captured, keep_everything(captured.graph))
+            else:
+                fitted = fit(captured, has, _Asker(captured.graph, options), batch)
         else:
             if self.budget_bytes is None:  # a share is one of the first batch
                 self.budget_bytes = Problem(captured.graph, options.budget).budget_bytes
-            fitted = fit(captured, self.budget_bytes, _Asker(captured.graph, options))
+            fitted = fit(captured, self.budget_bytes, _Asker(captured.graph, options), batch)
         self._fitted[_key(captured.trace.arguments)] = fitted
         return fitted
 
@@ -190,7 +209,8 @@ def compile(  # noqa: A001 - the word that the call was promised with
         plan=None if plan is None else load_plan(plan),
     )
     specs = (specs_of(input_spec, "input_spec"), specs_of(label_spec, "label_spec"))
-    return TrainStep(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs, options)
+    batch = sample_batch(specs, input_spec, label_spec)
+    return TrainStep(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs, batch, options)
 
 
 def capture(
