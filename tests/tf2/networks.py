@@ -99,7 +99,7 @@ CASES: dict[str, Case] = {
         32,
         optimizer=lambda: keras.optimizers.Adam(1e-3, global_clipnorm=1.0),
     ),
-    "dropout": Case(dropout, lambda batch: np.random.default_rng(0).normal(size=(batch, 128)).astype("float32"), _classes, 512),
+    "dropout": Case(dropout, lambda batch: np.random.default_rng(0).normal(size=(batch, 128)).astype("float32"), _classes, 4096),
 }
 
 

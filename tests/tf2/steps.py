@@ -23,6 +23,45 @@ def keep_all(graph: checkmate.Graph) -> Plan:
     return Plan.from_order(graph, range(len(graph.ops)))
 
 
+def forgetful(graph: checkmate.Graph, every: int = 3) -> Plan:
+    """A plan that forgets all that it may after each few backward ops, and computes it again on demand.
+
+    The worst plan there is, and so the best one to find out whether recomputation is right.
+    """
+    order: list[int] = []
+    live, done, pinned = set[int](), set[int](), set[int]()
+
+    def compute(o: int) -> None:
+        stack = [o]
+        while stack:
+            missing = [graph.producer[v] for v in graph.ops[stack[-1]].inputs if v not in live]
+            if missing:
+                stack.append(missing[0])
+                continue
+            p = stack.pop()
+            if p not in done or not live.issuperset(graph.ops[p].outputs):
+                order.append(p)
+                done.add(p)
+                live.update(graph.ops[p].outputs)
+
+    readers: dict[int, list[int]] = {}
+    for o, op in enumerate(graph.ops):
+        for c in op.clobbered_by:
+            readers.setdefault(c, []).append(o)
+    for o, op in enumerate(graph.ops):
+        if op.phase in ("backward", "optimizer") and o % every == 0:
+            again = {p for p in done if graph.ops[p].recomputable and p not in pinned}
+            live -= {v for p in again for v in graph.ops[p].outputs}
+        for p in readers.get(o, ()):  # what it overwrites cannot be read again
+            compute(p)
+            pinned.add(p)
+        compute(o)
+    for v, value in enumerate(graph.values):
+        if value.kept and v not in live:
+            compute(graph.producer[v])
+    return Plan.from_order(graph, order)
+
+
 def observe(step: Any, model: Any, optimizer: Any, x: Any, y: Any, steps: int = 4) -> list[np.ndarray]:
     """All that some steps give, and all variables after them."""
     seen: list[np.ndarray] = []

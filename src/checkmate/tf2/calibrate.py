@@ -198,7 +198,7 @@ def _run(capture: Capture, result: Result, reckoned: Account, batch: Sequence[tf
 
 def _made_up(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype.is_floating:
-        return tf.cast(tf.random.stateless_uniform(tensor.shape, (1, 2)), tensor.dtype)
+        return tf.cast(tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2)), tensor.dtype)
     return tf.zeros(tensor.shape, tensor.dtype)
 
 

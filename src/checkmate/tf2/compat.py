@@ -36,7 +36,7 @@ def grappler_off() -> Iterator[None]:
     try:
         from tensorflow.python.eager import context
 
-        current = context.context()
+        current: Any = context.context()
         before = current.function_call_options
         config = tf.compat.v1.ConfigProto()
         config.CopyFrom(current.config)
@@ -81,7 +81,7 @@ def trace_events(run: Any) -> list[TraceEvent]:
         finally:
             tf.profiler.experimental.stop()
         del made
-        space = xplane_pb2.XSpace()
+        space: Any = xplane_pb2.XSpace()  # pyright: ignore[reportAttributeAccessIssue]
         for path in Path(folder).rglob("*.xplane.pb"):
             space.MergeFromString(path.read_bytes())
     found: list[tuple[int, TraceEvent]] = []

@@ -141,7 +141,7 @@ def _real(tensor: tf.Tensor) -> tf.Tensor:
     if value is not None:
         return tf.constant(value, tensor.dtype)
     if tensor.dtype.is_floating:  # no denormals, no NaN, nothing masked
-        return tf.random.stateless_uniform(tensor.shape, (1, 2), 0.1, 0.9, tensor.dtype)
+        return tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2), 0.1, 0.9, tensor.dtype)
     return tf.zeros(tensor.shape, tensor.dtype)
 
 

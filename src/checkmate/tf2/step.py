@@ -199,7 +199,7 @@ def compile(  # noqa: A001 - the word that the call was promised with
     """
     _check_world(model)
     if time_limit_s is not None and not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
-        raise OptionError(f"time_limit_s={time_limit_s!r} must be more than zero seconds, or None")
+        raise OptionError(f"time_limit_s={time_limit_s!r} is not a time", hint="give seconds above zero, or None for no limit")
     if budget is not None:  # unreadable text is refused before anything is traced
         parse_budget(budget, resident_bytes=0, keep_all_bytes=0)
     options = _Options(
