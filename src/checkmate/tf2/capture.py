@@ -210,7 +210,7 @@ class _Builder:
     def _find_in_place(self, members: Sequence[tf.Operation]) -> None:
         """Tensors of the optimizer that always take over the buffer of what they are made from.
 
-        They do where nobody else reads that, and nothing of it is computed twice: so the optimizer's ops are not.
+        They do where nobody else reads that, since the optimizer's ops are computed once: what they read dies there.
         """
         kept = {self._base(t).ref() for t in self.trace.function.graph.outputs}
         users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
@@ -223,7 +223,6 @@ class _Builder:
                     source is not None
                     and self._is_real(source.op)
                     and self.kinds[source.op.name] == "op"
-                    and self._late(source.op)
                     and uses[source.ref()] == 1
                     and source.ref() not in kept
                     and source.dtype == op.outputs[0].dtype

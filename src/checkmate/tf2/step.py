@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import keras
 import tensorflow as tf
 
-from checkmate.core.errors import GraphError, OptionError
+from checkmate.core.errors import GraphError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem, keep_all_bytes
@@ -21,6 +20,7 @@ from checkmate.solvers.given import check_given, keep_everything, load_plan
 from checkmate.solvers.registry import by_name
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
+from checkmate.studies.min_budget import min_budget
 from checkmate.tf2.allocator import Account
 from checkmate.tf2.calibrate import Fitted, fit, run_once
 from checkmate.tf2.capture import Capture, capture_trace
@@ -175,7 +175,8 @@ def compile(  # noqa: A001 - the word that the call was promised with
             ``"8GiB"``, bytes, or ``"70%"``: what is resident plus 70 % of what keeping everything takes above it.
             None: what the device has.
         solver: A solver or its name; `Auto` by default.
-        time_limit_s: Seconds for the search.
+        time_limit_s: Seconds for the search. Half of them are for the first plan, and a quarter for each that is made anew
+            because of what is measured.
         plan: A plan, or its file, to run instead; it is not measured.
 
     Returns:
@@ -241,21 +242,38 @@ def capture(
 
 
 class _Asker:
-    """Plans within an amount of live bytes, all searches together within the time."""
+    """Plans within an amount of live bytes. Each plan found is where the search for a smaller amount may start."""
 
     def __init__(self, graph: Graph, options: _Options) -> None:
         self.graph = graph
         self.options = options
-        self.began = time.perf_counter()
+        self.found: list[Result] = []
+        self.share = 0.5  # of the time: the first search has half of it, and each that measuring calls for a quarter
 
     def __call__(self, budget_bytes: int) -> Result:
-        limit = self.options.time_limit_s
-        if limit is not None:
-            # Half of what is left for each, so that a plan that does not fit leaves time for the next one.
-            limit = max(0.05 * limit, 0.5 * (limit - (time.perf_counter() - self.began)))
-        result = solve(Problem(self.graph, budget_bytes), self.options.solver, limits=Limits(time_s=limit))
+        problem = Problem(self.graph, budget_bytes)
+        limits = self._limits(self.share)
+        self.share = 0.25
+        try:
+            result = solve(problem, self.options.solver, limits=limits, initial=self._start(budget_bytes))
+        except PlanNotFoundError:
+            # Searching for the smallest peak comes by plans that a search for this one misses.
+            self.found.append(min_budget(self.graph, limits=limits))
+            if self._start(budget_bytes) is None:
+                raise
+            result = solve(problem, self.options.solver, limits=limits, initial=self._start(budget_bytes))
+        self.found.append(result)
         _log.info("planned %d ops in %.1f s, gap %.2f %%", len(self.graph.ops), result.elapsed_s, 100 * (result.gap or 0.0))
         return result
+
+    def _limits(self, share: float) -> Limits:
+        limit = self.options.time_limit_s
+        return Limits(time_s=None if limit is None else share * limit)
+
+    def _start(self, budget_bytes: int) -> Plan | None:
+        """The cheapest plan so far that keeps a budget."""
+        fits = [r for r in self.found if r.plan is not None and (r.peak_bytes or 0) <= budget_bytes]
+        return min(fits, key=lambda r: r.cost or 0).plan if fits else None
 
 
 def _captured(model: keras.Model, losses: Any, optimizer: keras.Optimizer, specs: Any, costs: Any) -> Capture:
