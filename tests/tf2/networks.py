@@ -81,7 +81,7 @@ def _classes(batch: int) -> Any:
 
 
 CASES: dict[str, Case] = {
-    "vgg19": Case(vgg19, _images(32), _classes, 32, optimizer=lambda: keras.optimizers.SGD(0.01, momentum=0.9)),
+    "vgg19": Case(vgg19, _images(32), _classes, 64, optimizer=lambda: keras.optimizers.SGD(0.01, momentum=0.9)),
     "resnet50": Case(resnet50, _images(64), _classes, 16, optimizer=lambda: keras.optimizers.SGD(0.01, momentum=0.9)),
     "mobilenet": Case(mobilenet, _images(64), _classes, 16),
     "unet": Case(
