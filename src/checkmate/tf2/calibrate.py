@@ -68,13 +68,14 @@ def fit(capture: Capture, budget_bytes: int, ask: Ask, batch: Sequence[tf.Tensor
     """
     search = _Search(capture, budget_bytes, ask, [_made_up(t) for t in capture.trace.arguments] if batch is None else batch)
     best = search.run()
-    if best is not search.last and best.measured_bytes is not None:
-        # Plans that ran since have left other chunks free than there were when this one was measured.
-        again = measure_plan(capture, best.function, search.batch, budget_bytes) or 0
-        if again > budget_bytes:
-            raise _refused(budget_bytes, again, None)
-        best = replace(best, measured_bytes=max(again, best.measured_bytes))
-    return best
+    if best is search.last or best.measured_bytes is None:
+        return best
+    # Plans that ran since have left other chunks free than there were when this one was measured.
+    again = measure_plan(capture, best.function, search.batch, budget_bytes) or 0
+    if again <= budget_bytes:
+        return replace(best, measured_bytes=max(again, best.measured_bytes))
+    search.bias += again - best.measured_bytes
+    return search.run(thrifty=False)
 
 
 class _Search:
@@ -93,13 +94,17 @@ class _Search:
         self.refusal: CheckmateError | None = None
         self._live = 0  # live bytes of the plan that was found last
 
-    def run(self) -> Fitted:
+    def run(self, *, thrifty: bool = True) -> Fitted:
         """The cheapest plan that fits.
+
+        Args:
+            thrifty: Whether room that a plan leaves is worth looking for a cheaper one; else the first that fits will do.
 
         Raises:
             InfeasibleBudgetError: None does.
         """
         best: Fitted | None = None
+        self.close = None
         target = above = self.budget_bytes  # `above`: for this much there is a plan, and it does not fit
         for _ in range(_ROUNDS):
             found, taken = self._try(target)
@@ -107,7 +112,7 @@ class _Search:
                 best = found
                 room = self.goal - taken
                 wide = room > _ROOM * (self.budget_bytes - self.capture.graph.resident_bytes)
-                if not wide or (found.result.overhead or 1.0) <= _GOOD or found.measured_bytes is None:
+                if not thrifty or not wide or (found.result.overhead or 1.0) <= _GOOD or found.measured_bytes is None:
                     break
                 target += room
             elif best is not None or (not taken and above - target <= _NEAR * self.budget_bytes):
