@@ -36,7 +36,9 @@ def listed_order(
     ready = _ready(traced, needs, late)
     place = {n: i for i, n in enumerate(traced)}
     wanted = {m for n in traced for m in needs[n]}
-    # Sinks pull what they need behind them: an op goes as late as its first user lets it.
+    # Sinks pull what they need behind them: an op goes as late as its first user lets it. A counter, which waits for
+    # nothing, goes last.
+    ready = {n: at if at >= 0 else len(traced) for n, at in ready.items()}
     sinks = sorted((n for n in traced if n in late and n not in wanted), key=lambda n: (ready[n], place[n]))
     order: list[str] = []
     done: set[str] = set()
