@@ -202,22 +202,22 @@ def recompute_grad(name: str) -> dict[str, Any]:
 
 
 def cut(model: Any) -> list[Any]:
-    """Pieces of a functional model between layers whose output is all that passes, of about equal activations."""
+    """Pieces of a functional model between places where one tensor is all that passes, of about equal activations."""
     import keras
 
-    layers = model.layers
-    last_use = {id(layer): max((layers.index(n.operation) for n in layer._outbound_nodes), default=0) for layer in layers}
-    places = [i for i in range(1, len(layers) - 1) if all(last_use[id(layer)] <= i for layer in layers[:i])]
-    sizes = [math.prod(layer.output.shape[1:]) for layer in layers]
-    total, chosen = sum(sizes), []
-    for k in range(1, PIECES):
-        near = min(places, key=lambda i: abs(sum(sizes[: i + 1]) - total * k / PIECES), default=None)
-        if near is not None and near not in chosen:
-            chosen.append(near)
+    operations = [o for o in model.operations if not isinstance(o, keras.layers.InputLayer)]
+    last_use: dict[int, int] = {}
+    for i, operation in enumerate(operations):
+        for tensor in keras.tree.flatten(operation.input):
+            last_use[id(tensor)] = i
+    outputs = [operation.output for operation in operations]
+    places = [i for i in range(len(operations) - 1) if all(last_use.get(id(t), -1) <= i for t in [model.input, *outputs[:i]])]
+    sizes = [math.prod(t.shape[1:]) for t in outputs]
+    chosen = {min(places, key=lambda i: abs(sum(sizes[: i + 1]) - sum(sizes) * k / PIECES)) for k in range(1, PIECES) if places}
     pieces, source = [], model.input
-    for place in [*sorted(chosen), len(layers) - 1]:
-        pieces.append(keras.Model(source, layers[place].output))
-        source = layers[place].output
+    for place in [*sorted(chosen), len(operations) - 1]:
+        pieces.append(keras.Model(source, outputs[place]))
+        source = outputs[place]
     return pieces
 
 
