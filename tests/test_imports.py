@@ -35,7 +35,7 @@ def test_import_is_quick():
     assert min(float(python("-c", code).stdout) for _ in range(3)) < 0.3
 
 
-@pytest.mark.parametrize("module", ["checkmate", "checkmate.torch", "checkmate.plot", "checkmate.report"])
+@pytest.mark.parametrize("module", ["checkmate", "checkmate.torch", "checkmate.tf2", "checkmate.plot", "checkmate.report"])
 def test_public_names_are_documented(module):
     """Public means in `__all__` and in the reference, neither more nor less."""
     page = module.rpartition(".")[2]

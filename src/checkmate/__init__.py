@@ -113,7 +113,7 @@ __all__ = [
 
 logging.getLogger("checkmate").addHandler(logging.NullHandler())
 
-_LAZY = ("torch", "plot", "report", "cost")
+_LAZY = ("torch", "tf2", "plot", "report", "cost")
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
+from checkmate.solvers.given import run_order
 from checkmate.studies.min_budget import min_budget
 from checkmate.torch.capture import Capture, Costs
 from checkmate.torch.compat import (
@@ -33,7 +34,7 @@ from checkmate.torch.coordinator import IN_FLIGHT, Account
 from checkmate.torch.division import Choice
 from checkmate.torch.options import Options
 from checkmate.torch.partition import Task, partition, whole
-from checkmate.torch.planning import plan_graph, run_order
+from checkmate.torch.planning import plan_graph
 from checkmate.torch.profile import Profiler
 from checkmate.torch.regions import inline_regions
 from checkmate.torch.roofline import estimated

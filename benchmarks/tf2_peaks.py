@@ -1,0 +1,310 @@
+"""Planned against measured peaks and times of Keras training steps, each in a fresh process.
+
+For every network: keeping everything by the plan, three budgets, a plain ``tf.function``, and
+`tf.recompute_grad` on blocks. The promises checked are: the measured peak keeps the budget; what the plan asks of
+the allocator is what was reckoned, to 2 %; the numbers are those of keeping everything, to the bit; what the plan computes again
+runs again. Exit status 1 if one breaks.
+
+    python benchmarks/tf2_peaks.py [--networks resnet50 unet] [--time-limit 20]
+
+Networks that are not named keep their rows of the last run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+RESULTS = HERE / "results" / "tf2_peaks.json"
+TABLE = ROOT / "docs" / "benchmarks" / "tf2_peaks.md"
+BUDGETS = {
+    "vgg19": ("97%", "92%", "87%"),
+    "resnet50": ("90%", "80%", "70%"),
+    "mobilenet": ("90%", "80%", "70%"),
+    "unet": ("95%", "90%", "85%"),
+    "transformer": ("80%", "60%", "45%"),
+}
+PIECES = 6
+TOLERANCE = 0.02
+STEPS = 5
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=list(BUDGETS))
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds that the searches of a point may take")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        sys.path.insert(0, str(ROOT))
+        print("RESULT " + json.dumps(CHILDREN[options.child[0]](*options.child[1:])))
+        return 0
+    rows: dict[str, Any] = json.loads(RESULTS.read_text())["networks"] if RESULTS.exists() else {}
+    for name in options.networks:
+        rows[name] = run_network(name, options.time_limit)
+        report = {"hardware": hardware(), "versions": versions(), "networks": rows}
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        TABLE.write_text(table(report))
+    broken = [line for name in BUDGETS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
+    print("\n".join(broken) or "all promises hold")
+    return bool(broken)
+
+
+def run_network(name: str, time_limit_s: float) -> dict[str, Any]:
+    """All runs of a network, one after the other, each in a process of its own."""
+    keep = child("planned", name, "", str(time_limit_s))
+    points = []
+    for budget in BUDGETS[name]:
+        point = child("planned", name, budget, str(time_limit_s))
+        if "refused" in point:
+            points.append({"budget": budget, **point})
+            print(f"{name} {budget}: {point['refused']}", flush=True)
+            continue
+        points.append({"budget": budget, **point, "identical": point["digest"] == keep["digest"]})
+        print(
+            f"{name} {budget}: live {mib(point['live_bytes'])}, measured {mib(point['measured_bytes'])} of "
+            f"{mib(point['budget_bytes'])}, time {point['time_s'] / keep['time_s']:.3f}",
+            flush=True,
+        )
+    plain, pieces = child("plain", name), child("recompute_grad", name)
+    return {"keep_all": keep, "points": points, "plain": plain, "recompute_grad": pieces}
+
+
+def child(*arguments: str) -> dict[str, Any]:
+    """Run one part in a fresh process on one thread."""
+    settings = {"OMP_NUM_THREADS": "1", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, __file__, "--child", *arguments]
+    done = subprocess.run(command, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(arguments)} failed with status {done.returncode}")
+    return json.loads(lines[-1][len("RESULT ") :])
+
+
+def build(name: str) -> tuple[Any, ...]:
+    """Network, loss, optimizer and batch, the same in every process; one thread."""
+    import tensorflow as tf
+
+    from tests.tf2.networks import build
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    model, loss, optimizer, x, y = build(name)
+    optimizer.build(model.trainable_variables)
+    return model, loss, optimizer, tf.constant(x), tf.constant(y)
+
+
+def observe(step: Callable[[Any, Any], Any], model: Any, optimizer: Any, x: Any, y: Any) -> dict[str, Any]:
+    """Peak over resident and process time of a step, and a hash of all that some steps leave behind."""
+    from checkmate.tf2.measure import measure_peak
+
+    digest, peaks, times = hashlib.sha256(), [], []
+
+    def once() -> None:
+        prediction, loss = step(x, y)
+        digest.update(prediction.numpy().tobytes() + loss.numpy().tobytes())
+
+    for _ in range(STEPS):
+        began = time.process_time()
+        peaks.append(measure_peak(once))
+        times.append(time.process_time() - began)
+    for variable in (*model.variables, *optimizer.variables):
+        digest.update(variable.numpy().tobytes())
+    # The first step of a plain function traces.
+    return {"peak_bytes": max(peaks[1:]), "time_s": min(times[1:]), "digest": digest.hexdigest()[:16]}
+
+
+def planned(name: str, budget: str, time_limit_s: str) -> dict[str, Any]:
+    """Child: a planned step; without a budget it keeps everything."""
+    import checkmate
+    from checkmate.tf2.compat import trace_events
+    from checkmate.tf2.measure import trace_allocations
+    from checkmate.tf2.rewrite import REMAT
+
+    model, loss, optimizer, x, y = build(name)
+    began = time.perf_counter()
+    if budget:
+        try:
+            step = checkmate.tf2.compile(model, loss, optimizer, x, y, budget=budget, time_limit_s=float(time_limit_s))
+        except checkmate.InfeasibleBudgetError as error:
+            return {"refused": error.message}
+    else:
+        step = checkmate.tf2.compile(model, loss, optimizer, x, y)
+    compile_s = time.perf_counter() - began
+    found = observe(step, model, optimizer, x, y)
+    resident = step.graph.resident_bytes
+    allocated = trace_allocations(lambda: step(x, y))
+    ran = {e.name.split(":")[0] for e in trace_events(lambda: step(x, y)) if ":" in e.name}
+    return {
+        **found,
+        "ops": len(step.graph.ops),
+        "resident_bytes": resident,
+        "budget_bytes": None if step.budget_bytes is None else step.budget_bytes - resident,
+        "live_bytes": step.account.live_bytes - resident,
+        "forwarded_bytes": step.account.forwarded_bytes - resident,
+        "asked_bytes": allocated.asked_bytes,
+        "chunk_bytes": allocated.chunk_bytes,
+        "measured_bytes": found["peak_bytes"],
+        "overhead": step.result.overhead,
+        "gap": step.result.gap,
+        "planned_remats": len(step.plan.order) - len(step.graph.ops),
+        "executed_remats": sum(REMAT in name for name in ran),
+        "compile_s": compile_s,
+    }
+
+
+def plain(name: str) -> dict[str, Any]:
+    """Child: what one writes without us, Grappler as it is by default."""
+    from tests.tf2.points import plain_step
+
+    model, loss, optimizer, x, y = build(name)
+    return observe(plain_step(model, loss, optimizer), model, optimizer, x, y)
+
+
+def recompute_grad(name: str) -> dict[str, Any]:
+    """Child: the network cut into pieces where one tensor passes, each under `tf.recompute_grad`."""
+    import keras
+    import tensorflow as tf
+
+    model, loss, optimizer, x, y = build(name)
+    pieces = cut(model)
+    if len(pieces) < 2:
+        return {"peak_bytes": None, "time_s": None, "digest": None, "pieces": len(pieces)}
+    runs = [tf.recompute_grad(lambda t, piece=piece: piece(t, training=True)) for piece in pieces]
+    compare = keras.losses.get(loss)
+
+    @tf.function(autograph=False)
+    def step(inputs: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            prediction = inputs
+            for run in runs:
+                prediction = run(prediction)
+            value = tf.reduce_mean(compare(labels, prediction))
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return prediction, value
+
+    return {**observe(step, model, optimizer, x, y), "pieces": len(pieces)}
+
+
+def cut(model: Any) -> list[Any]:
+    """Pieces of a functional model between places where one tensor is all that passes, of about equal activations."""
+    import keras
+
+    operations = [o for o in model.operations if not isinstance(o, keras.layers.InputLayer)]
+    last_use: dict[int, int] = {}
+    for i, operation in enumerate(operations):
+        for tensor in keras.tree.flatten(operation.input):
+            last_use[id(tensor)] = i
+    outputs = [operation.output for operation in operations]
+    places = [i for i in range(len(operations) - 1) if all(last_use.get(id(t), -1) <= i for t in [model.input, *outputs[:i]])]
+    sizes = [math.prod(t.shape[1:]) for t in outputs]
+    chosen = {min(places, key=lambda i: abs(sum(sizes[: i + 1]) - sum(sizes) * k / PIECES)) for k in range(1, PIECES) if places}
+    pieces, source = [], model.input
+    for place in [*sorted(chosen), len(operations) - 1]:
+        pieces.append(keras.Model(source, outputs[place]))
+        source = outputs[place]
+    return pieces
+
+
+CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {"planned": planned, "plain": plain, "recompute_grad": recompute_grad}
+
+
+def verdict(name: str, row: dict[str, Any]) -> list[str]:
+    """What does not hold."""
+    broken = []
+    for point in row["points"]:
+        where = f"{name} at {point['budget']}"
+        if "refused" in point:
+            broken.append(f"{where}: {point['refused']}")
+            continue
+        if point["measured_bytes"] > point["budget_bytes"]:
+            broken.append(f"{where}: measured {mib(point['measured_bytes'])} of {mib(point['budget_bytes'])}")
+        if abs(point["asked_bytes"] - point["forwarded_bytes"]) > TOLERANCE * point["asked_bytes"]:
+            broken.append(f"{where}: reckoned {mib(point['forwarded_bytes'])}, asked for {mib(point['asked_bytes'])}")
+        if abs(point["chunk_bytes"] - point["measured_bytes"]) > TOLERANCE * point["measured_bytes"]:
+            broken.append(f"{where}: chunks {mib(point['chunk_bytes'])}, measured {mib(point['measured_bytes'])}")
+        if not point["identical"]:
+            broken.append(f"{where}: other bits than keeping everything")
+        if point["executed_remats"] != point["planned_remats"]:
+            broken.append(f"{where}: {point['executed_remats']} of {point['planned_remats']} recomputations ran")
+    return broken
+
+
+def table(report: dict[str, Any]) -> str:
+    """The page of the documentation."""
+    lines = [
+        "# Planned and measured peaks in TensorFlow",
+        "",
+        "Made by `benchmarks/tf2_peaks.py`; do not edit. Every row is a process of its own. Peaks are MiB above what is",
+        "resident; time is processor time over that of the chained step that keeps everything. *Live* is what the plan holds,",
+        "*passed on* the same with outputs that take over a dying input's buffer, *asked for* what TensorFlow's own trace says,",
+        "*measured* the allocator's chunks. *Identical* compares predictions, losses and all variables of five steps.",
+        "",
+        f"{report['hardware']}, one thread; {report['versions']}.",
+    ]
+    for name, row in report["networks"].items():
+        keep, plain_row, pieces = row["keep_all"], row["plain"], row["recompute_grad"]
+        piece = (
+            "has no place to cut for `tf.recompute_grad`"
+            if pieces["peak_bytes"] is None
+            else f"`tf.recompute_grad` on {pieces['pieces']} pieces {mib(pieces['peak_bytes'])} in {ratio(pieces, keep)} of the "
+            f"time, and {'the same' if pieces['digest'] == plain_row['digest'] else 'other'} numbers than plain"
+        )
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{keep['ops']} ops; keeping everything {mib(keep['measured_bytes'])} in {keep['time_s']:.2f} s; plain `tf.function` "
+            f"{mib(plain_row['peak_bytes'])} in {ratio(plain_row, keep)} of the time; {piece}.",
+            "",
+            "| budget | live | passed on | asked for | measured | recomputed | overhead | time | identical |",
+            "|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        ]
+        lines += [
+            f"| {mib(p['budget_bytes'])} | {mib(p['live_bytes'])} | {mib(p['forwarded_bytes'])} | {mib(p['asked_bytes'])} "
+            f"| {mib(p['measured_bytes'])} | {p['executed_remats']} | {p['overhead']:.4f} | {ratio(p, keep)} "
+            f"| {'yes' if p['identical'] else 'no'} |"
+            for p in row["points"]
+            if "refused" not in p
+        ]
+        lines += [f"\nRefused at {p['budget']}: {p['refused']}." for p in row["points"] if "refused" in p]
+    return "\n".join(lines) + "\n"
+
+
+def ratio(row: dict[str, Any], keep: dict[str, Any]) -> str:
+    return f"{row['time_s'] / keep['time_s']:.3f}"
+
+
+def mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.2f}"
+
+
+def hardware() -> str:
+    name = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+    )
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def versions() -> str:
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "keras")]
+    return f"Python {platform.python_version()}, {', '.join(packages)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""What a plan takes of TensorFlow's allocator: buffers that pass from op to op, and chunks that are not split.
+
+The plan's own account counts every output as new and every byte once. TensorFlow takes less where an elementwise
+op writes into its dying input, and more where the allocator hands out a free chunk less than twice as large as
+what was asked for without splitting it. Both follow from the order, which is total.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from dataclasses import dataclass, field
+
+from checkmate.core.plan import Compute, Plan
+from checkmate.core.simulate import simulate
+from checkmate.tf2.capture import Capture
+from checkmate.tf2.classify import BORROWS, FORWARDS, tensor_bytes
+
+_ALIGNMENT = 256  # the allocator's smallest chunk; sizes are multiples of it
+_FIRST_REGION = 2 << 20
+_FRAGMENT = 128 << 20  # more than this is split off in any case
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The peak of a plan by three accounts, resident bytes included.
+
+    Attributes:
+        live_bytes: Every output new, every byte once: what the plan promises and the checker derives.
+        forwarded_bytes: The same with outputs that take over a dying input's buffer.
+        chunk_bytes: What the allocator then hands out.
+    """
+
+    live_bytes: int
+    forwarded_bytes: int
+    chunk_bytes: int
+
+
+def account(capture: Capture, plan: Plan, *, forwarding: bool = True) -> Account:
+    """The peak of a plan as TensorFlow's allocator will see it.
+
+    The allocator is taken to be empty but for what is resident, and the step to run twice: the second finds the chunks
+    that the first has left.
+
+    Args:
+        capture: The step.
+        plan: A plan of it.
+        forwarding: False counts every output as new.
+    """
+    resident = capture.graph.resident_bytes
+    heap = Heap()
+    walk = _Walk(capture, plan, forwarding)
+    chunks = 0
+    for _ in range(2):
+        chunks = max(chunks, walk.run(heap))
+    return Account(simulate(capture.graph, plan).peak_bytes, resident + walk.peak, resident + chunks)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    size: int
+    before: _Chunk | None = None
+    after: _Chunk | None = None
+    address: int = 0
+    used: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Heap:
+    """TensorFlow's best-fit allocator with coalescing, by sizes alone.
+
+    Attributes:
+        in_use: Bytes of the chunks that are handed out.
+        peak: The most there ever were.
+
+    Examples:
+        >>> heap = Heap()
+        >>> chunk = heap.allocate(3_000_000)
+        >>> heap.in_use
+        4194304
+    """
+
+    in_use: int = 0
+    peak: int = 0
+    _region: int = _FIRST_REGION
+    _end: int = 0
+    _free: list[tuple[int, int]] = field(default_factory=list)  # size and address of each free chunk, sorted
+    _at: dict[int, _Chunk] = field(default_factory=dict)
+
+    def allocate(self, size_bytes: int) -> _Chunk:
+        """Hand out the smallest free chunk that is large enough; its rest is split off if it is as large again."""
+        size = max(_ALIGNMENT, -(-size_bytes // _ALIGNMENT) * _ALIGNMENT)
+        at = bisect.bisect_left(self._free, (size, -1))
+        if at == len(self._free):
+            self._extend(size)
+            at = bisect.bisect_left(self._free, (size, -1))
+        chunk = self._at[self._free.pop(at)[1]]
+        if chunk.size >= 2 * size or chunk.size - size >= _FRAGMENT:
+            rest = _Chunk(chunk.size - size, chunk, chunk.after, chunk.address + size)
+            if chunk.after is not None:
+                chunk.after.before = rest
+            chunk.size, chunk.after = size, rest
+            self._insert(rest)
+        chunk.used = True
+        self.in_use += chunk.size
+        self.peak = max(self.peak, self.in_use)
+        return chunk
+
+    def release(self, chunk: _Chunk) -> None:
+        """Take a chunk back and join it with free neighbours."""
+        chunk.used = False
+        self.in_use -= chunk.size
+        if chunk.after is not None and not chunk.after.used:
+            self._remove(chunk.after)
+            self._join(chunk, chunk.after)
+        if chunk.before is not None and not chunk.before.used:
+            self._remove(chunk.before)
+            before = chunk.before
+            self._join(before, chunk)
+            chunk = before
+        self._insert(chunk)
+
+    def _extend(self, size: int) -> None:
+        doubled = False
+        while size > self._region:
+            self._region *= 2
+            doubled = True
+        self._insert(_Chunk(self._region, address=self._end))
+        self._end += self._region
+        if not doubled:
+            self._region *= 2
+
+    def _join(self, first: _Chunk, second: _Chunk) -> None:
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+
+    def _insert(self, chunk: _Chunk) -> None:
+        bisect.insort(self._free, (chunk.size, chunk.address))
+        self._at[chunk.address] = chunk
+
+    def _remove(self, chunk: _Chunk) -> None:
+        self._free.pop(bisect.bisect_left(self._free, (chunk.size, chunk.address)))
+        del self._at[chunk.address]
+
+
+class _Walk:
+    """A plan as allocations and releases."""
+
+    def __init__(self, capture: Capture, plan: Plan, forwarding: bool) -> None:
+        self.capture = capture
+        self.graph = capture.graph
+        self.steps = self._grouped(plan)
+        self.forwarding = forwarding
+        self.peak = 0  # bytes asked for, forwarding included
+        self.size = {v: tensor_bytes(t) for op in capture.members for t in op.outputs if (v := capture.value_of(t)) is not None}
+
+    def run(self, heap: Heap) -> int:
+        """Most bytes in use while the plan runs, over what was in use before."""
+        base, heap.peak = heap.in_use, heap.in_use
+        held: dict[int, tuple[_Chunk, int]] = {}  # value -> its chunk and the bytes asked for
+        asked = 0
+        for o, dying in self.steps:
+            op = self.graph.ops[o]
+            taken = self._taken(o, dying, held) if self.forwarding else None
+            fresh: dict[int, tuple[_Chunk, int]] = {}
+            for v in op.outputs:
+                size = self.graph.values[v].size_bytes
+                if taken is not None and v == taken[1]:
+                    fresh[v] = held.pop(taken[0])
+                elif size:
+                    fresh[v] = heap.allocate(size), size
+                    asked += size
+            needed = self._workspace_bytes(o, dying, held)
+            workspace = heap.allocate(needed) if needed else None
+            self.peak = max(self.peak, asked + needed)
+            if workspace is not None:
+                heap.release(workspace)
+            for v, entry in fresh.items():
+                if v in held:  # the instance that this one replaces
+                    asked -= self._drop(heap, held, v)
+                held[v] = entry
+            for v in dying:
+                if v in held:
+                    asked -= self._drop(heap, held, v)
+        most = heap.peak - base
+        for v in list(held):
+            self._drop(heap, held, v)
+        return most
+
+    def _grouped(self, plan: Plan) -> list[tuple[int, list[int]]]:
+        """Every computation with the values that are freed right after it."""
+        found: list[tuple[int, list[int]]] = []
+        for step in plan.steps:
+            if isinstance(step, Compute):
+                found.append((step.op, []))
+            elif found:
+                found[-1][1].append(step.value)
+        return found
+
+    def _taken(self, o: int, dying: list[int], held: dict[int, tuple[_Chunk, int]]) -> tuple[int, int] | None:
+        """The input whose buffer becomes the first output's, and that output."""
+        op, member = self.graph.ops[o], self.capture.members[o]
+        places = FORWARDS.get(member.type)
+        if places is None or not op.outputs:
+            return None
+        out = op.outputs[0]
+        size = self.size[out]
+        reads = [self.capture.value_of(t) for t in member.inputs]
+        times = Counter(r for r in reads if r is not None)
+        for i in places:
+            v = reads[i] if i < len(reads) else None
+            if v is None or v not in dying or v not in held or times[v] > 1:
+                continue
+            if held[v][1] == size and size and member.inputs[i].dtype == member.outputs[0].dtype:
+                return v, out
+        return None
+
+    def _workspace_bytes(self, o: int, dying: list[int], held: dict[int, tuple[_Chunk, int]]) -> int:
+        op, member = self.graph.ops[o], self.capture.members[o]
+        place = BORROWS.get(member.type)
+        v = None if place is None or not self.forwarding else self.capture.value_of(member.inputs[place])
+        return op.workspace_bytes - (held[v][1] if v is not None and v in dying and v in held else 0)
+
+    def _drop(self, heap: Heap, held: dict[int, tuple[_Chunk, int]], v: int) -> int:
+        chunk, size = held.pop(v)
+        heap.release(chunk)
+        return size

@@ -1,0 +1,115 @@
+"""Every private TensorFlow name that is used, seen in TensorFlow 2.21."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+_lock = threading.Lock()
+
+
+class TraceEvent(NamedTuple):
+    """One event of the profiler, in the order of time.
+
+    Attributes:
+        name: ``MemoryAllocation``, ``MemoryDeallocation``, or ``op name:op type`` of an op that ran.
+        facts: What the profiler noted with it.
+    """
+
+    name: str
+    facts: dict[str, Any]
+
+
+@contextlib.contextmanager
+def grappler_off() -> Iterator[None]:
+    """Run functions as they were built: no pass over the graph changes bits or order.
+
+    Only calls of this thread inside the block are meant. Where the private, thread-local option is gone, the public
+    one is set for the process and restored, one call at a time.
+    """
+    try:
+        from tensorflow.python.eager import context
+
+        current: Any = context.context()
+        before = current.function_call_options
+        config = tf.compat.v1.ConfigProto()
+        config.CopyFrom(current.config)
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        config.graph_options.optimizer_options.global_jit_level = tf.compat.v1.OptimizerOptions.OFF
+        current.function_call_options = context.FunctionCallOptions(config_proto=config)
+    except (ImportError, AttributeError):
+        with _process_wide():
+            yield
+        return
+    try:
+        yield
+    finally:
+        current.function_call_options = before
+
+
+@contextlib.contextmanager
+def _process_wide() -> Iterator[None]:
+    with _lock:
+        before = tf.config.optimizer.get_experimental_options()
+        tf.config.optimizer.set_experimental_options({**before, "disable_meta_optimizer": True})
+        try:
+            yield
+        finally:
+            # Options can be set but not unset: one that was not there goes back to its default.
+            tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False, **before})
+
+
+def trace_events(run: Any) -> list[TraceEvent]:
+    """What the profiler sees while something runs: ops that ran, and every allocation with its size.
+
+    Raises:
+        tf.errors.AlreadyExistsError: Another profiler is on.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)
+        tf.profiler.experimental.start(folder, options=options)
+        try:
+            made = run()  # what it returns is held until tracing ends
+        finally:
+            tf.profiler.experimental.stop()
+        del made
+        space: Any = xplane_pb2.XSpace()  # pyright: ignore[reportAttributeAccessIssue]
+        for path in Path(folder).rglob("*.xplane.pb"):
+            space.MergeFromString(path.read_bytes())
+    found: list[tuple[int, TraceEvent]] = []
+    for plane in space.planes:
+        names, stats = plane.event_metadata, plane.stat_metadata
+        for line in plane.lines:
+            for event in line.events:
+                facts = {stats[s.metadata_id].name: _stat(s, stats) for s in event.stats}
+                begin = line.timestamp_ns * 1000 + event.offset_ps
+                found.append((begin, TraceEvent(names[event.metadata_id].name, facts)))
+    found.sort(key=lambda pair: pair[0])
+    return [event for _, event in found]
+
+
+def memory_limit_bytes(device: str) -> int | None:
+    """The most that TensorFlow takes of a GPU, or None where it does not say."""
+    try:
+        from tensorflow.python.client import device_lib
+    except ImportError:
+        return None
+    wanted = tf.DeviceSpec.from_string(device)
+    for found in device_lib.list_local_devices():
+        spec = tf.DeviceSpec.from_string(found.name)
+        if spec.device_type == wanted.device_type and spec.device_index == (wanted.device_index or 0):
+            return int(found.memory_limit)
+    return None
+
+
+def _stat(stat: Any, names: Any) -> Any:
+    kind = stat.WhichOneof("value")
+    return names[stat.ref_value].name if kind == "ref_value" else getattr(stat, kind) if kind else None

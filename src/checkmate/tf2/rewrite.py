@@ -1,0 +1,157 @@
+"""Write a plan into a function: one node for every computation, run in exactly the plan's order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from checkmate.core.plan import Plan
+from checkmate.tf2.capture import Capture
+from checkmate.tf2.classify import SAME, static_values
+
+REMAT = "__remat"
+"""Ends the name of a computation that is not its op's first, with a number."""
+
+Runner = Callable[..., Sequence[tf.Tensor]]
+
+
+def build_function(capture: Capture, plan: Plan, *, chain: bool = True) -> Runner:
+    """A function of the flat batch that runs a plan and gives the flat outputs.
+
+    Every computation waits for the one before it by a control edge. Without that TensorFlow would run a
+    recomputation as soon as its inputs are there, at once, and nothing would be saved. A buffer goes when its last
+    reader has run, so that frees need no nodes.
+
+    Args:
+        capture: The step.
+        plan: The plan.
+        chain: False leaves the control edges out; only tests want that.
+    """
+    writer = _Writer(capture, chain)
+    for o in plan.order:
+        writer.compute(o)
+    outputs, effects = writer.finish()
+    trace = capture.trace
+    inputs = list(trace.function.inputs)
+    arguments = trace.arguments
+    outside = list(trace.captured.values())
+
+    def body(*batch: Any) -> list[tf.Tensor]:
+        graph: Any = tf.compat.v1.get_default_graph()
+        given = [*batch, *(graph.capture(tensor) for tensor in outside)]
+        bound = {t.name: v for t, v in zip(inputs, given, strict=True) if t.op.name in writer.inputs}
+        made = tf.import_graph_def(writer.graph_def, input_map=bound, return_elements=outputs + effects, name="plan")
+        with tf.control_dependencies(made[len(outputs) :]):
+            return [tf.identity(t) for t in made[: len(outputs)]]
+
+    signature = [tf.TensorSpec(t.shape, t.dtype) for t in arguments]
+    return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()
+
+
+class _Writer:
+    """The new graph while it is written."""
+
+    def __init__(self, capture: Capture, chain: bool) -> None:
+        self.capture = capture
+        self.chain = chain
+        source = capture.trace.function.graph.as_graph_def()
+        self.nodes = {node.name: node for node in source.node}
+        self.graph_def: Any = tf.compat.v1.GraphDef()
+        self.graph_def.versions.CopyFrom(source.versions)
+        self.graph_def.library.CopyFrom(source.library)
+        self.inputs: set[str] = set()
+        self.newest: dict[str, str] = {}  # op of the graph -> node of its newest computation
+        self.runs: Counter[str] = Counter()
+        self.constants: set[str] = set()
+        self.reads: set[str] = set()
+        self.views: dict[tuple[str, tuple[str, ...]], str] = {}
+        self.copies: Counter[str] = Counter()  # views of each name
+        self.previous: str | None = None
+
+    def compute(self, o: int) -> None:
+        """Compute an op of the graph once more."""
+        op = self.capture.members[o]
+        times = self.runs[op.name]
+        name = op.name if not times else f"{op.name}{REMAT}{times}"
+        self.runs[op.name] += 1
+        self._add(op, name, chained=True)
+        self.newest[op.name] = name
+        self.previous = name
+
+    def finish(self) -> tuple[list[str], list[str]]:
+        """What to return, and the effects to wait for."""
+        outputs = [self._tensor(t) for t in self.capture.trace.function.graph.outputs]
+        effects = [self.newest[self.capture.members[o].name] for o in self.capture.effects]
+        return [t if ":" in t else f"{t}:0" for t in outputs], effects
+
+    def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> None:
+        inputs = [self._tensor(t) for t in op.inputs]
+        if chained and self.previous is not None:
+            inputs.extend(self._waits(op))
+        node = self.graph_def.node.add()
+        node.CopyFrom(self.nodes[op.name])
+        node.name = name
+        del node.input[:]
+        node.input.extend(inputs)
+        node.attr.pop("_class", None)  # places it with a node that may have another name now
+
+    def _waits(self, op: tf.Operation) -> list[str]:
+        if self.chain:
+            return [f"^{self.previous}"]
+        return sorted({f"^{self.newest[c.name]}" for c in op.control_inputs if c.name in self.newest})
+
+    def _tensor(self, tensor: tf.Tensor) -> str:
+        op = tensor.op
+        kind = self.capture.kinds[op.name]
+        if kind == "input":
+            self.inputs.add(op.name)
+            name = op.name
+        elif kind == "constant":
+            values = self._constant(op)
+            if values and tensor.value_index:
+                return f"{op.name}__{tensor.value_index}"
+            name = op.name
+        elif kind == "view" and op.type in SAME:
+            return self._tensor(op.inputs[tensor.value_index])
+        elif kind == "view":
+            name = self._view(op)
+        elif kind == "read" and op.name not in self.capture.held:
+            name = self._read(op)
+        else:
+            name = self.newest[op.name]
+        return name if not tensor.value_index else f"{name}:{tensor.value_index}"
+
+    def _constant(self, op: tf.Operation) -> bool:
+        """Write a constant; whether it is one node an output."""
+        values = static_values(op) or []
+        if op.name not in self.constants:
+            self.constants.add(op.name)
+            for i, value in enumerate(values):
+                node = self.graph_def.node.add()
+                node.name, node.op = f"{op.name}__{i}" if i else op.name, "Const"
+                node.attr["dtype"].type = op.outputs[i].dtype.as_datatype_enum
+                node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+            if not values:
+                self._add(op, op.name)
+        return bool(values)
+
+    def _read(self, op: tf.Operation) -> str:
+        """Read a variable when it is first needed: nothing changes it between then and its last use."""
+        if op.name not in self.reads:
+            self.reads.add(op.name)
+            self._add(op, op.name, chained=True)
+        return op.name
+
+    def _view(self, op: tf.Operation) -> str:
+        """A view of the newest computation of what it shares its buffer with."""
+        inputs = tuple(self._tensor(t) for t in op.inputs)
+        key = (op.name, inputs)
+        if key not in self.views:
+            number = self.copies[op.name]
+            self.copies[op.name] += 1
+            self.views[key] = op.name if not number else f"{op.name}__view{number}"
+            self._add(op, self.views[key])
+        return self.views[key]

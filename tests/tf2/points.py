@@ -1,0 +1,106 @@
+"""One measured point in a process of its own: plan, run four steps, and compare bits. ``python -m tests.tf2.points JSON``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import checkmate
+from checkmate.tf2.compat import grappler_off, trace_events
+from checkmate.tf2.measure import measure_peak, trace_allocations
+from checkmate.tf2.rewrite import REMAT
+from tests.tf2.networks import build
+
+STEPS = 4
+
+
+def plain_step(model: Any, loss: Any, optimizer: Any) -> Callable[[Any, Any], Any]:
+    """What one writes without us."""
+    compare = keras.losses.get(loss)
+
+    @tf.function(autograph=False)
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            prediction = model(x, training=True)
+            value = tf.reduce_mean(compare(y, prediction))
+            if model.losses:
+                value = tf.add_n([value, *model.losses])
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return prediction, value
+
+    return step
+
+
+def digests(step: Callable[[Any, Any], Any], model: Any, optimizer: Any, x: Any, y: Any) -> list[str]:
+    """Hashes of all that four steps give and leave behind."""
+    seen: list[Any] = []
+    with grappler_off():
+        for _ in range(STEPS):
+            seen += [t.numpy() for t in tf.nest.flatten(step(x, y))]
+    seen += [v.numpy() for v in (*model.variables, *optimizer.variables)]
+    return [hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()[:16] for a in seen]
+
+
+def point(name: str, budget: str, threads: int, references: list[str], time_limit_s: float = 10.0) -> dict[str, Any]:
+    """Measure and compare one budget."""
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    model, loss, optimizer, x, y = build(name)
+    x, y = tf.constant(x), tf.constant(y)
+    before = [v.numpy() for v in model.variables]
+    step = checkmate.tf2.compile(model, loss, optimizer, x, y, budget=budget, time_limit_s=time_limit_s)
+    untouched = all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.variables, strict=True))
+    resident = step.graph.resident_bytes
+    seen: list[Any] = []
+    peaks: list[int] = []
+
+    def once() -> None:
+        prediction, value = step(x, y)
+        seen.extend(t.numpy() for t in (*tf.nest.flatten(prediction), value))
+
+    for _ in range(STEPS):
+        peaks.append(resident + measure_peak(once))
+    seen += [v.numpy() for v in (*model.variables, *optimizer.variables)]
+    mine = [hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()[:16] for a in seen]
+    allocated = trace_allocations(lambda: step(x, y))
+    ran = {e.name.split(":")[0] for e in trace_events(lambda: step(x, y)) if ":" in e.name}
+    found = {
+        "budget_bytes": step.budget_bytes,
+        "resident_bytes": resident,
+        "live_bytes": step.account.live_bytes,
+        "forwarded_bytes": step.account.forwarded_bytes,
+        "asked_bytes": resident + allocated.asked_bytes,
+        "chunk_bytes": resident + allocated.chunk_bytes,
+        "calibrated_bytes": step.measured_bytes,
+        "measured_bytes": peaks,
+        "untouched": untouched,
+        "overhead": step.result.overhead,
+        "gap": step.result.gap,
+        "planned_remats": len(step.plan.order) - len(step.graph.ops),
+        "executed_remats": sum(REMAT in n for n in ran),
+        "differs": {},
+    }
+    for reference in references:
+        other, loss, again, _, _ = build(name)
+        if reference == "chained":
+            everything = checkmate.Plan.from_order(step.graph, range(len(step.graph.ops)))
+            run: Any = checkmate.tf2.compile(other, loss, again, x, y, plan=everything)
+        else:
+            again.build(other.trainable_variables)
+            run = plain_step(other, loss, again)
+        theirs = digests(run, other, again, x, y)
+        assert len(mine) == len(theirs)
+        found["differs"][reference] = sum(a != b for a, b in zip(mine, theirs, strict=True))
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write("RESULT " + json.dumps(point(**json.loads(sys.argv[1]))))

@@ -1,0 +1,140 @@
+"""Whatever is in the step: the planned one leaves the same bits as the plain one."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import checkmate
+from tests.tf2.points import plain_step
+from tests.tf2.steps import differing, forgetful, keep_all, observe
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(size=(16, 16, 16, 3)).astype("float32")
+CLASSES = RNG.integers(0, 10, 16)
+ROWS = RNG.normal(size=(256, 64)).astype("float32")
+LABELS = RNG.integers(0, 10, 256)
+
+
+def cnn() -> keras.Model:
+    x = inputs = keras.Input((16, 16, 3))
+    for width in (8, 16, 16):
+        x = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(width, 3, padding="same", kernel_regularizer="l2")(x)))
+        x = layers.Dropout(0.2)(x)
+    return keras.Model(inputs, layers.Dense(10, activation="softmax", dtype="float32")(layers.Flatten()(x)))
+
+
+def mlp() -> keras.Model:
+    x = inputs = keras.Input((64,))
+    for _ in range(4):
+        x = layers.Dropout(0.3)(layers.Dense(128, activation="relu")(x))
+    return keras.Model(inputs, layers.Dense(10, activation="softmax")(x))
+
+
+def shared() -> keras.Model:
+    """One layer used three times: its gradient is a sum."""
+    x = inputs = keras.Input((64,))
+    layer = layers.Dense(64, activation="gelu")
+    for _ in range(3):
+        x = layers.LayerNormalization()(layer(x))
+    return keras.Model(inputs, layers.Dense(10, activation="softmax")(x))
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam, clipped": lambda: keras.optimizers.Adam(1e-2, clipnorm=1.0),
+    "adamw, decayed": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.1),
+    "averaged": lambda: keras.optimizers.Adam(1e-2, use_ema=True, ema_overwrite_frequency=2),
+    "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "scheduled": lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10)),
+    "lion": lambda: keras.optimizers.Lion(1e-3),
+}
+
+
+def planned_and_plain(make, optimizer, x, y, loss="sparse_categorical_crossentropy"):
+    """Observations of the planned step, of the chained one that keeps everything, and of what one writes without us."""
+    found = []
+    for kind in ("planned", "chained", "plain"):
+        keras.utils.set_random_seed(1)
+        model, mine = make(), optimizer()
+        if kind == "planned":
+            graph = checkmate.tf2.capture(model, loss, mine, x, y)
+            plan = forgetful(graph)
+            assert checkmate.validate(graph, plan) == ()
+            assert len(plan.order) > 1.2 * len(graph.ops)
+            step = checkmate.tf2.compile(model, loss, mine, x, y, plan=plan)
+            mine = step.optimizer
+        elif kind == "chained":
+            step = checkmate.tf2.compile(model, loss, mine, x, y, plan=keep_all(graph))
+            mine = step.optimizer
+        else:
+            mine = keras.optimizers.LossScaleOptimizer(mine) if model.dtype_policy.name == "mixed_float16" else mine
+            mine.build(model.trainable_variables)
+            step = (
+                scaled_step(model, mine)
+                if isinstance(mine, keras.optimizers.LossScaleOptimizer)
+                else plain_step(model, loss, mine)
+            )
+        found.append(observe(step, model, mine, tf.constant(x), tf.constant(y)))
+    return found
+
+
+def scaled_step(model, optimizer):
+    @tf.function(autograph=False)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            prediction = model(x, training=True)
+            value = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, prediction))
+            if model.losses:
+                value = tf.add_n([value, *model.losses])
+            scaled = optimizer.scale_loss(value)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return prediction, value
+
+    return step
+
+
+def quick(names, *those):
+    """Parameters of which only some run every time."""
+    return [name if name in those else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, "adamw, decayed"))
+def test_optimizers(name):
+    """Every slot, average, count and weight: an update reads what was there before it, exactly once."""
+    planned, chained, plain = planned_and_plain(mlp, OPTIMIZERS[name], ROWS, LABELS)
+    assert differing(planned, chained) == 0
+    assert differing(planned, plain) == 0
+
+
+@pytest.mark.parametrize("policy", quick(["float32", "mixed_bfloat16", "mixed_float16"], "mixed_float16"))
+def test_statistics_masks_and_regularisers(policy):
+    """BatchNorm's averages move once a step, dropout's masks are the same when computed again, losses of layers count."""
+    keras.config.set_dtype_policy(policy)
+    planned, chained, plain = planned_and_plain(cnn, lambda: keras.optimizers.Adam(1e-3), IMAGES, CLASSES)
+    assert differing(planned, chained) == 0
+    assert differing(planned, plain) == 0
+
+
+def test_shared_layers():
+    """A weight that is read in several places is updated after the last of them."""
+    planned, chained, plain = planned_and_plain(shared, lambda: keras.optimizers.SGD(0.1), ROWS, LABELS)
+    assert differing(planned, chained) == 0
+    assert differing(planned, plain) == 0
+
+
+def test_the_comparison_can_fail():
+    """Another seed gives other masks, and every array shows it."""
+    keras.utils.set_random_seed(1)
+    one, first = mlp(), keras.optimizers.SGD(0.1)
+    keras.utils.set_random_seed(2)
+    other, second = mlp(), keras.optimizers.SGD(0.1)
+    steps = [
+        checkmate.tf2.compile(m, "sparse_categorical_crossentropy", o, ROWS, LABELS) for m, o in ((one, first), (other, second))
+    ]
+    seen = [observe(s, m, s.optimizer, ROWS, LABELS, steps=1) for s, m in zip(steps, (one, other), strict=True)]
+    assert differing(*seen) > 3

@@ -1,0 +1,205 @@
+"""The call that was promised, and what may be given to it."""
+
+from __future__ import annotations
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import checkmate
+from checkmate import InfeasibleBudgetError, OptionError, UnitError, WrongGraphError
+from checkmate.core.errors import GraphError
+from checkmate.tf2 import NotBuiltError
+from tests.tf2.steps import keep_all
+
+X = np.random.default_rng(0).normal(size=(12, 8)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, 12)
+
+
+def net(**options) -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((8,)), layers.Dense(16, activation="relu"), layers.Dense(3, activation="softmax")], **options
+    )
+
+
+def compiled(model=None, loss="sparse_categorical_crossentropy", optimizer="sgd", x=X, y=Y, **options):
+    return checkmate.tf2.compile(model or net(), loss, optimizer, x, y, **options)
+
+
+def test_the_promised_loop():
+    """The original's lines, word for word; every element of a data set, its smaller last batch too."""
+    model, loss, optimizer = net(), keras.losses.SparseCategoricalCrossentropy(), keras.optimizers.Adam()
+    train_ds = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
+    sample_input = next(iter(train_ds))
+    train_iteration_fn = checkmate.tf2.compile(model, loss, optimizer, input_spec=sample_input[0], label_spec=sample_input[1])
+    sizes = []
+    for image, label in train_ds:
+        prediction, loss = train_iteration_fn(image, label)
+        sizes.append(prediction.shape[0])
+    assert sizes == [5, 5, 2]
+    assert int(optimizer.iterations) == 3
+
+
+def test_a_smaller_batch_is_planned_once(caplog):
+    """A plan is for a shape; that of another one is found when it comes, said so, and kept."""
+    step = compiled()
+    with caplog.at_level(logging.WARNING):
+        step(X[:5], Y[:5])
+        step(X[:5], Y[:5])
+    assert [r for r in caplog.records if "new batch size" in r.message] == [caplog.records[-1]]
+
+
+def test_names_arrays_and_tensors_are_taken():
+    """Losses and optimizers by name; batches as arrays of either width, or tensors."""
+    step = compiled(loss="mse", optimizer="adam", x=tf.TensorSpec((12, 8)), y=tf.TensorSpec((12, 3)))
+    labels = np.eye(3)[Y]
+    losses = [
+        float(step(*batch)[1]) for batch in ((X.astype("float64"), labels), (tf.constant(X), tf.constant(labels, tf.float32)))
+    ]
+    assert losses[1] < losses[0]
+    assert isinstance(step.optimizer, keras.optimizers.Adam)
+
+
+def test_a_learning_rate_that_changes_is_heard():
+    """It is a variable, read when the step runs."""
+    step = compiled(optimizer=keras.optimizers.SGD(0.1))
+    step.optimizer.learning_rate = 0.0
+    before = [v.numpy() for v in step.model.variables]
+    step(X, Y)
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, step.model.variables, strict=True))
+
+
+def test_several_inputs_and_outputs():
+    """Nests in, nests out; a loss each, by name or by place."""
+    a, b = keras.Input((8,), name="a"), keras.Input((4,), name="b")
+    both = layers.Concatenate()([a, b])
+    model = keras.Model(
+        {"a": a, "b": b}, [layers.Dense(3, activation="softmax", name="kind")(both), layers.Dense(1, name="size")(both)]
+    )
+    x, y = {"a": X, "b": X[:, :4]}, [Y, X[:, :1]]
+    losses = {"size": "mse", "kind": "sparse_categorical_crossentropy"}
+    step = checkmate.tf2.compile(model, losses, "sgd", x, y)
+    (kind, size), loss = step(x, y)
+    want = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(Y, kind)) + tf.reduce_mean(
+        keras.losses.mean_squared_error(X[:, :1], size)
+    )
+    assert float(loss) == pytest.approx(float(want), rel=1e-6)
+    with pytest.raises(OptionError, match="keys"):
+        checkmate.tf2.compile(model, {"kind": "mse"}, "sgd", x, y)
+    with pytest.raises(OptionError, match="2 outputs"):
+        checkmate.tf2.compile(model, "mse", "sgd", x, Y)
+
+
+def test_a_graph_and_its_plan_are_files(tmp_path):
+    """Captured here, planned anywhere, run here; a plan of another graph is refused."""
+    model = net()
+    graph = checkmate.tf2.capture(model, "sparse_categorical_crossentropy", "sgd", X, Y)
+    assert {op.phase for op in graph.ops} == {"forward", "loss", "backward", "optimizer"}
+    checkmate.write(keep_all(graph), tmp_path / "net.plan.json")
+    step = compiled(model, plan=tmp_path / "net.plan.json")
+    assert step.plan.graph_digest == graph.digest
+    assert step(X, Y)[0].shape == (12, 3)
+    with pytest.raises(WrongGraphError):
+        compiled(x=X[:6], y=Y[:6], plan=tmp_path / "net.plan.json")
+
+
+def test_loops_are_one_op_and_said_so(caplog):
+    """A recurrent layer is a loop that no plan reaches into; it runs, and the log names it."""
+    model = keras.Sequential([keras.Input((6, 4)), layers.GRU(8, unroll=False), layers.Dense(3, activation="softmax")])
+    x = np.zeros((12, 6, 4), "float32")
+    with caplog.at_level(logging.WARNING):
+        step = compiled(model, x=x)
+    assert "each one op of the plan" in caplog.text
+    assert step(x, Y)[0].shape == (12, 3)
+
+
+def test_options_of_the_process_are_left_alone():
+    """Grappler is off for our calls alone, also when one fails."""
+    step = compiled()
+    before = tf.config.optimizer.get_experimental_options()
+    with pytest.raises(OptionError):
+        step(X[:, :3], Y)
+    step(X, Y)
+    assert tf.config.optimizer.get_experimental_options() == before
+
+
+def test_planning_under_a_budget_leaves_everything_as_it_was():
+    """It runs the step to measure it, and puts back every variable: weights, slots, counts, averages and seeds."""
+    model = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(64), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(3)]
+    )
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    before = [v.numpy() for v in (*model.variables, *optimizer.variables)]
+    step = compiled(model, keras.losses.SparseCategoricalCrossentropy(from_logits=True), optimizer, budget="1GiB", time_limit_s=5)
+    assert step.measured_bytes is not None
+    assert step.measured_bytes <= step.budget_bytes
+    after = [v.numpy() for v in (*model.variables, *optimizer.variables)]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"x": tf.TensorSpec((None, 8))}, OptionError, "open dimensions"),
+        ({"budget": "12 parsecs"}, UnitError, "parsecs"),
+        ({"budget": "1KiB"}, InfeasibleBudgetError, "smallest"),
+        ({"loss": "no such loss"}, OptionError, "no such loss"),
+        ({"optimizer": "no such optimizer"}, OptionError, "no such optimizer"),
+        ({"solver": "no-such-solver"}, OptionError, "no-such-solver"),
+        ({"time_limit_s": 0}, OptionError, "time_limit_s"),
+        ({"x": X[:5]}, GraphError, "cannot be traced"),
+    ],
+    ids=["open-dimension", "unreadable", "too-small", "loss", "optimizer", "solver", "time-limit", "unequal-batches"],
+)
+def test_bad_arguments_are_errors_with_a_hint(arguments, error, says):
+    """What was wrong, and what to do; and the model is as it was."""
+    model = net()
+    before = [v.numpy() for v in model.variables]
+    with pytest.raises(error, match=says) as caught:
+        compiled(model, **arguments)
+    assert caught.value.hint
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.variables, strict=True))
+
+
+def test_a_model_that_is_not_built_is_refused():
+    """It has no variables, so nothing can be counted."""
+    with pytest.raises(NotBuiltError, match="not built"):
+        compiled(keras.Sequential([layers.Dense(3)]))
+
+
+def test_batches_that_do_not_fit_are_errors():
+    """Another width, another type, another structure."""
+    step = compiled()
+    with pytest.raises(OptionError, match="only the batch size"):
+        step(X[:, :3], Y)
+    with pytest.raises(OptionError, match="label_spec says int64"):
+        step(X, tf.constant(Y, tf.int32))
+    with pytest.raises(OptionError, match="not built like"):
+        step([X, X], Y)
+
+
+def test_xla_is_refused():
+    """No schedule reaches into what XLA compiles."""
+
+    class Compiled(layers.Layer):
+        def call(self, x):
+            return tf.function(lambda y: y * 2.0, jit_compile=True)(x)
+
+    x = inputs = keras.Input((8,))
+    model = keras.Model(inputs, layers.Dense(3, activation="softmax")(Compiled()(x)))
+    with pytest.raises(GraphError, match="XLA"):
+        compiled(model)
+
+
+def test_strategies_and_functions_are_refused():
+    """One device, called from Python."""
+    step = compiled()
+    with pytest.raises(GraphError, match=r"inside a tf\.function"):
+        tf.function(lambda: step(X, Y), autograph=False)()
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope(), pytest.raises(OptionError, match="strategy"):
+        compiled()
