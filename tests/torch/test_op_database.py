@@ -28,6 +28,8 @@ UNTRACEABLE = {
     "cov": _READS,
     "index_fill": _READS,
     "index_put": _SHAPE,
+    "linalg.lstsq": _SHAPE,
+    "linalg.lstsq.grad_oriented": _SHAPE,
     "masked_select": _SHAPE,
     "narrow": _READS,
     "nn.functional.ctc_loss": _SHAPE,
