@@ -79,9 +79,10 @@ class _Run:
         exploration = self._explore()
         if self.session.done:
             return
-        self._refine(searches, event, rounds)
-        if exploration is not None and exploration.bound >= self.session.bound:
-            exploration.run(self.out_of_time)
+        under_way = exploration is not None and exploration.ended is None
+        self._refine(searches, event, 1 if under_way else rounds)
+        if exploration is not None and not self.session.done:
+            exploration.run(self._after(0.8))
         self._polish(searches)
         best = min(searches, key=lambda search: search.best_cost)
         if best.order_bound > 0 and self.folded.reorder:
@@ -177,7 +178,7 @@ class _Run:
         return single_cuts(model, events, partial(self.prove, searches[0]), lambda: self.session.done or late())
 
     def _explore(self) -> Exploration | None:
-        """Look through the states of a small graph, for a share of the time."""
+        """Look through the states of a small graph, for a moment at first."""
         from checkmate.solvers.states.exploration import Exploration
         from checkmate.solvers.states.facts import facts_of
 
@@ -185,9 +186,7 @@ class _Run:
         if isinstance(facts, str):
             return None
         exploration = Exploration(self.fold, facts, self.session, _STATES)
-        exploration.run(self._after(0.2))
-        if exploration.bound >= self.session.bound:
-            exploration.run(self._after(0.5))
+        exploration.run(self._after(0.05))
         return exploration
 
     def _refine(self, searches: list[Search], event: int, rounds: int) -> None:
