@@ -44,7 +44,7 @@ def digests(step: Callable[[Any, Any], Any], model: Any, optimizer: Any, x: Any,
     seen: list[Any] = []
     with grappler_off():
         for _ in range(STEPS):
-            seen += [t.numpy() for t in tf.nest.flatten(step(x, y))]
+            seen += [t.numpy().copy() for t in tf.nest.flatten(step(x, y))]
     seen += [v.numpy() for v in (*model.variables, *optimizer.variables)]
     return [hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()[:16] for a in seen]
 
@@ -64,7 +64,8 @@ def point(name: str, budget: str, threads: int, references: list[str], time_limi
 
     def once() -> None:
         prediction, value = step(x, y)
-        seen.extend(t.numpy() for t in (*tf.nest.flatten(prediction), value))
+        # Copies: an array of TensorFlow may be the very buffer, which would then stay.
+        seen.extend(t.numpy().copy() for t in (*tf.nest.flatten(prediction), value))
 
     for _ in range(STEPS):
         peaks.append(resident + measure_peak(once))

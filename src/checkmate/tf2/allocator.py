@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
 from checkmate.tf2.capture import Capture
-from checkmate.tf2.classify import BORROWS, FORWARDS, tensor_bytes
+from checkmate.tf2.classify import BORROWS, FORWARDS, FORWARDS_TO_SECOND, tensor_bytes
 
 _ALIGNMENT = 256  # the allocator's smallest chunk; sizes are multiples of it
 _FIRST_REGION = 2 << 20
@@ -202,10 +202,11 @@ class _Walk:
     def _taken(self, o: int, dying: list[int], held: dict[int, tuple[_Chunk, int]]) -> tuple[int, int] | None:
         """The input whose buffer becomes the first output's, and that output."""
         op, member = self.graph.ops[o], self.capture.members[o]
-        places = FORWARDS.get(member.type)
+        second = member.type in FORWARDS_TO_SECOND
+        places = (0,) if second else FORWARDS.get(member.type)
         if places is None or not op.outputs:
             return None
-        out = op.outputs[0]
+        out = op.outputs[1 if second else 0]
         size = self.size[out]
         reads = [self.capture.value_of(t) for t in member.inputs]
         times = Counter(r for r in reads if r is not None)
@@ -213,7 +214,7 @@ class _Walk:
             v = reads[i] if i < len(reads) else None
             if v is None or v not in dying or v not in held or times[v] > 1:
                 continue
-            if held[v][1] == size and size and member.inputs[i].dtype == member.outputs[0].dtype:
+            if held[v][1] == size and size and member.inputs[i].dtype == member.outputs[1 if second else 0].dtype:
                 return v, out
         return None
 

@@ -169,8 +169,8 @@ def run_once(capture: Capture, result: Result) -> Fitted:
 def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor], enough: int) -> int | None:
     """Measured peak of a function on saved and restored variables, resident bytes included; None if nothing counts.
 
-    It is measured twice: restoring moves the variables, and training begins in what that leaves of the allocator's chunks.
-    What takes more than ``enough`` need not be measured again.
+    It is measured twice, the second time in what restoring has left of the allocator's chunks, as training will be. What
+    takes more than ``enough`` need not be measured again.
     """
     device = default_device()
     if not counts(device):
@@ -186,7 +186,7 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
                     peak = max(peak, measure_peak(lambda: function(*batch), device=device))
         finally:
             for variable, value in zip(variables, saved, strict=True):
-                variable.assign(value)
+                _restore(variable, value)
         if resident + peak > enough:
             break
     return resident + peak
@@ -199,6 +199,20 @@ def _run(capture: Capture, result: Result, reckoned: Account, batch: Sequence[tf
     if any(op.type in KERNEL_RANDOM for op in capture.members):
         function = build_function(capture, result.plan)  # kernels that have drawn nothing yet
     return Fitted(capture, result, function, reckoned, measured)
+
+
+def _restore(variable: tf.Variable, value: np.ndarray) -> None:
+    """Put a value back into the buffer that a variable has, so that training finds the chunks that were measured.
+
+    `assign` takes a new buffer, and writing through a slice marks the variable as copied on every read. Subtracting is
+    in place, and exact: x - x is 0, and 0 - (-v) is v. What it is not exact for (not a number, -0.0) is assigned.
+    """
+    if value.dtype.kind in "fiu" and value.size:
+        variable.assign_sub(np.array(variable.numpy()))
+        variable.assign_sub(np.negative(value))
+        if np.array(variable.numpy()).tobytes() == value.tobytes():
+            return
+    variable.assign(value)
 
 
 def _made_up(tensor: tf.Tensor) -> tf.Tensor:

@@ -59,6 +59,9 @@ FORWARDS: dict[str, tuple[int, ...]] = {
 }
 """Inputs whose buffer a kernel takes for its output if nobody else holds it. See ``tests/tf2/test_classify.py``."""
 
+FORWARDS_TO_SECOND = frozenset({"SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"})
+"""Take their first input's buffer for their second output, the gradient."""
+
 BORROWS = {"MaxPoolGrad": 1}
 """Input whose buffer a kernel takes as workspace if nobody else holds it."""
 
