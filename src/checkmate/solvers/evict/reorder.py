@@ -67,35 +67,35 @@ class _Nodes:
         self.makes: list[list[int]] = []
         self.last: list[int] = []
         self.size: list[int] = []
-        newest: dict[int, int] = {}  # value -> instance
-        readers: list[list[int]] = []
-        maker: list[int] = []
+        newest: dict[int, int] = {}  # value that owns storage -> instance
+        made_at: dict[int, int] = {}  # value -> node that made it last
+        read_by: dict[int, list[int]] = {}  # value -> nodes that read it since
         first: dict[int, int] = {}
         runs: dict[int, list[int]] = {}
         for k, o in enumerate(order):
             op = graph.ops[o]
             first.setdefault(o, k)
             runs.setdefault(o, []).append(k)
+            for v in op.inputs:
+                before[k].add(made_at[v])
+                read_by[v].append(k)
             read = list(dict.fromkeys(newest[graph.root[v]] for v in op.inputs))
             self.reads.append(read)
             for instance in read:
-                before[k].add(maker[instance])
-                readers[instance].append(k)
                 self.last[instance] = k
             made: list[int] = []
             for v in op.outputs:
-                if graph.values[v].base is not None:
-                    continue
-                if v in newest:  # what still reads the old instance comes first
-                    before[k].update(readers[newest[v]])
-                    before[k].add(maker[newest[v]])
-                newest[v] = len(self.last)
-                made.append(len(self.last))
-                self.last.append(k)
-                self.size.append(graph.values[v].size_bytes)
-                readers.append([])
-                maker.append(k)
+                if v in made_at:  # what still reads the old instance comes first
+                    before[k].update(read_by[v])
+                    before[k].add(made_at[v])
+                made_at[v], read_by[v] = k, []
+                if graph.values[v].base is None:
+                    newest[v] = len(self.last)
+                    made.append(len(self.last))
+                    self.last.append(k)
+                    self.size.append(graph.values[v].size_bytes)
             self.makes.append(made)
+            before[k].discard(k)
         for v, value in enumerate(graph.values):
             if value.kept:
                 self.last[newest[graph.root[v]]] = count
