@@ -14,7 +14,7 @@ from checkmate.solvers.session import Session
 from checkmate.solvers.states.facts import Facts
 from checkmate.solvers.states.kernel import EXPANDED, FOUND, FULL, GOAL, LEAST, QUEUED, begin, expand
 
-_CHUNK = 100
+_CHUNK = 2000
 """States to expand between two looks at the clock."""
 
 
@@ -34,7 +34,7 @@ class Exploration:
         self._limit = np.iinfo(np.int64).max if session.cost is None else session.cost - self._offset
         self._store = _store(max_states)
         self._counters = np.zeros(8, dtype=np.int64)
-        self._chosen = np.zeros(2 * len(facts.size) + 2, dtype=np.int64)
+        self._chosen = np.zeros(3 * len(facts.size) + 2, dtype=np.int64)
         self._begun = False
         self.bound = 0.0
         self.ended: Termination | None = None

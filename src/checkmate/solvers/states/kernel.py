@@ -8,12 +8,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-FOUND, QUEUED, EXPANDED, GOAL, LEAST, FULL = range(6)
+FOUND, QUEUED, EXPANDED, GOAL, LEAST, FULL, TRIED = range(7)
 """Counters: states found, entries of the queue, states expanded, the goal's state or -1, least cost of what is not
-expanded, and whether an array was too small."""
+expanded, whether an array was too small, and sets of values tried since the last look at the clock."""
 
-_MOST_WAYS = 1 << 13
-"""Ways of making room for one op; a state with more counts as an array that is too small."""
+_MOST_SETS = 1 << 14
+"""Sets of values to try when making room for one op; a state with more counts as an array that is too small."""
+_TRIED_AT_ONCE = 1 << 20
+"""Sets of values to try before the clock is looked at."""
 
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
@@ -141,37 +143,37 @@ def _compute(facts, store, counters, limit, state, o, chosen):
     if excess <= 0:
         _reach(facts, store, counters, limit, low | facts.makes[o, 0], high | facts.makes[o, 1], cost, state, o)
         return
-    suffix = 0
+    # Depth first, the largest values first: a set is least if it is too little without its last, smallest value.
     picked = chosen[len(facts.size) :]  # stack of positions in ``chosen``
-    for k in range(count):
-        suffix += facts.size[chosen[k]]
-    if suffix < excess:
-        return
-    depth, k, freed, ways = 0, 0, 0, 0
+    rest = chosen[2 * len(facts.size) + 1 :]  # bytes of the values from a position on
+    rest[count] = 0
+    for k in range(count - 1, -1, -1):
+        rest[k] = rest[k + 1] + facts.size[chosen[k]]
+    depth, k, freed, tried = 0, 0, 0, 0
     while True:
-        if ways > _MOST_WAYS:
-            counters[FULL] = 1
-        if k >= count or counters[FULL] != 0:
+        if k >= count or freed + rest[k] < excess or counters[FULL] != 0:
             if depth == 0:
-                return
+                break
             depth -= 1
             k = picked[depth]
             freed -= facts.size[chosen[k]]
             low, high = _flip(low, high, chosen[k])
             k += 1
             continue
+        tried += 1
+        if tried > _MOST_SETS:
+            counters[FULL] = 1
         v = chosen[k]
-        freed += facts.size[v]
-        low, high = _flip(low, high, v)
-        if freed >= excess:
-            _reach(facts, store, counters, limit, low | facts.makes[o, 0], high | facts.makes[o, 1], cost, state, o)
-            freed -= facts.size[v]
-            low, high = _flip(low, high, v)
-            ways += 1
+        if freed + facts.size[v] >= excess:
+            less_low, less_high = _flip(low, high, v)
+            _reach(facts, store, counters, limit, less_low | facts.makes[o, 0], less_high | facts.makes[o, 1], cost, state, o)
         else:
+            freed += facts.size[v]
+            low, high = _flip(low, high, v)
             picked[depth] = k
             depth += 1
         k += 1
+    counters[TRIED] += tried
 
 
 @njit(cache=True, error_model="numpy")
@@ -192,8 +194,9 @@ def begin(facts, store, counters, limit):
 @njit(cache=True, error_model="numpy")
 def expand(facts, store, counters, limit, most, chosen):
     """Expand states in the order of their least cost until the goal, ``most`` states, or an array is full."""
+    counters[TRIED] = 0
     for _ in range(most):
-        if counters[QUEUED] == 0 or counters[FULL] != 0:
+        if counters[QUEUED] == 0 or counters[FULL] != 0 or counters[TRIED] > _TRIED_AT_ONCE:
             return
         key = store.queue_key[0]
         state = _pop(store, counters)
