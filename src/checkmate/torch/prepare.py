@@ -7,12 +7,20 @@ import operator
 import torch
 from torch import fx
 
+from checkmate.torch.sizes import concrete
+
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_LOSSES = (
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.soft_margin_loss.default,
+)
 _MASK = 10  # position of `output_mask`: whether the gradients of input, weight and bias are wanted
 
 
 def prepare(joint: fx.GraphModule, *, split_convolutions: bool) -> fx.GraphModule:
-    """A copy of a joint module with the rewrites applied; the original stays as it is.
+    """A copy of a joint module with the rewrites applied; the original stays as it is, but for `_true_storages`.
 
     Args:
         joint: The joint module.
@@ -22,10 +30,26 @@ def prepare(joint: fx.GraphModule, *, split_convolutions: bool) -> fx.GraphModul
     copies: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    _true_storages(graph)
     if split_convolutions:
         _split_convolutions(graph)
     graph.lint()
     return fx.GraphModule(joint, graph)
+
+
+def _true_storages(graph: fx.Graph) -> None:
+    """Give reduced losses the storage that they have: that of every element, of which the scalar is the first.
+
+    Their kernels write the loss of each element where the result goes and then reduce it there, and a traced
+    tensor does not know. Nothing else in the op database of torch does so.
+    """
+    for loss in _LOSSES:
+        for node in graph.find_nodes(op="call_function", target=loss):
+            elements = max(concrete(n.meta["val"].numel()) for n in node.all_input_nodes)
+            value = node.meta["val"]
+            size = elements * value.element_size()
+            if concrete(value.untyped_storage().nbytes()) < size:
+                value.untyped_storage().resize_(size)
 
 
 def _split_convolutions(graph: fx.Graph) -> None:
