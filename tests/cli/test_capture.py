@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 
-def build():
+def build(batch=4):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
-    return model, nn.MSELoss(), (torch.ones(4, 8), torch.zeros(4, 2))
+    return model, nn.MSELoss(), (torch.ones(batch, 8), torch.zeros(batch, 2))
 
 
 def misfit():

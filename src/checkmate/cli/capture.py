@@ -133,8 +133,8 @@ def _call(what: str, function: Callable[[], Any]) -> Any:
         return function()
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{frame.filename}:{frame.lineno}"
-        raise OptionError(f"{what} raised {type(error).__name__} at {place}: {error}", hint=_SHAPE) from error
+        place = "" if frame.filename == __file__ else f" at {frame.filename}:{frame.lineno}"
+        raise OptionError(f"{what} raised {type(error).__name__}{place}: {error}", hint=_SHAPE) from error
 
 
 def _describe(built: object) -> str:
