@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkmate.torch.coordinator import IN_FLIGHT
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
@@ -25,6 +27,7 @@ def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     torch._dynamo.reset()
+    IN_FLIGHT.forget_divisions()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()

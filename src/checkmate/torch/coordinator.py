@@ -102,6 +102,12 @@ class Coordinator:
         self._shares: dict[str, Share] = {}
         self._settled: set[str] = set()
 
+    def forget_divisions(self) -> None:
+        """Divide anew from the next step on, as in a fresh process."""
+        with self._lock:
+            self._shares.clear()
+            self._settled.clear()
+
     def share(self, graph: Graph, budget: Amount) -> Share | None:
         """What a division gave a graph, if there was one."""
         return self._shares.get(key_of(graph, budget))
