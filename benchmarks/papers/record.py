@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,3 +52,31 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], left: int 
 def ratio(value: float | None, digits: int = 4) -> str:
     """A number, or a dash for none."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+Stored = dict[str, Any]
+"""What a run found, as its JSON."""
+
+
+def run(name: str, about: str | None, page: Callable[[Stored], str], measure: Callable[[bool], Stored]) -> int:
+    """The command line of a paper's script: measure and write the JSON and the page, or the page alone.
+
+    Args:
+        name: Name of the paper's files.
+        about: The script's docstring.
+        page: The Markdown page of a run.
+        measure: A run, a quick one if True.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="less of it, with short limits; writes nothing")
+    parser.add_argument("--table", action="store_true", help="only rewrite the page")
+    options = parser.parse_args()
+    if options.table:
+        stored = load(name)
+        save(name, stored, page(stored), quick=False)
+        return 0
+    began = time.perf_counter()
+    stored = {"where": where(), **measure(options.quick)}
+    stored["seconds"] = round(time.perf_counter() - began)
+    save(name, stored, page(stored), quick=options.quick)
+    return 0

@@ -7,7 +7,6 @@ python benchmarks/papers/2020-jain/run.py --table    # the page from the committ
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from tables import page
 import checkmate
 from benchmarks import max_batch
 from benchmarks.networks import training_step
-from benchmarks.papers.record import load, save, where
+from benchmarks.papers.record import run
 from checkmate import AffineGraph, ChenGreedy, ChenSqrtN, Graph, Griewank, Limits, LpRounding, Milp, Problem
 from checkmate.core.problem import keep_all_bytes
 from checkmate.solvers.bounds.floor import floor
@@ -183,29 +182,17 @@ def integrality(effort: Effort) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three networks, short limits; writes nothing")
-    parser.add_argument("--table", action="store_true", help="only rewrite the page")
-    options = parser.parse_args()
-    if options.table:
-        stored = load(NAME)
-        save(NAME, stored, page(stored), quick=False)
-        return 0
-    effort = QUICK if options.quick else FULL
-    began = time.perf_counter()
-    stored = {
-        "where": where(),
+def measured(quick: bool) -> dict[str, Any]:
+    """Both figures, the chains and the integrality gap."""
+    effort = QUICK if quick else FULL
+    return {
         "effort": {"ours": effort.ours, "program": effort.program, "rounding": effort.rounding, "batch": effort.batch},
-        "figure_5": [figure_5(f, effort, options.quick) for f in FIGURE_5 if f.quick or not options.quick],
+        "figure_5": [figure_5(f, effort, quick) for f in FIGURE_5 if f.quick or not quick],
         "figure_6": [figure_6(network, effort) for network in max_batch.NETWORKS],
         "chains": chains(effort),
         "integrality": integrality(effort),
     }
-    stored["seconds"] = round(time.perf_counter() - began)
-    save(NAME, stored, page(stored), quick=options.quick)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(NAME, __doc__, page, measured))

@@ -7,9 +7,7 @@ python benchmarks/papers/2023-fastsa/run.py --table    # the page from the commi
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import checkmate
 from benchmarks.generate import gpt_of
 from benchmarks.networks import training_step
-from benchmarks.papers.record import load, markdown, ratio, said, save, where
+from benchmarks.papers.record import markdown, ratio, run, said
 from checkmate import Auto, Graph, Limits, Problem
 from checkmate.core.problem import keep_all_bytes
 
@@ -101,22 +99,11 @@ def page(stored: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer graphs, short limits; writes nothing")
-    parser.add_argument("--table", action="store_true", help="only rewrite the page")
-    options = parser.parse_args()
-    if options.table:
-        stored = load(NAME)
-        save(NAME, stored, page(stored), quick=False)
-        return 0
-    time_s = 10.0 if options.quick else 36.0
-    began = time.perf_counter()
-    rows = [measure(graph, share, time_s) for graph in graphs(options.quick) for share in SHARES]
-    stored = {"where": where(), "time_s": time_s, "rows": rows, "seconds": round(time.perf_counter() - began)}
-    save(NAME, stored, page(stored), quick=options.quick)
-    return 0
+def measured(quick: bool) -> dict[str, Any]:
+    """All graphs at all shares."""
+    time_s = 10.0 if quick else 36.0
+    return {"time_s": time_s, "rows": [measure(graph, share, time_s) for graph in graphs(quick) for share in SHARES]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(NAME, __doc__, page, measured))

@@ -7,9 +7,7 @@ python benchmarks/papers/2023-moccasin/run.py --table    # the page from the com
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import checkmate
 from benchmarks.generate import layered
 from benchmarks.networks import training_step
-from benchmarks.papers.record import load, markdown, ratio, said, save, where
+from benchmarks.papers.record import markdown, ratio, run, said
 from checkmate import Auto, Graph, Intervals, Limits, Problem
 from checkmate.core.problem import keep_all_bytes
 from checkmate.solvers.session import Solver
@@ -101,22 +99,12 @@ def page(stored: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller graphs, short limits; writes nothing")
-    parser.add_argument("--table", action="store_true", help="only rewrite the page")
-    options = parser.parse_args()
-    if options.table:
-        stored = load(NAME)
-        save(NAME, stored, page(stored), quick=False)
-        return 0
-    time_s = 8.0 if options.quick else 20.0
-    began = time.perf_counter()
-    rows = [measure(above_resident(graph), share, time_s) for graph in graphs(options.quick) for share in SHARES]
-    stored = {"where": where(), "time_s": time_s, "rows": rows, "seconds": round(time.perf_counter() - began)}
-    save(NAME, stored, page(stored), quick=options.quick)
-    return 0
+def measured(quick: bool) -> dict[str, Any]:
+    """All graphs at all shares."""
+    time_s = 8.0 if quick else 20.0
+    rows = [measure(above_resident(graph), share, time_s) for graph in graphs(quick) for share in SHARES]
+    return {"time_s": time_s, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(NAME, __doc__, page, measured))

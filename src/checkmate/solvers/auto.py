@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 
 _CLOSE = 0.75
+"""Share of what a plan costs beyond computing every op once, above which a proof by one event is close."""
 _PATIENCE = 4
+"""Rounds without gain after which the last search ends."""
 _ROOM = 0.95
 """Share of the room that a plan may fill at no penalty when it is put in another order."""
 _STATES = 1 << 22
+"""Most states to store for a small graph."""
 
 
 @dataclass(frozen=True, slots=True)

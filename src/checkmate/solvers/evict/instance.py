@@ -75,6 +75,8 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
         if op.clobbered_by:
             last_stage[o] = min(stage[c] for c in op.clobbered_by)
     once = [not op.recomputable or (problem.recompute == "forward" and op.phase != "forward") for op in graph.ops]
+    read_start, read_values = rows(reads)
+    write_start, written_values = rows(writes)
     slot = np.zeros(len(graph.values), dtype=np.int64)
     for op in graph.ops:
         for place, v in enumerate(op.outputs):
@@ -89,10 +91,10 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
         targets=np.array(targets, dtype=np.int64),
         once=once_flags,
         last_stage=last_stage,
-        read_start=_starts(reads),
-        reads=_flat(reads),
-        write_start=_starts(writes),
-        writes=_flat(writes),
+        read_start=read_start,
+        reads=read_values,
+        write_start=write_start,
+        writes=written_values,
         producer=producer,
         slot=slot,
         cost=_floats([op.cost for op in graph.ops]),
@@ -101,6 +103,12 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
         size=size,
         evictable=((once_flags[producer] == 0) & (size > 0) & ~viewed).astype(np.uint8),
     )
+
+
+def rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Lists one after another, as the kernels read them: where each starts, and all entries, one spare at the end."""
+    starts = np.concatenate([[0], np.cumsum([len(entry) for entry in lists])]).astype(np.int64)
+    return starts, np.array([entry for part in lists for entry in part] + [0], dtype=np.int64)
 
 
 class Scratch(NamedTuple):
@@ -199,14 +207,6 @@ def build_scratch(instance: Instance, stretch: int = 8) -> Scratch:
 
 def _reads_with_storage(graph: Graph, inputs: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(u for v in inputs for u in (v, graph.root[v])))
-
-
-def _starts(lists: Sequence[Sequence[int]]) -> Ints:
-    return np.concatenate([[0], np.cumsum([len(entry) for entry in lists])]).astype(np.int64)
-
-
-def _flat(lists: Sequence[Sequence[int]]) -> Ints:
-    return np.array([entry for part in lists for entry in part] + [0], dtype=np.int64)
 
 
 def _floats(amounts: list[int]) -> Floats:

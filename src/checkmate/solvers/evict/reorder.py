@@ -12,6 +12,7 @@ from numba import njit
 
 from checkmate.core.graph import Graph
 from checkmate.solvers.evict.decode import next_random, random_below, seed_random
+from checkmate.solvers.evict.instance import rows
 
 _MOVES = 200_000
 _WORK = 40_000_000
@@ -35,7 +36,7 @@ def reorder(graph: Graph, order: Sequence[int], room_bytes: float, seed: int) ->
     best = np.arange(len(order), dtype=np.int64)
     heat = _HEAT * max(1.0, room_bytes)
     anneal(
-        *_rows(nodes.before), *_rows(nodes.after), *_rows(nodes.reads), *_rows(nodes.makes),
+        *rows(nodes.before), *rows(nodes.after), *rows(nodes.reads), *rows(nodes.makes),
         np.array(nodes.last, dtype=np.int64), np.array(nodes.size, dtype=np.float64),
         np.array([graph.ops[o].workspace_bytes for o in order], dtype=np.float64),
         float(room_bytes), _MOVES, _WORK, heat, 0.01 * heat, random, best,
@@ -109,11 +110,6 @@ class _Nodes:
         for k, nodes in enumerate(self.before):
             for p in nodes:
                 self.after[p].append(k)
-
-
-def _rows(lists):
-    starts = np.concatenate([[0], np.cumsum([len(row) for row in lists])]).astype(np.int64)
-    return starts, np.array([entry for row in lists for entry in row] + [0], dtype=np.int64)
 
 
 @njit(cache=True, error_model="numpy")

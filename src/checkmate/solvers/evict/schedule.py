@@ -10,6 +10,7 @@ from numba import njit
 
 from checkmate.core.graph import Graph
 from checkmate.solvers.evict.decode import next_random, seed_random
+from checkmate.solvers.evict.instance import rows
 
 _TRIES = 300
 _WORK = 300_000_000  # tries times ops squared: less than a second
@@ -44,18 +45,13 @@ def low_order(graph: Graph, seed: int) -> list[int]:
     tries = max(1, min(_TRIES, _WORK // max(1, count * count)))
     order = np.zeros(count, dtype=np.int64)
     lowest_peak(
-        *_rows(inputs), *_rows(outputs), *_rows(after),
+        *rows(inputs), *rows(outputs), *rows(after),
         np.array([len(above) for above in before], dtype=np.int64), readers,
         np.array([value.size_bytes for value in graph.values], dtype=np.float64),
         np.array([op.workspace_bytes for op in graph.ops], dtype=np.float64),
         tries, random, order,
     )  # fmt: skip
     return order.tolist()
-
-
-def _rows(lists):
-    starts = np.concatenate([[0], np.cumsum([len(row) for row in lists])]).astype(np.int64)
-    return starts, np.array([entry for row in lists for entry in row] + [0], dtype=np.int64)
 
 
 @njit(cache=True, error_model="numpy")
