@@ -104,13 +104,19 @@ def test_hooks() -> None:
 
 
 def test_a_backward_hook_on_a_module_breaks_no_bit() -> None:
-    """It breaks the graph, and each part is planned."""
-    model, x = mlp(), input_of("dropout")
-    model[3].register_full_backward_hook(lambda module, inner, outer: (inner[0] * 2,))
-    reference = observe(model, lambda: model(x).square().mean())
-    run, planned = compiled(model, fullgraph=False, budget=ROOMY, solver=Forgetful())
-    assert reference.differs(observe(model, lambda: run(x).square().mean())) == []
-    assert planned
+    """It breaks the graph in two, and both are planned."""
+    first, hooked, last = mlp(), nn.Linear(64, 64), mlp()
+    model, x = nn.ModuleList([first, hooked, last]), input_of("dropout")
+    hooked.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 2,))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return last(hooked(first(x))).square().mean()
+
+    reference = observe(model, lambda: forward(x))
+    run, planned = compiled(forward, fullgraph=False, budget=ROOMY, solver=Forgetful())
+    assert reference.differs(observe(model, lambda: run(x))) == []
+    (before, _), (after, _), *_ = planned
+    assert before.graph.digest != after.graph.digest
 
 
 def test_a_graph_that_is_retained_goes_back_twice() -> None:
