@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def main() -> int:
     from tests.torch.zoo import ZOO, as_row, check
 
     if options.child:
+        logging.getLogger("checkmate").setLevel(logging.ERROR)
         print("RESULT " + json.dumps(as_row(options.child, check(options.child))))
         return 0
     rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -173,7 +172,6 @@ def check(name: str, *, time_limit_s: float = 5.0) -> list[Point]:
     Raises:
         GraphBreakError: It is not one graph.
     """
-    logging.getLogger("checkmate").setLevel(logging.ERROR)
     model, batch = build(name)
     keep = checkmate.torch.compile(model, example=batch)
     reference = _observed(model, keep, batch)
