@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING
 
 from checkmate.core.problem import Problem
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 _CLOSE = 0.75
 """Share of what a plan costs beyond computing every op once, above which a proof by one event is close."""
 _PATIENCE = 4
-"""Rounds without gain after which the last search ends."""
-_ROOM = 0.95
-"""Share of the room that a plan may fill at no penalty when it is put in another order."""
+"""Orders without gain after which a walk ends."""
+_DECODES = 750
+"""Sequences to try in each order of a walk."""
+_ROOMS = (0.85, 0.9, 0.95, 0.97, 1.0)
+"""Shares of the room that a plan may fill at no penalty when it is put in another order."""
+_FEW_OPS = 500
+"""On larger graphs a search from a new order seldom comes near the best."""
 _STATES = 1 << 22
 """Most states to store for a small graph."""
 
@@ -71,6 +75,7 @@ class _Run:
         self.graph = self.folded.graph
         self.any_order = CutModel(self.folded)
         self.once = max(1, self.graph.cost)
+        self.random = Random(session.limits.seed)
 
     def run(self, rounds: int) -> None:
         searches = self._first_plans()
@@ -223,9 +228,9 @@ class _Run:
                 other = chain_of(self.any_order, [*cuts, event])
                 events = max(events, other, key=lambda chain: self._quick_bound(search, chain)[0])
                 share = 0.6
-            if search.improve(max(200, work // 4), 2e-4, self._after(0.2)):
+            if search.improve(max(200, work // 4), 2e-4, self._after(0.15)):
                 self.offer(search.order())
-            searches[place] = self._reordered(search, k, work // 8)
+            searches[place] = self._walk(search, _PATIENCE, self._after(0.15))
             if session.done:
                 return
             if (session.cost, session.bound) == before and k >= len(searches):
@@ -239,37 +244,67 @@ class _Run:
         self.prove(search, bound, True)
         return bound, floating
 
-    def _reordered(self, search: Search, seed: int, decodes: int) -> Search:
-        """A search in an order of the same plan that holds less, if it finds a cheaper one; else the same search."""
+    def _walk(self, search: Search, patience: int, out_of_time: Callable[[], bool]) -> Search:
+        """Search, put the plan in an order that holds less, search there, and so on; returns where that ends.
+
+        Args:
+            search: A search with a plan.
+            patience: Orders without gain after which it ends.
+            out_of_time: Asked often.
+        """
         from checkmate.solvers.evict.reorder import first_computations, reorder
         from checkmate.solvers.evict.search import Search
+        from checkmate.solvers.local_search import suggested_decodes
 
-        if not self.folded.reorder or not math.isfinite(search.best_cost) or self.session.done:
-            return search
-        room = self.folded.budget_bytes - self.graph.resident_bytes
-        order = reorder(self.graph, search.order(), _ROOM * room, seed)
-        other = Search(self.folded, frozenset(), seed, first_computations(order))
-        other.start_from_order(order)
-        if other.improve(decodes, 2e-4, self.out_of_time):
-            self.offer(other.order())
-        return other if other.best_cost < search.best_cost else search
+        decodes = min(_DECODES, suggested_decodes(len(self.graph.ops)))
+        without_gain = 0 if self.folded.reorder and math.isfinite(search.best_cost) else patience
+        while without_gain < patience and not (self.session.done or out_of_time()):
+            before = search.best_cost
+            seed = self.random.randrange(1 << 32)
+            order = reorder(self.graph, search.order(), self._room(), seed)
+            other = Search(self.folded, frozenset(), seed, first_computations(order))
+            other.start_from_order(order)
+            if other.improve(decodes, 2e-4, out_of_time):
+                self.offer(other.order())
+            if other.best_cost <= before:
+                search = other
+            without_gain = 0 if search.best_cost < before else without_gain + 1
+        return search
 
     def _polish(self, searches: list[Search]) -> None:
-        """Search on from the best plan and from the same plan in other orders, until nothing is gained."""
+        """Search on from the best plan, and on a small graph from new ones, until nothing is gained."""
         from checkmate.solvers.local_search import suggested_decodes
 
         work = suggested_decodes(len(self.graph.ops))
+        best = min(searches, key=lambda search: search.best_cost)
         without_gain = 0
-        for k in itertools.count(self.session.limits.seed + 1):
-            best = min(searches, key=lambda search: search.best_cost)
-            if self.session.done or not math.isfinite(best.best_cost) or without_gain >= _PATIENCE:
-                return
-            before = best.best_cost
-            if best.improve(work // 4, 1e-3, self.out_of_time):
+        while math.isfinite(best.best_cost) and without_gain < _PATIENCE and not self.session.done:
+            others = [self._walk(best, _PATIENCE, self.out_of_time)]
+            if len(self.graph.ops) <= _FEW_OPS and self.folded.reorder:
+                others.append(self._walk(self._from_new_order(), _PATIENCE, self.out_of_time))
+            elif best.improve(work // 4, 1e-3, self.out_of_time):
                 self.offer(best.order())
-            other = self._reordered(best, k, work // 4)
-            searches[searches.index(best)] = other
-            without_gain = 0 if other.best_cost < before else without_gain + 1
+            other = min(*others, best, key=lambda search: search.best_cost)
+            without_gain += 1
+            if other.best_cost < best.best_cost:
+                self.offer(other.order())
+                without_gain = 0
+            best = other
+
+    def _from_new_order(self) -> Search:
+        """A search in the given order, annealed anew."""
+        from checkmate.solvers.evict.reorder import reorder
+        from checkmate.solvers.evict.search import Search
+
+        seed = self.random.randrange(1 << 32)
+        order = reorder(self.graph, range(len(self.graph.ops)), self._room(), seed)
+        search = Search(self.folded, frozenset(), seed, order)
+        search.first(out_of_time=self.out_of_time)
+        return search
+
+    def _room(self) -> float:
+        """Bytes that a plan may hold at no penalty when it is put in another order: all or a little less, at random."""
+        return self.random.choice(_ROOMS) * (self.folded.budget_bytes - self.graph.resident_bytes)
 
     def _refine_once(self, model: CutModel, search: Search, first: list[int], share: float, *, floating: bool) -> list[int]:
         """Refine from some events for a share of the time that is left; returns the events it came to."""
