@@ -36,7 +36,7 @@ class AStar:
         from checkmate.solvers.states.exploration import Exploration
         from checkmate.solvers.states.facts import facts_of
 
-        fold = FoldViews.of(problem.graph)
+        fold = FoldViews.of(problem.graph, priced=problem.reorder)
         folded = fold.apply(problem)
         facts = facts_of(folded)
         if isinstance(facts, str):

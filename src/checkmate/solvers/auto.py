@@ -70,7 +70,7 @@ class _Run:
         from checkmate.solvers.bounds.event_cuts import CutModel
 
         self.session = session
-        self.fold = FoldViews.of(problem.graph)
+        self.fold = FoldViews.of(problem.graph, priced=problem.reorder)
         self.folded = self.fold.apply(problem)
         self.graph = self.folded.graph
         self.any_order = CutModel(self.folded)
@@ -95,7 +95,9 @@ class _Run:
         best = min(searches, key=lambda search: search.best_cost)
         if best.order_bound > 0 and self.folded.reorder:
             least = 1 + best.order_bound
-            self.session.remark(f"given-order bound: no plan with its first computations has an overhead below {least:.5f}")
+            self.session.remark(
+                f"given-order bound: no plan with its first computations, each of them read, has an overhead below {least:.5f}"
+            )
 
     def offer(self, order: list[int]) -> bool:
         return self.session.offer(self.fold.invert(order))

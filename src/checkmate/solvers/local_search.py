@@ -28,7 +28,7 @@ class LocalSearch:
         from checkmate.solvers.evict.search import Search
         from checkmate.solvers.targets import starts
 
-        fold = FoldViews.of(problem.graph)
+        fold = FoldViews.of(problem.graph, priced=True)
         folded = fold.apply(problem)
         found = False
         for order, late in starts(folded, session.limits.seed):
