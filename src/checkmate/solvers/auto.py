@@ -13,6 +13,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Termination
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
+from checkmate.solvers.targets import load_kernels
 
 if TYPE_CHECKING:
     from checkmate.solvers.bounds.event_cuts import CutModel
@@ -55,6 +56,7 @@ class Auto:
         session.offer(range(len(problem.graph.ops)))
         if session.done:
             return Termination(Reason.FEASIBLE)
+        session.prepare(load_kernels)
         _Run(problem, session).run(self.rounds)
         if session.plan is None:
             return Termination(
@@ -189,12 +191,13 @@ class _Run:
 
     def _explore(self) -> Exploration | None:
         """Look through the states of a small graph, for a moment at first."""
-        from checkmate.solvers.states.exploration import Exploration
+        from checkmate.solvers.states.exploration import Exploration, load_kernels
         from checkmate.solvers.states.facts import facts_of
 
         facts = facts_of(self.folded)
         if isinstance(facts, str):
             return None
+        self.session.prepare(load_kernels)
         exploration = Exploration(self.fold, facts, self.session, _STATES)
         exploration.run(self._after(0.05))
         return exploration

@@ -26,8 +26,9 @@ class LocalSearch:
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search from every list of targets until the work or the time is used up."""
         from checkmate.solvers.evict.search import Search
-        from checkmate.solvers.targets import starts
+        from checkmate.solvers.targets import load_kernels, starts
 
+        session.prepare(load_kernels)
         fold = FoldViews.of(problem.graph, priced=True)
         folded = fold.apply(problem)
         found = False
