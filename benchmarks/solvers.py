@@ -123,17 +123,6 @@ def fractions(graph: Graph, which: tuple[float, ...]) -> list[tuple[str, int]]:
     return [(f"f = {fraction}", int(low + fraction * (high - low))) for fraction in which]
 
 
-def warm_up() -> None:
-    """Load the compiled kernels, which the first solve on a machine compiles for some ten seconds."""
-    sys.path.insert(0, str(HERE))
-    from generate import gpt_of
-
-    graph = gpt_of(200)
-    (_, budget), _ = fractions(graph, (0.3, 0.5))
-    checkmate.solve(Problem(graph, budget), limits=Limits(time_s=5, gap=0.0))
-    checkmate.solve(Problem(read("linear8_b1"), 4), limits=Limits(time_s=5, gap=0.0))
-
-
 def measure(suite: str, solver: str, name: str, graph: Graph, label: str, budget: int, time_s: float) -> Point:
     """Solve one point."""
     limits = Limits(time_s=time_s, gap=1e-4, threads=1)
@@ -210,7 +199,7 @@ def main() -> int:
         TABLE.write_text(table([Point(**point) for point in stored["points"]], stored["where"]))
         return 0
     points: list[Point] = []
-    with ProcessPoolExecutor(options.jobs, initializer=warm_up) as pool:
+    with ProcessPoolExecutor(options.jobs) as pool:
         waiting = [
             pool.submit(measure, suite, solver, name, graph, label, budget, options.time_limit)
             for suite in options.suite

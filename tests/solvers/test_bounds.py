@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from checkmate import BruteForce, Graph, InfeasibleBudgetError, Limits, Op, Plan, Problem, Value, simulate, solve
+from checkmate import AStar, Auto, BruteForce, Graph, InfeasibleBudgetError, Limits, Op, Plan, Problem, Value, simulate, solve
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
 from checkmate.solvers.backends.program import Program, ProgramBuilder, dual_bound, proves_infeasible
 from checkmate.solvers.bounds.event_cuts import CutModel
@@ -63,7 +63,7 @@ def test_every_cut_bounds_every_plan():
         instance = draw(seed)
         if instance.optimum is None or not instance.problem.reorder:
             continue
-        fold = FoldViews.of(instance.problem.graph)
+        fold = FoldViews.of(instance.problem.graph, priced=True)
         folded = fold.apply(instance.problem)
         once = max(1, folded.graph.cost)
         model = CutModel(folded)
@@ -156,6 +156,39 @@ def test_folding_views_keeps_every_byte():
         assert outside.cost >= sum(graph.ops[fold.kept_ops[o]].cost for o in sequence)
         assert fold.cost_offset == graph.cost - fold.folded.cost
     assert folded_any > 50
+
+
+def test_a_view_is_priced_where_every_reader_needs_it():
+    """Not where each reader has a view of its own, nor where the first computation may have to come for nobody."""
+
+    def step(other_view: int, order: tuple[tuple[int, int], ...] = (), early: int = 1) -> Graph:
+        ops = (
+            Op("x", (), (0,), 2),
+            Op("view", (0,), (1,), 3),
+            Op("other view", (0,), (2,), 4),
+            Op("early", (early,), (3,), 1),
+            Op("wide", (3,), (4,), 1, workspace_bytes=9),
+            Op("late", (other_view, 4), (5,), 1),
+        )
+        bases = {1: 0, 2: 0}
+        values = tuple(
+            Value(str(v), 0 if v in bases else 2, bases.get(v), v == 5 or (v == 2 and other_view == 1)) for v in range(6)
+        )
+        return Graph(ops=ops, values=values, order=order)
+
+    def price(graph: Graph) -> int:
+        return FoldViews.of(graph, priced=True).folded.ops[0].cost - graph.ops[0].cost
+
+    assert price(step(other_view=2)) == 0
+    assert price(step(other_view=2, early=2)) == 4
+    assert price(step(other_view=2, early=2, order=((0, 4),))) == 0
+    for graph in (step(2), step(2, early=2), step(2, early=2, order=((0, 4),)), step(1)):
+        for budget in range(4, 16):
+            exact = solve(Problem(graph, budget), BruteForce(), limits=Limits(gap=0.0), raise_on_failure=False)
+            for solver in (AStar(), Auto()):
+                result = solve(Problem(graph, budget), solver, limits=Limits(time_s=5, gap=0.0), raise_on_failure=False)
+                assert result.cost == exact.cost
+                assert result.bound <= exact.bound
 
 
 def test_a_tight_chain_stays_within_five_per_cent():

@@ -33,14 +33,15 @@ class AStar:
 
     def run(self, problem: Problem, session: Session) -> Termination:
         """Expand states in the order of the least cost of a plan through them."""
-        from checkmate.solvers.states.exploration import Exploration
+        from checkmate.solvers.states.exploration import Exploration, load_kernels
         from checkmate.solvers.states.facts import facts_of
 
-        fold = FoldViews.of(problem.graph)
+        fold = FoldViews.of(problem.graph, priced=problem.reorder)
         folded = fold.apply(problem)
         facts = facts_of(folded)
         if isinstance(facts, str):
             return Termination(Reason.NOT_FOUND, detail=facts)
+        session.prepare(load_kernels)
         exploration = Exploration(fold, facts, session, self.max_states)
         exploration.run(lambda: session.left_s() <= 0)
         reason = Reason.NOT_FOUND if session.cost is None else Reason.FEASIBLE

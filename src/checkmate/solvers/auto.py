@@ -13,6 +13,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Termination
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
+from checkmate.solvers.targets import load_kernels
 
 if TYPE_CHECKING:
     from checkmate.solvers.bounds.event_cuts import CutModel
@@ -55,6 +56,7 @@ class Auto:
         session.offer(range(len(problem.graph.ops)))
         if session.done:
             return Termination(Reason.FEASIBLE)
+        session.prepare(load_kernels)
         _Run(problem, session).run(self.rounds)
         if session.plan is None:
             return Termination(
@@ -70,7 +72,7 @@ class _Run:
         from checkmate.solvers.bounds.event_cuts import CutModel
 
         self.session = session
-        self.fold = FoldViews.of(problem.graph)
+        self.fold = FoldViews.of(problem.graph, priced=problem.reorder)
         self.folded = self.fold.apply(problem)
         self.graph = self.folded.graph
         self.any_order = CutModel(self.folded)
@@ -95,7 +97,9 @@ class _Run:
         best = min(searches, key=lambda search: search.best_cost)
         if best.order_bound > 0 and self.folded.reorder:
             least = 1 + best.order_bound
-            self.session.remark(f"given-order bound: no plan with its first computations has an overhead below {least:.5f}")
+            self.session.remark(
+                f"given-order bound: no plan with its first computations, each of them read, has an overhead below {least:.5f}"
+            )
 
     def offer(self, order: list[int]) -> bool:
         return self.session.offer(self.fold.invert(order))
@@ -187,12 +191,13 @@ class _Run:
 
     def _explore(self) -> Exploration | None:
         """Look through the states of a small graph, for a moment at first."""
-        from checkmate.solvers.states.exploration import Exploration
+        from checkmate.solvers.states.exploration import Exploration, load_kernels
         from checkmate.solvers.states.facts import facts_of
 
         facts = facts_of(self.folded)
         if isinstance(facts, str):
             return None
+        self.session.prepare(load_kernels)
         exploration = Exploration(self.fold, facts, self.session, _STATES)
         exploration.run(self._after(0.05))
         return exploration

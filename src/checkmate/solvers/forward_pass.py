@@ -132,8 +132,9 @@ def sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], I
         session: The session.
         choices: What to drop until when, for each setting.
     """
-    from checkmate.solvers.targets import target_lists
+    from checkmate.solvers.targets import load_kernels, target_lists
 
+    session.prepare(load_kernels)
     fold = FoldViews.of(problem.graph)
     folded = fold.apply(problem)
     if all(op.phase == "forward" for op in folded.graph.ops):

@@ -26,9 +26,10 @@ class LocalSearch:
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search from every list of targets until the work or the time is used up."""
         from checkmate.solvers.evict.search import Search
-        from checkmate.solvers.targets import starts
+        from checkmate.solvers.targets import load_kernels, starts
 
-        fold = FoldViews.of(problem.graph)
+        session.prepare(load_kernels)
+        fold = FoldViews.of(problem.graph, priced=True)
         folded = fold.apply(problem)
         found = False
         for order, late in starts(folded, session.limits.seed):

@@ -12,7 +12,7 @@ from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.orders import late_order
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
-from checkmate.solvers.targets import starts
+from checkmate.solvers.targets import load_kernels, starts
 
 _TRIES = (1, 5, 40)
 """Attempts at a budget in each bisection: one that fails takes a second on a thousand ops, and near the floor most fail."""
@@ -57,6 +57,7 @@ def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int
     best = min(plans, key=lambda plan: simulate(graph, plan).peak_bytes)
     peak = simulate(graph, best).peak_bytes
     clock = Session(problem, limits)
+    clock.prepare(load_kernels)
     fold = FoldViews.of(graph)
     folded = fold.apply(problem.replace_budget(peak))
     searches = [Search(folded, late, limits.seed, order) for order, late in starts(folded, limits.seed)]

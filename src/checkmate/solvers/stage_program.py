@@ -11,6 +11,7 @@ import numpy.typing as npt
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.solvers.session import Session
+from checkmate.solvers.targets import load_kernels
 
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats, Program
@@ -31,6 +32,7 @@ def given_order_plan(problem: Problem, session: Session) -> list[int] | None:
     """A quick plan that computes ops for the first time in the graph's own order, to start an engine from."""
     from checkmate.solvers.evict.search import Search
 
+    session.prepare(load_kernels)
     given = Problem(problem.graph, problem.budget_bytes, problem.recompute, reorder=False)
     search = Search(given, frozenset(), session.limits.seed)
     if not search.first(out_of_time=lambda: session.left_s() <= 0):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
+from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
@@ -26,6 +28,21 @@ class Start(NamedTuple):
 
     order: tuple[int, ...]
     on_demand: frozenset[int]
+
+
+@cache
+def load_kernels() -> None:
+    """Compile the kernels of orders and searches, which takes half a minute once, or load them, which takes a second."""
+    from checkmate.solvers.evict.search import Search
+
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
+    chain = Graph.from_dag(cost=[1] * 5, size_bytes=[1] * 5, edges=edges, backward=[False, False, False, True, True])
+    problem = Problem(chain, 3)
+    for order, on_demand in starts(problem, 0):
+        search = Search(problem, on_demand, 0, order)
+        search.first()
+        search.start_from_order((0, 1, 2, 3, 0, 4))
+        search.improve(8, 0.0, lambda: False)
 
 
 def target_lists(problem: Problem) -> list[frozenset[int]]:

@@ -21,6 +21,7 @@ from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session, Solver
 from checkmate.solvers.solve import solve
+from checkmate.solvers.targets import load_kernels
 from checkmate.studies.affine import check_growing, check_same_structure
 
 ONE_EXTRA_FORWARD = "one extra forward"
@@ -172,6 +173,7 @@ class _Hunt:
         self.limits = limits
         self.solver = solver
         self.clock = Session(question.problem(1), limits)
+        self.clock.prepare(load_kernels)
         self.batch = 0
         self.plan: Plan | None = None
         self.upper, self.why = self._memory_bound()

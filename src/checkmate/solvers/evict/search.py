@@ -117,7 +117,7 @@ class Search:
         self._facts[DECODES] = 0
         while self._facts[DECODES] < decodes and costs[1] > 0 and not out_of_time():
             done = float(self._facts[DECODES])
-            limit = min(decodes, done + max(8, decodes // 20))
+            limit = min(float(decodes), done + max(8, decodes // 20))
             ruin_and_repair(
                 self.instance, self._scratch, *self._current, *self._best, *self._trial,
                 self._budget, 1 << 30, costs[1] * heat * (1 - done / decodes), self._random, costs, self._facts, limit,

@@ -18,8 +18,8 @@ class FoldViews:
 
     Attributes:
         original: The graph as it was.
-        folded: The same without the folded ops. An op's cost there counts the views without which nobody can
-            read what it makes: whoever computes it again makes them again.
+        folded: The same without the folded ops. If views are priced, an op's cost there counts those without which
+            nobody can read what it makes: whoever computes it again makes them again.
         kept_ops: Index in ``original`` of each op of ``folded``. Shape ``[folded op]``.
     """
 
@@ -28,15 +28,21 @@ class FoldViews:
     kept_ops: tuple[int, ...]
 
     @classmethod
-    def of(cls, graph: Graph) -> FoldViews:
-        """Fold the graph's `view_ops`."""
+    def of(cls, graph: Graph, *, priced: bool = False) -> FoldViews:
+        """Fold the graph's `view_ops`.
+
+        Args:
+            graph: Any graph.
+            priced: Whether ops cost what the views cost that come with them. Then `cost_offset` and the cost in the folded
+                graph are together no more than what a plan costs, if first computations may stand anywhere.
+        """
         kept_ops = [o for o in range(len(graph.ops)) if o not in graph.view_ops]
         new_op = {o: i for i, o in enumerate(kept_ops)}
         kept_values = [v for v in range(len(graph.values)) if graph.producer[v] in new_op]
         new_value = {v: i for i, v in enumerate(kept_values)}
         held = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and _holds_owner(graph, v)}
 
-        views = _cost_of_views(graph)
+        views = _cost_of_views(graph) if priced else [0] * len(graph.ops)
 
         def resolve(v: int) -> int:
             return new_value[v] if v in new_value else new_value[graph.root[v]]
@@ -142,28 +148,29 @@ def _holds_owner(graph: Graph, v: int) -> bool:
 
 
 def _cost_of_views(graph: Graph) -> list[int]:
-    """For each op, the least that a reader of what it makes spends on free views of it. Shape ``[op]``.
+    """For each op, the cost of the free views through which everybody reads what it makes. Shape ``[op]``.
 
-    No good plan computes an op again for nobody, so every computation but the first is followed by a reader's views
-    at least; they share the storage that it made, so they are made after it.
+    In some cheapest plan every computation of an op is read before its next: one that nobody reads can be left out, the
+    first too, unless it has to come before another op. Whoever reads makes these views after it. So an op that is
+    computed ``n`` times has each of them made ``n`` times, and every other view once.
     """
     end = [v for v, value in enumerate(graph.values) if value.kept]
     readers = [graph.ops[o].inputs for o in range(len(graph.ops)) if o not in graph.view_ops] + [end]
-    least: dict[int, int] = {}  # storage -> cost
+    common: dict[int, set[int]] = {}  # op -> views
     for inputs in readers:
-        made: dict[int, set[int]] = {}
+        needed: dict[int, set[int]] = {}  # storage -> views
         for v in inputs:
-            chain = made.setdefault(graph.root[v], set())
+            views = needed.setdefault(graph.root[v], set())
             stack = [v]
             while stack:
                 o = graph.producer[stack.pop()]
-                if o in graph.view_ops and o not in chain:
-                    chain.add(o)
+                if o in graph.view_ops and o not in views:
+                    views.add(o)
                     stack += graph.ops[o].inputs
-        for root, chain in made.items():
-            cost = sum(graph.ops[o].cost for o in chain)
-            least[root] = min(least.get(root, cost), cost)
-    return [min((least[v] for v in op.outputs if v in least), default=0) for op in graph.ops]
+        for root, views in needed.items():
+            common[graph.producer[root]] = views & common.get(graph.producer[root], views)
+    first = {a for a, _ in graph.order}
+    return [0 if o in first else sum(graph.ops[v].cost for v in common.get(o, ())) for o in range(len(graph.ops))]
 
 
 def _renumbered(op: Op, resolve: Callable[[int], int], new_op: dict[int, int], view_cost: int) -> Op:
