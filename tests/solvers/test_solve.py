@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -28,7 +29,7 @@ from checkmate import (
     Value,
     solve,
 )
-from checkmate.solvers.registry import available, by_name
+from checkmate.solvers.registry import GROUP, available, by_name
 from tests.solvers.generators import transformer
 
 
@@ -209,6 +210,18 @@ def test_the_registry_lists_the_solvers_and_refuses_others():
     assert by_name("auto") == Auto()
     with pytest.raises(OptionError, match="no solver 'gurobi'"):
         by_name("gurobi")
+
+
+def test_a_plug_in_that_cannot_be_imported_spoils_no_other(monkeypatch, caplog):
+    """It is left out and told in the log; asked for by name, it is an error."""
+    good = EntryPoint("auto", "checkmate.solvers.auto:Auto", GROUP)
+    broken = EntryPoint("broken", "no_such_module:Solver", GROUP)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [broken, good])
+    assert available() == {"auto": Auto}
+    assert "'broken' cannot be imported" in caplog.text
+    assert by_name("auto") == Auto()
+    with pytest.raises(OptionError, match="cannot be imported from no_such_module"):
+        by_name("broken")
 
 
 @pytest.mark.parametrize("limits", [{"time_s": 0}, {"time_s": -1.0}, {"gap": 1.0}, {"gap": -0.1}, {"threads": 0}])

@@ -7,7 +7,6 @@ from matplotlib.axes import Axes
 
 from checkmate.core.plan import Compute
 from checkmate.core.simulate import Timeline
-from checkmate.core.units import format_bytes
 from checkmate.plot import style
 from checkmate.studies.lives import CATEGORIES, by_category
 
@@ -39,11 +38,7 @@ def memory_by_category(
     graph = timeline.graph
     runs = [p for p, step in enumerate(timeline.plan.steps) if isinstance(step, Compute)]
     held = by_category(graph, timeline.plan)[:, runs]
-    scale, unit = style.time_scale(graph.cost_unit)
-    costs = np.array([graph.ops[o].cost for o in timeline.plan.order], dtype=np.float64)
-    if not costs.any():
-        costs[:] = 1.0
-    edges = np.concatenate([[0.0], np.cumsum(costs)]) * scale
+    edges = style.time_edges(timeline)
     base = np.zeros(len(runs) + 1)
     for category, row in zip(CATEGORIES, held, strict=True):
         if row.any():
@@ -54,10 +49,8 @@ def memory_by_category(
     highest = max(timeline.peak_bytes, budget_bytes or 0, most_bytes or 0)
     style.bytes_axis(ax, highest)
     if budget_bytes is not None:
-        label = f"budget {format_bytes(budget_bytes)}"
-        ax.axhline(budget_bytes, color=style.BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), label=label)
-    ax.set_xlim(0, edges[-1] or 1)
-    ax.set_xlabel(f"cost of the ops so far ({unit})" if unit != "ms" else "time in ops (ms)")
+        style.budget_line(ax, budget_bytes)
+    style.time_axis(ax, graph.cost_unit, edges[-1])
     if title:
         ax.set_title(title, loc="left", pad=44)
     style.legend_above(ax)

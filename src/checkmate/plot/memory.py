@@ -43,14 +43,14 @@ def memory_timeline(
         >>> [line.get_label() for line in ax.get_lines()]
         ['plan, peak 6 B', 'budget 8 B']
     """
-    graph = timeline.graph
-    scale, unit = style.time_scale(graph.cost_unit)
+    longest = 0.0
     if keep_all is not None:
-        edges, held = _curve(keep_all, scale)
+        edges, held = _curve(keep_all)
+        longest = edges[-1]
         ax.stairs(held, edges, baseline=0, fill=True, color=style.KEEP_ALL, alpha=0.22, linewidth=0)
         label = f"keeping everything, peak {format_bytes(keep_all.peak_bytes)}"
         ax.step(edges, np.append(held, held[-1]), where="post", color=style.KEEP_ALL, linewidth=1.2, label=label)
-    edges, held = _curve(timeline, scale)
+    edges, held = _curve(timeline)
     ax.stairs(held, edges, baseline=0, fill=True, color=style.PLAN, alpha=0.25, linewidth=0)
     label = f"plan, peak {format_bytes(timeline.peak_bytes)}"
     ax.step(edges, np.append(held, held[-1]), where="post", color=style.PLAN, linewidth=1.6, label=label)
@@ -60,11 +60,9 @@ def memory_timeline(
     middle = (edges[at] + edges[at + 1]) / 2
     ax.scatter([middle], [held[at]], s=34, color=style.PLAN, zorder=4)
     if budget_bytes is not None:
-        label = f"budget {format_bytes(budget_bytes)}"
-        ax.axhline(budget_bytes, color=style.BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), label=label, zorder=3)
+        style.budget_line(ax, budget_bytes)
     _mark_boundary(ax, timeline, edges)
-    ax.set_xlim(0, max(edges[-1], 0 if keep_all is None else keep_all.cost * scale) or 1)
-    ax.set_xlabel(f"cost of the ops so far ({unit})" if unit != "ms" else "time in ops (ms)")
+    style.time_axis(ax, timeline.graph.cost_unit, max(edges[-1], longest))
     if title:
         ax.set_title(title, loc="left", pad=28)
     style.legend_above(ax)
@@ -72,15 +70,12 @@ def memory_timeline(
     return ax
 
 
-def _curve(timeline: Timeline, scale: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+def _curve(timeline: Timeline) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Edges in time and bytes held between them, one span a computation."""
     runs = [p for p, step in enumerate(timeline.plan.steps) if isinstance(step, Compute)]
     if not runs:
         return np.array([0.0, 1.0]), np.array([timeline.graph.resident_bytes], dtype=np.int64)
-    costs = np.array([timeline.graph.ops[o].cost for o in timeline.plan.order], dtype=np.float64)
-    if not costs.any():
-        costs[:] = 1.0
-    return np.concatenate([[0.0], np.cumsum(costs)]) * scale, timeline.bytes[runs]
+    return style.time_edges(timeline), timeline.bytes[runs]
 
 
 def _mark_boundary(ax: Axes, timeline: Timeline, edges: npt.NDArray[np.float64]) -> None:

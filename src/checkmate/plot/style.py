@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from checkmate.core.simulate import Timeline
+from checkmate.core.units import format_bytes
 
 PLAN = "#2f7ed8"
 KEEP_ALL = "#9a9a9a"
@@ -51,6 +56,27 @@ def byte_unit(most_bytes: int) -> tuple[str, int]:
 def time_scale(cost_unit: str) -> tuple[float, str]:
     """Factor and name of the unit in which a cost axis counts."""
     return (_TIMES[cost_unit], "ms") if cost_unit in _TIMES else (1.0, cost_unit)
+
+
+def time_edges(timeline: Timeline) -> npt.NDArray[np.float64]:
+    """Cost, in the axis's unit, at which each computation begins, and the last ends; one each if none costs anything."""
+    costs = np.array([timeline.graph.ops[o].cost for o in timeline.plan.order], dtype=np.float64)
+    if not costs.any():
+        costs[:] = 1.0
+    return np.concatenate([[0.0], np.cumsum(costs)]) * time_scale(timeline.graph.cost_unit)[0]
+
+
+def time_axis(ax: Axes, cost_unit: str, end: float) -> None:
+    """Let the x axis count what the ops so far cost."""
+    _, unit = time_scale(cost_unit)
+    ax.set_xlim(0, end or 1)
+    ax.set_xlabel(f"cost of the ops so far ({unit})" if unit != "ms" else "time in ops (ms)")
+
+
+def budget_line(ax: Axes, budget_bytes: int) -> None:
+    """A dashed line at the budget."""
+    label = f"budget {format_bytes(budget_bytes)}"
+    ax.axhline(budget_bytes, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), label=label, zorder=3)
 
 
 def open_frame(ax: Axes) -> None:

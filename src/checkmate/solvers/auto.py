@@ -124,8 +124,11 @@ class _Run:
 
     def _after(self, share: float) -> Callable[[], bool]:
         """Whether a share of the time that is left now, of a minute at most, is used up."""
-        until = self.session.elapsed_s() + share * min(60.0, self.session.left_s())
+        until = self._until(share)
         return lambda: self.session.elapsed_s() > until
+
+    def _until(self, share: float) -> float:
+        return self.session.elapsed_s() + share * min(60.0, self.session.left_s())
 
     def _first_plans(self) -> list[Search]:
         """A search for each list of targets, those with a plan first."""
@@ -316,7 +319,7 @@ class _Run:
         from checkmate.solvers.bounds.refine import Refinement
 
         session = self.session
-        until = session.elapsed_s() + share * min(60.0, session.left_s())
+        until = self._until(share)
         gap = max(2e-5, session.limits.gap / 4)
 
         def left_s() -> float:
