@@ -139,7 +139,7 @@ class _Search:
         self._live = result.peak_bytes
         reckoned = account(self.capture, result.plan)
         taken = reckoned.chunk_bytes + self.bias
-        if taken <= self.budget_bytes:
+        if min(taken, reckoned.chunk_bytes) <= self.budget_bytes:  # what one plan took beyond is no law for the next
             self.last = found = _run(self.capture, result, reckoned, self.batch, self.budget_bytes)
             _tell(found, self.budget_bytes)
             if found.measured_bytes is None:
