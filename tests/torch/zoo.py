@@ -16,7 +16,7 @@ import checkmate
 import checkmate.torch
 from checkmate import Limits
 from checkmate.torch import measure_peak
-from tests.torch.steps import Observed, close, observe
+from tests.torch.steps import Observed, observe
 
 LAYERS = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 TEXT = {**LAYERS, "vocab_size": 128, "max_position_embeddings": 64}
@@ -152,9 +152,10 @@ class Point:
 
     @property
     def holds(self) -> bool:
-        """Whether every promise is kept."""
+        """Whether every promise is kept: the plan to 1 %, because an op's workspace is measured, and not the same every time."""
         within = self.measured_bytes <= self.budget_bytes + 64
-        return within and close(self.measured_bytes, self.planned_bytes) and not self.differs
+        as_planned = abs(self.measured_bytes - self.planned_bytes) <= max(64, self.planned_bytes // 100)
+        return within and as_planned and not self.differs
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
