@@ -22,6 +22,7 @@ from checkmate.torch.compat import (
     profiler_running,
     run_and_save_rng_state,
     run_with_rng_state,
+    value_at_largest,
 )
 from checkmate.torch.optimizers import UPDATE, updates_of
 from checkmate.torch.roofline import estimate_ns
@@ -131,7 +132,7 @@ def _describe(argument: Any) -> str:
         if isinstance(value, torch.Tensor):
             shape, stride = _layout(value)
             return f"{value.dtype}{shape}{stride}@{value.device.type}"
-        return f"sym {value}"
+        return f"sym {_real(value)}"
     if isinstance(argument, (list, tuple)):
         return "(" + ",".join(_describe(a) for a in argument) + ")"
     if isinstance(argument, dict):
@@ -166,7 +167,7 @@ def _real(value: Any) -> Any:
             flat.fill_(value.dtype is torch.bool)
         return flat.as_strided(shape, stride)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.hint
+        return value_at_largest(value)
     if isinstance(value, (list, tuple)):
         return type(value)(_real(v) for v in value)
     return value

@@ -72,7 +72,7 @@ class Step:
     result: Result
     whole: bool
 
-    def __init__(self, recipe: Recipe, example: Example, options: Options) -> None:
+    def __init__(self, recipe: Recipe, example: Example, options: Options, *, dynamic: bool = False) -> None:
         self.whole = recipe.whole
         self._finish = recipe.finish
         self._armed = False
@@ -85,7 +85,7 @@ class Step:
             now = replace(options, plan=given if not self._planned else None)
             return compile_graph(gm, inputs, now, hooks)
 
-        self._run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
+        self._run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=dynamic)
         with contextlib.suppress(_Done):
             self._batch(example)
         capture, result = self._planned[0]
@@ -141,6 +141,7 @@ def compile(  # noqa: A001 - torch's own word for it
     reserve: Amount = 0,
     accumulate: bool = False,
     costs: CostSource = "measured",
+    dynamic: bool = False,
 ) -> Step:
     """A training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
 
@@ -169,6 +170,8 @@ def compile(  # noqa: A001 - torch's own word for it
         reserve: Memory to leave besides the optimizer's state, which is reserved for anyway.
         accumulate: Whether gradients stay from step to step; without an optimizer, and unless the caller clears them, they do.
         costs: Where costs come from.
+        dynamic: Whether one plan, made for the sizes of the example, serves all batches that are no larger; otherwise
+            every shape is compiled and planned for itself.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -196,7 +199,7 @@ def compile(  # noqa: A001 - torch's own word for it
     )
     example = _checked(example, loss)
     recipe = _recipe(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm)
-    return Step(recipe, example, options)
+    return Step(recipe, example, options, dynamic=dynamic)
 
 
 def capture(
