@@ -140,6 +140,7 @@ def compile_graph(
         plan=hooks.plan or functools.partial(_plan, options=options, in_flight_bytes=in_flight),
         hold_outputs=options.outputs == "held",
         split_convolutions=options.split_convolutions,
+        respect=options.checkpoints == "respected",
         no_recompute=frozenset(options.no_recompute),
         extra_resident_bytes=options.reserve_bytes + gradients + elsewhere,
         on_planned=planned,

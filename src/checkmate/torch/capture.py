@@ -10,8 +10,9 @@ from typing import Any
 from torch import fx
 
 from checkmate.core.graph import Graph, Op
+from checkmate.torch.checkpoints import FORWARD_ONLY
 from checkmate.torch.classify import Facts, facts, names, reads, trains_batch_norm
-from checkmate.torch.compat import is_tangent
+from checkmate.torch.compat import is_tangent, run_with_rng_state
 from checkmate.torch.optimizers import UPDATE
 from checkmate.torch.ordering import Mutators, mutators, order_pairs, overwriters
 from checkmate.torch.rng import state_bytes
@@ -140,6 +141,7 @@ class _Builder:
         self.backward_outputs = [o for o in outputs[self.num_fwd_outputs :] if isinstance(o, fx.Node)]
         self.drafts: dict[fx.Node, _Draft] = {}  # node, getitems included -> its op
         self.values = Values()
+        self.boundary: int | None = None
 
     def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
         resident = self.values.externals(self.nodes) + extra_resident_bytes
@@ -147,7 +149,7 @@ class _Builder:
         needed = self._needed()
         forward = [d for d in self._unique() if (self.whole or not d.backward) and d.node in needed]
         backward = [d for d in self._unique() if not self.whole and d.backward and d.node in needed]
-        boundary = None if self.whole else len(forward)
+        boundary = self.boundary = None if self.whole else len(forward)
         made = [self.values.outputs(d.node, d.getitems) for d in forward]
         tangents = self.values.tangents(self.nodes)
         made += [self.values.outputs(d.node, d.getitems) for d in backward]
@@ -225,14 +227,17 @@ class _Builder:
     def _op(self, draft: _Draft, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
         node = draft.node
         later = set[int]() if trains_batch_norm(node) else {o for o in overwriters(node, known) if o > me}
+        if node.meta.get(FORWARD_ONLY) and self.boundary is not None:
+            later.add(self.boundary)
         replay = state_bytes(node) if draft.facts.random and not draft.facts.pinned else 0
+        replayed = state_bytes(node) if node.target is run_with_rng_state else 0
         return Op(
             name=node.name,
             inputs=self.values.read_by(node),
             outputs=outputs,
             cost=cost.cost_ns,
             # While a state is replayed the generator's own is put aside.
-            workspace_bytes=cost.workspace_bytes + replay,
+            workspace_bytes=cost.workspace_bytes + replay + replayed,
             replay_bytes=replay,
             recomputable=not (
                 draft.facts.pinned

@@ -21,7 +21,7 @@ from checkmate.torch.backend import Hooks, compile_graph
 from checkmate.torch.capture import Capture
 from checkmate.torch.compat import Carrier, Unsupported, dynamo_config
 from checkmate.torch.optimizers import Updates, state_bytes, why_not
-from checkmate.torch.options import CostSource, Options, Outputs
+from checkmate.torch.options import Checkpoints, CostSource, Options, Outputs
 from checkmate.torch.programs import Loss, Program, cut_evenly, forward_program, step_program
 
 _log = logging.getLogger("checkmate.torch")
@@ -140,6 +140,7 @@ def compile(  # noqa: A001 - torch's own word for it
     outputs: Outputs = "held",
     reserve: Amount = 0,
     accumulate: bool = False,
+    checkpoints: Checkpoints = "hints",
     costs: CostSource = "measured",
     dynamic: bool = False,
 ) -> Step:
@@ -169,6 +170,8 @@ def compile(  # noqa: A001 - torch's own word for it
         outputs: Whether the prediction is held until the backward is over; in a whole step it is.
         reserve: Memory to leave besides the optimizer's state, which is reserved for anyway.
         accumulate: Whether gradients stay from step to step; without an optimizer, and unless the caller clears them, they do.
+        checkpoints: Whether regions under ``torch.utils.checkpoint`` are computed again in any case. Not in a whole step:
+            it is where the backward begins that nothing of them may be held.
         costs: Where costs come from.
         dynamic: Whether one plan, made for the sizes of the example, serves all batches that are no larger; otherwise
             every shape is compiled and planned for itself.
@@ -195,8 +198,13 @@ def compile(  # noqa: A001 - torch's own word for it
         outputs=outputs,
         reserve=_with_state(reserve, optimizer),
         accumulate=accumulate,
+        checkpoints=checkpoints,
         costs=costs,
     )
+    if checkpoints == "respected":
+        if whole:
+            raise OptionError("checkpoints='respected' cannot be in a whole step", hint="leave out whole=True")
+        whole = False
     example = _checked(example, loss)
     recipe = _recipe(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm)
     return Step(recipe, example, options, dynamic=dynamic)
