@@ -218,6 +218,22 @@ def test_a_budget_decides_on_the_rest() -> None:
     assert planned[-1][1].peak_bytes <= planned[-1][1].budget_bytes
 
 
+def test_regions_of_every_size() -> None:
+    """Respected, under a budget, with one plan for all sizes up to the largest."""
+    model, forward = one_after_the_other()
+    batches = [torch.randn(rows, 64) for rows in (256, 96, 160)]
+    keep_all, _ = compiled(lambda x: forward(x).square().mean(), dynamic=True)
+    references = [observe(model, lambda x=x: keep_all(x)) for x in batches]
+    torch._dynamo.reset()
+    run, planned = compiled(
+        lambda x: forward(x).square().mean(), dynamic=True, checkpoints="respected", budget="90%", time_limit_s=3
+    )
+    assert [r.differs(observe(model, lambda x=x: run(x))) for r, x in zip(references, batches, strict=True)] == [[], [], []]
+    assert len(planned) == 1
+    assert _again(planned)
+    assert close(measure_peak(lambda: run(batches[0]).backward()), planned_bytes(planned))
+
+
 def test_a_step_respects_regions_too() -> None:
     """Then the optimizer steps after the backward: a whole step has no boundary to hold nothing over."""
     parts, forward = one_after_the_other()

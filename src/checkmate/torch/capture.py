@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
+from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph, Op
 from checkmate.torch.checkpoints import FORWARD_ONLY
 from checkmate.torch.classify import Facts, facts, names, reads, trains_batch_norm
@@ -108,7 +110,7 @@ def capture_joint(
         name: Name of the graph.
 
     Raises:
-        GraphError: A size depends on data.
+        GraphError: A size depends on data, or a tensor is sparse.
     """
     return _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
 
@@ -116,6 +118,16 @@ def capture_joint(
 def _outputs(joint: fx.GraphModule) -> Sequence[Any]:
     output = next(iter(reversed(joint.graph.nodes)))
     return output.args[0]
+
+
+def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
+    for node in nodes:
+        if any(tensor.layout is not torch.strided for tensor in leaves(node.meta.get("val"))):
+            raise GraphError(
+                f"{node.name!r} ({source_of(node)}) is a sparse tensor: how much memory it takes depends on the data",
+                hint="make the gradients of embeddings dense: nn.Embedding(..., sparse=False); or keep what makes it out of "
+                "the graph, by torch.compiler.disable(embedding)",
+            )
 
 
 @dataclass(eq=False, slots=True)
@@ -144,6 +156,7 @@ class _Builder:
         self.boundary: int | None = None
 
     def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
+        _refuse_sparse(self.nodes)
         resident = self.values.externals(self.nodes) + extra_resident_bytes
         self._draft()
         needed = self._needed()

@@ -69,7 +69,13 @@ class Profiler:
             # Another process may have measured the same op meanwhile: what is in the store counts.
             self.known.update(self.store.get(missing))
             _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
-        return [OpCost(*(self.known[k] if k is not None else (estimate_ns(n), 0))) for k, n in zip(keys, nodes, strict=True)]
+        return [OpCost(*(self.known[k] if k is not None else _alone(n))) for k, n in zip(keys, nodes, strict=True)]
+
+
+def _alone(node: fx.Node) -> tuple[int, int]:
+    """Nanoseconds and workspace of what cannot be run alone: gloo, which serves the CPU, copies what a collective returns."""
+    copied = is_collective(node) and not _on_cuda(node)
+    return estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0
 
 
 def signature(node: fx.Node) -> str | None:

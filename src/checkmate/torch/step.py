@@ -50,11 +50,13 @@ class Recipe:
         program: What is traced.
         finish: What is done with what it returns.
         whole: Whether the updates are in the program.
+        micro_batches: Equal parts that the program cuts a batch into.
     """
 
     program: Program
     finish: Finish
     whole: bool
+    micro_batches: int = 1
 
 
 class Step:
@@ -75,6 +77,7 @@ class Step:
     def __init__(self, recipe: Recipe, example: Example, options: Options, *, dynamic: bool = False) -> None:
         self.whole = recipe.whole
         self._finish = recipe.finish
+        self._micro_batches = recipe.micro_batches
         self._armed = False
         self._planned: list[tuple[Capture, Result]] = []
         hooks = Hooks(planned=self._note, gate=self._gate, inference=False, whole=recipe.whole)
@@ -105,7 +108,9 @@ class Step:
 
         Raises:
             CheckmateError: A new shape for which no plan keeps the budget.
+            OptionError: The batch cannot be cut into ``micro_batches`` equal parts.
         """
+        cut_evenly(kwargs or args, self._micro_batches)
         return self._finish(functools.partial(self._batch, kwargs or args))
 
     def _batch(self, batch: Example) -> Any:
@@ -281,7 +286,7 @@ def _recipe(
         program = step_program(forward, updates, micro_batches=micro_batches, clip_norm=clip_norm)
         if clip_norm is not None:
             _log.info("clip_norm needs the norm of all gradients: none can be used before the last is there")
-        return Recipe(program, functools.partial(_finish_whole, updates), whole=True)
+        return Recipe(program, functools.partial(_finish_whole, updates), whole=True, micro_batches=micro_batches)
     if whole or micro_batches > 1:
         what = "whole=True" if whole else f"micro_batches={micro_batches} needs a whole step, which"
         raise OptionError(f"{what} cannot be: {reason}", hint="give an optimizer of torch.optim, such as AdamW, all parameters")
