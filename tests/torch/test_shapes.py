@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkmate.torch
-from checkmate import InfeasibleBudgetError, Plan
+from checkmate import InfeasibleBudgetError
 from checkmate.torch import measure_peak
 from checkmate.torch.coordinator import IN_FLIGHT
 from tests.torch.networks import NETWORKS, Transformer, input_of, mlp
@@ -50,15 +50,14 @@ def test_one_compilation_serves_three_sizes(name: str) -> None:
     assert sorted(peaks) == [peaks[1], peaks[2], peaks[0]]
 
 
-@pytest.mark.parametrize("share", ["85%", pytest.param("70%", marks=pytest.mark.slow)])
-def test_the_largest_size_that_is_announced_is_planned_for(share: str) -> None:
+def test_the_largest_size_that_is_announced_is_planned_for() -> None:
     """The first batch is the smallest; the budget holds at the largest, which comes last."""
     model, largest = Transformer(layers=1), 128
     batches = [torch.randn(rows, 16, 32) for rows in (32, 64, largest)]
     keep_all, _ = compiled(lambda x: model(x).square().mean(), dynamic=False)
     references = [observe(model, lambda x=x: keep_all(x)) for x in batches]
     torch._dynamo.reset()
-    run, planned = compiled(lambda x: model(x).square().mean(), budget=share, **QUICK)
+    run, planned = compiled(lambda x: model(x).square().mean(), budget="85%", **QUICK)
     torch._dynamo.mark_dynamic(batches[0], 0, min=2, max=largest)
     assert [r.differs(observe(model, lambda x=x: run(x))) for r, x in zip(references, batches, strict=True)] == [[], [], []]
     assert len(planned) == 1
@@ -150,6 +149,24 @@ def test_two_dynamic_dimensions_and_sizes_in_the_arithmetic() -> None:
     assert close(measure_peak(lambda: run(batches[0]).backward()), planned_bytes(planned))
 
 
+def test_a_number_is_bounded_only_where_it_is_a_size() -> None:
+    """A counter may grow without another compilation; a length that is cut to may not outgrow its plan."""
+    model, x = mlp(2), torch.randn(256, 64)
+    run, planned = compiled(lambda x, n: (model(x) * n).square().mean() / n, dynamic=True, budget="80%", **QUICK)
+    for n in (5, 6, 700):
+        reference = observe(model, lambda n=n: (model(x) * n).square().mean() / n)
+        assert reference.differs(observe(model, lambda n=n: run(x, n))) == []
+    assert len(planned) == 1
+    torch._dynamo.reset()
+    run, planned = compiled(lambda x, n: model(x[:n]).square().mean(), dynamic=True, budget="80%", **QUICK)
+    for n, count in ((100, 1), (50, 1), (200, 2)):
+        run(x, n).backward()
+        model.zero_grad(set_to_none=True)
+        assert len(planned) == count
+        assert measure_peak(lambda n=n: run(x, n).backward()) <= planned_bytes(planned) + 64
+        model.zero_grad(set_to_none=True)
+
+
 def test_graphs_that_share_a_budget_share_it_at_every_size() -> None:
     """A graph break under dynamic shapes: divided once, at the largest."""
     first, second = mlp(3), mlp(3)
@@ -196,18 +213,18 @@ def test_a_step_for_every_size_up_to_its_example(whole: bool, caplog: pytest.Log
         step = checkmate.torch.compile(model, loss, optimizer, example=(ids, y), whole=whole, dynamic=dynamic, **options)
         torch.manual_seed(1)
         losses = [step(ids[:rows], y[:rows])[1] for rows in (256, 96, 160)]
-        peak = measure_peak(lambda: step(ids, y)) if options else 0
-        assert peak <= step.result.peak_bytes - step.graph.resident_bytes + 64
-        return [*losses, *copy.deepcopy(list(model.parameters())), *_states(optimizer)], step
+        left = copy.deepcopy([*losses, *model.parameters(), *_states(optimizer), torch.get_rng_state()])
+        if options:
+            assert measure_peak(lambda: step(ids, y)) <= step.result.peak_bytes - step.graph.resident_bytes + 64
+        return left, step
 
     expected, _ = trained(dynamic=True)
     caplog.clear()
     found, step = trained(dynamic=True, budget="70%", **QUICK)
     assert "a new shape was compiled" not in caplog.text
-    assert isinstance(step.plan, Plan)
     assert len(step.plan.order) > len(set(step.plan.order))
-    losses = 3
-    assert all(torch.equal(a, b) for a, b in zip(expected[:losses], found[:losses], strict=True))
+    assert len(found) > 30
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -44,6 +44,7 @@ __all__ = [
     "Unsupported",
     "aot_autograd",
     "as_boxed",
+    "bound_by_hint",
     "boxed",
     "default_partition",
     "detect_fake_mode",
@@ -216,6 +217,15 @@ def _constraints(symbol: torch.SymInt) -> list[Any]:
             if isinstance(size, torch.SymInt) and size.node.expr == node.expr:
                 found.append(constraint)
     return found
+
+
+def bound_by_hint(number: torch.SymInt) -> None:
+    """Guard every symbol in a number that has no upper bound to be at most what it is."""
+    env = number.node.shape_env
+    sizes = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # before 2.13
+    for symbol in number.node.expr.free_symbols:
+        if env.var_to_range[symbol].upper is int_oo:
+            env.evaluate_expr(sympy.Le(symbol, sizes[symbol]))
 
 
 def value_at_largest(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool | None:

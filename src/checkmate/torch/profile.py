@@ -173,7 +173,8 @@ def _real(value: Any) -> Any:
             flat.fill_(value.dtype is torch.bool)
         return flat.as_strided(shape, stride)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value_at_largest(value)
+        largest = value_at_largest(value)
+        return value.node.hint if largest is None else largest
     if isinstance(value, (list, tuple)):
         return type(value)(_real(v) for v in value)
     return value

@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from checkmate.torch.compat import dynamo_config, is_guessed, largest_asked
+from checkmate.torch.compat import bound_by_hint, dynamo_config, is_guessed, largest_asked
 
 _log = logging.getLogger("checkmate.torch")
 
 
 def settle_shapes(example_inputs: Sequence[Any]) -> None:
-    """Bound every symbol among the sizes of some inputs, so that its largest value is known.
+    """Bound every symbol among the sizes of some tensors, so that its largest value is known.
 
     A dimension that ``torch._dynamo.mark_dynamic(x, dim, min=2, max=...)`` bounds keeps its range. Others that the user asked
     to be dynamic are bounded by the size at hand. Those that torch made dynamic by itself, since their size
-    changed, are guarded to be what they are: nobody asked to share a plan.
+    changed, are guarded to be what they are: nobody asked to share a plan. Numbers that are given as they are may
+    grow freely, unless they turn out to be sizes (`checkmate.torch.sizes`).
     """
     guessed: dict[str, int] = {}
     bounded: dict[str, int] = {}
     for symbol in _symbols(example_inputs):
         if is_guessed(symbol):
             guessed[str(symbol)] = int(symbol)
-        elif largest_asked(symbol) is None:
-            size = symbol.node.hint
-            if size is not None and bool(symbol <= size):  # a guard
-                bounded[str(symbol)] = size
+        elif largest_asked(symbol) is None and symbol.node.hint is not None:
+            bound_by_hint(symbol)
+            bounded[str(symbol)] = symbol.node.hint
     if guessed:
         _log.warning(
             "shapes changed and are planned for as they are (%s): each new shape costs another compilation and solve; "
@@ -47,10 +47,11 @@ def settle_shapes(example_inputs: Sequence[Any]) -> None:
 
 
 def _symbols(example_inputs: Sequence[Any]) -> list[torch.SymInt]:
+    """Symbols of the inputs, those of numbers only where they were guessed."""
     found: dict[str, torch.SymInt] = {}
     for value in example_inputs:
-        sizes: Sequence[Any] = [value]
+        sizes = [value] if isinstance(value, torch.SymInt) and is_guessed(value) else []
         if isinstance(value, torch.Tensor):
-            sizes = (*value.shape, *value.stride(), value.storage_offset())
+            sizes = [*value.shape, *value.stride(), value.storage_offset()]
         found.update((str(s), s) for s in sizes if isinstance(s, torch.SymInt) and s.node.expr.is_Symbol)
     return list(found.values())

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import GraphError
-from checkmate.torch.compat import largest_value, value_at_largest
+from checkmate.torch.compat import bound_by_hint, largest_value, value_at_largest
 
 CUDA_GRANULE = 512
 """Bytes to which the CUDA allocator rounds a request."""
@@ -46,25 +46,25 @@ def concrete(number: int | torch.SymInt) -> int:
     Raises:
         GraphError: The size depends on data.
     """
-    return number if isinstance(number, int) else _known(number, value_at_largest(number))
+    return number if isinstance(number, int) else _known(number, value_at_largest)
 
 
 def _most(number: int | torch.SymInt) -> int:
     # 1024 - n is not at its most where n is.
-    return number if isinstance(number, int) else _known(number, largest_value(number))
+    return number if isinstance(number, int) else _known(number, largest_value)
 
 
-def _known(number: torch.SymInt, value: float | None) -> int:
+def _known(number: torch.SymInt, value_of: Callable[[torch.SymInt], float | None]) -> int:
     if number.node.hint is None:
         raise GraphError(
             f"the size {number} depends on the data: how much memory the step takes cannot be known before it runs",
             hint="keep data-dependent shapes out of the compiled function",
         )
-    if value is None:
-        raise GraphError(
-            f"the size {number} has no largest value: how much memory the step takes at most is not known",
-            hint="compile without dynamic shapes, or bound the size: torch._dynamo.mark_dynamic(x, dim, min=2, max=...)",
-        )
+    value = value_of(number)
+    if value is None:  # a number that the user gave has become a size: x[:n]
+        bound_by_hint(number)
+        value = value_of(number)
+    assert value is not None
     return int(value)
 
 
