@@ -107,12 +107,14 @@ def observe(model: nn.Module, run: Callable[[], Any], steps: int = 2) -> Observe
     return found
 
 
-def compiled(fn: Callable[..., Any], *, fullgraph: bool = True, **options: Any) -> tuple[Callable[..., Any], Planned]:
+def compiled(
+    fn: Callable[..., Any], *, fullgraph: bool = True, dynamic: bool | None = None, **options: Any
+) -> tuple[Callable[..., Any], Planned]:
     """A function compiled by the backend, and the list that its plans are noted in."""
     planned: Planned = []
     hooks = Hooks(planned=lambda capture, result: planned.append((capture, result)))
     backend = functools.partial(compile_graph, options=Options(**options), hooks=hooks)
-    return torch.compile(fn, backend=backend, fullgraph=fullgraph), planned
+    return torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=dynamic), planned
 
 
 def planned_bytes(planned: Planned) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import checkmate
 from checkmate import InfeasibleBudgetError, OptionError, UnitError, WrongGraphError
 from checkmate.torch import GraphBreakError
 from tests.torch.networks import Cnn, input_of, mlp
-from tests.torch.steps import compiled
+from tests.torch.steps import ROOMY, Forgetful, compiled, observe, recomputes
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,32 @@ def test_a_step_without_gradients_is_refused() -> None:
     model, x = mlp().requires_grad_(False), input_of("dropout")
     with pytest.raises(checkmate.GraphError, match="nothing in this step requires a gradient"):
         checkmate.torch.capture(model, nn.functional.mse_loss, example=(x, x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_sparse_gradients_are_refused_and_the_hint_works() -> None:
+    """How many rows a sparse gradient has depends on the data. Out of the graph, the embedding keeps its own."""
+    table, model = nn.Embedding(100, 64, sparse=True), mlp()
+    both, ids = nn.ModuleList([table, model]), torch.arange(512).view(64, 8) % 90
+
+    def loss(embed: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return model(embed(ids)).square().mean()
+
+    with pytest.raises(checkmate.GraphError, match="is a sparse tensor") as caught:
+        compiled(lambda: loss(table))[0]()
+    assert "torch.compiler.disable(embedding)" in str(caught.value.hint)
+    torch._dynamo.reset()
+    outside = torch.compiler.disable(table)
+    eager = observe(both, lambda: loss(table))
+    run, planned = compiled(lambda: loss(outside), fullgraph=False, budget=ROOMY, solver=Forgetful())
+    found = observe(both, run)
+    for result in (eager, found):
+        result.gradients[:] = [None if g is None else g.to_dense() for g in result.gradients]
+    assert eager.differs(found) == []
+    assert recomputes(planned) > 5
+    run().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
 
 
 def test_double_backward_is_refused_by_torch() -> None:

@@ -214,6 +214,8 @@ def test_micro_batches_accumulate_inside_one_step() -> None:
         peaks.append(step.result.peak_bytes)
     assert same(outcome, reference)
     assert peaks[1] < peaks[0]
+    with pytest.raises(OptionError, match="does not cut a batch of 3 rows into equal parts"):
+        step(X[:3], Y[:3])  # the mean of unequal parts would be another loss
 
 
 class Own(torch.optim.SGD):

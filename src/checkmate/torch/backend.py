@@ -26,7 +26,6 @@ from checkmate.torch.compat import (
     aot_autograd,
     as_boxed,
     boxed,
-    dynamo_config,
     forgetting_this_frame,
     functorch_config,
 )
@@ -38,7 +37,8 @@ from checkmate.torch.planning import plan_graph
 from checkmate.torch.profile import Profiler
 from checkmate.torch.regions import inline_regions
 from checkmate.torch.roofline import estimated
-from checkmate.torch.sizes import unique_bytes
+from checkmate.torch.shapes import settle_shapes
+from checkmate.torch.sizes import present_bytes, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
 _SCALAR_BYTES = 16
@@ -104,7 +104,7 @@ def compile_graph(
         CheckmateError: No plan keeps the budget; carried through Dynamo, so that the user sees it as it is.
     """
     hooks = Hooks() if hooks is None else hooks
-    _specialise(example_inputs)
+    settle_shapes(example_inputs)
     inline_regions(gm)
     accounts: list[Account] = []
     gradients = gradient_bytes(example_inputs, options.accumulate)
@@ -140,6 +140,7 @@ def compile_graph(
         plan=hooks.plan or functools.partial(_plan, options=options, in_flight_bytes=in_flight),
         hold_outputs=options.outputs == "held",
         split_convolutions=options.split_convolutions,
+        respect=options.checkpoints == "respected",
         no_recompute=frozenset(options.no_recompute),
         extra_resident_bytes=options.reserve_bytes + gradients + elsewhere,
         on_planned=planned,
@@ -239,26 +240,5 @@ def elsewhere_bytes(example_inputs: Sequence[Any], options: Options) -> int:
     )
     if device is None or device.type != "cuda":
         return 0
-    seen = unique_bytes(tensors) + gradient_bytes(example_inputs, accumulate=False)
+    seen = unique_bytes(tensors, present_bytes) + gradient_bytes(example_inputs, accumulate=False)
     return max(0, torch.cuda.memory_allocated(device) - seen)
-
-
-def _specialise(example_inputs: Sequence[Any]) -> None:
-    """Guard on the sizes at hand, so that every new shape is planned for itself.
-
-    A plan is exact for one shape only. Dynamo compiles anew, and with it plans anew, when another comes.
-    """
-    sizes: dict[str, int] = {}
-    for value in example_inputs:
-        symbols = [value] if isinstance(value, torch.SymInt) else []
-        if isinstance(value, torch.Tensor):
-            symbols = [s for s in (*value.shape, *value.stride(), value.storage_offset()) if isinstance(s, torch.SymInt)]
-        sizes.update((str(s), int(s)) for s in symbols)
-    if sizes:
-        _log.warning(
-            "shapes changed and are planned for as they are (%s): each new shape costs another compilation and solve; "
-            "after %d of them torch compiles no more, and the rest runs without a plan unless "
-            "torch._dynamo.config.fail_on_recompile_limit_hit is set",
-            ", ".join(map(str, sizes.values())),
-            dynamo_config.recompile_limit,
-        )

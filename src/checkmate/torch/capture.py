@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
+from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph, Op
+from checkmate.torch.checkpoints import FORWARD_ONLY
 from checkmate.torch.classify import Facts, facts, names, reads, trains_batch_norm
-from checkmate.torch.compat import is_tangent
+from checkmate.torch.compat import is_tangent, run_with_rng_state
 from checkmate.torch.optimizers import UPDATE
 from checkmate.torch.ordering import Mutators, mutators, order_pairs, overwriters
 from checkmate.torch.rng import state_bytes
@@ -107,7 +110,7 @@ def capture_joint(
         name: Name of the graph.
 
     Raises:
-        GraphError: A size depends on data.
+        GraphError: A size depends on data, or a tensor is sparse.
     """
     return _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
 
@@ -115,6 +118,16 @@ def capture_joint(
 def _outputs(joint: fx.GraphModule) -> Sequence[Any]:
     output = next(iter(reversed(joint.graph.nodes)))
     return output.args[0]
+
+
+def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
+    for node in nodes:
+        if any(tensor.layout is not torch.strided for tensor in leaves(node.meta.get("val"))):
+            raise GraphError(
+                f"{node.name!r} ({source_of(node)}) is a sparse tensor: how much memory it takes depends on the data",
+                hint="make the gradients of embeddings dense: nn.Embedding(..., sparse=False); or keep what makes it out of "
+                "the graph, by torch.compiler.disable(embedding)",
+            )
 
 
 @dataclass(eq=False, slots=True)
@@ -140,14 +153,16 @@ class _Builder:
         self.backward_outputs = [o for o in outputs[self.num_fwd_outputs :] if isinstance(o, fx.Node)]
         self.drafts: dict[fx.Node, _Draft] = {}  # node, getitems included -> its op
         self.values = Values()
+        self.boundary: int | None = None
 
     def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
+        _refuse_sparse(self.nodes)
         resident = self.values.externals(self.nodes) + extra_resident_bytes
         self._draft()
         needed = self._needed()
         forward = [d for d in self._unique() if (self.whole or not d.backward) and d.node in needed]
         backward = [d for d in self._unique() if not self.whole and d.backward and d.node in needed]
-        boundary = None if self.whole else len(forward)
+        boundary = self.boundary = None if self.whole else len(forward)
         made = [self.values.outputs(d.node, d.getitems) for d in forward]
         tangents = self.values.tangents(self.nodes)
         made += [self.values.outputs(d.node, d.getitems) for d in backward]
@@ -225,14 +240,17 @@ class _Builder:
     def _op(self, draft: _Draft, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
         node = draft.node
         later = set[int]() if trains_batch_norm(node) else {o for o in overwriters(node, known) if o > me}
+        if node.meta.get(FORWARD_ONLY) and self.boundary is not None:
+            later.add(self.boundary)
         replay = state_bytes(node) if draft.facts.random and not draft.facts.pinned else 0
+        replayed = state_bytes(node) if node.target is run_with_rng_state else 0
         return Op(
             name=node.name,
             inputs=self.values.read_by(node),
             outputs=outputs,
             cost=cost.cost_ns,
             # While a state is replayed the generator's own is put aside.
-            workspace_bytes=cost.workspace_bytes + replay,
+            workspace_bytes=cost.workspace_bytes + replay + replayed,
             replay_bytes=replay,
             recomputable=not (
                 draft.facts.pinned

@@ -50,6 +50,8 @@ def facts(node: torch.fx.Node) -> Facts:
     """What is known of the op of a ``call_function`` node."""
     target = node.target
     must_save = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+    if target is run_and_save_rng_state:
+        return Facts(random=True, mutates=(), effect=False, sequenced=False, pinned=True)
     if isinstance(target, HigherOrderOperator):
         inside = [facts(n) for body in _bodies(node) for n in body.graph.nodes if n.op == "call_function"]
         effect = "effects" in target.name() or any(f.effect for f in inside)

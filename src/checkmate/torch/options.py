@@ -17,6 +17,7 @@ from checkmate.solvers.session import Solver
 
 Outputs = Literal["held", "released"]
 CostSource = Literal["measured", "flops"]
+Checkpoints = Literal["hints", "respected"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,9 @@ class Options:
         split_convolutions: Whether the gradients of a convolution's weight and input are two ops, so that
             one can wait for the other: equal to the bit, and less memory.
         no_recompute: Names of ops that run once: ``"my_library::op"``, or ``"op"`` of any library.
+        checkpoints: What regions under ``torch.utils.checkpoint`` are: ``"hints"``, of which a plan keeps what it
+            likes, or ``"respected"``: computed again in the backward and not held for it, the planner deciding on
+            the rest. What selective checkpointing must save is computed once either way.
         costs: ``"measured"`` on the device, or ``"flops"``: estimated, with no workspace.
     """
 
@@ -53,6 +57,7 @@ class Options:
     accumulate: bool = False
     split_convolutions: bool = True
     no_recompute: Sequence[str] = ()
+    checkpoints: Checkpoints = "hints"
     costs: CostSource = "measured"
 
     def __post_init__(self) -> None:
@@ -60,7 +65,7 @@ class Options:
             hint = "leave it out, or give 'eager'"
             what = "is not there yet" if self.compiler == "inductor" else "is unknown"
             raise OptionError(f"compiler={self.compiler!r} {what}", hint=hint)
-        for name, kind in (("outputs", Outputs), ("costs", CostSource)):
+        for name, kind in (("outputs", Outputs), ("costs", CostSource), ("checkpoints", Checkpoints)):
             if getattr(self, name) not in get_args(kind):
                 raise OptionError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}")
         if self.time_limit_s is not None and not (isinstance(self.time_limit_s, (int, float)) and self.time_limit_s > 0):

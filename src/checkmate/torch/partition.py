@@ -34,6 +34,7 @@ class Task:
         plan: Finds the plan of a graph.
         hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
         split_convolutions: Whether a convolution's backward is made two ops.
+        respect: Whether checkpointed regions are computed again, and never held.
         no_recompute: Names of ops that run once.
         extra_resident_bytes: What is resident besides the graph's inputs.
         on_planned: Told the captured graph and its plan before anything runs.
@@ -43,6 +44,7 @@ class Task:
     plan: Callable[[Graph], Result]
     hold_outputs: bool
     split_convolutions: bool
+    respect: bool
     no_recompute: frozenset[str]
     extra_resident_bytes: int
     on_planned: Callable[[Capture, Result], None]
@@ -77,7 +79,7 @@ def partition(
         )
     began = time.perf_counter()
     capture = capture_joint(
-        prepare(joint, split_convolutions=task.split_convolutions),
+        prepare(joint, split_convolutions=task.split_convolutions, respect=task.respect, no_recompute=task.no_recompute),
         num_fwd_outputs,
         task.costs,
         hold_outputs=task.hold_outputs,

@@ -1,4 +1,4 @@
-"""Rewrites of a joint graph before it is planned: they widen the choice of plans and change no bit."""
+"""Rewrites of a joint graph before it is planned: they change the choice of plans, and no bit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx
 
+from checkmate.torch.checkpoints import respect_checkpoints
 from checkmate.torch.sizes import concrete
 
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -19,20 +20,30 @@ _LOSSES = (
 _MASK = 10  # position of `output_mask`: whether the gradients of input, weight and bias are wanted
 
 
-def prepare(joint: fx.GraphModule, *, split_convolutions: bool) -> fx.GraphModule:
+def prepare(
+    joint: fx.GraphModule,
+    *,
+    split_convolutions: bool,
+    respect: bool = False,
+    no_recompute: frozenset[str] = frozenset(),
+) -> fx.GraphModule:
     """A copy of a joint module with the rewrites applied; the original stays as it is, but for `_true_storages`.
 
     Args:
         joint: The joint module.
         split_convolutions: See `_split_convolutions`.
+        respect: Whether checkpointed regions are walls; see `respect_checkpoints`.
+        no_recompute: Names of ops that run once.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    _true_storages(graph)
     if split_convolutions:
         _split_convolutions(graph)
+    if respect:
+        respect_checkpoints(graph, no_recompute)
+    _true_storages(graph)
     graph.lint()
     return fx.GraphModule(joint, graph)
 

@@ -22,6 +22,7 @@ from checkmate.torch.compat import (
     profiler_running,
     run_and_save_rng_state,
     run_with_rng_state,
+    value_at_largest,
 )
 from checkmate.torch.optimizers import UPDATE, updates_of
 from checkmate.torch.roofline import estimate_ns
@@ -68,7 +69,13 @@ class Profiler:
             # Another process may have measured the same op meanwhile: what is in the store counts.
             self.known.update(self.store.get(missing))
             _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
-        return [OpCost(*(self.known[k] if k is not None else (estimate_ns(n), 0))) for k, n in zip(keys, nodes, strict=True)]
+        return [OpCost(*(self.known[k] if k is not None else _alone(n))) for k, n in zip(keys, nodes, strict=True)]
+
+
+def _alone(node: fx.Node) -> tuple[int, int]:
+    """Nanoseconds and workspace of what cannot be run alone: gloo, which serves the CPU, copies what a collective returns."""
+    copied = is_collective(node) and not _on_cuda(node)
+    return estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0
 
 
 def signature(node: fx.Node) -> str | None:
@@ -131,7 +138,7 @@ def _describe(argument: Any) -> str:
         if isinstance(value, torch.Tensor):
             shape, stride = _layout(value)
             return f"{value.dtype}{shape}{stride}@{value.device.type}"
-        return f"sym {value}"
+        return f"sym {_real(value)}"
     if isinstance(argument, (list, tuple)):
         return "(" + ",".join(_describe(a) for a in argument) + ")"
     if isinstance(argument, dict):
@@ -166,7 +173,8 @@ def _real(value: Any) -> Any:
             flat.fill_(value.dtype is torch.bool)
         return flat.as_strided(shape, stride)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.hint
+        largest = value_at_largest(value)
+        return value.node.hint if largest is None else largest
     if isinstance(value, (list, tuple)):
         return type(value)(_real(v) for v in value)
     return value

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from checkmate.torch.capture import OpCost
 from checkmate.torch.compat import OpOverload
-from checkmate.torch.sizes import leaves, storage_bytes, storage_key
+from checkmate.torch.sizes import concrete, leaves, storage_bytes, storage_key
 
 _log = logging.getLogger("checkmate.torch")
 _LAUNCH_NS = 2000
@@ -41,9 +44,20 @@ def _flop(node: fx.Node) -> int:
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _shaped(n.meta.get("val")))
     try:
-        return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+        return int(formula(*args, **kwargs, out_val=_shaped(node.meta.get("val"))))
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         _log.warning("no arithmetic known for %s: %s", node.target, error)
         return 0
+
+
+def _shaped(value: Any) -> Any:
+    """Traced tensors with their sizes as integers: a formula that compared symbols would leave guards behind."""
+
+    def known(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.empty([concrete(n) for n in leaf.shape], dtype=leaf.dtype, device="meta")
+        return concrete(leaf) if isinstance(leaf, torch.SymInt) else leaf
+
+    return pytree.tree_map(known, value)

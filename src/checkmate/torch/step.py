@@ -21,7 +21,7 @@ from checkmate.torch.backend import Hooks, compile_graph
 from checkmate.torch.capture import Capture
 from checkmate.torch.compat import Carrier, Unsupported, dynamo_config
 from checkmate.torch.optimizers import Updates, state_bytes, why_not
-from checkmate.torch.options import CostSource, Options, Outputs
+from checkmate.torch.options import Checkpoints, CostSource, Options, Outputs
 from checkmate.torch.programs import Loss, Program, cut_evenly, forward_program, step_program
 
 _log = logging.getLogger("checkmate.torch")
@@ -50,11 +50,13 @@ class Recipe:
         program: What is traced.
         finish: What is done with what it returns.
         whole: Whether the updates are in the program.
+        micro_batches: Equal parts that the program cuts a batch into.
     """
 
     program: Program
     finish: Finish
     whole: bool
+    micro_batches: int = 1
 
 
 class Step:
@@ -72,9 +74,10 @@ class Step:
     result: Result
     whole: bool
 
-    def __init__(self, recipe: Recipe, example: Example, options: Options) -> None:
+    def __init__(self, recipe: Recipe, example: Example, options: Options, *, dynamic: bool = False) -> None:
         self.whole = recipe.whole
         self._finish = recipe.finish
+        self._micro_batches = recipe.micro_batches
         self._armed = False
         self._planned: list[tuple[Capture, Result]] = []
         hooks = Hooks(planned=self._note, gate=self._gate, inference=False, whole=recipe.whole)
@@ -85,7 +88,7 @@ class Step:
             now = replace(options, plan=given if not self._planned else None)
             return compile_graph(gm, inputs, now, hooks)
 
-        self._run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
+        self._run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=dynamic)
         with contextlib.suppress(_Done):
             self._batch(example)
         capture, result = self._planned[0]
@@ -105,7 +108,9 @@ class Step:
 
         Raises:
             CheckmateError: A new shape for which no plan keeps the budget.
+            OptionError: The batch cannot be cut into ``micro_batches`` equal parts.
         """
+        cut_evenly(kwargs or args, self._micro_batches)
         return self._finish(functools.partial(self._batch, kwargs or args))
 
     def _batch(self, batch: Example) -> Any:
@@ -140,7 +145,9 @@ def compile(  # noqa: A001 - torch's own word for it
     outputs: Outputs = "held",
     reserve: Amount = 0,
     accumulate: bool = False,
+    checkpoints: Checkpoints = "hints",
     costs: CostSource = "measured",
+    dynamic: bool = False,
 ) -> Step:
     """A training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
 
@@ -168,7 +175,11 @@ def compile(  # noqa: A001 - torch's own word for it
         outputs: Whether the prediction is held until the backward is over; in a whole step it is.
         reserve: Memory to leave besides the optimizer's state, which is reserved for anyway.
         accumulate: Whether gradients stay from step to step; without an optimizer, and unless the caller clears them, they do.
+        checkpoints: Whether regions under ``torch.utils.checkpoint`` are computed again in any case. Not in a whole step:
+            it is where the backward begins that nothing of them may be held.
         costs: Where costs come from.
+        dynamic: Whether one plan, made for the sizes of the example, serves all batches that are no larger; otherwise
+            every shape is compiled and planned for itself.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -192,11 +203,16 @@ def compile(  # noqa: A001 - torch's own word for it
         outputs=outputs,
         reserve=_with_state(reserve, optimizer),
         accumulate=accumulate,
+        checkpoints=checkpoints,
         costs=costs,
     )
+    if checkpoints == "respected":
+        if whole:
+            raise OptionError("checkpoints='respected' cannot be in a whole step", hint="leave out whole=True")
+        whole = False
     example = _checked(example, loss)
     recipe = _recipe(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm)
-    return Step(recipe, example, options)
+    return Step(recipe, example, options, dynamic=dynamic)
 
 
 def capture(
@@ -270,7 +286,7 @@ def _recipe(
         program = step_program(forward, updates, micro_batches=micro_batches, clip_norm=clip_norm)
         if clip_norm is not None:
             _log.info("clip_norm needs the norm of all gradients: none can be used before the last is there")
-        return Recipe(program, functools.partial(_finish_whole, updates), whole=True)
+        return Recipe(program, functools.partial(_finish_whole, updates), whole=True, micro_batches=micro_batches)
     if whole or micro_batches > 1:
         what = "whole=True" if whole else f"micro_batches={micro_batches} needs a whole step, which"
         raise OptionError(f"{what} cannot be: {reason}", hint="give an optimizer of torch.optim, such as AdamW, all parameters")

@@ -19,16 +19,18 @@ def take_updates(module: fx.GraphModule) -> None:
     overwrites; so gradients are consumed one by one.
 
     Args:
-        module: The graph of a whole step as AOTAutograd made it; changed in place. What the markers returned
-            is None afterwards.
+        module: The graph of a whole step as AOTAutograd made it; changed in place. Instead of what the markers
+            returned, it returns the loss again: with dynamic shapes AOTAutograd wants a tensor of every output.
     """
     graph = module.graph
-    for marker in graph.find_nodes(op="call_function", target=BORN):
+    markers = graph.find_nodes(op="call_function", target=BORN)
+    loss = [out for out in graph.output_node().args[0] if out not in markers][-1]  # type: ignore[union-attr]
+    for marker in markers:
         with graph.inserting_before(marker):
             update = graph.call_function(UPDATE, marker.args, {})
         update.meta = {k: v for k, v in marker.meta.items() if k != "val"}
         update.meta["val"] = None
-        marker.replace_all_uses_with(None)  # type: ignore[arg-type]
+        marker.replace_all_uses_with(loss)  # type: ignore[arg-type]
         graph.erase_node(marker)
     _hoist(graph)
     graph.lint()

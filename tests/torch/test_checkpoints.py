@@ -1,0 +1,280 @@
+"""Regions under `torch.utils.checkpoint`: hints by default, computed again and never held when that is asked for."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import checkmate.torch
+from checkmate import OptionError
+from checkmate.torch import measure_peak
+from checkmate.torch.checkpoints import FORWARD_ONLY
+from tests.torch.networks import Cnn, Transformer, input_of, mlp
+from tests.torch.steps import ROOMY, Forgetful, Planned, close, compiled, observe, planned_bytes, recomputes
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+REGIONS: dict[str, Callable[[], tuple[nn.Module, Forward]]] = {}
+"""Name -> builder of a model, and of a forward with checkpointed regions in it."""
+
+
+def regions(build: Callable[[], tuple[nn.Module, Forward]]) -> Callable[[], tuple[nn.Module, Forward]]:
+    REGIONS[build.__name__] = build
+    return build
+
+
+def blocks(count: int = 3) -> nn.ModuleList:
+    return nn.ModuleList(mlp(2) for _ in range(count))
+
+
+@regions
+def one_after_the_other() -> tuple[nn.Module, Forward]:
+    parts = blocks()
+    return parts, lambda x: functools.reduce(lambda y, part: checkpoint(part, y, use_reentrant=False), parts, x)
+
+
+@regions
+def nested_and_rest() -> tuple[nn.Module, Forward]:
+    first, inner, last = parts = blocks()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inner, first(x).tanh(), use_reentrant=False).sin()
+
+    return parts, lambda x: last(checkpoint(outer, x.exp(), use_reentrant=False).tanh())
+
+
+@regions
+def statistics() -> tuple[nn.Module, Forward]:
+    model = Cnn()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = model.stem(torch.cat([x, x, x], 1).view(128, 3, 8, 8))
+        for block in model.blocks:
+            y = y + checkpoint(block, y, use_reentrant=False)
+        return F.max_pool2d(y, 2)
+
+    return model, forward
+
+
+@regions
+def attention() -> tuple[nn.Module, Forward]:
+    model = Transformer()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x.reshape(-1, 16, 32)
+        for layer in model.layers:
+            y = checkpoint(layer, y, use_reentrant=False)
+        return y
+
+    return model, forward
+
+
+@regions
+def buffer_overwritten() -> tuple[nn.Module, Forward]:
+    part, holder = mlp(2), nn.Module()
+    holder.register_buffer("mean", torch.zeros(64))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda x: part(x * holder.mean.cos()).tanh(), x.sin(), use_reentrant=False)
+        holder.mean.lerp_(x.mean(0), 0.1)
+        return y * holder.mean.exp()
+
+    return nn.ModuleList([part, holder]), forward
+
+
+def selective(policy: Callable[..., CheckpointPolicy]) -> tuple[nn.Module, Forward]:
+    parts = blocks()
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for part in parts:
+            x = checkpoint(part, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+    return parts, forward
+
+
+@regions
+def products_saved() -> tuple[nn.Module, Forward]:
+    return selective(_save_products)
+
+
+def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("how", ["keep", "forget"])
+def test_a_respected_region_changes_no_bit(name: str, how: str) -> None:
+    """Against the same model without any budget; once with the fewest computations, once with the most."""
+    model, forward = REGIONS[name]()
+    x = input_of("dropout")
+
+    def loss() -> torch.Tensor:
+        return forward(x).square().mean()
+
+    reference = observe(model, compiled(loss)[0])
+    torch._dynamo.reset()
+    options = {} if how == "keep" else {"budget": ROOMY, "solver": Forgetful()}
+    run, planned = compiled(loss, checkpoints="respected", **options)
+    assert reference.differs(observe(model, run)) == []
+    assert _again(planned)
+    assert measure_peak(lambda: run().backward()) <= planned_bytes(planned) + 64
+
+
+def test_nothing_that_is_to_be_computed_again_is_held() -> None:
+    """Though there is room for all: a region's result is held for what comes after it, its inside never."""
+    for name, build in REGIONS.items():
+        torch._dynamo.reset()
+        model, forward = build()
+        x = input_of("dropout")
+        run, planned = compiled(lambda f=forward, x=x: f(x).square().mean(), budget=ROOMY, checkpoints="respected")
+        run().backward()
+        capture, result = planned[-1]
+        assert result.plan is not None
+        graph, members = capture.graph, capture.members
+        inside = {o for o, m in enumerate(members) if m.node is not None and m.node.meta.get(FORWARD_ONLY)}
+        results = {o for o in inside if any(_region(u) != _region(members[o].node) for u in _users(members[o].node))}
+        assert len(inside - results) >= 3, name
+        after = result.plan.order[result.plan.order.index(capture.boundary) + 1 :]
+        assert inside.isdisjoint(after), name
+        held = {v for o in after for v in graph.ops[o].inputs if graph.producer[v] not in after}
+        states = {graph.ops[o].outputs[0] for o in inside if "run_and_save_rng_state" in graph.ops[o].kind}
+        assert {graph.producer[v] for v in held - states}.isdisjoint(inside - results), name
+        model.zero_grad(set_to_none=True)
+
+
+def test_what_must_be_saved_is_computed_once() -> None:
+    """Selective checkpointing keeps the products; everything else in the region is computed again."""
+    model, forward = products_saved()
+    x = input_of("dropout")
+    for how in ("hints", "respected"):
+        torch._dynamo.reset()
+        run, planned = compiled(lambda: forward(x).mean(), budget=ROOMY, solver=Forgetful(), checkpoints=how)
+        run().backward()
+        model.zero_grad(set_to_none=True)
+        capture, result = planned[-1]
+        order = [capture.graph.ops[o] for o in result.plan.order]
+        assert len([op for op in order if "addmm" in op.kind]) == 6
+        assert len([op for op in order if "gelu.default" in op.kind]) > 6
+
+
+def test_a_hint_is_nothing_where_there_is_room() -> None:
+    """By default the planner decides on everything: with room, nothing is computed twice."""
+    _, forward = one_after_the_other()
+    x = input_of("dropout")
+    run, planned = compiled(lambda: forward(x).square().mean(), budget=ROOMY)
+    run().backward()
+    assert _again(planned) == []
+    assert recomputes(planned) == 0
+
+
+def test_regions_take_what_eager_checkpointing_takes() -> None:
+    """With dropout inside, without a budget: about the same memory for the same wish, where keeping all takes thrice as much."""
+    model = blocks(6)
+    x = input_of("dropout", 8192)
+
+    def loss() -> torch.Tensor:
+        y = x
+        for part in model:
+            y = checkpoint(part, y, use_reentrant=False)
+        return y.square().mean()
+
+    eager = measure_peak(lambda: loss().backward())
+    model.zero_grad(set_to_none=True)
+    run, planned = compiled(loss, checkpoints="respected")
+    run().backward()
+    model.zero_grad(set_to_none=True)
+    measured = measure_peak(lambda: run().backward())
+    assert close(measured, planned_bytes(planned))
+    assert measured <= 1.05 * eager
+
+
+def test_a_budget_decides_on_the_rest() -> None:
+    """Outside of the regions the plan may forget what it likes."""
+    regions_, rest = blocks(2), mlp(6)
+    model = nn.ModuleList([regions_, rest])
+    x = input_of("dropout", 512)
+
+    def loss() -> torch.Tensor:
+        y = rest(x)
+        for part in regions_:
+            y = checkpoint(part, y, use_reentrant=False)
+        return y.square().mean()
+
+    reference = observe(model, compiled(loss)[0])
+    torch._dynamo.reset()
+    run, planned = compiled(loss, checkpoints="respected", budget="75%", time_limit_s=5)
+    assert reference.differs(observe(model, run)) == []
+    assert recomputes(planned) > 0
+    assert close(measure_peak(lambda: run().backward()), planned_bytes(planned))
+    assert planned[-1][1].peak_bytes <= planned[-1][1].budget_bytes
+
+
+def test_regions_of_every_size() -> None:
+    """Respected, under a budget, with one plan for all sizes up to the largest."""
+    model, forward = one_after_the_other()
+    batches = [torch.randn(rows, 64) for rows in (256, 96, 160)]
+    keep_all, _ = compiled(lambda x: forward(x).square().mean(), dynamic=True)
+    references = [observe(model, lambda x=x: keep_all(x)) for x in batches]
+    torch._dynamo.reset()
+    run, planned = compiled(
+        lambda x: forward(x).square().mean(), dynamic=True, checkpoints="respected", budget="90%", time_limit_s=3
+    )
+    assert [r.differs(observe(model, lambda x=x: run(x))) for r, x in zip(references, batches, strict=True)] == [[], [], []]
+    assert len(planned) == 1
+    assert _again(planned)
+    assert close(measure_peak(lambda: run(batches[0]).backward()), planned_bytes(planned))
+
+
+def test_a_step_respects_regions_too() -> None:
+    """Then the optimizer steps after the backward: a whole step has no boundary to hold nothing over."""
+    parts, forward = one_after_the_other()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = parts
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(x)
+
+    model, x = Model(), input_of("dropout")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = checkmate.torch.compile(model, F.mse_loss, optimizer, example=(x, x), checkpoints="respected")
+    assert not step.whole
+    assert any("again" in op.name for op in step.graph.ops)
+    with pytest.raises(OptionError, match="checkpoints='respected'"):
+        checkmate.torch.compile(model, F.mse_loss, optimizer, example=(x, x), checkpoints="respected", whole=True)
+
+
+def test_an_unknown_wish_is_refused() -> None:
+    """Like every option."""
+    with pytest.raises(OptionError, match="checkpoints='ignored' is not one of hints, respected"):
+        compiled(lambda: None, checkpoints="ignored")
+
+
+def _again(planned: Planned) -> list[str]:
+    return [op.name for op in planned[-1][0].graph.ops if "again" in op.name or "run_with_rng_state" in op.name]
+
+
+def _region(node: fx.Node) -> object:
+    return node.meta.get("ac_graph_id")
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """Readers in the forward, through the picking of outputs."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        if user.target is operator.getitem:
+            found += _users(user)
+        elif user.op == "output" or "backward" not in str(user.meta.get("partitioner_tag")):
+            found.append(user)
+    return found
