@@ -30,13 +30,13 @@ def test_import_loads_nothing_heavy(module):
 
 
 def test_import_is_quick():
-    """Under 0.3 s of processor time, or on a machine that is slow just now under 2.5 times what numpy takes; the best of three."""
+    """Under 0.3 s of processor time, or, where a machine is slow just now, three times what numpy takes; the best of three."""
 
     def best_s(module: str) -> float:
         code = f"import time; began = time.process_time(); import {module}; print(time.process_time() - began)"
         return min(float(python("-c", code).stdout) for _ in range(3))
 
-    assert best_s("checkmate") < max(0.3, 2.5 * best_s("numpy"))
+    assert best_s("checkmate") < max(0.3, 3 * best_s("numpy"))
 
 
 @pytest.mark.parametrize("module", ["checkmate", "checkmate.torch", "checkmate.tf2", "checkmate.plot", "checkmate.report"])
