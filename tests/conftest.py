@@ -1,8 +1,10 @@
-"""What all tests share: how Hypothesis runs, and who needs a device."""
+"""What all tests share: how Hypothesis runs, a store of measured costs of their own, and who needs a device."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,6 +12,14 @@ from hypothesis import HealthCheck, settings
 # Solvers compile at their first call and machines are shared: time says nothing about an example.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("costs")
+        patch.setenv("CHECKMATE_CACHE", str(folder))
+        yield folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,9 +1,8 @@
-"""What the TensorFlow tests share: one thread, and a store of costs of their own."""
+"""What the TensorFlow tests share: one thread, and a clean Keras."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import keras
 import pytest
@@ -11,14 +10,6 @@ import tensorflow as tf
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("costs")
-        patch.setenv("CHECKMATE_CACHE", str(folder))
-        yield folder
 
 
 @pytest.fixture(autouse=True)

@@ -6,16 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.tf2.budgets import BUDGETS
 from tests.tf2.steps import child
-
-POINTS = {
-    "vgg19": ("97%", "92%", "87%"),
-    "resnet50": ("90%", "80%", "70%"),
-    "mobilenet": ("90%", "80%", "70%"),
-    "unet": ("95%", "90%", "85%"),
-    "transformer": ("80%", "60%", "45%"),
-}
-"""Budgets of each network: a share of what keeping everything takes above what is resident."""
 
 
 def check(point: dict[str, Any]) -> None:
@@ -41,8 +33,8 @@ def test_a_measured_peak_keeps_the_budget_in_a_fresh_process(budget: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "place"), [(name, i) for name in POINTS for i in range(3)])
+@pytest.mark.parametrize(("name", "place"), [(name, i) for name in BUDGETS for i in range(3)])
 def test_networks_keep_three_budgets_each(name: str, place: int) -> None:
     """Every network at three budgets: bitwise the chained step on one and two threads, and the plain one on one."""
     references = (["chained", "plain"], ["chained"], [])[place]
-    check(child(name=name, budget=POINTS[name][place], threads=2 if place == 1 else 1, references=references, time_limit_s=15.0))
+    check(child(name=name, budget=BUDGETS[name][place], threads=2 if place == 1 else 1, references=references, time_limit_s=15.0))

@@ -1,9 +1,8 @@
-"""What the PyTorch tests share: one thread, a store of costs of their own, and a clean Dynamo."""
+"""What the PyTorch tests share: one thread, and a clean Dynamo."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,6 @@ from checkmate.torch.coordinator import IN_FLIGHT
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("costs")
-        patch.setenv("CHECKMATE_CACHE", str(folder))
-        yield folder
 
 
 @pytest.fixture(autouse=True)

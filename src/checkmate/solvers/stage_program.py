@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
+from checkmate.solvers.reductions.fold_views import may_run_again
 from checkmate.solvers.session import Session
 from checkmate.solvers.targets import load_kernels
 
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
 def inputs_with_storage(graph: Graph) -> list[list[int]]:
     """Values each op needs; a view that is left is taken to need its storage's owner too. Shape ``[op]``."""
     return [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
-
-
-def may_run_again(problem: Problem, o: int) -> bool:
-    """Whether an op of a graph whose views are folded may be computed more than once."""
-    op = problem.graph.ops[o]
-    return op.recomputable and (op.phase == "forward" or problem.recompute == "all")
 
 
 def given_order_plan(problem: Problem, session: Session) -> list[int] | None:

@@ -250,13 +250,13 @@ class _Hunt:
             result = solve(
                 self.question.problem(batch, recompute), self.solver, limits=self._limits(most), raise_on_failure=False
             )
-            if result.plan is not None and result.cost is not None and result.cost <= most:
+            found = result.plan is not None and result.cost is not None and result.cost <= most
+            if found:
                 self.batch, self.plan = batch, result.plan
-                if result.termination.limit == "interrupt":
-                    raise KeyboardInterrupt
-                return True
             if result.termination.limit == "interrupt":
                 raise KeyboardInterrupt
+            if found:
+                return True
             if recompute == "all" and result.bound > most and self._holds_above(batch, result.bound):
                 self._prove(batch, result.bound)
                 return False

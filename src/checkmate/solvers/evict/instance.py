@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
+from checkmate.solvers.reductions.fold_views import may_run_again
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -74,7 +75,7 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
     for o, op in enumerate(graph.ops):
         if op.clobbered_by:
             last_stage[o] = min(stage[c] for c in op.clobbered_by)
-    once = [not op.recomputable or (problem.recompute == "forward" and op.phase != "forward") for op in graph.ops]
+    once = [not may_run_again(problem, o) for o in range(len(graph.ops))]
     read_start, read_values = rows(reads)
     write_start, written_values = rows(writes)
     slot = np.zeros(len(graph.values), dtype=np.int64)

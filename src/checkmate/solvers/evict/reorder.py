@@ -113,8 +113,8 @@ class _Nodes:
 
 
 @njit(cache=True, error_model="numpy")
-def _sweep(order, low, high, held, read_start, reads, make_start, makes, last, size, workspace, room, freed_at):
-    """Excess of the places ``low`` to ``high``, and what is freed after each; ``held`` is live before them."""
+def _sweep(order, low, high, held, read_start, reads, make_start, makes, last, size, workspace, room, held_after):
+    """Excess of the places ``low`` to ``high``. ``held`` is live before them; what is after each goes to ``held_after``."""
     for place in range(low, high + 1):
         node = order[place]
         for q in range(read_start[node], read_start[node + 1]):
@@ -136,7 +136,7 @@ def _sweep(order, low, high, held, read_start, reads, make_start, makes, last, s
             if last[reads[q]] == place:
                 freed += size[reads[q]]
         held -= freed
-        freed_at[place] = held
+        held_after[place] = held
     return excess
 
 

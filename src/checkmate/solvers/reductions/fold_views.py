@@ -139,6 +139,12 @@ class FoldViews:
         return out
 
 
+def may_run_again(folded: Problem, o: int) -> bool:
+    """Whether an op of a graph whose views are folded may be computed more than once."""
+    op = folded.graph.ops[o]
+    return op.recomputable and (op.phase == "forward" or folded.recompute == "all")
+
+
 def _holds_owner(graph: Graph, v: int) -> bool:
     """Whether keeping a value keeps the owner of its storage: a free view is made from the newest instance.
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.core.problem import Problem
+from checkmate.solvers.reductions.fold_views import may_run_again
 
 Words = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
@@ -52,7 +53,7 @@ def facts_of(folded: Problem) -> Facts | str:
     values, ops = len(graph.values), len(graph.ops)
     if any(value.base is not None for value in graph.values) or any(op.replay_bytes for op in graph.ops):
         return "views tied to a place, or states of random generators, are more than this search knows"
-    once = [not op.recomputable or (folded.recompute == "forward" and op.phase != "forward") for op in graph.ops]
+    once = [not may_run_again(folded, o) for o in range(ops)]
     before = [*graph.order, *(() if folded.reorder else pairwise(range(ops)))]
     sinks = [o for o, op in enumerate(graph.ops) if not any(graph.readers[v] or graph.values[v].kept for v in op.outputs)]
     tracked = {o for o in range(ops) if once[o]} | {a for a, _ in before} | {c for op in graph.ops for c in op.clobbered_by}
