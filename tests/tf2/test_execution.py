@@ -6,9 +6,11 @@ import pytest
 import tensorflow as tf
 
 import checkmate
+from checkmate.tf2.allocator import account
 from checkmate.tf2.calibrate import measure_plan
 from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.compat import grappler_off, trace_events
+from checkmate.tf2.measure import trace_allocations
 from checkmate.tf2.profile import estimated
 from checkmate.tf2.rewrite import REMAT, build_function
 from checkmate.tf2.specs import specs_of
@@ -65,3 +67,13 @@ def test_effects_run_once(planned):
     assert capture.effects
     assert all(order.count(o) == 1 for o in capture.effects)
     assert all(not capture.graph.ops[o].recomputable for o in capture.effects)
+
+
+def test_what_is_made_of_constants_alone_is_freed_as_planned(planned):
+    """The runtime would fold it before the first step and keep it for good; the regularizer's gradients are made of such."""
+    capture, plan, batch = planned
+    function = build_function(capture, plan)
+    with grappler_off():
+        function(*batch)
+        asked = trace_allocations(lambda: function(*batch)).asked_bytes
+    assert asked == pytest.approx(account(capture, plan).forwarded_bytes - capture.graph.resident_bytes, rel=0.002)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from checkmate.core.plan import Plan
-from checkmate.tf2.capture import Capture
+from checkmate.tf2.capture import Capture, base_tensor
 from checkmate.tf2.classify import SAME, static_values
 
 REMAT = "__remat"
@@ -89,6 +89,8 @@ class _Writer:
 
     def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> None:
         inputs = [self._tensor(t) for t in op.inputs]
+        if inputs and self.capture.kinds[op.name] != "constant" and all(map(self._is_constant, op.inputs)):
+            inputs[0] = self._unfolded(inputs[0], op.inputs[0])
         if chained and self.previous is not None:
             inputs.extend(self._waits(op))
         node = self.graph_def.node.add()
@@ -137,6 +139,24 @@ class _Writer:
             if not values:
                 self._add(op, op.name)
         return bool(values)
+
+    def _is_constant(self, tensor: tf.Tensor) -> bool:
+        return self.capture.kinds[base_tensor(tensor, self.capture.kinds).op.name] == "constant"
+
+    def _unfolded(self, name: str, tensor: tf.Tensor) -> str:
+        """A constant that the runtime does not take for one.
+
+        It would otherwise compute whatever has only constants as inputs before the first step, up to 10 MiB each, and keep
+        it for good: what the plan frees would stay, uncounted.
+        """
+        kept = f"{name.replace(':', '__')}__unfolded"
+        if kept not in self.constants:
+            self.constants.add(kept)
+            node = self.graph_def.node.add()
+            node.name, node.op = kept, "GuaranteeConst"  # marked as not to be optimized; hands its input on
+            node.input.append(name)
+            node.attr["T"].type = tensor.dtype.as_datatype_enum
+        return kept
 
     def _read(self, op: tf.Operation) -> str:
         """Read a variable when it is first needed: nothing changes it between then and its last use."""
