@@ -22,7 +22,7 @@ from checkmate.tf2.rewrite import Runner, build_function
 _log = logging.getLogger("checkmate.tf2")
 _ROUNDS = 8
 _TIMES = 2
-_STEPS = 3  # each step finds the free chunks that the one before has left
+_STEPS = 2  # the first leaves other free chunks than it found, and the second the same
 _ROOM = 0.02  # share of the budget that is not worth planning again for
 _HEADROOM = 0.06  # share of the budget above what is resident that is left for chunks that fall otherwise next time
 _NEAR = 0.01  # share of the budget between what is too much and what is too little that is not worth dividing
