@@ -127,7 +127,7 @@ class _Writer:
         whole = self._node("Reshape", f"{name}__whole", [written, shape], T=dtype, Tshape=tf.int32)
         self._node("AssignVariableOp", name, [handle, whole], dtype=dtype)
 
-    def _const(self, name: str, numbers: list[int]) -> str:
+    def _const(self, name: str, numbers: Sequence[int | None]) -> str:
         node = self.graph_def.node.add()
         node.name, node.op = name, "Const"
         node.attr["dtype"].type = tf.int32.as_datatype_enum
