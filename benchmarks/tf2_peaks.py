@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from fresh import answer, child, hardware, mib, versions
+
 from tests.tf2.budgets import BUDGETS
 
 HERE = Path(__file__).parent
@@ -36,6 +35,8 @@ TABLE = ROOT / "docs" / "benchmarks" / "tf2_peaks.md"
 PIECES = 6
 TOLERANCE = 0.02
 STEPS = 5
+COUNTING = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+"""Settings under which TensorFlow counts what it allocates on a CPU."""
 
 
 def main() -> int:
@@ -46,12 +47,12 @@ def main() -> int:
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("RESULT " + json.dumps(CHILDREN[options.child[0]](*options.child[1:])))
+        answer(CHILDREN[options.child[0]](*options.child[1:]))
         return 0
     rows: dict[str, Any] = json.loads(RESULTS.read_text())["networks"] if RESULTS.exists() else {}
     for name in options.networks:
         rows[name] = run_network(name, options.time_limit)
-        report = {"hardware": hardware(), "versions": versions(), "networks": rows}
+        report = {"hardware": hardware(), "versions": versions("tensorflow", "keras"), "networks": rows}
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
         TABLE.write_text(table(report))
     broken = [line for name in BUDGETS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
@@ -61,10 +62,10 @@ def main() -> int:
 
 def run_network(name: str, time_limit_s: float) -> dict[str, Any]:
     """All runs of a network, one after the other, each in a process of its own."""
-    keep = child("planned", name, "", str(time_limit_s))
+    keep = child(__file__, "planned", name, "", str(time_limit_s), **COUNTING)
     points = []
     for budget in BUDGETS[name]:
-        point = child("planned", name, budget, str(time_limit_s))
+        point = child(__file__, "planned", name, budget, str(time_limit_s), **COUNTING)
         if "refused" in point:
             points.append({"budget": budget, **point})
             print(f"{name} {budget}: {point['refused']}", flush=True)
@@ -75,19 +76,8 @@ def run_network(name: str, time_limit_s: float) -> dict[str, Any]:
             f"{mib(point['budget_bytes'])}, time {point['time_s'] / keep['time_s']:.3f}",
             flush=True,
         )
-    plain, pieces = child("plain", name), child("recompute_grad", name)
+    plain, pieces = child(__file__, "plain", name, **COUNTING), child(__file__, "recompute_grad", name, **COUNTING)
     return {"keep_all": keep, "points": points, "plain": plain, "recompute_grad": pieces}
-
-
-def child(*arguments: str) -> dict[str, Any]:
-    """Run one part in a fresh process on one thread."""
-    settings = {"OMP_NUM_THREADS": "1", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, __file__, "--child", *arguments]
-    done = subprocess.run(command, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(arguments)} failed with status {done.returncode}")
-    return json.loads(lines[-1][len("RESULT ") :])
 
 
 def build(name: str) -> tuple[Any, ...]:
@@ -242,6 +232,7 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
 
 def table(report: dict[str, Any]) -> str:
     """The page of the documentation."""
+    machine, tools = report["hardware"], report["versions"]
     lines = [
         "# Planned and measured peaks in TensorFlow",
         "",
@@ -250,7 +241,8 @@ def table(report: dict[str, Any]) -> str:
         "*passed on* the same with outputs that take over a dying input's buffer, *asked for* what TensorFlow's own trace says,",
         "*measured* the allocator's chunks. *Identical* compares predictions, losses and all variables of five steps.",
         "",
-        f"{report['hardware']}, one thread; {report['versions']}.",
+        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, "
+        f"TensorFlow {tools['tensorflow']}, Keras {tools['keras']}.",
     ]
     for name, row in report["networks"].items():
         keep, plain_row, pieces = row["keep_all"], row["plain"], row["recompute_grad"]
@@ -283,22 +275,6 @@ def table(report: dict[str, Any]) -> str:
 
 def ratio(row: dict[str, Any], keep: dict[str, Any]) -> str:
     return f"{row['time_s'] / keep['time_s']:.3f}"
-
-
-def mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.2f}"
-
-
-def hardware() -> str:
-    name = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
-    return f"{name}, {os.cpu_count()} cores"
-
-
-def versions() -> str:
-    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "keras")]
-    return f"Python {platform.python_version()}, {', '.join(packages)}"
 
 
 if __name__ == "__main__":

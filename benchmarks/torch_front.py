@@ -24,8 +24,6 @@ import functools
 import gc
 import json
 import logging
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from torch_peaks import hardware, mib, versions
+from fresh import answer, child, digest, hardware, mib, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_front.json"
@@ -71,19 +69,20 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=None)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("RESULT " + json.dumps(run(options.child, options.time_limit, options.rounds)))
+        name, limit, rounds = options.child
+        answer(run(name, float(limit), int(rounds)))
         return 0
     rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
     for name in options.models or MODELS:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, __file__, "--child", name, "--time-limit", str(options.time_limit)]
-        command += ["--rounds", str(options.rounds)]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        rows[name] = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
-        report = {"hardware": hardware(), "versions": versions(), "models": {n: rows[n] for n in MODELS if n in rows}}
+        rows[name] = child(__file__, name, str(options.time_limit), str(options.rounds))
+        report = {
+            "hardware": hardware(),
+            "versions": versions("torch", "transformers"),
+            "models": {n: rows[n] for n in MODELS if n in rows},
+        }
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
         TABLE.write_text(table(report))
         draw(name, rows[name])
@@ -247,7 +246,6 @@ def _backward(forward: Callable[[], Any]) -> Any:
 def observe(variant: Variant) -> None:
     """What it computes from a fixed seed, and its peak above what is resident."""
     import torch
-    from torch_peaks import _digest
 
     from checkmate.torch import measure_peak
 
@@ -255,7 +253,7 @@ def observe(variant: Variant) -> None:
     torch.manual_seed(1)
     loss = variant.step()
     gradients = [p.grad for p in variant.model.parameters()]
-    variant.row["bits"] = variant.row["own_bits"] = _digest(loss, *gradients, *variant.model.buffers())
+    variant.row["bits"] = variant.row["own_bits"] = digest(loss, *gradients, *variant.model.buffers())
     for key, buffer in variant.model.named_buffers():
         buffer.copy_(before[key])
     variant.model.zero_grad(set_to_none=True)

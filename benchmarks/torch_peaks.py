@@ -16,17 +16,15 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import hashlib
-import importlib.metadata
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fresh import answer, child, digest, hardware, mib, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_peaks.json"
@@ -44,15 +42,14 @@ def main() -> int:
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("RESULT " + json.dumps(CHILDREN[options.child[0]](*options.child[1:])))
+        answer(CHILDREN[options.child[0]](*options.child[1:]))
         return 0
-    sys.path.insert(0, str(HERE))
     from models import MODELS
 
     rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
     for name in options.models or MODELS:
         rows[name] = run_model(name, options.time_limit)
-        report = {"hardware": hardware(), "versions": versions(), "fractions": FRACTIONS, "models": rows}
+        report = {"hardware": hardware(), "versions": versions("torch", "transformers"), "fractions": FRACTIONS, "models": rows}
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
         TABLE.parent.mkdir(parents=True, exist_ok=True)
@@ -65,11 +62,11 @@ def main() -> int:
 def run_model(name: str, time_limit_s: float) -> dict[str, Any]:
     """All runs of a model."""
     with tempfile.TemporaryDirectory() as folder:
-        planned = child("plan", name, folder, str(time_limit_s))
-        keep = child("run", name, "")
+        planned = child(__file__, "plan", name, folder, str(time_limit_s))
+        keep = child(__file__, "run", name, "")
         points = []
         for point in planned["points"]:
-            point.update(child("run", name, point.pop("plan")))
+            point.update(child(__file__, "run", name, point.pop("plan")))
             point["time_ratio"] = point["time_s"] / keep["time_s"]
             point["identical"] = point["digests"] == keep["digests"]
             points.append(point)
@@ -78,29 +75,16 @@ def run_model(name: str, time_limit_s: float) -> dict[str, Any]:
                 f"overhead {point['overhead']:.3f}, time {point['time_ratio']:.3f}, identical {point['identical']}",
                 flush=True,
             )
-        eager, checkpointed = child("eager", name, ""), child("eager", name, "checkpoint")
+        eager, checkpointed = child(__file__, "eager", name, ""), child(__file__, "eager", name, "checkpoint")
     print(
         f"{name}: keep-all {mib(keep['measured_bytes'])}, checkpoint per block {mib(checkpointed['measured_bytes'])}", flush=True
     )
     return {**planned, "keep_all": keep, "points": points, "eager": eager, "checkpoint_per_block": checkpointed}
 
 
-def child(*arguments: str) -> dict[str, Any]:
-    """Run one part in a fresh process on one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, __file__, "--child", *arguments]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(arguments)} failed with status {done.returncode}")
-    return json.loads(lines[-1][len("RESULT ") :])
-
-
 def build(name: str) -> Any:
     """The model, the same in every process."""
     import torch
-
-    sys.path.insert(0, str(HERE))
     from models import MODELS
 
     torch.set_num_threads(1)
@@ -192,10 +176,10 @@ def _observe(model: Any, step: Any) -> dict[str, Any]:
     torch.manual_seed(1)
     loss = step()
     digests = {
-        "loss": _digest(loss),
-        "gradients": _digest(*[p.grad for p in model.parameters()]),
-        "buffers": _digest(*model.buffers()),
-        "random_state": _digest(torch.get_rng_state()),
+        "loss": digest(loss),
+        "gradients": digest(*[p.grad for p in model.parameters()]),
+        "buffers": digest(*model.buffers()),
+        "random_state": digest(torch.get_rng_state()),
     }
     assert not before or set(before) == set(dict(model.named_buffers()))
     times = []
@@ -206,13 +190,6 @@ def _observe(model: Any, step: Any) -> dict[str, Any]:
         times.append(time.process_time() - began)
     model.zero_grad(set_to_none=True)
     return {"measured_bytes": measure_peak(step), "time_s": min(times), "loss": loss.item(), "digests": digests}
-
-
-def _digest(*tensors: Any) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(b"none" if tensor is None else tensor.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def verdict(name: str, row: dict[str, Any]) -> list[str]:
@@ -269,27 +246,6 @@ def table(report: dict[str, Any]) -> str:
             )
         lines.append("")
     return "\n".join(lines)
-
-
-def mib(size_bytes: int) -> str:
-    """MiB with two decimals."""
-    return f"{size_bytes / 2**20:.2f}"
-
-
-def hardware() -> dict[str, Any]:
-    """What it ran on."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
-    return {"processor": model, "cores": os.cpu_count(), "system": platform.system(), "release": platform.release()}
-
-
-def versions() -> dict[str, str]:
-    """What it ran with."""
-    found = {p: importlib.metadata.version(p) for p in ("torch", "transformers", "numpy", "highspy", "checkmate-remat")}
-    return {"python": platform.python_version(), **found}
 
 
 CHILDREN = {"plan": plan_points, "run": run_point, "eager": run_eager}

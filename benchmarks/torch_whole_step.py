@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from torch_peaks import hardware, mib, versions
+from fresh import answer, child, digest, hardware, mib, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_whole_step.json"
@@ -44,21 +42,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("RESULT " + json.dumps(run(*options.child, options.time_limit)))
+        name, kind, limit = options.child
+        answer(run(name, kind, float(limit)))
         return 0
     rows: dict[str, Any] = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
     for name in options.cases or CASES:
         rows[name] = {}
         for kind in OPTIMIZERS:
-            command = [sys.executable, __file__, "--child", name, kind, "--time-limit", str(options.time_limit)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            rows[name][kind] = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+            rows[name][kind] = child(__file__, name, kind, str(options.time_limit))
             print(name, kind, [(mib(p["measured_bytes"]), p["identical"]) for p in rows[name][kind]["points"]], flush=True)
-        report = {"hardware": hardware(), "versions": versions(), "cases": {n: rows[n] for n in CASES if n in rows}}
+        report = {
+            "hardware": hardware(),
+            "versions": versions("torch", "transformers"),
+            "cases": {n: rows[n] for n in CASES if n in rows},
+        }
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
         TABLE.write_text(table(report))
     broken = [line for name in CASES for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
@@ -129,12 +129,11 @@ def run(name: str, kind: str, time_limit_s: float) -> dict[str, Any]:
 def trained(step: Callable[[], Any], model: Any, optimizer: Any) -> str:
     """A digest of everything that three steps leave."""
     import torch
-    from torch_peaks import _digest
 
     torch.manual_seed(1)
     losses = [step() for _ in range(3)]
     state = [v for _, s in sorted(copy.deepcopy(optimizer.state_dict())["state"].items()) for v in s.values()]
-    return _digest(*losses, *model.state_dict().values(), *state, torch.get_rng_state())
+    return digest(*losses, *model.state_dict().values(), *state, torch.get_rng_state())
 
 
 def _seconds(step: Callable[[], Any]) -> float:

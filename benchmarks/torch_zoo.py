@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from torch_peaks import hardware, versions
+from fresh import ChildError, answer, child, hardware, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_zoo.json"
@@ -37,17 +35,23 @@ def main() -> int:
 
     if options.child:
         logging.getLogger("checkmate").setLevel(logging.ERROR)
-        print("RESULT " + json.dumps(as_row(options.child, check(options.child))))
+        try:
+            answer(as_row(options.child, check(options.child)))
+        except Exception as error:  # noqa: BLE001 - what fails is a row of the table, with its cause
+            answer(_failed(options.child, f"{type(error).__name__}: {error}"))
         return 0
     rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
     for name in options.models or ZOO:
-        command = [sys.executable, "-W", "ignore", __file__, "--child", name]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        failed = {"family": ZOO[name].family, "points": [], "error": _cause(done.stderr)}
-        rows[name] = json.loads(lines[-1].removeprefix("RESULT ")) if lines else failed
+        try:
+            rows[name] = child(__file__, name)
+        except ChildError as error:
+            rows[name] = _failed(name, str(error))
         print(name, rows[name].get("error") or [p["holds"] for p in rows[name]["points"]], flush=True)
-        report = {"hardware": hardware(), "versions": versions(), "models": {n: rows[n] for n in ZOO if n in rows}}
+        report = {
+            "hardware": hardware(),
+            "versions": versions("torch", "transformers"),
+            "models": {n: rows[n] for n in ZOO if n in rows},
+        }
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
         TABLE.write_text(table(report))
     broken = [n for n, row in rows.items() if row.get("error") or not all(p["holds"] for p in row["points"])]
@@ -55,9 +59,10 @@ def main() -> int:
     return bool(broken)
 
 
-def _cause(stderr: str) -> str:
-    said = [line for line in stderr.splitlines() if "Error" in line and not line.startswith(" ")]
-    return said[-1] if said else "no reason given"
+def _failed(name: str, why: str) -> dict[str, Any]:
+    from tests.torch.zoo import ZOO
+
+    return {"family": ZOO[name].family, "points": [], "error": why}
 
 
 def table(report: dict[str, Any]) -> str:
