@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
@@ -22,6 +22,7 @@ from checkmate.tf2.rewrite import Runner, build_function
 _log = logging.getLogger("checkmate.tf2")
 _ROUNDS = 8
 _TIMES = 2
+_SETTLES = 3  # times that a plan which fitted may be given up because it takes more as it will run
 _STEPS = 2  # the first leaves other free chunks than it found, and the second the same
 _ROOM = 0.02  # share of the budget that is not worth planning again for
 _HEADROOM = 0.06  # share of the budget above what is resident that is left for chunks that fall otherwise next time
@@ -67,15 +68,35 @@ def fit(capture: Capture, budget_bytes: int, ask: Ask, batch: Sequence[tf.Tensor
         InfeasibleBudgetError: No plan was measured to keep the budget.
     """
     search = _Search(capture, budget_bytes, ask, [_made_up(t) for t in capture.trace.arguments] if batch is None else batch)
-    best = search.run()
-    if best is search.last or best.measured_bytes is None:
-        return best
-    # Plans that ran since have left other chunks free than there were when this one was measured.
-    again = measure_plan(capture, best.function, search.batch, budget_bytes) or 0
-    if again <= budget_bytes:
-        return replace(best, measured_bytes=max(again, best.measured_bytes))
-    search.bias += again - best.measured_bytes
-    return search.run(thrifty=False)
+    for _ in range(_SETTLES):
+        best = search.run()
+        assert best.result.plan is not None
+        # Measured as it will run: without the constants and the holes that other plans have left.
+        function = build_function(capture, best.result.plan)
+        again = measure_plan(capture, function, search.batch, budget_bytes)
+        if again is None or best.measured_bytes is None:
+            return Fitted(capture, best.result, function, best.account, None)
+        if again <= budget_bytes:
+            if any(op.type in KERNEL_RANDOM for op in capture.members):
+                function = build_function(capture, best.result.plan)  # kernels that have drawn nothing yet
+            return Fitted(capture, best.result, function, best.account, max(again, best.measured_bytes))
+        search.learn(again - best.measured_bytes, again)
+    raise search.refused()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tried:
+    """A plan that ran.
+
+    Attributes:
+        result: The plan.
+        account: As in `Fitted`.
+        measured_bytes: As in `Fitted`.
+    """
+
+    result: Result
+    account: Account
+    measured_bytes: int | None
 
 
 class _Search:
@@ -89,21 +110,18 @@ class _Search:
         self.goal = budget_bytes - max(0, int(_HEADROOM * (budget_bytes - capture.graph.resident_bytes)))
         self.bias = 0  # what was measured beyond what was reckoned
         self.smallest: int | None = None  # least that a plan was found to take
-        self.close: Fitted | None = None  # keeps the budget, though not with the headroom
-        self.last: Fitted | None = None  # the plan that ran last
+        self.close: _Tried | None = None  # keeps the budget, though not with the headroom
+        self.thrifty = True  # whether room that a plan leaves is worth looking for a cheaper one
         self.refusal: CheckmateError | None = None
         self._live = 0  # live bytes of the plan that was found last
 
-    def run(self, *, thrifty: bool = True) -> Fitted:
+    def run(self) -> _Tried:
         """The cheapest plan that fits.
-
-        Args:
-            thrifty: Whether room that a plan leaves is worth looking for a cheaper one; else the first that fits will do.
 
         Raises:
             InfeasibleBudgetError: None does.
         """
-        best: Fitted | None = None
+        best: _Tried | None = None
         self.close = None
         target = above = self.budget_bytes  # `above`: for this much there is a plan, and it does not fit
         for _ in range(_ROUNDS):
@@ -112,7 +130,7 @@ class _Search:
                 best = found
                 room = self.goal - taken
                 wide = room > _ROOM * (self.budget_bytes - self.capture.graph.resident_bytes)
-                if not thrifty or not wide or (found.result.overhead or 1.0) <= _GOOD or found.measured_bytes is None:
+                if not self.thrifty or not wide or (found.result.overhead or 1.0) <= _GOOD or found.measured_bytes is None:
                     break
                 target += room
             elif best is not None or (not taken and above - target <= _NEAR * self.budget_bytes):
@@ -124,10 +142,16 @@ class _Search:
                 target = (target + above) // 2
         best = best or self.close
         if best is None:
-            raise self._refused()
+            raise self.refused()
         return best
 
-    def _try(self, target: int) -> tuple[Fitted | None, int]:
+    def learn(self, more_bytes: int, taken_bytes: int) -> None:
+        """What was to be handed out took so much more than before; the next that fits will do."""
+        self.bias += more_bytes
+        self.smallest = taken_bytes if self.smallest is None else min(self.smallest, taken_bytes)
+        self.thrifty = False
+
+    def _try(self, target: int) -> tuple[_Tried | None, int]:
         """A plan within so many live bytes if it fits, and what it takes; 0 if there is none."""
         try:
             result = self.ask(target)
@@ -140,7 +164,8 @@ class _Search:
         reckoned = account(self.capture, result.plan)
         taken = reckoned.chunk_bytes + self.bias
         if min(taken, reckoned.chunk_bytes) <= self.budget_bytes:  # what one plan took beyond is no law for the next
-            self.last = found = _run(self.capture, result, reckoned, self.batch, self.budget_bytes)
+            measured = measure_plan(self.capture, build_function(self.capture, result.plan), self.batch, self.budget_bytes)
+            found = _Tried(result, reckoned, measured)
             _tell(found, self.budget_bytes)
             if found.measured_bytes is None:
                 return found, taken
@@ -153,7 +178,8 @@ class _Search:
         self.smallest = taken if self.smallest is None else min(self.smallest, taken)
         return None, taken
 
-    def _refused(self) -> CheckmateError:
+    def refused(self) -> CheckmateError:
+        """Why there is no plan."""
         if self.smallest is None:
             assert self.refusal is not None
             return self.refusal
@@ -192,15 +218,6 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     return resident + peak
 
 
-def _run(capture: Capture, result: Result, reckoned: Account, batch: Sequence[tf.Tensor], enough: int) -> Fitted:
-    assert result.plan is not None
-    function = build_function(capture, result.plan)
-    measured = measure_plan(capture, function, batch, enough)
-    if any(op.type in KERNEL_RANDOM for op in capture.members):
-        function = build_function(capture, result.plan)  # kernels that have drawn nothing yet
-    return Fitted(capture, result, function, reckoned, measured)
-
-
 def _restore(variable: tf.Variable, value: np.ndarray) -> None:
     """Put a value back into the buffer that a variable has, so that training finds the chunks that were measured.
 
@@ -221,7 +238,7 @@ def _made_up(tensor: tf.Tensor) -> tf.Tensor:
     return tf.zeros(tensor.shape, tensor.dtype)
 
 
-def _tell(found: Fitted, budget_bytes: int) -> None:
+def _tell(found: _Tried, budget_bytes: int) -> None:
     if found.measured_bytes is None:
         _log.warning(
             "the peak cannot be measured: TensorFlow does not count on %s; the plan's own account is %s of %s. Set "
