@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -202,7 +203,9 @@ def _point(
     differs = reference.differs(_observed(model, step, batch))
     resident = step.graph.resident_bytes
     assert step.result.peak_bytes is not None
+    before = copy.deepcopy(model.state_dict())
     measured = measure_peak(lambda: step(**batch))
+    model.load_state_dict(before)
     model.zero_grad(set_to_none=True)
     again = len(step.plan.order) - len(set(step.plan.order))
     return Point(label, step.result.budget_bytes - resident, step.result.peak_bytes - resident, measured, again, differs)
