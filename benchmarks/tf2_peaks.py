@@ -143,6 +143,7 @@ def planned(name: str, budget: str, time_limit_s: str) -> dict[str, Any]:
         "forwarded_bytes": step.account.forwarded_bytes - resident,
         "asked_bytes": allocated.asked_bytes,
         "chunk_bytes": allocated.chunk_bytes,
+        "traced_bytes": allocated.measured_bytes,
         "measured_bytes": found["peak_bytes"],
         "overhead": step.result.overhead,
         "gap": step.result.gap,
@@ -221,6 +222,10 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
             broken.append(f"{where}: measured {mib(point['measured_bytes'])} of {mib(point['budget_bytes'])}")
         if abs(point["asked_bytes"] - point["forwarded_bytes"]) > TOLERANCE * point["asked_bytes"]:
             broken.append(f"{where}: reckoned {mib(point['forwarded_bytes'])}, asked for {mib(point['asked_bytes'])}")
+        if "traced_bytes" not in point:
+            broken.append(f"{where}: the traced step was not measured; run it again")
+        elif abs(point["chunk_bytes"] - point["traced_bytes"]) > TOLERANCE * point["traced_bytes"]:
+            broken.append(f"{where}: chunks {mib(point['chunk_bytes'])}, measured {mib(point['traced_bytes'])}")
         if not point["identical"]:
             broken.append(f"{where}: other bits than keeping everything")
         if point["executed_remats"] != point["planned_remats"]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import checkmate
 from checkmate.tf2.compat import grappler_off, trace_events
-from checkmate.tf2.measure import Allocated, measure_peak, trace_allocations
+from checkmate.tf2.measure import measure_peak, trace_allocations
 from checkmate.tf2.rewrite import REMAT
 from tests.tf2.networks import build
 
@@ -71,9 +71,8 @@ def point(name: str, budget: str, threads: int, references: list[str], time_limi
         peaks.append(resident + measure_peak(once))
     seen += [v.numpy() for v in (*model.variables, *optimizer.variables)]
     mine = [hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()[:16] for a in seen]
-    traced: list[Allocated] = []
-    peaks.append(resident + measure_peak(lambda: traced.append(trace_allocations(lambda: step(x, y)))))
-    (allocated,) = traced
+    allocated = trace_allocations(lambda: step(x, y))
+    peaks.append(resident + allocated.measured_bytes)
     ran = {e.name.split(":")[0] for e in trace_events(lambda: step(x, y)) if ":" in e.name}
     found = {
         "budget_bytes": step.budget_bytes,

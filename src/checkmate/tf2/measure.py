@@ -11,7 +11,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from checkmate.core.errors import CheckmateError
-from checkmate.tf2.compat import memory_limit_bytes, trace_events
+from checkmate.tf2.compat import TraceEvent, memory_limit_bytes, trace_events
 
 _HINT = "set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts: it then counts on the CPU too"
 
@@ -62,32 +62,37 @@ def measure_peak(fn: Callable[[], object], *, device: str | None = None) -> int:
 
 
 class Allocated(NamedTuple):
-    """What an allocator was asked for and handed out.
+    """What an allocator was asked for and handed out while something ran once, over what was there before.
 
     Attributes:
-        asked_bytes: Peak of the bytes asked for, over what was there before.
+        asked_bytes: Peak of the bytes asked for.
         chunk_bytes: Peak of the chunks handed out for them.
+        measured_bytes: Peak by the allocator's own count.
     """
 
     asked_bytes: int
     chunk_bytes: int
+    measured_bytes: int
 
 
 def trace_allocations(fn: Callable[[], object], *, device: str | None = None) -> Allocated:
     """The peaks of what a call asks the allocator for and of the chunks that it gets, from TensorFlow's profiler.
 
+    The same run is measured by the allocator's count: two steps need not get the same chunks.
+
     Raises:
         NoStatisticsError: TensorFlow does not count on this device.
     """
-    _must_count(device or default_device())
+    events: list[TraceEvent] = []
+    measured = measure_peak(lambda: events.extend(trace_events(fn)), device=device)
     asked = chunks = most_asked = most_chunks = 0
-    for event in trace_events(fn):
+    for event in events:
         sign = {"MemoryAllocation": 1, "MemoryDeallocation": -1}.get(event.name, 0)
         if sign:
             asked += sign * int(event.facts.get("requested_bytes") or 0)
             chunks += sign * int(event.facts.get("allocation_bytes") or 0)
             most_asked, most_chunks = max(most_asked, asked), max(most_chunks, chunks)
-    return Allocated(most_asked, most_chunks)
+    return Allocated(most_asked, most_chunks, measured)
 
 
 def available_bytes(device: str) -> int:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from checkmate.core.plan import Plan
@@ -118,20 +119,20 @@ class _Writer:
         name = op.name
         own = self._node("AssignAddVariableOp", f"{name}__own", [handle, new, *self._waits(op)], dtype=dtype)
         read = self._node("ReadVariableOp", f"{name}__read", [handle, f"^{own}"], dtype=dtype)
-        row = self._const(f"{name}__row", [1, count])
+        row = self._const(f"{name}__row", np.array([1, count], np.int32))
         old = self._node("Reshape", f"{name}__old", [read, row], T=dtype, Tshape=tf.int32)
         new = self._node("Reshape", f"{name}__new", [new, row], T=dtype, Tshape=tf.int32)
-        first = self._const(f"{name}__first", [0])
+        first = self._const(f"{name}__first", np.array([0], np.int32))
         written = self._node("InplaceUpdate", f"{name}__written", [old, first, new], T=dtype)
-        shape = self._const(f"{name}__shape", value.shape.as_list())
+        shape = self._const(f"{name}__shape", np.array(value.shape.as_list(), np.int32))
         whole = self._node("Reshape", f"{name}__whole", [written, shape], T=dtype, Tshape=tf.int32)
         self._node("AssignVariableOp", name, [handle, whole], dtype=dtype)
 
-    def _const(self, name: str, numbers: Sequence[int | None]) -> str:
+    def _const(self, name: str, value: np.ndarray) -> str:
         node = self.graph_def.node.add()
         node.name, node.op = name, "Const"
-        node.attr["dtype"].type = tf.int32.as_datatype_enum
-        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(numbers, tf.int32, [len(numbers)]))
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+        node.attr["dtype"].type = node.attr["value"].tensor.dtype
         return name
 
     def _node(self, kind: str, name: str, inputs: list[str], **types: tf.DType) -> str:
@@ -174,10 +175,7 @@ class _Writer:
         if op.name not in self.constants:
             self.constants.add(op.name)
             for i, value in enumerate(values):
-                node = self.graph_def.node.add()
-                node.name, node.op = f"{op.name}__{i}" if i else op.name, "Const"
-                node.attr["dtype"].type = op.outputs[i].dtype.as_datatype_enum
-                node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+                self._const(f"{op.name}__{i}" if i else op.name, value)
             if not values:
                 self._add(op, op.name)
         return bool(values)
