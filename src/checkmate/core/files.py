@@ -109,8 +109,13 @@ def schema(name: str) -> dict[str, Any]:
     Raises:
         KeyError: There is no such format.
     """
-    document = msgspec.json.schema(_FORMATS[name])
-    definition = document["$defs"][_FORMATS[name].__name__]
+    return schema_of(name, _FORMATS[name])
+
+
+def schema_of(name: str, kind: type) -> dict[str, Any]:
+    """JSON Schema of a file that holds a value of a kind and the name of its format."""
+    document = msgspec.json.schema(kind)
+    definition = document["$defs"][kind.__name__]
     definition["properties"] = {"format": {"const": name}, **definition["properties"]}
     definition["required"] = ["format", *definition.get("required", [])]
     return {"$id": name, "title": name, **document}

@@ -1,7 +1,19 @@
-"""Costs of ops: measured ones are kept in a store that every process of a user shares."""
+"""Costs of ops: measured ones from a store that every process of a user shares, others from profiles of devices."""
 
 from __future__ import annotations
 
+from checkmate.cost.device import Device, device_names, device_schema, load_device
+from checkmate.cost.roofline import roofline_ns
 from checkmate.cost.store import CostStore, OpMeasure, cache_folder, quantise
 
-__all__ = ["CostStore", "OpMeasure", "cache_folder", "quantise"]
+__all__ = [
+    "CostStore",
+    "Device",
+    "OpMeasure",
+    "cache_folder",
+    "device_names",
+    "device_schema",
+    "load_device",
+    "quantise",
+    "roofline_ns",
+]

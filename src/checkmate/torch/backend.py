@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from checkmate.torch.regions import inline_regions
 from checkmate.torch.roofline import estimated
 from checkmate.torch.shapes import settle_shapes
 from checkmate.torch.sizes import present_bytes, unique_bytes
+from checkmate.torch.target import Target
 
 _log = logging.getLogger("checkmate.torch")
 _SCALAR_BYTES = 16
@@ -83,6 +84,7 @@ class Hooks:
         gate: Called before every run of a forward; may raise.
         inference: Whether graphs without gradients are compiled; otherwise they are refused.
         whole: Whether the graph is a whole step, its backward and its updates in it.
+        target: The device that the step is planned for, where that is not the one at hand.
     """
 
     plan: Callable[[Graph], Result] | None = None
@@ -90,6 +92,7 @@ class Hooks:
     gate: Callable[[], None] | None = None
     inference: bool = True
     whole: bool = False
+    target: Target | None = None
 
 
 def compile_graph(
@@ -106,6 +109,9 @@ def compile_graph(
     hooks = Hooks() if hooks is None else hooks
     settle_shapes(example_inputs)
     inline_regions(gm)
+    target = hooks.target
+    if target is not None:
+        target.lower(gm)
     accounts: list[Account] = []
     gradients = gradient_bytes(example_inputs, options.accumulate)
     # On CUDA what is in flight is among what is allocated.
@@ -136,7 +142,7 @@ def compile_graph(
         hooks.planned(capture, result)
 
     task = Task(
-        costs=costs_of(options),
+        costs=target.costs if target is not None else costs_of(options),
         plan=hooks.plan or functools.partial(_plan, options=options, in_flight_bytes=in_flight),
         hold_outputs=options.outputs == "held",
         split_convolutions=options.split_convolutions,
@@ -145,6 +151,10 @@ def compile_graph(
         extra_resident_bytes=options.reserve_bytes + gradients + elsewhere,
         on_planned=planned,
     )
+    if target is not None:
+        task = replace(
+            task, relabel=target.relabel, extra_resident_bytes=task.extra_resident_bytes + target.device.blas_workspace_bytes
+        )
     compile_with_aot = aot_autograd(
         fw_compiler=lambda module, inputs: _forward(module, accounts, hooks.gate),
         bw_compiler=lambda module, inputs: _backward(module, accounts),

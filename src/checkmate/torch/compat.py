@@ -26,7 +26,8 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.amp.autocast_mode import _enter_autocast as autocast_enter
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,17 +39,20 @@ __all__ = [
     "BoxedRun",
     "Carrier",
     "FakeTensor",
+    "FakeTensorMode",
     "HigherOrderOperator",
     "MemoryTrace",
     "OpOverload",
     "Unsupported",
     "aot_autograd",
     "as_boxed",
+    "autocast_enter",
     "bound_by_hint",
     "boxed",
     "default_partition",
     "detect_fake_mode",
     "dynamo_config",
+    "fake_on",
     "forgetting_this_frame",
     "functorch_config",
     "invoke_subgraph",
@@ -122,6 +126,13 @@ def as_boxed(function: BoxedRun) -> BoxedRun:
 def is_tangent(node: torch.fx.Node) -> bool:
     """Whether a placeholder of a joint graph is a tangent: the gradient of a forward output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def fake_on(tensor: FakeTensor, device: str) -> FakeTensor:
+    """The same traced tensor, of the same storage, as if on another device, which need not be there."""
+    mode = tensor.fake_mode
+    with in_kernel_invocation_manager(mode):
+        return FakeTensor(mode, torch.Tensor._make_subclass(torch.Tensor, tensor), torch.device(device))
 
 
 def profiler_running() -> bool:

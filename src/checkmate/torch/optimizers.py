@@ -141,22 +141,26 @@ def why_not(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
     return None
 
 
-def state_bytes(optimizer: optim.Optimizer) -> int:
+def state_bytes(optimizer: optim.Optimizer, granule: int = 1) -> int:
     """Bytes of an optimizer's state, that of the first step included where it is yet to be made.
 
     Exact for SGD, Adam and AdamW; for others only what is there already counts, which is logged.
+
+    Args:
+        optimizer: The optimizer.
+        granule: Bytes to which the allocator of the device rounds a request up.
     """
     there = unique_bytes(t for state in optimizer.state.values() for t in leaves(state))
     coming = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and not optimizer.state.get(parameter):
-                coming += _coming_bytes(optimizer, group, parameter)
+                coming += _coming_bytes(optimizer, group, parameter, granule)
     return there + coming
 
 
-def _coming_bytes(optimizer: optim.Optimizer, group: dict[str, object], parameter: torch.Tensor) -> int:
-    size = parameter.numel() * parameter.element_size()
+def _coming_bytes(optimizer: optim.Optimizer, group: dict[str, object], parameter: torch.Tensor, granule: int) -> int:
+    size = -(-parameter.numel() * parameter.element_size() // granule) * granule
     kind = type(optimizer)
     if kind is optim.SGD:
         return size if group["momentum"] else 0

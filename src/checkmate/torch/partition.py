@@ -38,6 +38,7 @@ class Task:
         no_recompute: Names of ops that run once.
         extra_resident_bytes: What is resident besides the graph's inputs.
         on_planned: Told the captured graph and its plan before anything runs.
+        relabel: Makes a graph's traced tensors those of another device, in place.
     """
 
     costs: Costs
@@ -48,6 +49,7 @@ class Task:
     no_recompute: frozenset[str]
     extra_resident_bytes: int
     on_planned: Callable[[Capture, Result], None]
+    relabel: Callable[[fx.Graph], None] = lambda graph: None
 
 
 def partition(
@@ -78,8 +80,10 @@ def partition(
             hint="take the higher-order op out of what is compiled",
         )
     began = time.perf_counter()
+    prepared = prepare(joint, split_convolutions=task.split_convolutions, respect=task.respect, no_recompute=task.no_recompute)
+    task.relabel(prepared.graph)
     capture = capture_joint(
-        prepare(joint, split_convolutions=task.split_convolutions, respect=task.respect, no_recompute=task.no_recompute),
+        prepared,
         num_fwd_outputs,
         task.costs,
         hold_outputs=task.hold_outputs,
@@ -110,6 +114,7 @@ def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     """
     prepared = prepare(module, split_convolutions=task.split_convolutions)
     take_updates(prepared)
+    task.relabel(prepared.graph)
     capture = capture_joint(
         prepared, None, task.costs, no_recompute=task.no_recompute, extra_resident_bytes=task.extra_resident_bytes
     )

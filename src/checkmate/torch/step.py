@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +17,17 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
+from checkmate.cost.device import Device, load_device
 from checkmate.solvers.session import Solver
 from checkmate.torch.backend import Hooks, compile_graph
 from checkmate.torch.capture import Capture
 from checkmate.torch.compat import Carrier, Unsupported, dynamo_config
+from checkmate.torch.lend import lent
 from checkmate.torch.optimizers import Updates, state_bytes, why_not
 from checkmate.torch.options import Checkpoints, CostSource, Options, Outputs
+from checkmate.torch.profile import Profiler
 from checkmate.torch.programs import Loss, Program, cut_evenly, forward_program, step_program
+from checkmate.torch.target import Target
 
 _log = logging.getLogger("checkmate.torch")
 _SHAPES = 64  # shapes that one step may be compiled for; torch's own limit of 8 would then run unplanned
@@ -227,6 +232,7 @@ def capture(
     outputs: Outputs = "held",
     reserve: Amount = 0,
     costs: CostSource = "measured",
+    device: Device | str | os.PathLike[str] | None = None,
 ) -> Graph:
     """The graph of a training step. Nothing runs and nothing is allocated, but for measuring costs.
 
@@ -242,20 +248,38 @@ def capture(
         reserve: Memory to leave.
         costs: ``"measured"`` runs every distinct op alone a few times; ``"flops"`` runs nothing, and
             knows no workspace.
+        device: A device that need not be there, by name (``"H100"``), as a profile or a file with one. The step is traced on the
+            processor and then as it would be there: its attention, its allocator, with the least times that its
+            arithmetic and traffic allow. Model and batch may be on the meta device. `fits` says what is not known.
 
     Raises:
         GraphBreakError: The step cannot be traced as one graph.
+        OptionError: No such device is known.
     """
-    options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer), costs=costs)
-    batch = _checked(example, loss)
-    recipe = _recipe(model, loss, optimizer, batch, whole, micro_batches, clip_norm)
+    target = None if device is None else Target(load_device(device), measured=Profiler())
+    granule = 1 if target is None else target.device.granule_bytes
+    options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs)
+    with lent(_checked(example, loss), model, loss, optimizer) as batch:
+        return captured(_recipe(model, loss, optimizer, batch, whole, micro_batches, clip_norm), batch, options, target)
+
+
+def captured(recipe: Recipe, batch: Example, options: Options, target: Target | None = None) -> Graph:
+    """The graph of a step, by a recipe.
+
+    Args:
+        recipe: How it is made.
+        batch: The example.
+        options: What is asked of the backend.
+        target: The device that it is for, if not the one at hand.
+    """
 
     def stop(graph: Graph) -> Result:
         done = _Done()
         done.graph = graph
         raise Carrier(done)
 
-    backend = functools.partial(compile_graph, options=options, hooks=Hooks(plan=stop, inference=False, whole=recipe.whole))
+    hooks = Hooks(plan=stop, inference=False, whole=recipe.whole, target=target)
+    backend = functools.partial(compile_graph, options=options, hooks=hooks)
     run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     try:
@@ -348,5 +372,5 @@ def _checked(example: Example, loss: Loss | None) -> Example:
     return example
 
 
-def _with_state(reserve: Amount, optimizer: torch.optim.Optimizer | None) -> int:
-    return Options(reserve=reserve).reserve_bytes + (0 if optimizer is None else state_bytes(optimizer))
+def _with_state(reserve: Amount, optimizer: torch.optim.Optimizer | None, granule: int = 1) -> int:
+    return Options(reserve=reserve).reserve_bytes + (0 if optimizer is None else state_bytes(optimizer, granule))

@@ -1,0 +1,147 @@
+"""Device profiles: what a device has and how fast it is, by name or from a file, with the source of every figure."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from checkmate.core.errors import FileFormatError, OptionError
+from checkmate.core.files import schema_of
+
+FORMAT = "checkmate.device/1"
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+Amount = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What planning for a device needs to know of it.
+
+    Attributes:
+        name: What it is asked for by.
+        about: Which one of that name, in words.
+        kind: What PyTorch calls it; ROCm's devices are ``"cuda"`` there too.
+        compute_capability: Major and minor version of a CUDA device; None for others.
+        memory_bytes: Memory that a process can see, in all.
+        context_bytes: Of it, what the runtime takes before the first tensor.
+        blas_workspace_bytes: What the matrix library allocates with the first product and keeps.
+        granule_bytes: Bytes to which the allocator rounds a request up.
+        peak_flop_per_s: Floating-point operations per second, dense, by type; ``"tf32"`` is float32 on tensor cores.
+        bytes_per_s: Memory traffic per second.
+        launch_ns: Least time from the start of one op to the start of the next.
+        pcie_bytes_per_s: Traffic to the host per second, one way.
+        sources: Field -> where its figure is published.
+        assumed: Field -> why its figure is what it is, where none is published.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    about: str
+    kind: Literal["cuda", "cpu"]
+    compute_capability: tuple[int, int] | None = None
+    memory_bytes: Positive
+    context_bytes: Amount = 0
+    blas_workspace_bytes: Amount = 0
+    granule_bytes: Positive = 1
+    peak_flop_per_s: dict[str, Positive]
+    bytes_per_s: Positive
+    launch_ns: Amount = 0
+    pcie_bytes_per_s: Positive | None = None
+    sources: dict[str, str] = {}
+    assumed: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        if "float32" not in self.peak_flop_per_s:
+            raise ValueError("`peak_flop_per_s` has no `float32`, which stands for every type that is not listed")
+        if self.context_bytes >= self.memory_bytes:
+            raise ValueError("`context_bytes` leaves nothing of `memory_bytes`")
+
+    def flop_per_s(self, dtype: str) -> int:
+        """Peak for a type; that of float32 for one that is not listed."""
+        return self.peak_flop_per_s.get(dtype, self.peak_flop_per_s["float32"])
+
+
+def device_names() -> tuple[str, ...]:
+    """Names of the devices that ship with the package.
+
+    Examples:
+        >>> "H100" in device_names()
+        True
+    """
+    return tuple(device.name for device in _shipped())
+
+
+def load_device(name: str | os.PathLike[str] | Device) -> Device:
+    """A device profile by the device's name, or from a file.
+
+    Args:
+        name: Such as ``"H100"`` or ``"RTX 4090"``, however it is spaced or capitalised; or the path of a profile,
+            a file that ends in ``.json``.
+
+    Raises:
+        OptionError: No device of that name is known, or the file cannot be opened.
+        FileFormatError: The file is no device profile.
+
+    Examples:
+        >>> load_device("rtx-4090").name, load_device("H100").peak_flop_per_s["bfloat16"] / 1e12
+        ('RTX 4090', 989.4)
+    """
+    if isinstance(name, Device):
+        return name
+    text = os.fspath(name)
+    if text.endswith(".json"):
+        return _from_file(Path(text))
+    known = {_plain(device.name): device for device in _shipped()}
+    found = known.get(_plain(text))
+    if found is None:
+        near = difflib.get_close_matches(_plain(text), known, n=1, cutoff=0.0)
+        nearest = known[near[0]].name if near else device_names()[0]
+        raise OptionError(
+            f"no device {text!r} is known; the nearest known one is {nearest!r}",
+            hint=f"known devices: {', '.join(device_names())}; or give the path of a profile of your own, a .json file",
+        )
+    return found
+
+
+def device_schema() -> dict[str, Any]:
+    """JSON Schema of a device profile."""
+    return schema_of(FORMAT, Device)
+
+
+@functools.cache
+def _shipped() -> tuple[Device, ...]:
+    folder = files("checkmate.cost") / "devices"
+    found = [_decoded(entry.read_bytes(), entry.name) for entry in folder.iterdir() if entry.name.endswith(".json")]
+    return tuple(sorted(found, key=lambda device: (device.kind == "cpu", device.name.casefold())))
+
+
+def _from_file(path: Path) -> Device:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror or error}", hint="give a device's name, or the path of a profile") from error
+    return _decoded(data, os.fspath(path))
+
+
+def _decoded(data: bytes, where: str) -> Device:
+    try:
+        body = msgspec.json.decode(data, type=dict[str, Any])
+        if body.pop("format", None) != FORMAT:
+            raise FileFormatError(f"{where}: no device profile: `format` is not {FORMAT!r}", hint=_HINT)
+        return msgspec.convert(body, type=Device)
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
+        if isinstance(error, FileFormatError):
+            raise
+        raise FileFormatError(f"{where}: no device profile: {error}", hint=_HINT) from None
+
+
+_HINT = "see docs/schemas/device.1.json; `checkmate devices H100 --json` prints a profile to start from"
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter.isalnum())

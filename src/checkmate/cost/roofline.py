@@ -1,0 +1,27 @@
+"""The least time that arithmetic and memory traffic take on a device."""
+
+from __future__ import annotations
+
+from checkmate.cost.device import Device
+
+
+def roofline_ns(device: Device, *, flop: int, dtype: str, moved_bytes: int) -> int:
+    """Nanoseconds that an op takes at least: its launch, then its arithmetic or its traffic, whichever takes longer.
+
+    The roofline of Williams, Waterman and Patterson (2009) with a launch before it. No kernel is faster; many are slower
+    by a factor of two. Of two ops the one that takes longer is told well, and that is what plans need.
+
+    Args:
+        device: Where it runs.
+        flop: Floating-point operations.
+        dtype: Their type, as a key of ``device.peak_flop_per_s``.
+        moved_bytes: Bytes read and written.
+
+    Examples:
+        >>> from checkmate.cost import load_device
+        >>> roofline_ns(load_device("H100"), flop=2 * 4096**3, dtype="bfloat16", moved_bytes=3 * 2 * 4096**2)
+        142911
+    """
+    compute_ns = flop * 1e9 / device.flop_per_s(dtype)
+    traffic_ns = moved_bytes * 1e9 / device.bytes_per_s
+    return round(device.launch_ns + max(compute_ns, traffic_ns))

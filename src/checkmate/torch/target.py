@@ -1,0 +1,96 @@
+"""A traced step as it would be on a device that is not there: its kernels, its allocator, its costs."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from checkmate.cost.device import Device
+from checkmate.torch.attention import attention_on
+from checkmate.torch.capture import OpCost
+from checkmate.torch.compat import FakeTensor, autocast_enter, fake_on
+from checkmate.torch.roofline import estimate_ns
+from checkmate.torch.workspace import modelled_bytes
+
+aten = torch.ops.aten
+
+_STATISTICS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten._fused_rms_norm.default)
+"""Ops whose statistics are float32 on a CUDA device, and of the input's type on a processor."""
+
+_PROCESSOR_ONLY = ("mkldnn", "onednn", "_for_cpu", "quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The device that a step is planned for.
+
+    Attributes:
+        device: Its profile.
+        measured: Costs of ops on the processor at hand; of them the workspace counts where the target is a processor too.
+        unknown: Op -> how many of them have a workspace that nobody knows before they run, or are not what the device runs.
+    """
+
+    device: Device
+    measured: Callable[[Sequence[fx.Node]], Sequence[OpCost]]
+    unknown: Counter[str] = field(default_factory=Counter)
+
+    def lower(self, gm: fx.GraphModule) -> None:
+        """Put the device's own kernels into a graph of Dynamo, in place, where a processor has others."""
+        if self.device.kind != "cuda":
+            return
+        attention = attention_on(self.device)
+        for node in gm.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                node.target = attention
+            elif node.target is autocast_enter and node.args[0] == "cuda":
+                node.args = ("cpu", *node.args[1:])  # the traced tensors are a processor's
+
+    def relabel(self, graph: fx.Graph) -> None:
+        """Say of every traced tensor that it is on the device, in place: sizes and states are then the device's."""
+        if self.device.kind != "cuda":
+            return
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for node in graph.nodes:
+            if "val" not in node.meta:
+                continue
+            value = node.meta["val"]
+            if node.target is operator.getitem and node.args[0].target in _STATISTICS:
+                node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+                continue
+            if node.target in _STATISTICS:
+                value = (value[0], *(_in_float32(t) for t in value[1:]))
+            node.meta["val"] = pytree.tree_map_only(FakeTensor, lambda t: _moved(t, moved), value)
+
+    def costs(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
+        """Least times on the device, and workspace: as measured on a processor, modelled for a CUDA device."""
+        times = [estimate_ns(n, self.device) for n in nodes]
+        if self.device.kind == "cpu":
+            return [OpCost(t, c.workspace_bytes) for t, c in zip(times, self.measured(nodes), strict=True)]
+        return [OpCost(t, self._workspace(n)) for t, n in zip(times, nodes, strict=True)]
+
+    def _workspace(self, node: fx.Node) -> int:
+        known = modelled_bytes(node)
+        if known is None or any(word in str(node.target) for word in _PROCESSOR_ONLY):
+            self.unknown[str(node.target)] += 1
+        return known or 0
+
+
+def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    if id(tensor) not in moved:
+        # The one that came is kept, so that its id is nobody else's.
+        moved[id(tensor)] = (tensor, fake_on(tensor, "cuda"))
+    return moved[id(tensor)][1]
+
+
+def _in_float32(tensor: Any) -> Any:
+    half = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.element_size() < 4
+    return tensor.to(torch.float32) if half else tensor
