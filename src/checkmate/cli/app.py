@@ -14,8 +14,10 @@ from checkmate.cli import (
     capture,
     completion,
     demo,
+    devices,
     diff,
     explain,
+    fits,
     max_batch,
     min_budget,
     pareto,
@@ -37,10 +39,12 @@ _VERBS = (
     min_budget.min_budget,
     pareto.pareto,
     max_batch.max_batch,
+    fits.fits,
     explain.explain,
     diff.diff,
     report.report,
     solvers.solvers,
+    devices.devices,
     completion.completion,
 )
 

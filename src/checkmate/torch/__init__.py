@@ -13,14 +13,17 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
+from checkmate.torch.answers import Fits
 from checkmate.torch.coordinator import InFlightError
 from checkmate.torch.explain import Saved, StepExplanation, explain
+from checkmate.torch.fits import fits
 from checkmate.torch.measure import measure_peak
 from checkmate.torch.options import Options
 from checkmate.torch.recount import SplitError
 from checkmate.torch.step import GraphBreakError, Step, capture, compile  # noqa: A004 - torch's own word for it
 
 __all__ = [
+    "Fits",
     "GraphBreakError",
     "InFlightError",
     "Options",
@@ -31,5 +34,6 @@ __all__ = [
     "capture",
     "compile",
     "explain",
+    "fits",
     "measure_peak",
 ]

@@ -90,10 +90,10 @@ def choose(
     same_width = width == key.shape[-1] == value.shape[-1]
     grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
     square = not is_causal or query.shape[-2] == key.shape[-2]
-    if query.dim() != 4 or attn_mask is not None and (is_causal or attn_mask.requires_grad and not half):
+    if query.dim() != 4 or (attn_mask is not None and (is_causal or (attn_mask.requires_grad and not half))):
         return "math"
     if version is not None and version[0] == 9 and half and width % _ALIGNED == 0 and value.shape[-1] % _ALIGNED == 0:
-        short = key.shape[-2] == 1 or dropout_p and query.shape[-2] == 1
+        short = key.shape[-2] == 1 or (dropout_p and query.shape[-2] == 1)
         if max(width, value.shape[-1]) <= 128 and not short and (dropout_p * 16).is_integer() and square:
             return "cudnn"
     narrow = width <= (192 if version in ((8, 6), (8, 9)) else 256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ def lent(example: Any, *owners: object) -> Iterator[Any]:
     undo: list[Callable[[], None]] = []
     try:
         for module in modules:
-            for tensors in (module._parameters, module._buffers):
+            for tensors in cast(tuple[dict[str, Any], ...], (module._parameters, module._buffers)):
                 before = dict(tensors)
                 undo.append(lambda tensors=tensors, before=before: tensors.update(before))
                 tensors.update({name: None if t is None else stand_in(t) for name, t in before.items()})

@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import optim
@@ -100,6 +101,10 @@ class Updates:
 
         return update
 
+    def temporaries(self, which: int) -> int | None:
+        """Tensors of a parameter's size that its update makes and drops again; None where that is not known."""
+        return temporaries(self.optimizer, self.optimizer.param_groups[self._at[which][0]])
+
     def describe(self, which: int) -> str:
         """What the cost of an update depends on besides the shape."""
         group = self.optimizer.param_groups[self._at[which][0]]
@@ -157,6 +162,27 @@ def state_bytes(optimizer: optim.Optimizer, granule: int = 1) -> int:
             if parameter.requires_grad and not optimizer.state.get(parameter):
                 coming += _coming_bytes(optimizer, group, parameter, granule)
     return there + coming
+
+
+def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
+    """Bytes that an optimizer's own step takes while it runs: for all parameters at once on CUDA, for one on a processor."""
+    sizes = [
+        (temporaries(optimizer, group) or 0) * p.numel() * p.element_size()
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    ]
+    return sum(sizes) if kind == "cuda" else max(sizes, default=0)
+
+
+def temporaries(optimizer: optim.Optimizer, group: dict[str, Any]) -> int | None:
+    """Tensors of a parameter's size that its update makes on a CUDA device and drops again; None where that is not known."""
+    decays = bool(group.get("weight_decay")) and not isinstance(optimizer, optim.AdamW)
+    if type(optimizer) is optim.SGD:
+        return decays + bool(group["nesterov"]) + bool(group["maximize"])
+    if type(optimizer) in (optim.Adam, optim.AdamW):
+        return 1 + decays + bool(group["maximize"])
+    return None
 
 
 def _coming_bytes(optimizer: optim.Optimizer, group: dict[str, object], parameter: torch.Tensor, granule: int) -> int:

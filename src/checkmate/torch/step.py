@@ -215,8 +215,8 @@ def compile(  # noqa: A001 - torch's own word for it
         if whole:
             raise OptionError("checkpoints='respected' cannot be in a whole step", hint="leave out whole=True")
         whole = False
-    example = _checked(example, loss)
-    recipe = _recipe(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm)
+    example = checked(example, loss)
+    recipe = recipe_of(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm)
     return Step(recipe, example, options, dynamic=dynamic)
 
 
@@ -259,8 +259,8 @@ def capture(
     target = None if device is None else Target(load_device(device), measured=Profiler())
     granule = 1 if target is None else target.device.granule_bytes
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs)
-    with lent(_checked(example, loss), model, loss, optimizer) as batch:
-        return captured(_recipe(model, loss, optimizer, batch, whole, micro_batches, clip_norm), batch, options, target)
+    with lent(checked(example, loss), model, loss, optimizer) as batch:
+        return captured(recipe_of(model, loss, optimizer, batch, whole, micro_batches, clip_norm), batch, options, target)
 
 
 def captured(recipe: Recipe, batch: Example, options: Options, target: Target | None = None) -> Graph:
@@ -289,7 +289,7 @@ def captured(recipe: Recipe, batch: Example, options: Options, target: Target | 
     raise GraphError("the step was not traced: torch.compile is off", hint="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE")
 
 
-def _recipe(
+def recipe_of(
     model: torch.nn.Module,
     loss: Loss | None,
     optimizer: torch.optim.Optimizer | None,
@@ -298,6 +298,11 @@ def _recipe(
     micro_batches: int,
     clip_norm: float | None,
 ) -> Recipe:
+    """How a step is made and run, from what `compile` is given.
+
+    Raises:
+        OptionError: A whole step is asked for, and the optimizer or the options do not allow one.
+    """
     cut_evenly(example, micro_batches)
     if clip_norm is not None and not clip_norm > 0:
         raise OptionError(f"clip_norm={clip_norm!r} must be more than zero")
@@ -362,7 +367,12 @@ def _broken_at(error: Unsupported) -> str:
     return why if frame is None else f"{why}, at {frame.filename}:{frame.lineno}: `{frame.line}`"
 
 
-def _checked(example: Example, loss: Loss | None) -> Example:
+def checked(example: Example, loss: Loss | None) -> Example:
+    """The example, if it is a batch for the loss.
+
+    Raises:
+        OptionError: It is not.
+    """
     if isinstance(example, Mapping):
         if loss is not None:
             raise OptionError("example is a mapping, so that the loss has no target", hint="give a tuple (x, y), or loss=None")

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import fx
 
-from checkmate.torch.sizes import concrete, leaves
+from checkmate.torch.optimizers import UPDATE, updates_of
+from checkmate.torch.sizes import concrete, leaves, storage_bytes
 
 aten = torch.ops.aten
 
@@ -47,6 +48,10 @@ def modelled_bytes(node: fx.Node) -> int | None:
         return _flash_backward(node)
     if target is aten._scaled_dot_product_efficient_attention_backward.default:
         return _efficient_backward(node)
+    if target is UPDATE:
+        parameter, _, optimizer, which = node.args
+        made = updates_of(optimizer).temporaries(which)  # type: ignore[arg-type]
+        return None if made is None else made * storage_bytes(leaves(parameter.meta["val"])[0])  # type: ignore[union-attr]
     return None if target in _CHOSEN_LATER else 0
 
 

@@ -1,0 +1,126 @@
+"""``checkmate fits``: whether a step fits a device that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from checkmate.cli import files, targets, terminal
+from checkmate.cli.extras import needs
+from checkmate.cli.progress import drawn
+from checkmate.cost.device import load_device
+
+
+def fits(
+    target: str,
+    /,
+    *,
+    device: str,
+    optimizer: str | None = None,
+    batch: int | None = None,
+    whole: Annotated[bool, Parameter(negative="--plain-loop")] = True,
+    memory: str | None = None,
+    headroom: float = 0.03,
+    sequence_dim: int | None = None,
+    time_limit: float = 60.0,
+    out: Path | None = None,
+    json: terminal.Json = False,
+) -> int:
+    """Say whether a training step fits a device that need not be there: exact in bytes, approximate in time.
+
+    Args:
+        target: FILE.py:FUNCTION or MODULE:FUNCTION; FUNCTION() returns (model, loss, example), example being (x, y). It is called
+            where tensors have shapes and no memory, and once more with memory if it cannot do without.
+        device: A device's name, as `checkmate devices` lists them, or the path of a profile.
+        optimizer: sgd, momentum, adam or adamw; none by default.
+        batch: Call FUNCTION(batch) instead of FUNCTION().
+        whole: Whether the optimizer's updates are in the step, each where its gradient is born; or a plain loop.
+        memory: What the device has, such as 24GiB, instead of what its profile says.
+        headroom: Share of the memory that is left free.
+        sequence_dim: Dimension of the example's tensors whose largest size is asked for besides the batch's.
+        time_limit: Seconds of wall time.
+        out: Graph file of the step on the device to write; none by default.
+        json: Print one JSON object on stdout.
+
+    Returns:
+        The exit code: 0 if it fits, 1 if not or if that is not known.
+    """
+    load_device(device)
+    needs("torch", "torch")
+    import checkmate.torch
+
+    function = targets.resolve(target)
+    call = function if batch is None else lambda: function(batch)
+    model, loss, example = targets.without_memory(target, call)
+    with drawn("tracing the step and looking for plans"), targets.tracing(target):
+        answer = checkmate.torch.fits(
+            model,
+            loss,
+            example=example,
+            device=device,
+            optimizer=optimizer,
+            whole=None if whole else False,
+            memory=memory,
+            headroom=headroom,
+            sequence_dim=sequence_dim,
+            time_limit_s=time_limit,
+        )
+    if out is not None:
+        files.save(answer.graph, out)
+    if json:
+        terminal.emit(_as_json(answer, out))
+        return 0 if answer else 1
+    terminal.facts(answer.facts())
+    console = terminal.data()
+    console.print()
+    for remark in answer.remarks:
+        console.print(remark, soft_wrap=True)
+    terminal.closing([] if out is None else [out], _next(answer, target, out))
+    return 0 if answer else 1
+
+
+def _next(answer: Any, target: str, out: Path | None) -> str:
+    if out is not None:
+        return f"plan it with `checkmate plan {out} --budget {answer.available_bytes}`"
+    if answer:
+        return f"keep its graph with `checkmate fits {target} ... --out step.graph.json`"
+    return "a smaller batch, --optimizer, --memory or another --device may change it"
+
+
+def _as_json(answer: Any, out: Path | None) -> dict[str, Any]:
+    result = answer.result
+    return {
+        "verdict": answer.verdict,
+        "fits": bool(answer),
+        "device": answer.device.name,
+        "memory_bytes": answer.memory_bytes,
+        "context_bytes": answer.device.context_bytes,
+        "headroom_bytes": answer.headroom_bytes,
+        "available_bytes": answer.available_bytes,
+        "resident_bytes": answer.graph.resident_bytes,
+        "parameter_bytes": answer.parameter_bytes,
+        "state_bytes": answer.state_bytes,
+        "keep_all_bytes": answer.keep_all_bytes,
+        "smallest_bytes": answer.smallest_bytes,
+        "floor_bytes": answer.floor_bytes,
+        "why": answer.why,
+        "whole": answer.whole,
+        "overhead": None if result is None else result.overhead,
+        "peak_bytes": None if result is None else result.peak_bytes,
+        "cost": None if result is None else result.cost,
+        "cost_unit": answer.graph.cost_unit,
+        "batch": _dimension(answer.batch, answer.largest_batch),
+        "sequence": _dimension(answer.sequence, answer.longest_sequence),
+        "remarks": list(answer.remarks),
+        "graph": None if out is None else str(out),
+        "elapsed_s": round(answer.elapsed_s, 3),
+    }
+
+
+def _dimension(now: int | None, largest: Any) -> dict[str, Any] | None:
+    if now is None:
+        return None
+    found = None if largest is None else {"largest": largest.batch, "upper_bound": largest.upper_bound}
+    return {"asked": now, **(found or {"largest": None, "upper_bound": None})}

@@ -1,0 +1,127 @@
+"""The model, loss and batch that a command line names, and what goes wrong with them as bad input."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from checkmate.core.errors import CheckmateError, OptionError
+
+SHAPE = "give FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example)"
+
+
+def resolve(target: str) -> Callable[..., object]:
+    """The function that a command line names.
+
+    Raises:
+        OptionError: The text cannot be read, or there is no such function.
+    """
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise OptionError(f"cannot read {target!r}", hint=SHAPE)
+    return _function(where, name)
+
+
+def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
+    """What the function returns: model, loss and example.
+
+    Raises:
+        OptionError: It raises, or returns something else.
+    """
+    import torch
+
+    found = _call(target, function)
+    if not isinstance(found, tuple) or len(found) != 3:
+        raise OptionError(f"{target} returned {_describe(found)}, not (model, loss, example)", hint=SHAPE)
+    if not isinstance(found[0], torch.nn.Module):
+        raise OptionError(f"{target} returned {_describe(found[0])} for the model, not a torch.nn.Module", hint=SHAPE)
+    return found
+
+
+def without_memory(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
+    """As `built`, with shapes and nothing else where the function can do with that.
+
+    Raises:
+        OptionError: It raises, or returns something else.
+    """
+    from checkmate.torch.compat import FakeTensorMode
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return built(target, function)
+    except (CheckmateError, RuntimeError):  # it looks at values, such as those of data that it reads
+        return built(target, function)
+
+
+@contextmanager
+def tracing(target: str) -> Iterator[None]:
+    """A model that fails while it is traced is bad input, said in the words of its error.
+
+    Raises:
+        OptionError: It failed.
+    """
+    logging.disable(logging.ERROR)  # torch logs a traceback of what is raised anyway
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("torch."):
+            raise
+        text = " ".join(re.split(r"Hint:|from user code", str(error))[0].split())
+        raise OptionError(f"{target}: the step cannot be traced: {text}", hint="see that loss(model(x), y) runs") from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _function(where: str, name: str) -> Callable[..., object]:
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_name(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise OptionError(f"{where} has no function {name!r}", hint=SHAPE)
+    return function
+
+
+def _from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise OptionError(f"{path}: no such file", hint=SHAPE)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    loader = spec.loader
+    assert loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        _call(str(path), lambda: loader.exec_module(module))
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _from_name(name: str) -> Any:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return _call(name, lambda: importlib.import_module(name))
+    finally:
+        sys.path.pop(0)
+
+
+def _call(what: str, function: Callable[[], Any]) -> Any:
+    """Call the user's code; what goes wrong in it is bad input, named with the place."""
+    try:
+        return function()
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if frame.filename == __file__ else f" at {frame.filename}:{frame.lineno}"
+        raise OptionError(f"{what} raised {type(error).__name__}{place}: {error}", hint=SHAPE) from error
+
+
+def _describe(built: object) -> str:
+    return f"a tuple of {len(built)}" if isinstance(built, tuple) else f"{type(built).__name__}"

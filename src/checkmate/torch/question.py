@@ -1,0 +1,143 @@
+"""A step that is asked about: traced for a device, at the size of its example or another."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
+from checkmate.core.problem import keep_all_bytes
+from checkmate.torch.lend import lent
+from checkmate.torch.optimizers import state_bytes, step_temporary_bytes
+from checkmate.torch.options import Options
+from checkmate.torch.programs import Loss
+from checkmate.torch.sizes import unique_bytes
+from checkmate.torch.step import Example, captured, recipe_of
+from checkmate.torch.target import Target
+
+_LEAST_S = 1.0
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+"""What an optimizer may be asked for by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A step as traced for a device.
+
+    Attributes:
+        graph: The step.
+        whole: Whether the updates are in it.
+        parameter_bytes: Parameters and buffers.
+        state_bytes: State of the optimizer.
+        update_bytes: What the optimizer's step takes where it comes after the backward, resident bytes included; else 0.
+    """
+
+    graph: Graph
+    whole: bool
+    parameter_bytes: int
+    state_bytes: int
+    update_bytes: int
+
+    @property
+    def keep_all_bytes(self) -> int:
+        """Peak of keeping everything."""
+        return max(keep_all_bytes(self.graph), self.update_bytes)
+
+
+class Question:
+    """What is asked about, and how much time is left.
+
+    Attributes:
+        trace_s: Seconds that the last trace took.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Loss | None,
+        example: Example,
+        optimizer: torch.optim.Optimizer | str | None,
+        whole: bool | None,
+        target: Target,
+        until: float,
+    ) -> None:
+        if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+            near = difflib.get_close_matches(optimizer, OPTIMIZERS, n=1, cutoff=0.0)[0]
+            raise OptionError(
+                f"no optimizer {optimizer!r} is known by name; the nearest known one is {near!r}",
+                hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer",
+            )
+        self.model, self.loss, self.example = model, loss, example
+        self.optimizer, self.whole, self.target = optimizer, whole, target
+        self.until = until
+        self.trace_s = 0.0
+
+    def share_s(self, share: float) -> float:
+        """A share of the seconds that are left, and one at least."""
+        return max(_LEAST_S, share * (self.until - time.perf_counter()))
+
+    def has_time_for(self, seconds: float) -> bool:
+        """Whether so many seconds are left."""
+        return time.perf_counter() + seconds <= self.until
+
+    def size(self, dim: int) -> int | None:
+        """Size of a dimension that all tensors of the example that have it share, or None."""
+        sizes = {t.shape[dim] for t in _tensors(self.example) if t.ndim > dim}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def traced(self, dim: int = 0, size: int | None = None) -> Traced:
+        """The step for the device.
+
+        Args:
+            dim: A dimension of the example's tensors.
+            size: What its size is to be; that of the example by default.
+        """
+        began = time.perf_counter()
+        given = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
+        granule = self.target.device.granule_bytes
+        self.target.unknown.clear()
+        example = self.example if size is None else _resized(self.example, dim, size)
+        with lent(example, self.model, self.loss, given) as batch:
+            there = [*self.model.parameters(), *self.model.buffers()]
+            trained = [p for p in there if p.requires_grad]
+            optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
+            state = 0 if optimizer is None else state_bytes(optimizer, granule)
+            recipe = recipe_of(self.model, self.loss, optimizer, batch, self.whole, 1, None)
+            graph = captured(recipe, batch, Options(reserve=state, costs="flops"), self.target)
+            update = 0
+            if optimizer is not None and not recipe.whole:
+                gradients = sum(_rounded(p, granule) for p in trained)
+                update = graph.resident_bytes + gradients + step_temporary_bytes(optimizer, self.target.device.kind)
+            parameters = unique_bytes(there, functools.partial(_rounded, granule=granule))
+        self.trace_s = time.perf_counter() - began
+        return Traced(graph=graph, whole=recipe.whole, parameter_bytes=parameters, state_bytes=state, update_bytes=update)
+
+
+def _tensors(example: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+
+
+def _resized(example: Any, dim: int, size: int) -> Any:
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        shape = [size if d == dim else n for d, n in enumerate(tensor.shape)]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return pytree.tree_map_only(torch.Tensor, resized, example)
+
+
+def _rounded(tensor: torch.Tensor, granule: int) -> int:
+    return -(-tensor.untyped_storage().nbytes() // granule) * granule
