@@ -28,6 +28,7 @@ from checkmate.core.result import Limits, Reason, Result, Termination
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
+from checkmate.cost.device import Device, device_names, load_device
 from checkmate.solvers import (
     AStar,
     Auto,
@@ -65,6 +66,7 @@ __all__ = [
     "Compute",
     "Curve",
     "CurvePoint",
+    "Device",
     "Explanation",
     "FileFormatError",
     "Free",
@@ -98,8 +100,10 @@ __all__ = [
     "Violation",
     "WrongGraphError",
     "compare",
+    "device_names",
     "explain",
     "format_bytes",
+    "load_device",
     "max_batch",
     "min_budget",
     "pareto",

@@ -77,7 +77,8 @@ class Fits:
             ("resident", f"{shown(self.graph.resident_bytes)}: parameters {shown(self.parameter_bytes)}, "
              f"optimizer state {shown(self.state_bytes)}"),
             ("keep-all", shown(self.keep_all_bytes)),
-            ("smallest", f"{shown(self.smallest_bytes)} found; none takes less than {shown(self.floor_bytes)}: {self.why}"),
+            ("smallest", f"{shown(self.smallest_bytes)} found"),
+            ("floor", f"{shown(self.floor_bytes)}: {self.why}"),
             ("verdict", self.verdict + self._price()),
         ]  # fmt: skip
         for name, now, most in (

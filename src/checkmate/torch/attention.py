@@ -37,11 +37,6 @@ def attention_on(device: Device) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):  # on the list of what autocast lowers, and its kernels are not
-            lower = torch.get_autocast_dtype("cpu")
-            query, key, value = query.to(lower), key.to(lower), value.to(lower)
-            if attn_mask is not None and attn_mask.is_floating_point():
-                attn_mask = attn_mask.to(lower)
         kernel = choose(device, query, key, value, attn_mask, dropout_p, is_causal)
         if kernel == "math":
             return aten._scaled_dot_product_attention_math(

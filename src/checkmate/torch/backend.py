@@ -111,7 +111,10 @@ def compile_graph(
     inline_regions(gm)
     target = hooks.target
     if target is not None:
-        target.lower(gm)
+        try:
+            target.lower(gm)
+        except CheckmateError as error:
+            raise Carrier(error) from error
     accounts: list[Account] = []
     gradients = gradient_bytes(example_inputs, options.accumulate)
     # On CUDA what is in flight is among what is allocated.

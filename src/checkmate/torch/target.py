@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from checkmate.core.errors import OptionError
 from checkmate.cost.device import Device
 from checkmate.torch.attention import attention_on
 from checkmate.torch.capture import OpCost
@@ -42,17 +43,25 @@ class Target:
     unknown: Counter[str] = field(default_factory=Counter)
 
     def lower(self, gm: fx.GraphModule) -> None:
-        """Put the device's own kernels into a graph of Dynamo, in place, where a processor has others."""
+        """Put the device's own kernels into a graph of Dynamo, in place, where a processor has others.
+
+        Raises:
+            OptionError: Part of the step is under autocast.
+        """
         if self.device.kind != "cuda":
             return
+        regions = gm.graph.find_nodes(op="call_function", target=autocast_enter)
+        if regions or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise OptionError(
+                f"part of the step is under autocast, whose rules for {self.device.name} are not those of the processor here",
+                hint="ask about the model in the precision that most of it has: model.to(torch.bfloat16), or float32 for the most",
+            )
         attention = attention_on(self.device)
         for node in gm.graph.nodes:
             if node.op != "call_function":
                 continue
             if node.target is torch.nn.functional.scaled_dot_product_attention:
                 node.target = attention
-            elif node.target is autocast_enter and node.args[0] == "cuda":
-                node.args = ("cpu", *node.args[1:])  # the traced tensors are a processor's
 
     def relabel(self, graph: fx.Graph) -> None:
         """Say of every traced tensor that it is on the device, in place: sizes and states are then the device's."""

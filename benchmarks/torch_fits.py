@@ -1,0 +1,168 @@
+"""Large models on GPUs that are not there: what `fits` answers, how long it takes, and how much memory.
+
+Each case runs in a fresh process on shapes alone. Wall and processor seconds are of `fits` itself; memory is the whole process's,
+PyTorch and transformers included. Exit status 1 if a case takes more than 4 GiB, or more than a minute of processor time.
+
+    python benchmarks/torch_fits.py [--cases gpt2-xl llama-7b]
+
+Cases that are not named keep their rows of the last run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from torch_peaks import hardware, versions
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "torch_fits.json"
+TABLE = HERE.parent / "docs" / "benchmarks" / "torch_fits.md"
+LIMIT_S, LIMIT_BYTES = 60.0, 4 * 2**30
+
+
+def gpt2_xl() -> tuple[Any, Any, Any, dict[str, Any]]:
+    """GPT-2 XL in float32, 8 sequences of 1024 tokens, as its paper has it but for dropout."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=48, n_embd=1600, n_head=25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    )
+    with torch.device("meta"):
+        tokens = torch.zeros(8, 1024, dtype=torch.long)
+        return _logits(GPT2LMHeadModel(config)), _loss, (tokens, tokens), {"device": "RTX 4090", "optimizer": "adamw"}
+
+
+def llama_7b() -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The shapes of Llama 7B in bfloat16, one sequence of 2048 tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        tokens = torch.zeros(1, 2048, dtype=torch.long)
+        model = LlamaForCausalLM(LlamaConfig()).to(torch.bfloat16)
+        return _logits(model), _loss, (tokens, tokens), {"device": "H100", "optimizer": "adamw"}
+
+
+CASES = {"gpt2-xl": gpt2_xl, "llama-7b": llama_7b}
+
+
+def _logits(net: Any) -> Any:
+    import torch
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.net(input_ids=tokens, use_cache=False).logits
+
+    return Logits()
+
+
+def _loss(logits: Any, tokens: Any) -> Any:
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def child(name: str) -> dict[str, Any]:
+    """Ask for one case."""
+    import torch
+
+    import checkmate.torch
+
+    torch.set_num_threads(1)
+    model, loss, example, asked = CASES[name]()
+    began, cpu = time.perf_counter(), time.process_time()
+    answer = checkmate.torch.fits(model, loss, example=example, time_limit_s=LIMIT_S, **asked)
+    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    result, largest = answer.result, answer.largest_batch
+    return {
+        "about": " ".join((CASES[name].__doc__ or "").split()),
+        **asked,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "ops": len(answer.graph.ops),
+        "verdict": answer.verdict,
+        "available_bytes": answer.available_bytes,
+        "resident_bytes": answer.graph.resident_bytes,
+        "keep_all_bytes": answer.keep_all_bytes,
+        "smallest_bytes": answer.smallest_bytes,
+        "floor_bytes": answer.floor_bytes,
+        "overhead": None if result is None else result.overhead,
+        "peak_bytes": None if result is None else result.peak_bytes,
+        "batch": answer.batch,
+        "largest_batch": None if largest is None else largest.batch,
+        "remarks": list(answer.remarks),
+        "wall_s": round(wall_s, 1),
+        "cpu_s": round(cpu_s, 1),
+        "max_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "load": [round(x, 1) for x in os.getloadavg()],
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    machine, tools = report["hardware"], report["versions"]
+    lines = [
+        "# Fits: large models on GPUs that are not there",
+        "",
+        "Made by `benchmarks/torch_fits.py`; do not edit. Nothing was run on a GPU: sizes come from shapes, times from the least",
+        "that a device's profile allows. Seconds are of `fits`, on a machine that others use at the same time; its load is beside",
+        "them. Memory is all that the process ever had.",
+        "",
+        f"{machine['processor']}; Python {tools['python']}, torch {tools['torch']}, transformers {tools['transformers']}.",
+        "",
+        "| model | device | ops | verdict | available | keep-all | smallest found | overhead | wall s | processor s | load | memory |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in report["cases"].items():
+        gib = [f"{row[k] / 2**30:.2f} GiB" for k in ("available_bytes", "keep_all_bytes", "smallest_bytes", "max_resident_bytes")]
+        overhead = "-" if row["overhead"] is None else f"{row['overhead']:.3f}"
+        lines.append(
+            f"| {name} | {row['device']} | {row['ops']} | {row['verdict']} | {' | '.join(gib[:3])} | {overhead} | {row['wall_s']} "
+            f"| {row['cpu_s']} | {row['load'][0]} | {gib[3]} |"
+        )
+    for name, row in report["cases"].items():
+        lines += ["", f"{name}: {row['about']} {row['optimizer']}. What `fits` remarks:", ""]
+        lines += [f"- {remark}" for remark in row["remarks"]]
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    """Run the cases, or one child."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print("RESULT " + json.dumps(child(options.child)))
+        return 0
+    rows: dict[str, Any] = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
+    for name in options.cases:
+        command = [sys.executable, "-W", "ignore", __file__, "--child", name]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            print(done.stderr, file=sys.stderr)
+            return 1
+        rows[name] = json.loads(lines[-1].removeprefix("RESULT "))
+        print(name, rows[name], flush=True)
+        report = {"hardware": hardware(), "versions": versions(), "cases": {n: rows[n] for n in CASES if n in rows}}
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        TABLE.write_text(table(report))
+    return int(any(row["cpu_s"] > LIMIT_S or row["max_resident_bytes"] > LIMIT_BYTES for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""What a step takes on a device that is not there: what the processor can measure is measured, the rest held to PyTorch's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import checkmate
+from checkmate.core.errors import OptionError
+from checkmate.core.problem import keep_all_bytes
+from checkmate.cost import load_device
+from checkmate.torch.attention import choose
+from tests.torch.networks import NETWORKS, Cnn, input_of, mlp
+from tests.torch.steps import child
+
+aten = torch.ops.aten
+
+
+def tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+MEASURE = """
+import json, torch
+torch.set_num_threads(1)
+import checkmate.torch
+from checkmate.torch import measure_peak
+from tests.torch.networks import NETWORKS, input_of
+found = {{}}
+for name in {names!r}:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(NETWORKS[name](), torch.nn.Flatten(0)), input_of(name, 1024)
+    y = torch.ones(())
+    loss = lambda p, y: p.square().mean() * y
+    answer = checkmate.torch.fits(model, loss, example=(x, y), device="CPU", optimizer="{optimizer}", whole={whole}, time_limit_s=4)
+    from checkmate.torch.question import OPTIMIZERS
+    optimizer = OPTIMIZERS["{optimizer}"](model.parameters())
+    torch._dynamo.reset()
+    step = checkmate.torch.compile(model, loss, optimizer, example=(x, y), whole={whole})
+    step(x, y); step(x, y)
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    there = {{t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *state, x, y)}}
+    measured = sum(there.values()) + measure_peak(lambda: step(x, y))
+    found[name] = [answer.keep_all_bytes, measured]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "whole", "names"),
+    [
+        ("adamw", "None", ("dropout", "attention", "batch_norm")),
+        pytest.param("momentum", "None", ("tied", "in_place", "views", "custom_function"), marks=pytest.mark.slow),
+        pytest.param("sgd", "None", ("dropout", "attention", "batch_norm"), marks=pytest.mark.slow),
+        pytest.param("adam", "False", ("dropout", "attention", "batch_norm", "tied"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_predicted_total_is_the_measured_one(optimizer: str, whole: str, names: tuple[str, ...]) -> None:
+    """On what a processor can measure: parameters, state, batch and the peak of a step, to one per cent."""
+    for name, (predicted, measured) in child(MEASURE.format(names=names, optimizer=optimizer, whole=whole)).items():
+        assert abs(predicted - measured) <= 0.01 * measured, name
+
+
+def test_a_step_on_another_device_has_its_granules_and_no_measure() -> None:
+    """Every storage is rounded up to 512 bytes; the matrix library's workspace is resident."""
+    model, x = Cnn(), input_of("batch_norm", 16)
+    y = torch.ones(())
+    graph = checkmate.torch.capture(model, lambda p, y: p.mean() * y, example=(x, y), device="T4")
+    assert all(value.size_bytes % 512 == 0 for value in graph.values)
+    there = sum(-(-t.untyped_storage().nbytes() // 512) * 512 for t in (*tensors(model), x, y))
+    assert graph.resident_bytes == there + load_device("T4").blas_workspace_bytes
+
+
+def test_random_states_on_a_cuda_device_are_small() -> None:
+    """A state is 16 bytes there, in memory of the host, and 5056 on a processor."""
+    graph = checkmate.torch.capture(
+        mlp(), lambda p, y: p.mean() * y, example=(input_of("dropout"), torch.ones(())), device="H100"
+    )
+    assert {op.replay_bytes for op in graph.ops} == {0, 16}
+
+
+@pytest.mark.parametrize("device", ["H100", "RTX 4090", "T4", "CPU"])
+def test_what_costs_more_is_told_by_the_profile(device: str) -> None:
+    """Costs are those of the roofline: no op takes less than its launch, but views, and a faster device takes less."""
+    example = (input_of("dropout"), torch.ones(()))
+    graph = checkmate.torch.capture(mlp(), lambda p, y: p.mean() * y, example=example, device=device)
+    least = load_device(device).launch_ns
+    assert all(op.cost >= least or op.cost in (0, 100) for op in graph.ops)
+    slow = checkmate.torch.capture(mlp(), lambda p, y: p.mean() * y, example=example, costs="flops")
+    assert graph.cost <= max(slow.cost, 2 * least * len(graph.ops))
+
+
+class Attention(nn.Module):
+    """Attention alone, with a mask or dropout."""
+
+    def __init__(self, dropout: float = 0.0, masked: bool = False, width: int = 64) -> None:
+        super().__init__()
+        self.inside = nn.Linear(width, 3 * width)
+        self.dropout, self.masked = dropout, masked
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.inside(x).chunk(3, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.masked else None
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout if self.training else 0.0, is_causal=not self.masked
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+def kinds(device: str, dtype: torch.dtype, **options: object) -> set[str]:
+    model, x = Attention(**options).to(dtype), torch.randn(2, 33, 64, dtype=dtype)  # type: ignore[arg-type]
+    graph = checkmate.torch.capture(model, lambda p, y: p.mean() * y, example=(x, torch.ones((), dtype=dtype)), device=device)
+    return {op.kind.split(".")[1] for op in graph.ops if "attention" in op.kind or "softmax" in op.kind}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "options", "kernel"),
+    [
+        ("A100", torch.bfloat16, {}, "flash"),
+        ("A100", torch.bfloat16, {"dropout": 0.1}, "flash"),
+        ("A100", torch.float32, {}, "efficient"),
+        ("A100", torch.bfloat16, {"masked": True}, "efficient"),
+        ("T4", torch.float16, {}, "efficient"),
+        ("H100", torch.bfloat16, {}, "cudnn"),
+    ],
+)
+def test_attention_is_the_devices(device: str, dtype: torch.dtype, options: dict[str, object], kernel: str) -> None:
+    """A processor's attention makes the whole matrix of weights with dropout; what a device saves is what counts."""
+    name = f"_scaled_dot_product_{kernel}_attention"
+    assert kinds(device, dtype, **options) == {name, f"{name}_backward"}
+
+
+def test_attention_without_a_kernel_makes_its_weights() -> None:
+    """Where no kernel can run, so it is on the device."""
+    q = torch.empty(2, 4, 8, 6, device="meta")
+    assert choose(load_device("A100"), q, q, q, None, 0.0, False) == "math"
+    assert choose(load_device("A100"), q[0], q[0], q[0], None, 0.0, False) == "math"
+
+
+def test_statistics_of_norms_are_float32_on_the_device() -> None:
+    """A processor keeps them in the type of the input."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).bfloat16(), torch.randn(512, 64, dtype=torch.bfloat16)
+    y = torch.ones((), dtype=torch.bfloat16)
+    graph = checkmate.torch.capture(model, lambda p, y: p.mean() * y, example=(x, y), device="A100")
+    norm = next(op for op in graph.ops if "native_layer_norm." in op.kind)
+    assert [graph.values[v].size_bytes for v in norm.outputs] == [512 * 64 * 2, 512 * 4, 512 * 4]
+
+
+@pytest.mark.parametrize("name", ["attention", "batch_norm", "tied"])
+def test_shapes_alone_give_the_same_graph(name: str) -> None:
+    """A model on the meta device has all that is asked for; it stays there, and so does its optimizer."""
+    flat = nn.Sequential(NETWORKS[name](), nn.Flatten(0))
+    x, y = input_of(name), torch.ones(())
+    shapes = copy.deepcopy(flat).to("meta")
+    before = {id(t) for t in tensors(shapes)}
+    loss, graphs = (lambda p, y: p.mean() * y), []
+    for model, example in ((flat, (x, y)), (shapes, (x.to("meta"), y.to("meta"))), (shapes, (x, y))):
+        torch._dynamo.reset()
+        optimizer = torch.optim.AdamW(model.parameters())
+        graphs.append(checkmate.torch.capture(model, loss, example=example, optimizer=optimizer, device="A100"))
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert {graph.digest for graph in graphs} == {graphs[0].digest}
+    assert {id(t) for t in tensors(shapes)} == before
+
+
+def test_a_model_that_cannot_be_traced_is_given_back() -> None:
+    """What was lent is taken back also when something fails."""
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 4), torch.empty(2, 5)
+    before = [id(p) for p in model.parameters()]
+    with pytest.raises(Exception, match="shape|size"):
+        checkmate.torch.capture(model, nn.functional.mse_loss, example=(x, x), device="A100")
+    assert [id(p) for p in model.parameters()] == before
+
+
+def ask(memory: str | None = None, **options: object) -> checkmate.torch.Fits:
+    with torch.device("meta"):
+        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(256, 256), nn.GELU())])
+        x = torch.empty(4096, 256)
+    given = {"device": "A100", "optimizer": "adamw", "time_limit_s": 12.0, "headroom": 0.0, "memory": memory, **options}
+    return checkmate.torch.fits(model, nn.functional.mse_loss, example=(x, x), **given)
+
+
+@pytest.fixture(scope="module")
+def roomy() -> checkmate.torch.Fits:
+    torch._dynamo.reset()
+    return ask()
+
+
+def test_what_fits_keeping_everything_says_so(roomy: checkmate.torch.Fits) -> None:
+    """The plan then computes every op once."""
+    assert roomy
+    assert roomy.verdict == "keeps everything"
+    assert roomy.result is not None
+    assert roomy.result.overhead == 1.0
+    assert roomy.keep_all_bytes == keep_all_bytes(roomy.graph)
+    parameters = 4 * (256 * 256 + 256) * 4
+    assert (roomy.parameter_bytes, roomy.state_bytes, roomy.whole) == (parameters, 2 * parameters, True)
+    assert roomy.remarks[0].startswith("nothing was measured")
+    assert "keeps everything: 1.000x" in str(roomy)
+
+
+def test_between_smallest_and_keep_all_ops_are_computed_again(roomy: checkmate.torch.Fits) -> None:
+    """The plan keeps what is available: memory less context and headroom."""
+    context = roomy.device.context_bytes
+    between = (roomy.smallest_bytes + roomy.keep_all_bytes) // 2
+    answer = ask(f"{context + between}B")
+    assert answer.available_bytes == between
+    assert answer.verdict == "fits with recomputation"
+    assert answer.result is not None
+    assert answer.result.plan is not None
+    assert answer.result.overhead > 1
+    assert checkmate.validate(answer.graph, answer.result.plan, between) == ()
+
+
+def test_below_the_floor_nothing_fits_and_it_is_proven(roomy: checkmate.torch.Fits) -> None:
+    """No plan is looked for where none can be."""
+    answer = ask(f"{roomy.device.context_bytes + roomy.floor_bytes - 1}B")
+    assert not answer
+    assert answer.verdict == "does not fit"
+    assert answer.result is None
+    assert answer.largest_batch is None or answer.largest_batch.batch < 4096
+
+
+def test_the_largest_batch_fits_and_the_first_proven_too_large_does_not(roomy: checkmate.torch.Fits) -> None:
+    """It is found on a line through two traces; a trace at that batch confirms it."""
+    answer = ask(f"{roomy.device.context_bytes + 2 * roomy.keep_all_bytes}B", time_limit_s=30.0)
+    largest = answer.largest_batch
+    assert largest is not None
+    assert 4096 < largest.batch <= largest.upper_bound
+    assert largest.result.peak_bytes is not None
+    assert largest.result.peak_bytes <= answer.available_bytes
+
+
+def test_a_plain_loop_needs_all_gradients_at_once() -> None:
+    """Parameters, gradients, state and what the optimizer's step makes: whatever the plan of forward and backward."""
+    whole, plain = ask(time_limit_s=4.0), ask(time_limit_s=4.0, whole=False)
+    assert (whole.whole, plain.whole) == (True, False)
+    gradients = temporaries = plain.parameter_bytes
+    assert plain.smallest_bytes >= plain.graph.resident_bytes + gradients + temporaries
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "H1000"}, "no device 'H1000'"),
+        ({"optimizer": "adamx"}, "no optimizer 'adamx' is known by name; the nearest known one is 'adam"),
+        ({"memory": "100MiB"}, "leave nothing"),
+        ({"headroom": 1.5}, "headroom=1.5"),
+        ({"sequence_dim": 5}, "sequence_dim=5"),
+        ({"memory": "lots"}, "cannot read 'lots'"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(options: dict[str, object], said: str) -> None:
+    """Before anything is traced."""
+    with pytest.raises((OptionError, checkmate.UnitError), match=said):
+        ask(**options)  # type: ignore[arg-type]
+
+
+def test_time_that_is_short_leaves_questions_open_and_says_so() -> None:
+    """Nothing is guessed."""
+    answer = ask(time_limit_s=1.0)
+    assert answer.largest_batch is None
+    assert any("not looked for" in remark for remark in answer.remarks)
+
+
+def test_unknown_workspace_is_said() -> None:
+    """cuDNN chooses when it runs: a convolution's workspace counts as nothing, and a remark says of how many."""
+    model, x = Cnn(), input_of("batch_norm", 16)
+    y = torch.ones(())
+    answer = checkmate.torch.fits(model, lambda p, y: p.mean() * y, example=(x, y), device="V100", time_limit_s=3.0)
+    assert any("workspace is not known" in remark and "convolution" in remark for remark in answer.remarks)
