@@ -36,14 +36,16 @@ for name in {names!r}:
     model, x = torch.nn.Sequential(NETWORKS[name](), torch.nn.Flatten(0)), input_of(name, 1024)
     y = torch.ones(())
     loss = lambda p, y: p.square().mean() * y
-    answer = checkmate.torch.fits(model, loss, example=(x, y), device="CPU", optimizer="{optimizer}", whole={whole}, time_limit_s=4)
+    asked = dict(device="CPU", optimizer="{optimizer}", whole={whole}, time_limit_s=4)
+    answer = checkmate.torch.fits(model, loss, example=(x, y), **asked)
     from checkmate.torch.question import OPTIMIZERS
     optimizer = OPTIMIZERS["{optimizer}"](model.parameters())
     torch._dynamo.reset()
     step = checkmate.torch.compile(model, loss, optimizer, example=(x, y), whole={whole})
     step(x, y); step(x, y)
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    there = {{t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *state, x, y)}}
+    there = [t.untyped_storage() for t in (*model.parameters(), *model.buffers(), *state, x, y)]
+    there = {{s._cdata: s.nbytes() for s in there}}
     measured = sum(there.values()) + measure_peak(lambda: step(x, y))
     found[name] = [answer.keep_all_bytes, measured]
 print(json.dumps(found))
@@ -172,7 +174,7 @@ def test_a_model_that_cannot_be_traced_is_given_back() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.empty(2, 5)
     before = [id(p) for p in model.parameters()]
-    with pytest.raises(Exception, match="shape|size"):
+    with pytest.raises(Exception, match=r"shape|size"):
         checkmate.torch.capture(model, nn.functional.mse_loss, example=(x, x), device="A100")
     assert [id(p) for p in model.parameters()] == before
 
@@ -266,6 +268,21 @@ def test_time_that_is_short_leaves_questions_open_and_says_so() -> None:
     answer = ask(time_limit_s=1.0)
     assert answer.largest_batch is None
     assert any("not looked for" in remark for remark in answer.remarks)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+def test_autocast_for_a_device_that_is_not_there_is_refused(device: str) -> None:
+    """Its rules differ by device, so that bytes would be wrong, and a region for CUDA is off where there is no CUDA."""
+
+    class Mixed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(device, torch.bfloat16):
+                return super().forward(x)
+
+    x = torch.randn(4, 8)
+    with pytest.raises(OptionError, match="under autocast"):
+        checkmate.torch.capture(Mixed(8, 8), nn.functional.mse_loss, example=(x, x), device="A100")
 
 
 def test_unknown_workspace_is_said() -> None:

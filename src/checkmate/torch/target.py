@@ -54,7 +54,7 @@ class Target:
         if regions or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise OptionError(
                 f"part of the step is under autocast, whose rules for {self.device.name} are not those of the processor here",
-                hint="ask about the model in the precision that most of it has: model.to(torch.bfloat16), or float32 for the most",
+                hint="ask about the model in one precision: model.to(torch.bfloat16), or as it is",
             )
         attention = attention_on(self.device)
         for node in gm.graph.nodes:
