@@ -117,17 +117,18 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Fits: large models on GPUs that are not there",
         "",
-        "Made by `benchmarks/torch_fits.py`; do not edit. Nothing was run on a GPU: sizes come from shapes, times from the least",
-        "that a device's profile allows. Seconds are of `fits`, on a machine that others use at the same time; its load is beside",
-        "them. Memory is all that the process ever had.",
+        "Made by `benchmarks/torch_fits.py`; do not edit. Nothing was run on a GPU: sizes come from shapes, times from the",
+        "least that a device's profile allows. Seconds are of `fits`, on a machine that others use at the same time; its load is",
+        "beside them. Memory is all that the process ever had.",
         "",
         f"{machine['processor']}; Python {tools['python']}, torch {tools['torch']}, transformers {tools['transformers']}.",
         "",
-        "| model | device | ops | verdict | available | keep-all | smallest found | overhead | wall s | processor s | load | memory |",
+        "| model | device | ops | verdict | available | keep-all | smallest | overhead | wall s | processor s | load | memory |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in report["cases"].items():
-        gib = [f"{row[k] / 2**30:.2f} GiB" for k in ("available_bytes", "keep_all_bytes", "smallest_bytes", "max_resident_bytes")]
+        sizes = ("available_bytes", "keep_all_bytes", "smallest_bytes", "max_resident_bytes")
+        gib = [f"{row[k] / 2**30:.2f} GiB" for k in sizes]
         overhead = "-" if row["overhead"] is None else f"{row['overhead']:.3f}"
         lines.append(
             f"| {name} | {row['device']} | {row['ops']} | {row['verdict']} | {' | '.join(gib[:3])} | {overhead} | {row['wall_s']} "

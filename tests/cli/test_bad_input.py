@@ -66,6 +66,18 @@ CASES = {
     "report-other-curve": (("report", "chain.graph.json", "made.plan.json", "--curve", "other.curve.json"), "another graph"),
     "report-in-no-folder": (("report", "chain.graph.json", "made.plan.json", "--out", "none/r.html"), "cannot write none/r.html"),
     "report-budget": (("report", "chain.graph.json", "made.plan.json", "--budget", "lots"), "cannot read 'lots'"),
+    "devices-unknown": (("devices", "H1OO"), "the nearest known one is 'H100'"),
+    "devices-no-profile": (("devices", "foreign.json"), "foreign.json: no device profile"),
+    "devices-no-file": (("devices", "none.json"), "none.json: No such file"),
+    "fits-no-device": (("fits", "model.py:two"), "--device"),
+    "fits-device-unknown": (("fits", "model.py:two", "--device", "RTX 409"), "the nearest known one is 'RTX 4090'"),
+    "fits-without-function": (("fits", "model.py", "--device", "H100"), "cannot read 'model.py'"),
+    "fits-wrong-shape": (("fits", "model.py:two", "--device", "H100"), "returned a tuple of 2"),
+    "fits-raises": (("fits", "model.py:broken", "--device", "H100"), "raised KeyError at"),
+    "fits-optimizer": (("fits", "model.py:linear", "--device", "H100", "--optimizer", "adamx"), "no optimizer 'adamx'"),
+    "fits-memory": (("fits", "model.py:linear", "--device", "H100", "--memory", "lots"), "cannot read 'lots'"),
+    "fits-no-memory": (("fits", "model.py:linear", "--device", "H100", "--memory", "1MiB"), "leave nothing"),
+    "fits-headroom": (("fits", "model.py:linear", "--device", "H100", "--headroom", "2"), "headroom=2.0"),
     "completion-shell": (("completion", "tcsh"), "tcsh"),
     "solvers-too-much": (("solvers", "auto"), "auto"),
     "demo-out-is-a-file": (("demo", "--out", "chain.graph.json/there"), "cannot make chain.graph.json"),
@@ -83,7 +95,9 @@ def files(tmp_path):
     checkmate.write(checkmate.pareto(other), tmp_path / "other.curve.json")
     checkmate.write(plan(AGAIN), tmp_path / "made.plan.json")
     checkmate.write(checkmate.Plan(plan(AGAIN).steps[1:]), tmp_path / "broken.plan.json")
-    (tmp_path / "model.py").write_text("def two():\n    return 1, 2\n\n\ndef broken():\n    return {}['weights']\n")
+    model = "def two():\n    return 1, 2\n\n\ndef broken():\n    return {}['weights']\n\n\ndef linear():\n    import torch\n\n"
+    model += "    return torch.nn.Linear(2, 2), torch.nn.MSELoss(), (torch.ones(2, 2), torch.ones(2, 2))\n"
+    (tmp_path / "model.py").write_text(model)
 
 
 @pytest.mark.parametrize("case", CASES)

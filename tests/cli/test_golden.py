@@ -18,7 +18,7 @@ def both(outcome):
 
 
 VERBS = ("demo", "capture", "plan", "verify", "min-budget", "pareto", "max-batch", "explain", "diff", "report", "solvers")
-VERBS += ("completion",)
+VERBS += ("completion", "fits", "devices")
 
 
 @pytest.fixture
@@ -106,6 +106,32 @@ def test_solvers(run, golden, monkeypatch):
     golden("solvers", both(run("solvers")))
 
 
+def test_devices(run, golden):
+    """A line a device; what a dash stands for is computed as float32."""
+    golden("devices", both(run("devices")))
+
+
+def test_device(run, golden):
+    """Every figure, and where it is from."""
+    golden("device", both(run("devices", "rtx-4090")))
+
+
+def test_fits(run, golden, tmp_path):
+    """Whether it fits, why, and what is not known; how far the largest batch got depends on the time."""
+    (tmp_path / "tiny.py").write_text(MODEL)
+    said = both(
+        run("fits", "tiny.py:build", "--device", "H100", "--optimizer", "adamw", "--time-limit", "0.1", "--out", "g.json")
+    )
+    golden("fits", re.sub(r"\d+ B|[\d.]+ (µs|ms|ns|KiB)\b", "...", said))
+
+
+def test_fits_not(run, golden, tmp_path):
+    """Exit code 1 where it does not fit, with what it would take."""
+    (tmp_path / "tiny.py").write_text(MODEL)
+    said = both(run("fits", "tiny.py:build", "--device", "T4", "--memory", "530MiB", "--headroom", "0", "--time-limit", "0.1"))
+    golden("fits-not", re.sub(r"\d+ B|[\d.]+ (µs|ms|ns|KiB)\b", "...", said))
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_knows_every_verb(run, shell):
     """The script is cyclopts' own; a shell that gets it completes what there is."""
@@ -134,11 +160,13 @@ EVERY = [
     ("diff", "chain.graph.json", "all.plan.json", "again.plan.json"),
     ("report", "chain.graph.json", "again.plan.json"),
     ("solvers",),
+    ("devices",),
+    ("devices", "T4"),
     ("completion", "bash"),
 ]
 
 
-@pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
+@pytest.mark.parametrize("words", EVERY, ids=lambda words: "-".join(words[:2]))
 def test_json_is_one_object_and_nothing_else(run, planned, words):
     """A script reads stdout whole; talk is for people and stays out of it."""
     outcome = run(*words, "--json")
@@ -147,7 +175,7 @@ def test_json_is_one_object_and_nothing_else(run, planned, words):
     assert outcome.err == ""
 
 
-@pytest.mark.parametrize("words", EVERY[:-1], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", EVERY[:-1], ids=lambda words: "-".join(words[:2]))
 def test_output_fits_80_columns_and_has_no_colour(run, planned, words):
     """In a pipe nobody wraps lines or reads escapes; only lines of words may be longer."""
     out = run(*words).out
