@@ -123,7 +123,7 @@ def table(report: dict[str, Any]) -> str:
         "",
         f"{machine['processor']}; Python {tools['python']}, torch {tools['torch']}, transformers {tools['transformers']}.",
         "",
-        "| model | device | ops | verdict | available | keep-all | smallest | overhead | wall s | processor s | load | memory |",
+        "| model | device | ops | verdict | available | keep-all | smallest | overhead | wall s | CPU s | load | memory |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in report["cases"].items():

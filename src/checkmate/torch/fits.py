@@ -158,7 +158,7 @@ def _best(
     result = solve(Problem(graph, available), limits=limits, initial=known, raise_on_failure=False)
     if result.plan is not None:
         return "fits with recomputation", result
-    remarks.append(f"no plan for {format_bytes(available)}: {result.termination.detail}")
+    remarks.append(f"no plan for {format_bytes(available)}: {result.termination.detail or 'none was found in time'}")
     return ("does not fit" if result.termination.reason is Reason.INFEASIBLE else "not known"), None
 
 

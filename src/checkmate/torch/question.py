@@ -24,6 +24,7 @@ from checkmate.torch.step import Example, captured, recipe_of
 from checkmate.torch.target import Target
 
 _LEAST_S = 1.0
+_MOST_S = 10.0  # over the limit
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
@@ -87,8 +88,8 @@ class Question:
         self.trace_s = 0.0
 
     def share_s(self, share: float) -> float:
-        """A share of the seconds that are left, and one at least."""
-        return max(_LEAST_S, share * (self.until - time.perf_counter()))
+        """A share of the seconds that are left; where tracing took them all, a part of what it took."""
+        return max(_LEAST_S, share * (self.until - time.perf_counter()), min(_MOST_S, self.trace_s / 4))
 
     def has_time_for(self, seconds: float) -> bool:
         """Whether so many seconds are left."""
