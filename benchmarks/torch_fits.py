@@ -131,8 +131,8 @@ def table(report: dict[str, Any]) -> str:
         gib = [f"{row[k] / 2**30:.2f} GiB" for k in sizes]
         overhead = "-" if row["overhead"] is None else f"{row['overhead']:.3f}"
         lines.append(
-            f"| {name} | {row['device']} | {row['ops']} | {row['verdict']} | {' | '.join(gib[:3])} | {overhead} | {row['wall_s']} "
-            f"| {row['cpu_s']} | {row['load'][0]} | {gib[3]} |"
+            f"| {name} | {row['device']} | {row['ops']} | {row['verdict']} | {' | '.join(gib[:3])} | {overhead} "
+            f"| {row['wall_s']} | {row['cpu_s']} | {row['load'][0]} | {gib[3]} |"
         )
     for name, row in report["cases"].items():
         lines += ["", f"{name}: {row['about']} {row['optimizer']}. What `fits` remarks:", ""]

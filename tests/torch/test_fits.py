@@ -297,6 +297,30 @@ def test_unknown_workspace_is_said() -> None:
     assert any("workspace is not known" in remark and "convolution" in remark for remark in answer.remarks)
 
 
+def test_what_only_a_processor_runs_is_said() -> None:
+    """Recurrent layers have other kernels on a GPU, and no answer for them would be right."""
+
+    class Recurrent(nn.LSTM):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[0]
+
+    x = torch.randn(5, 3, 8)
+    asked = {"example": (x, torch.zeros(5, 3, 4)), "device": "A100", "time_limit_s": 2.0}
+    answer = checkmate.torch.fits(Recurrent(8, 4), nn.functional.mse_loss, **asked)
+    assert any("mkldnn_rnn_layer" in remark and "A100 has others" in remark for remark in answer.remarks)
+
+
+def test_state_that_is_not_known_is_said() -> None:
+    """It would be missing from every figure."""
+    model = nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    asked = {"example": (x, x), "device": "A100", "time_limit_s": 2.0, "optimizer": torch.optim.Adagrad(model.parameters())}
+    assert not any("state" in remark for remark in checkmate.torch.fits(model, nn.functional.mse_loss, **asked).remarks)
+    asked["optimizer"] = torch.optim.Adadelta(model.parameters())
+    answer = checkmate.torch.fits(model, nn.functional.mse_loss, **asked)
+    assert any("the state that Adadelta makes" in remark for remark in answer.remarks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt2-xl", "llama-7b"])
 def test_a_large_model_is_answered_for_in_a_minute_and_4_gib(case: str) -> None:

@@ -9,7 +9,6 @@ import time
 import torch
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError
-from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Result
@@ -96,7 +95,7 @@ def fits(
     if sequence_dim is not None and sequence is None:
         raise OptionError(f"sequence_dim={sequence_dim}: the example's tensors have no such dimension of one size")
     step = question.traced()
-    remarks = _caveats(target, step.graph)
+    remarks = _caveats(target, step)
     smallest = min_budget(step.graph, limits=Limits(time_s=question.share_s(0.2)))
     verdict, result = _best(step, smallest, available, question, remarks)
     batch = question.size(0)
@@ -132,14 +131,20 @@ def _share(headroom: float, memory_bytes: int) -> int:
     return round(headroom * memory_bytes)
 
 
-def _caveats(target: Target, graph: Graph) -> list[str]:
+def _caveats(target: Target, step: Traced) -> list[str]:
     """What the figures are worth."""
     if target.device.kind == "cpu":
-        return ["workspace was measured here, op by op; times are the least that the profile allows"]
-    remarks = [f"nothing was measured: no {target.device.name} was used; times are the least that its profile allows"]
+        remarks = ["workspace was measured here, op by op; times are the least that the profile allows"]
+    else:
+        remarks = [f"nothing was measured: no {target.device.name} was used; times are the least that its profile allows"]
+    if step.stateless:
+        remarks.append(f"the state that {step.stateless} makes at its first step is not known, and counts as nothing")
+    if target.foreign:
+        names = ", ".join(sorted(target.foreign))
+        remarks.append(f"{target.foreign.total()} ops are a processor's, and {target.device.name} has others: {names}")
     if target.unknown:
         names = ", ".join(f"{count} {name.split('.')[1]}" for name, count in target.unknown.most_common())
-        share = f"{target.unknown.total()} of {len(graph.ops)} ops"
+        share = f"{target.unknown.total()} of {len(step.graph.ops)} ops"
         remarks.append(f"workspace is not known, and counts as nothing, of {share}: {names}")
     return remarks
 

@@ -21,7 +21,7 @@ from torch import optim
 from checkmate.torch.sizes import leaves, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
-_STEP_BYTES = 4  # a float32 counter for every parameter
+_STEP_BYTES = 4  # a float32 counter for every parameter, in the host's memory if the parameter is not
 
 # The schema of `update` says what it overwrites; that is all a planner needs to know of it.
 _library = torch.library.Library("checkmate", "DEF")
@@ -164,6 +164,11 @@ def state_bytes(optimizer: optim.Optimizer, granule: int = 1) -> int:
     return there + coming
 
 
+def state_is_known(optimizer: optim.Optimizer) -> bool:
+    """Whether `state_bytes` counts all of an optimizer's state: it is there already, or of a kind that is known."""
+    return bool(optimizer.state) or type(optimizer) in (optim.SGD, optim.Adam, optim.AdamW)
+
+
 def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
     """Bytes that an optimizer's own step takes while it runs: for all parameters at once on CUDA, for one on a processor."""
     sizes = [
@@ -191,7 +196,7 @@ def _coming_bytes(optimizer: optim.Optimizer, group: dict[str, object], paramete
     if kind is optim.SGD:
         return size if group["momentum"] else 0
     if kind in (optim.Adam, optim.AdamW):
-        return size * (3 if group["amsgrad"] else 2) + _STEP_BYTES
+        return size * (3 if group["amsgrad"] else 2) + (_STEP_BYTES if granule == 1 else 0)
     _log.warning(
         "the state that %s allocates at its first step is not known and not reserved: give `reserve`, or compile after one step",
         kind.__name__,

@@ -16,7 +16,7 @@ from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.problem import keep_all_bytes
 from checkmate.torch.lend import lent
-from checkmate.torch.optimizers import state_bytes, step_temporary_bytes
+from checkmate.torch.optimizers import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.programs import Loss
 from checkmate.torch.sizes import unique_bytes
@@ -45,6 +45,7 @@ class Traced:
         parameter_bytes: Parameters and buffers.
         state_bytes: State of the optimizer.
         update_bytes: What the optimizer's step takes where it comes after the backward, resident bytes included; else 0.
+        stateless: Name of an optimizer whose state, still to be made, is not known and not counted; "" where it is.
     """
 
     graph: Graph
@@ -52,6 +53,7 @@ class Traced:
     parameter_bytes: int
     state_bytes: int
     update_bytes: int
+    stateless: str
 
     @property
     def keep_all_bytes(self) -> int:
@@ -111,6 +113,7 @@ class Question:
         given = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
         granule = self.target.device.granule_bytes
         self.target.unknown.clear()
+        self.target.foreign.clear()
         example = self.example if size is None else _resized(self.example, dim, size)
         with lent(example, self.model, self.loss, given) as batch:
             there = [*self.model.parameters(), *self.model.buffers()]
@@ -123,9 +126,17 @@ class Question:
             if optimizer is not None and not recipe.whole:
                 gradients = sum(_rounded(p, granule) for p in trained)
                 update = graph.resident_bytes + gradients + step_temporary_bytes(optimizer, self.target.device.kind)
+            stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
             parameters = unique_bytes(there, functools.partial(_rounded, granule=granule))
         self.trace_s = time.perf_counter() - began
-        return Traced(graph=graph, whole=recipe.whole, parameter_bytes=parameters, state_bytes=state, update_bytes=update)
+        return Traced(
+            graph=graph,
+            whole=recipe.whole,
+            parameter_bytes=parameters,
+            state_bytes=state,
+            update_bytes=update,
+            stateless=stateless,
+        )
 
 
 def _tensors(example: Any) -> list[torch.Tensor]:

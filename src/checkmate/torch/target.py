@@ -35,12 +35,14 @@ class Target:
     Attributes:
         device: Its profile.
         measured: Costs of ops on the processor at hand; of them the workspace counts where the target is a processor too.
-        unknown: Op -> how many of them have a workspace that nobody knows before they run, or are not what the device runs.
+        unknown: Op -> how many of them have a workspace that nobody knows before they run.
+        foreign: Op -> how many of them only a processor has, so that the device runs others.
     """
 
     device: Device
     measured: Callable[[Sequence[fx.Node]], Sequence[OpCost]]
     unknown: Counter[str] = field(default_factory=Counter)
+    foreign: Counter[str] = field(default_factory=Counter)
 
     def lower(self, gm: fx.GraphModule) -> None:
         """Put the device's own kernels into a graph of Dynamo, in place, where a processor has others.
@@ -87,9 +89,11 @@ class Target:
         return [OpCost(t, self._workspace(n)) for t, n in zip(times, nodes, strict=True)]
 
     def _workspace(self, node: fx.Node) -> int:
-        known = modelled_bytes(node)
-        if known is None or any(word in str(node.target) for word in _PROCESSOR_ONLY):
-            self.unknown[str(node.target)] += 1
+        known, name = modelled_bytes(node), str(node.target)
+        if any(word in name for word in _PROCESSOR_ONLY):
+            self.foreign[name] += 1
+        elif known is None:
+            self.unknown[name] += 1
         return known or 0
 
 
