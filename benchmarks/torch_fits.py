@@ -14,14 +14,13 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from torch_peaks import hardware, versions
+from fresh import answer, child, hardware, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_fits.json"
@@ -76,7 +75,7 @@ def _loss(logits: Any, tokens: Any) -> Any:
     return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def child(name: str) -> dict[str, Any]:
+def ask(name: str) -> dict[str, Any]:
     """Ask for one case."""
     import torch
 
@@ -85,25 +84,25 @@ def child(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     model, loss, example, asked = CASES[name]()
     began, cpu = time.perf_counter(), time.process_time()
-    answer = checkmate.torch.fits(model, loss, example=example, time_limit_s=LIMIT_S, **asked)
+    found = checkmate.torch.fits(model, loss, example=example, time_limit_s=LIMIT_S, **asked)
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    result, largest = answer.result, answer.largest_batch
+    result, largest = found.result, found.largest_batch
     return {
         "about": " ".join((CASES[name].__doc__ or "").split()),
         **asked,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "ops": len(answer.graph.ops),
-        "verdict": answer.verdict,
-        "available_bytes": answer.available_bytes,
-        "resident_bytes": answer.graph.resident_bytes,
-        "keep_all_bytes": answer.keep_all_bytes,
-        "smallest_bytes": answer.smallest_bytes,
-        "floor_bytes": answer.floor_bytes,
+        "ops": len(found.graph.ops),
+        "verdict": found.verdict,
+        "available_bytes": found.available_bytes,
+        "resident_bytes": found.graph.resident_bytes,
+        "keep_all_bytes": found.keep_all_bytes,
+        "smallest_bytes": found.smallest_bytes,
+        "floor_bytes": found.floor_bytes,
         "overhead": None if result is None else result.overhead,
         "peak_bytes": None if result is None else result.peak_bytes,
-        "batch": answer.batch,
+        "batch": found.batch,
         "largest_batch": None if largest is None else largest.batch,
-        "remarks": list(answer.remarks),
+        "remarks": list(found.remarks),
         "wall_s": round(wall_s, 1),
         "cpu_s": round(cpu_s, 1),
         "max_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -147,19 +146,17 @@ def main() -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("RESULT " + json.dumps(child(options.child)))
+        answer(ask(options.child))
         return 0
     rows: dict[str, Any] = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
     for name in options.cases:
-        command = [sys.executable, "-W", "ignore", __file__, "--child", name]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            print(done.stderr, file=sys.stderr)
-            return 1
-        rows[name] = json.loads(lines[-1].removeprefix("RESULT "))
+        rows[name] = child(__file__, name)
         print(name, rows[name], flush=True)
-        report = {"hardware": hardware(), "versions": versions(), "cases": {n: rows[n] for n in CASES if n in rows}}
+        report = {
+            "hardware": hardware(),
+            "versions": versions("torch", "transformers"),
+            "cases": {n: rows[n] for n in CASES if n in rows},
+        }
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
         TABLE.write_text(table(report))
     return int(any(row["cpu_s"] > LIMIT_S or row["max_resident_bytes"] > LIMIT_BYTES for row in rows.values()))
