@@ -163,8 +163,11 @@ def _best(
     result = solve(Problem(graph, available), limits=limits, initial=known, raise_on_failure=False)
     if result.plan is not None:
         return "fits with recomputation", result
-    remarks.append(f"no plan for {format_bytes(available)}: {result.termination.detail or 'none was found in time'}")
-    return ("does not fit" if result.termination.reason is Reason.INFEASIBLE else "not known"), None
+    if result.termination.reason is Reason.INFEASIBLE:
+        remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
+        return "does not fit", None
+    remarks.append(f"no plan was found that keeps {format_bytes(available)}, and none is proven impossible: give it more time")
+    return "not known", None
 
 
 def _largest(
