@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from checkmate.core.result import Limits, Reason, Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import Amount, format_bytes, parse_bytes
 from checkmate.cost.device import Device, load_device
-from checkmate.solvers.given import keep_everything
+from checkmate.solvers.given import keep_everything, run_order
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import AffineGraph
 from checkmate.studies.max_batch import MaxBatch, max_batch
@@ -28,7 +29,9 @@ from checkmate.torch.step import Example, checked
 from checkmate.torch.target import Target
 
 _SOLVE_S = 2.0  # the least that is worth a search
-_ROUNDING = 512  # bytes by which a line through rounded sizes may miss one
+_TRIES = 2
+_NEAR = 1.02  # how far a size may be from its line for a smaller one to be tried
+_ROWS = 128  # to which kernels of attention round lengths up
 
 
 def fits(
@@ -189,13 +192,30 @@ def _largest(
         if not question.has_time_for(question.trace_s):
             remarks.append(f"the largest {what} is from lines through {small} and {large}, and was not traced itself")
             return found
-        peak = simulate(true := question.traced(dim, found.batch).graph, Plan.from_order(true, found.plan.order)).peak_bytes
+        confirmed = _confirmed(question, lines, found, available, dim)
     except InfeasibleBudgetError as error:
         remarks.append(f"not even a {what} of one fits: {error.message}")
     except (CheckmateError, RuntimeError) as error:
         remarks.append(f"the largest {what} is not known: {str(error).splitlines()[0]}")
     else:
-        if peak <= available + _ROUNDING * len(step.graph.ops):
+        if confirmed is None:
+            remarks.append(f"the largest {what} is not known: sizes do not grow in a line from {small} to {found.batch}")
+        return confirmed
+    return None
+
+
+def _confirmed(question: Question, lines: AffineGraph, found: MaxBatch, available: int, dim: int) -> MaxBatch | None:
+    """What was found on lines, as a trace at that size has it; kernels that round sizes up may take it down a little."""
+    for _ in range(_TRIES):
+        true = question.traced(dim, found.batch).graph
+        peak = simulate(true, Plan.from_order(true, found.plan.order)).peak_bytes
+        if peak <= available:
             return found
-        remarks.append(f"the largest {what} is not known: sizes do not grow in a line from {small} to {found.batch}")
+        fewer = found.batch * available // peak
+        if peak > _NEAR * available or fewer < 1:
+            return None
+        fewer -= fewer % _ROWS if fewer > _ROWS else 0
+        result = run_order(lines(fewer), found.plan.order)
+        assert result.plan is not None
+        found = replace(found, batch=fewer, plan=result.plan, result=result)
     return None
