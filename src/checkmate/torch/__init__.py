@@ -19,6 +19,7 @@ from checkmate.torch.explain import Saved, StepExplanation, explain
 from checkmate.torch.fits import fits
 from checkmate.torch.measure import measure_peak
 from checkmate.torch.options import Options
+from checkmate.torch.ranks import RankError
 from checkmate.torch.recount import SplitError
 from checkmate.torch.step import GraphBreakError, Step, capture, compile  # noqa: A004 - torch's own word for it
 
@@ -27,6 +28,7 @@ __all__ = [
     "GraphBreakError",
     "InFlightError",
     "Options",
+    "RankError",
     "Saved",
     "SplitError",
     "Step",

@@ -19,6 +19,8 @@ from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
 from checkmate.solvers.given import run_order
 from checkmate.studies.min_budget import min_budget
+from checkmate.torch.accounts import Account
+from checkmate.torch.agreement import plan_together
 from checkmate.torch.capture import Capture, Costs
 from checkmate.torch.compat import (
     BoxedRun,
@@ -29,12 +31,14 @@ from checkmate.torch.compat import (
     forgetting_this_frame,
     functorch_config,
 )
-from checkmate.torch.coordinator import IN_FLIGHT, Account
+from checkmate.torch.coordinator import IN_FLIGHT
+from checkmate.torch.distributed import beside
 from checkmate.torch.division import Choice
 from checkmate.torch.options import Options
 from checkmate.torch.partition import Task, partition, whole
 from checkmate.torch.planning import plan_graph
 from checkmate.torch.profile import Profiler
+from checkmate.torch.ranks import ranks_of_job, stopping_together
 from checkmate.torch.regions import inline_regions
 from checkmate.torch.roofline import estimated
 from checkmate.torch.shapes import settle_shapes
@@ -117,36 +121,58 @@ def compile_graph(
             raise Carrier(error) from error
     accounts: list[Account] = []
     gradients = gradient_bytes(example_inputs, options.accumulate)
-    # On CUDA what is in flight is among what is allocated.
+    wrapped = beside(example_inputs, options.accumulate)
     in_flight = IN_FLIGHT.held_bytes() if options.budget is not None else 0
-    elsewhere = max(in_flight, elsewhere_bytes(example_inputs, options))
+    # On CUDA what is in flight, or held by wrappers, is among what is allocated.
+    elsewhere = max(in_flight + wrapped.held_bytes, elsewhere_bytes(example_inputs, options))
+    ranks = ranks_of_job() if options.ranks == "together" and options.budget is not None and hooks.plan is None else None
 
     forget = forgetting_this_frame()
+
+    def gate() -> None:
+        if hooks.gate is not None:
+            hooks.gate()
+        if ranks is not None:
+            ranks.forward_begins()
+
+    def plan(graph: Graph) -> tuple[Graph, Result]:
+        nonlocal in_flight
+        if hooks.plan is not None:
+            return graph, hooks.plan(graph)
+        if ranks is None:
+            return graph, _plan(graph, in_flight, options)
+        agreed = plan_together(
+            ranks, graph, in_flight, f"a budget of {options.budget}", functools.partial(_plan, options=options)
+        )
+        in_flight = agreed.in_flight_bytes
+        return agreed.graph, agreed.result
 
     def planned(capture: Capture, result: Result) -> None:
         # A whole step is over when it returns: nothing of it is in flight.
         if options.budget is not None and capture.boundary is not None:
             _mind_tangents(capture.graph, capture.boundary)
-            graph, plan, share = capture.graph, result.plan, IN_FLIGHT.share(capture.graph, options.budget)
-            assert plan is not None
+            graph, share = capture.graph, IN_FLIGHT.share(capture.graph, options.budget)
+            assert result.plan is not None
             accounts.append(
                 Account(
                     graph=graph,
                     boundary=capture.boundary,
-                    choice=Choice.of(graph, plan, capture.boundary),
+                    choice=Choice.of(graph, result.plan, capture.boundary, wrapped.passing_bytes),
                     budget=options.budget,
                     budget_bytes=share.budget_bytes if share else Problem(graph, options.budget).budget_bytes,
                     resident_bytes=graph.resident_bytes - in_flight,
-                    planned_gradient_bytes=gradients,
+                    planned_gradient_bytes=gradients + wrapped.view_bytes,
+                    passing_bytes=wrapped.passing_bytes,
                     time_limit_s=options.time_limit_s,
                     forget=forget,
+                    ranks=ranks,
                 )
             )
         hooks.planned(capture, result)
 
     task = Task(
         costs=target.costs if target is not None else costs_of(options),
-        plan=hooks.plan or functools.partial(_plan, options=options, in_flight_bytes=in_flight),
+        plan=plan,
         hold_outputs=options.outputs == "held",
         split_convolutions=options.split_convolutions,
         respect=options.checkpoints == "respected",
@@ -159,21 +185,24 @@ def compile_graph(
             task, relabel=target.relabel, extra_resident_bytes=task.extra_resident_bytes + target.device.blas_workspace_bytes
         )
     compile_with_aot = aot_autograd(
-        fw_compiler=lambda module, inputs: _forward(module, accounts, hooks.gate),
+        fw_compiler=lambda module, inputs: _forward(module, accounts, gate),
         bw_compiler=lambda module, inputs: _backward(module, accounts),
-        inference_compiler=lambda module, inputs: _inference(module, task, hooks),
+        inference_compiler=lambda module, inputs: _inference(module, task, hooks, gate),
         partition_fn=functools.partial(partition, task=task),
         keep_inference_input_mutations=True,
     )
     try:
         # A hit of AOTAutograd's cache would skip the partition function, and with it the plan.
-        with functorch_config.patch(enable_autograd_cache=False):
-            return compile_with_aot(gm, example_inputs)
+        with functorch_config.patch(enable_autograd_cache=False), stopping_together(ranks):
+            run = compile_with_aot(gm, example_inputs)
+            if ranks is not None and (accounts or hooks.whole):
+                ranks.decide("running it", b"", lambda said: b"")
+            return run
     except CheckmateError as error:
         raise Carrier(error) from error
 
 
-def _plan(graph: Graph, options: Options, in_flight_bytes: int) -> Result:
+def _plan(graph: Graph, in_flight_bytes: int, options: Options) -> Result:
     """The plan that a division gave a graph, else one for it alone beside what is in flight."""
     share = IN_FLIGHT.share(graph, options.budget) if options.budget is not None else None
     if share is not None:
@@ -204,9 +233,9 @@ def _mind_tangents(graph: Graph, boundary: int) -> None:
         )
 
 
-def _inference(module: fx.GraphModule, task: Task, hooks: Hooks) -> BoxedRun:
+def _inference(module: fx.GraphModule, task: Task, hooks: Hooks, gate: Callable[[], None]) -> BoxedRun:
     if hooks.whole:
-        return _forward(whole(module, task), [], hooks.gate)
+        return _forward(whole(module, task), [], gate)
     if not hooks.inference:
         raise GraphError(
             "nothing in this step requires a gradient, so that there is no backward to plan",
@@ -215,14 +244,11 @@ def _inference(module: fx.GraphModule, task: Task, hooks: Hooks) -> BoxedRun:
     return boxed(module)
 
 
-def _forward(module: fx.GraphModule, accounts: list[Account], gate: Callable[[], None] | None) -> BoxedRun:
+def _forward(module: fx.GraphModule, accounts: list[Account], gate: Callable[[], None]) -> BoxedRun:
     run = boxed(module)
-    if not accounts and gate is None:
-        return run
 
     def guarded(args: list[Any]) -> Any:
-        if gate is not None:
-            gate()
+        gate()
         return IN_FLIGHT.forward(accounts[0], run, args) if accounts else run(args)
 
     return as_boxed(guarded)

@@ -19,7 +19,7 @@ import torch._functorch.config as functorch_config
 from torch._C._dynamo.eval_frame import reset_code
 from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import ShortenTraceback, Unsupported
+from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
@@ -43,6 +43,7 @@ __all__ = [
     "HigherOrderOperator",
     "MemoryTrace",
     "OpOverload",
+    "TorchDynamoException",
     "Unsupported",
     "aot_autograd",
     "as_boxed",

@@ -12,57 +12,25 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 
 from checkmate.core.errors import CheckmateError
 from checkmate.core.graph import Graph
-from checkmate.core.units import Amount, format_at_least, format_bytes, parse_budget
-from checkmate.torch.division import Choice, choices, divide, together
+from checkmate.core.units import Amount, format_at_least, format_bytes
+from checkmate.torch.accounts import Account, key_of
+from checkmate.torch.distributed import unsharded
+from checkmate.torch.settlement import Took, divide_together
 from checkmate.torch.sizes import storage_bytes, storage_key
 
 _log = logging.getLogger("checkmate.torch")
-_TIME_S = 30.0  # for the plans to choose from, where there is no limit
 
 
 class InFlightError(CheckmateError, RuntimeError):
     """Graphs in flight together would take more than the budget."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Account:
-    """What one planned graph takes above what is resident, and what it takes to plan it anew.
-
-    Attributes:
-        graph: The graph.
-        boundary: Its boundary op.
-        choice: Its plan, and what that takes.
-        budget: The budget as it was asked for.
-        budget_bytes: The budget it was planned for.
-        resident_bytes: What it was planned beside, but for what was in flight then.
-        planned_gradient_bytes: Gradients among that: there when it was planned, or expected.
-        time_limit_s: Seconds that planning may take.
-        forget: Makes torch compile it anew; None if nothing can.
-        key: See `key_of`.
-    """
-
-    graph: Graph
-    boundary: int
-    choice: Choice
-    budget: Amount
-    budget_bytes: int
-    resident_bytes: int
-    planned_gradient_bytes: int
-    time_limit_s: float | None
-    forget: Callable[[], None] | None
-    key: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", key_of(self.graph, self.budget))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +44,6 @@ class Share:
 
     order: tuple[int, ...]
     budget_bytes: int
-
-
-def key_of(graph: Graph, budget: Amount) -> str:
-    """What is divided: a graph, whatever is resident beside it, and a budget as it was asked for."""
-    return f"{budget} {msgspec.structs.replace(graph, resident_bytes=0).digest}"
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +87,7 @@ class Coordinator:
             InFlightError: It would not.
         """
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        flight = _Flight(account, _storages(tensors), _gradients(tensors))
+        flight = _Flight(account, _without(_storages(tensors), unsharded()), _gradients(tensors))
         del tensors
         with self._lock:
             if not self._flights:
@@ -201,35 +164,30 @@ class Coordinator:
         if len(step) < 2 or self._settled.issuperset(accounts) or any(a.forget is None for a in accounts.values()):
             return
         self._settled.update(accounts)
-        budget = max(a.budget_bytes for a in accounts.values())
-        if self._most_bytes <= budget and all(a.choice.cost == a.graph.cost for a in accounts.values()):
-            return
         keys = list(accounts)
-        sequence = [keys.index(f.account.key) for f in step]
-        time_s = (step[0].account.time_limit_s or _TIME_S) / len(keys)
-        offers = [[a.choice, *choices(a.graph, a.boundary, time_s)] for a in accounts.values()]
-        resident = _resident_bytes(step)
-        amount = step[0].account.budget
-        if isinstance(amount, str) and amount.strip().endswith("%"):
-            freest = [min(offer, key=lambda c: c.cost) for offer in offers]
-            budget = parse_budget(amount, resident_bytes=resident, keep_all_bytes=resident + together(sequence, freest))
-        picked = divide(sequence, offers, budget - resident)
-        if picked is None:
-            took = f"{len(step)} graphs were in flight together, and this first step took up to {format_bytes(self._most_bytes)}"
-            _log.warning("%s; no division of %s over them was found, so that the next is refused", took, format_bytes(budget))
+        sequence = tuple(keys.index(f.account.key) for f in step)
+        took = Took(tuple(keys), sequence, self._most_bytes, _resident_bytes(step))
+        found = divide_together(took, list(accounts.values()))
+        if found.orders is None:
+            _log.warning(
+                "%d graphs were in flight together, and this first step took up to %s; no division of %s over them was found, so "
+                "that the next is refused",
+                len(step),
+                format_bytes(found.most_bytes),
+                format_bytes(found.budget_bytes),
+            )
+        if not found.orders:
             return
-        chosen = [offer[c] for offer, c in zip(offers, picked, strict=True)]
-        peak = resident + together(sequence, chosen)
         _log.warning(
             "%d graphs were in flight together, and this first step took up to %s; with the budget of %s divided over them "
             "the next takes up to %s",
             len(step),
-            format_bytes(self._most_bytes),
-            format_bytes(budget),
-            format_bytes(peak),
+            format_bytes(found.most_bytes),
+            format_bytes(found.budget_bytes),
+            format_bytes(found.peak_bytes),
         )
-        for key, account, choice in zip(keys, accounts.values(), chosen, strict=True):
-            self._shares[key] = Share(choice.plan.order, budget)
+        for account, order in zip(accounts.values(), found.orders, strict=True):
+            self._shares[account.key] = Share(order, found.budget_bytes)
             assert account.forget is not None
             account.forget()
 
@@ -240,6 +198,11 @@ IN_FLIGHT = Coordinator()
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {storage_key(t): storage_bytes(t) for t in tensors}
+
+
+def _without(storages: dict[int, int], passing: Mapping[int, int]) -> dict[int, int]:
+    """Storages, those that come and go counted as nothing: they were planned beside."""
+    return {key: 0 if key in passing else size for key, size in storages.items()}
 
 
 def _gradients(tensors: Iterable[torch.Tensor]) -> int:

@@ -31,7 +31,7 @@ class Choice:
         forward_peak_bytes: Peak of the forward.
         held_bytes: What is held from the forward's end to the backward.
         backward_peak_bytes: Peak from the boundary on.
-        gradient_bytes: What the backward leaves behind.
+        gradient_bytes: What the backward leaves behind when it is over.
     """
 
     plan: Plan
@@ -42,8 +42,8 @@ class Choice:
     gradient_bytes: int
 
     @classmethod
-    def of(cls, graph: Graph, plan: Plan, boundary: int) -> Choice:
-        """What a plan of a graph with a boundary takes."""
+    def of(cls, graph: Graph, plan: Plan, boundary: int, passing_bytes: int = 0) -> Choice:
+        """What a plan of a graph with a boundary takes; ``passing_bytes`` of its gradients are gone when the backward is over."""
         timeline = simulate(graph, plan)
         above = timeline.bytes - graph.resident_bytes
         at = plan.steps.index(Compute(boundary))
@@ -55,23 +55,24 @@ class Choice:
             forward_peak_bytes=int(above[: at + 1].max()),
             held_bytes=int(above[at]) - tangents,
             backward_peak_bytes=int(above[at:].max()),
-            gradient_bytes=sum(graph.values[v].size_bytes for v in {graph.root[v] for v in made}),
+            gradient_bytes=max(0, sum(graph.values[v].size_bytes for v in {graph.root[v] for v in made}) - passing_bytes),
         )
 
 
-def choices(graph: Graph, boundary: int, time_s: float) -> list[Choice]:
+def choices(graph: Graph, boundary: int, time_s: float, passing_bytes: int = 0) -> list[Choice]:
     """Plans of a graph between its smallest peak and keeping everything.
 
     Args:
         graph: The graph.
         boundary: Its boundary op.
         time_s: Seconds that finding them may take, about.
+        passing_bytes: Gradients that are gone when the backward is over.
     """
     # The end of the curve decides whether a division exists at all: it gets as much time as all the rest.
     smallest = min_budget(graph, limits=Limits(time_s=max(4 * _LEAST_S, time_s / 2)))
     curve = pareto(graph, points=_POINTS, limits=Limits(time_s=max(_LEAST_S, time_s / 2 / _POINTS)))
     plans = [*([smallest.plan] if smallest.plan else []), *[point.plan for point in curve.points]]
-    return [Choice.of(graph, plan, boundary) for plan in plans]
+    return [Choice.of(graph, plan, boundary, passing_bytes) for plan in plans]
 
 
 def together(sequence: Sequence[int], picked: Sequence[Choice]) -> int:

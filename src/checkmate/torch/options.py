@@ -18,6 +18,7 @@ from checkmate.solvers.session import Solver
 Outputs = Literal["held", "released"]
 CostSource = Literal["measured", "flops"]
 Checkpoints = Literal["hints", "respected"]
+RanksMode = Literal["together", "alone"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class Options:
         checkpoints: What regions under ``torch.utils.checkpoint`` are: ``"hints"``, of which a plan keeps what it
             likes, or ``"respected"``: computed again in the backward and not held for it, the planner deciding on
             the rest. What selective checkpointing must save is computed once either way.
+        ranks: In a distributed job, ``"together"``: rank 0 plans for all, which have to trace the same graphs and stop
+            together if they do not or if one cannot plan; or ``"alone"``: each plans what it traces.
         costs: ``"measured"`` on the device, or ``"flops"``: estimated, with no workspace.
     """
 
@@ -58,6 +61,7 @@ class Options:
     split_convolutions: bool = True
     no_recompute: Sequence[str] = ()
     checkpoints: Checkpoints = "hints"
+    ranks: RanksMode = "together"
     costs: CostSource = "measured"
 
     def __post_init__(self) -> None:
@@ -65,7 +69,7 @@ class Options:
             hint = "leave it out, or give 'eager'"
             what = "is not there yet" if self.compiler == "inductor" else "is unknown"
             raise OptionError(f"compiler={self.compiler!r} {what}", hint=hint)
-        for name, kind in (("outputs", Outputs), ("costs", CostSource), ("checkpoints", Checkpoints)):
+        for name, kind in (("outputs", Outputs), ("costs", CostSource), ("checkpoints", Checkpoints), ("ranks", RanksMode)):
             if getattr(self, name) not in get_args(kind):
                 raise OptionError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}")
         if self.time_limit_s is not None and not (isinstance(self.time_limit_s, (int, float)) and self.time_limit_s > 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -31,7 +31,7 @@ class Task:
 
     Attributes:
         costs: Costs of nodes.
-        plan: Finds the plan of a graph.
+        plan: Finds the plan of a graph, and says for which: with other costs or more memory, if ranks agreed on those.
         hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
         split_convolutions: Whether a convolution's backward is made two ops.
         respect: Whether checkpointed regions are computed again, and never held.
@@ -42,7 +42,7 @@ class Task:
     """
 
     costs: Costs
-    plan: Callable[[Graph], Result]
+    plan: Callable[[Graph], tuple[Graph, Result]]
     hold_outputs: bool
     split_convolutions: bool
     respect: bool
@@ -90,7 +90,7 @@ def partition(
         no_recompute=task.no_recompute,
         extra_resident_bytes=task.extra_resident_bytes,
     )
-    result = task.plan(capture.graph)
+    capture, result = _planned(capture, task)
     assert result.plan is not None
     imposed = impose(capture, result.plan)
     forward, backward = default_partition(imposed, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
@@ -118,12 +118,17 @@ def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     capture = capture_joint(
         prepared, None, task.costs, no_recompute=task.no_recompute, extra_resident_bytes=task.extra_resident_bytes
     )
-    result = task.plan(capture.graph)
+    capture, result = _planned(capture, task)
     assert result.plan is not None
     imposed = impose(capture, result.plan)
     _compare(capture, result, recount_whole(imposed, task.costs))
     task.on_planned(capture, result)
     return imposed
+
+
+def _planned(capture: Capture, task: Task) -> tuple[Capture, Result]:
+    graph, result = task.plan(capture.graph)
+    return replace(capture, graph=graph), result
 
 
 def _compare(capture: Capture, result: Result, counted: int) -> None:

@@ -22,6 +22,8 @@ from checkmate.solvers.session import Solver
 from checkmate.torch.backend import Hooks, compile_graph
 from checkmate.torch.capture import Capture
 from checkmate.torch.compat import Carrier, Unsupported, dynamo_config
+from checkmate.torch.compat_distributed import DistributedDataParallel, inside_data_parallel, is_sharded
+from checkmate.torch.distributed import through
 from checkmate.torch.lend import lent
 from checkmate.torch.optimizers import Updates, state_bytes, why_not
 from checkmate.torch.options import Checkpoints, CostSource, Options, Outputs
@@ -31,6 +33,7 @@ from checkmate.torch.target import Target
 
 _log = logging.getLogger("checkmate.torch")
 _SHAPES = 64  # shapes that one step may be compiled for; torch's own limit of 8 would then run unplanned
+_TRACING = {"recompile_limit": _SHAPES, "trace_autograd_ops": True, "optimize_ddp": False}  # one graph, also under DDP
 
 Example = Sequence[Any] | Mapping[str, Any]
 Finish = Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]
@@ -56,12 +59,18 @@ class Recipe:
         finish: What is done with what it returns.
         whole: Whether the updates are in the program.
         micro_batches: Equal parts that the program cuts a batch into.
+        wrapped: What the model is in that averages its gradients over ranks, if it is.
     """
 
     program: Program
     finish: Finish
     whole: bool
     micro_batches: int = 1
+    wrapped: DistributedDataParallel | None = None
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """What the program is traced in, without a word to other ranks."""
+        return contextlib.nullcontext() if self.wrapped is None else inside_data_parallel(self.wrapped)
 
 
 class Step:
@@ -94,8 +103,10 @@ class Step:
             return compile_graph(gm, inputs, now, hooks)
 
         self._run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=dynamic)
-        with contextlib.suppress(_Done):
+        with contextlib.suppress(_Done), recipe.tracing():
             self._batch(example)
+        if recipe.wrapped is not None:
+            self._run = through(recipe.wrapped, self._run)
         capture, result = self._planned[0]
         assert result.plan is not None
         self.graph, self.plan, self.result = capture.graph, result.plan, result
@@ -283,7 +294,8 @@ def captured(recipe: Recipe, batch: Example, options: Options, target: Target | 
     run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     try:
-        _traced(functools.partial(run, args, kwargs))
+        with recipe.tracing():
+            _traced(functools.partial(run, args, kwargs))
     except _Done as done:
         return done.graph
     raise GraphError("the step was not traced: torch.compile is off", hint="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE")
@@ -306,8 +318,17 @@ def recipe_of(
     cut_evenly(example, micro_batches)
     if clip_norm is not None and not clip_norm > 0:
         raise OptionError(f"clip_norm={clip_norm!r} must be more than zero")
+    if is_sharded(model):
+        raise OptionError(
+            "fully_shard gathers parameters between the graphs of its modules, so that no one graph is the step",
+            hint="torch.compile(model, backend='checkmate', options={'budget': ...}) plans the graph of each module",
+        )
+    wrapped = model if isinstance(model, DistributedDataParallel) else None
+    model = model if wrapped is None else wrapped.module
     forward = forward_program(model, loss)
     reason = "there is no optimizer" if optimizer is None else why_not(optimizer, model)
+    if wrapped is not None:
+        reason = "DistributedDataParallel averages gradients in hooks of the backward"
     if whole is False:
         reason = "whole=False"
     if optimizer is not None and reason is None:
@@ -321,7 +342,7 @@ def recipe_of(
         raise OptionError(f"{what} cannot be: {reason}", hint="give an optimizer of torch.optim, such as AdamW, all parameters")
     if optimizer is not None and whole is None:
         _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
-    return Recipe(forward, functools.partial(_finish_split, optimizer, clip_norm), whole=False)
+    return Recipe(forward, functools.partial(_finish_split, optimizer, clip_norm), whole=False, wrapped=wrapped)
 
 
 def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
@@ -350,7 +371,7 @@ def _finish_split(
 
 def _traced(run: Callable[[], Any]) -> Any:
     try:
-        with torch.enable_grad(), dynamo_config.patch(recompile_limit=_SHAPES, trace_autograd_ops=True):
+        with torch.enable_grad(), dynamo_config.patch(**_TRACING):
             return run()
     except Unsupported as error:
         raise GraphBreakError(

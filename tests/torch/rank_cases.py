@@ -1,0 +1,321 @@
+"""What one rank of a distributed job does in a test: ``python -m tests.torch.rank_cases CASE RANK COUNT PORT``.
+
+Prints what it found as JSON in its last line. What it is killed for, or raises, its test sees.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import checkmate.torch
+from checkmate import CheckmateError, Result
+from checkmate.torch import partition
+from checkmate.torch.backend import Hooks, compile_graph
+from checkmate.torch.capture import Capture
+from checkmate.torch.compat import memory_trace
+from checkmate.torch.options import Options
+from tests.torch.networks import mlp
+
+WIDTH, ROWS = 256, 512
+
+
+class Net(nn.Module):
+    """Layers with dropout, each a module of its own; what comes out is a loss."""
+
+    def __init__(self, depth: int = 6, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = mlp(2, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+class Plans:
+    """The backend, and what it planned."""
+
+    def __init__(self, **options: Any) -> None:
+        self.found: list[tuple[Capture, Result]] = []
+        hooks = Hooks(planned=lambda capture, result: self.found.append((capture, result)))
+        self.backend = functools.partial(compile_graph, options=Options(**options), hooks=hooks)
+
+    @property
+    def digests(self) -> list[str]:
+        return [capture.graph.digest for capture, _ in self.found]
+
+    @property
+    def orders(self) -> list[list[int]]:
+        return [list(result.plan.order) for _, result in self.found if result.plan is not None]
+
+    @property
+    def recomputes(self) -> int:
+        return sum(len(order) - len(set(order)) for order in self.orders)
+
+
+Wrap = Callable[[nn.Module, Any], tuple[Callable[..., Any], nn.Module]]
+
+
+def trained(wrap: Wrap, rank: int, steps: int = 4, **options: Any) -> tuple[list[torch.Tensor], int, int, Plans]:
+    """Everything that a few steps leave, bytes held when nothing runs, the peak of one more step above that, and the plans."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plans = Plans(**options)
+    with memory_trace() as trace:
+        net = Net()
+        run, parameters = wrap(net, plans.backend)
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(30 + rank))
+    held = sum(size for what, size in trace.events if what == "alloc")
+    optimizer = torch.optim.SGD(parameters.parameters(), 1e-2)
+    torch.manual_seed(20 + rank)
+    left = []
+
+    def step() -> None:
+        loss = run(x)
+        loss.backward()
+        left.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(steps):
+        step()
+    with memory_trace() as trace:
+        step()
+    left += [_local(p).detach().clone() for p in parameters.parameters()]
+    return [*left, torch.get_rng_state()], held, trace.peak(), plans
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def data_parallel(optimize: bool | str = True, inner: bool = False, **options: Any) -> Wrap:
+    """A model in `DistributedDataParallel`, compiled as a whole or within."""
+
+    def wrap(net: nn.Module, backend: Any) -> tuple[Callable[..., Any], nn.Module]:
+        torch._dynamo.config.optimize_ddp = optimize
+        if inner:
+            net.compile(backend=backend)
+            return DistributedDataParallel(net, **options), net
+        return torch.compile(DistributedDataParallel(net, **options), backend=backend), net
+
+    return wrap
+
+
+def sharded(per_layer: bool = True, inner: bool = False, **options: Any) -> Wrap:
+    """A model under `fully_shard`."""
+
+    def wrap(net: nn.Module, backend: Any) -> tuple[Callable[..., Any], nn.Module]:
+        if per_layer:
+            for layer in net.layers:  # type: ignore[attr-defined]
+                if inner:
+                    layer.compile(backend=backend)
+                fully_shard(layer, **options)
+        fully_shard(net, **options)
+        return net if inner else torch.compile(net, backend=backend), net
+
+    return wrap
+
+
+WRAPS: dict[str, Wrap] = {
+    "ddp": data_parallel(optimize=False),
+    "ddp-one-bucket": data_parallel(),
+    "ddp-buckets": data_parallel(bucket_cap_mb=1),
+    "ddp-inner": data_parallel(inner=True, optimize=False),
+    "ddp-python-reducer": data_parallel("python_reducer"),
+    "ddp-python-reducer-inner": data_parallel("python_reducer_without_compiled_forward"),
+    "ddp-static": data_parallel(static_graph=True, optimize=False),
+    "ddp-views": data_parallel(gradient_as_bucket_view=True, optimize=False),
+    "ddp-unused": data_parallel(find_unused_parameters=True, optimize=False),
+    "fsdp-layers": sharded(),
+    "fsdp-layers-inner": sharded(inner=True),
+    "fsdp-whole": sharded(per_layer=False),
+    "fsdp-kept": sharded(reshard_after_forward=False),
+}
+
+
+def equal(rank: int, *names: str) -> dict[str, Any]:
+    """Training with a plan beside the same without one, for each way of wrapping the model."""
+    return {name: _equal(rank, name) for name in names}
+
+
+def _equal(rank: int, name: str, share: float = 0.7) -> dict[str, Any]:
+    kept, held, most, _ = trained(WRAPS[name], rank)
+    budget = held + int(share * most)
+    left, held, peak, plans = trained(WRAPS[name], rank, budget=budget, time_limit_s=3)
+    return {
+        "same": len(kept) == len(left) and all(map(torch.equal, kept, left)),
+        "budget": budget,
+        "kept": held + most,
+        "held": held,
+        "peak": held + peak,
+        "planned": [result.peak_bytes for _, result in plans.found],
+        "resident": [capture.graph.resident_bytes for capture, _ in plans.found],
+        "digests": plans.digests,
+        "orders": hashlib.sha256(json.dumps(plans.orders).encode()).hexdigest(),
+        "recomputes": plans.recomputes,
+    }
+
+
+def failing(rank: int) -> dict[str, Any]:
+    """Ways in which one rank cannot plan, one after the other in one job."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        found["infeasible"] = _stopped(rank, budget="10KiB")
+        found["other budget"] = _stopped(rank, budget="1GiB" if rank else "2GiB")
+        found["other shape"] = _stopped(rank, rows=64 + rank)
+        for name, broken in (("before", "prepare"), ("after", "impose")):
+            if rank == 1:
+                patch.setattr(partition, broken, _out_of_order)
+            found[name] = _stopped(rank)
+            patch.undo()
+        found["then"] = _stopped(rank)
+    return found
+
+
+def _out_of_order(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("out of order")
+
+
+def _stopped(rank: int, rows: int = 64, **options: Any) -> dict[str, Any]:
+    torch._dynamo.reset()
+    net = Net(1, 32)
+    run = torch.compile(net, backend="checkmate", options={"budget": "90%", "time_limit_s": 3, **options})
+    began = time.monotonic()
+    try:
+        run(torch.randn(rows, 32)).backward()
+    except (CheckmateError, RuntimeError) as error:
+        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
+    return {"error": "", "message": "", "seconds": time.monotonic() - began}
+
+
+def lone(rank: int) -> dict[str, Any]:
+    """After two steps one rank gets a batch of another shape: nobody else compiles."""
+    net = Net(1, 32)
+    torch._dynamo.config.optimize_ddp = False
+    run = torch.compile(
+        DistributedDataParallel(net), backend="checkmate", dynamic=False, options={"budget": "90%", "time_limit_s": 3}
+    )
+    for _ in range(2):
+        run(torch.randn(64, 32)).backward()
+        net.zero_grad(set_to_none=True)
+    began = time.monotonic()
+    try:
+        run(torch.randn(64 + rank, 32)).backward()
+    except RuntimeError as error:
+        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
+    return {"error": "", "message": "", "seconds": time.monotonic() - began}
+
+
+def alone(rank: int) -> dict[str, Any]:
+    """Ranks with batches of different shapes, each with a plan of its own."""
+    net, plans = Net(), Plans(budget="75%", time_limit_s=3, ranks="alone")
+    torch._dynamo.config.optimize_ddp = False
+    run = torch.compile(DistributedDataParallel(net), backend=plans.backend)
+    run(torch.randn(ROWS + 64 * rank, WIDTH)).backward()
+    assert net.layers[0].body[0].weight.grad is not None
+    return {"recomputes": plans.recomputes, "gradient": net.layers[0].body[0].weight.grad.double().sum().item()}
+
+
+class Head(nn.Module):
+    """A network for a step with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(Layer(WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.body:
+            x = layer(x)
+        return x
+
+
+def step(rank: int) -> dict[str, Any]:
+    """`checkmate.torch.compile` of a model in `DistributedDataParallel`, beside the plain loop."""
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(30 + rank))
+
+    def train(budget: str | int | None) -> tuple[list[torch.Tensor], int, int, bool]:
+        torch.manual_seed(0)
+        with memory_trace() as trace:
+            net = Head()
+            wrapped = DistributedDataParallel(net)
+        held = sum(size for what, size in trace.events if what == "alloc") + x.nbytes
+        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+        torch.manual_seed(20 + rank)
+        left: list[torch.Tensor] = []
+        whole = False
+        if budget is None:
+
+            def one() -> None:
+                loss = nn.functional.mse_loss(wrapped(x), x)
+                loss.backward()
+                left.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        else:
+            compiled = checkmate.torch.compile(
+                wrapped, nn.functional.mse_loss, optimizer, example=(x, x), budget=budget, time_limit_s=3
+            )
+            whole = compiled.whole
+
+            def one() -> None:
+                left.append(compiled(x, x)[1])
+
+        for _ in range(3):
+            one()
+        with memory_trace() as trace:
+            one()
+        assert isinstance(wrapped.module, Head)
+        return [*left, *[p.detach().clone() for p in net.parameters()]], held, trace.peak(), whole
+
+    kept, held, most, _ = train(None)
+    budget = held + int(0.7 * most)
+    left, held, peak, whole = train(budget)
+    return {"same": all(map(torch.equal, kept, left)), "budget": budget, "peak": held + peak, "whole": whole}
+
+
+def main() -> None:
+    """Run a case."""
+    case, rank, count, port, *rest = sys.argv[1:]
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=int(rank),
+        world_size=int(count),
+        timeout=datetime.timedelta(seconds=120),
+    )
+    sys.stdout.write(json.dumps(CASES[case](int(rank), *rest)) + "\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+CASES: dict[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in (equal, failing, lone, alone, step)}
+
+if __name__ == "__main__":
+    main()
