@@ -163,9 +163,9 @@ def equal(rank: int, *names: str) -> dict[str, Any]:
     return {name: _equal(rank, name) for name in names}
 
 
-def _equal(rank: int, name: str, share: float = 0.7) -> dict[str, Any]:
+def _equal(rank: int, name: str) -> dict[str, Any]:
     kept, held, most, _ = trained(WRAPS[name], rank)
-    budget = held + int(share * most)
+    budget = held + int((0.85 if name.startswith("fsdp") else 0.7) * most)
     left, held, peak, plans = trained(WRAPS[name], rank, budget=budget, time_limit_s=3)
     return {
         "same": len(kept) == len(left) and all(map(torch.equal, kept, left)),

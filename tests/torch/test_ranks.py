@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,7 @@ def test_everybody_hears_what_rank_0_decides(job: Callable[[int], list[Ranks]]) 
     """From what all said, once for each decision, and nothing but the newest stays in the store."""
     members = job(3)
     for turn in range(3):
-        said = at_once(*[lambda r=r: r.decide("t", bytes([turn, r.rank]), b"|".join) for r in members])
+        said = at_once(*[lambda r=r, turn=turn: r.decide("t", bytes([turn, r.rank]), b"|".join) for r in members])
         assert said == [b"|".join(bytes([turn, rank]) for rank in range(3))] * 3
     store = ranks_module.store_of_job()
     assert not store.check(["0/answer"])
@@ -123,8 +124,6 @@ def test_nobody_waits_for_one_that_runs_on(
 
 def test_one_that_does_not_come_is_named(job: Callable[[int], list[Ranks]]) -> None:
     """No rank waits longer than its process group would."""
-    import datetime
-
     members = job(2)
     ranks_module.store_of_job().set_timeout(datetime.timedelta(seconds=0.3))
     with pytest.raises(RankError, match="rank 1 did not come to decide on a plan within"):

@@ -71,6 +71,11 @@ class Coordinator:
             self._shares.clear()
             self._settled.clear()
 
+    @property
+    def step_bytes(self) -> int | None:
+        """The most that a moment of the newest step was to take, resident bytes included; None before the first."""
+        return self._most_bytes or None
+
     def share(self, graph: Graph, budget: Amount) -> Share | None:
         """What a division gave a graph, if there was one."""
         return self._shares.get(key_of(graph, budget))
