@@ -23,7 +23,9 @@ class Task(lightning.LightningModule):
         super().__init__()
         self.network = Classifier()
         if budget is not None:
-            self.network.compile(backend="checkmate", options={"budget": budget, "time_limit_s": 2})
+            # Lightning clears gradients after the forward: in that they are there, and the plan has to know.
+            options = {"budget": budget, "time_limit_s": 2, "accumulate": True}
+            self.network.compile(backend="checkmate", options=options)
         self.losses: list[float] = []
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:

@@ -39,12 +39,15 @@ class Tokens(Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def train(budget: str | None) -> tuple[list[float], PeakCallback]:
-    """Losses, and what the callback measured; without a budget the same backend keeps everything."""
+def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], PeakCallback]:
+    """Losses, parameters, and what the callback measured; without a budget the same backend keeps everything."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
     model = LossOnly(config)
-    options = {"budget": budget, "time_limit_s": 2} if budget else {}
+    model.loss_type = "ForCausalLM"  # known by the name of the class otherwise, and a warning would break the graph
+    # AdamW will hold two moments of every parameter, and the backend does not see an optimizer.
+    moments = 2 * sum(p.nbytes for p in model.parameters())
+    options = {"budget": budget, "reserve": moments, "time_limit_s": 2} if budget else {}
     model.compile(backend="checkmate", options=options)
     peak = PeakCallback(step=3)
     with tempfile.TemporaryDirectory() as folder:
@@ -61,15 +64,16 @@ def train(budget: str | None) -> tuple[list[float], PeakCallback]:
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(8 * STEPS), callbacks=[peak])
         trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], peak
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], list(model.parameters()), peak
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    (plain, everything), (losses, within) = train(None), train("50%")
+    (plain, parameters, everything), (losses, others, within) = train(None), train("50%")
     assert everything.measured_bytes and within.measured_bytes and within.planned_bytes
     print("losses", *[f"{loss:.6f}" for loss in losses])
     print(f"peak   {everything.measured_bytes / 2**20:.1f} MiB, within the budget {within.measured_bytes / 2**20:.1f} MiB")
     print(f"       of {within.planned_bytes / 2**20:.1f} MiB planned")
     assert losses == plain, "every loss is the same"
+    assert all(map(torch.equal, parameters, others)), "every parameter, to the last bit"
     assert within.measured_bytes <= within.planned_bytes < 0.8 * everything.measured_bytes, "and the peak is lower"

@@ -63,6 +63,10 @@ class _Answer(msgspec.Struct, frozen=True):
     result: Result
 
 
+_READ_ASK = msgspec.msgpack.Decoder(_Ask)
+_READ_ANSWER = msgspec.msgpack.Decoder(_Answer)
+
+
 def plan_together(ranks: Ranks, graph: Graph, in_flight_bytes: int, wanted: str, plan: Callable[[Graph, int], Result]) -> Agreed:
     """The plan of a graph that every rank has traced.
 
@@ -82,7 +86,7 @@ def plan_together(ranks: Ranks, graph: Graph, in_flight_bytes: int, wanted: str,
     ask = _Ask(shape.digest, wanted, _shown(graph), memory)
 
     def decide(said: Sequence[bytes]) -> bytes:
-        asks = [msgspec.msgpack.decode(each, type=_Ask) for each in said]
+        asks = [_READ_ASK.decode(each) for each in said]
         _refuse_different(asks)
         most = _Memory(
             tuple(map(max, *(a.memory.workspace_bytes for a in asks))),
@@ -93,7 +97,7 @@ def plan_together(ranks: Ranks, graph: Graph, in_flight_bytes: int, wanted: str,
         return msgspec.msgpack.encode(_Answer(most, costs, plan(most.onto(graph, costs), most.in_flight_bytes)))
 
     body = ranks.decide("the plan of a graph", msgspec.msgpack.encode(ask), decide)
-    answer = msgspec.msgpack.decode(body, type=_Answer)
+    answer = _READ_ANSWER.decode(body)
     agreed = answer.memory.onto(graph, answer.costs)
     assert answer.result.plan is not None
     check_given(agreed, answer.result.plan, None)  # its digest, and both accounts of memory, on every rank

@@ -45,7 +45,7 @@ class ShardedGroup:
         reduced_bytes: What their gradients take while they are reduced.
         shards: How many ranks they are spread over.
         storages: Storage -> bytes of each gathered parameter; empty before the first time.
-        gathered: Whether they are gathered now.
+        stays: Whether they stay gathered from forward to backward.
         gradients: Their sharded gradients that are there.
     """
 
@@ -54,7 +54,7 @@ class ShardedGroup:
     reduced_bytes: int
     shards: int
     storages: dict[int, int]
-    gathered: bool
+    stays: bool
     gradients: list[torch.Tensor]
 
 
@@ -88,7 +88,9 @@ def _sharded_group(group: Any) -> ShardedGroup:
             storages[gathered.untyped_storage()._cdata] = gathered.numel() * gathered.element_size()
         if (gradient := parameter.sharded_param.grad) is not None:
             gradients.append(gradient.to_local())
-    return ShardedGroup(shard, unsharded, reduced, shards, storages, group.is_unsharded, gradients)
+    # Sharded over fewer ranks after the forward counts as staying, too.
+    stays = not group._reshard_after_forward or group._use_post_forward_mesh
+    return ShardedGroup(shard, unsharded, reduced, shards, storages, stays, gradients)
 
 
 def data_parallel_around(inputs: Sequence[Any]) -> DistributedDataParallel | None:

@@ -102,14 +102,14 @@ def _buckets(inputs: Sequence[torch.Tensor]) -> tuple[int, int]:
 
 
 def _sharded_bytes(groups: Sequence[ShardedGroup], accumulate: bool) -> int:
-    """The most that groups hold at once while one of those that are gathered now computes, forward or backward."""
+    """The most that groups hold at once while one of them computes, forward or backward."""
     shards = sum(group.shard_bytes for group in groups)
     gradients = shards if accumulate else unique_bytes(g for group in groups for g in group.gradients)
-    gathered = [group.unsharded_bytes for group in groups if group.gathered]
+    staying = sum(group.unsharded_bytes for group in groups if group.stays)
+    computing = max((group.unsharded_bytes for group in groups if not group.stays), default=0)
     # Forward: what a group was gathered into stays until the next is. Backward: the next to come is being
     # gathered already, and the gradients of the one before are being reduced.
-    forward = max(gathered, default=0)
-    backward = 0
+    moving = max(group.unsharded_bytes for group in groups)
     if len(groups) > 1:
-        backward = max(group.unsharded_bytes for group in groups) + max(group.reduced_bytes for group in groups)
-    return shards + gradients + sum(gathered) + max(forward, backward)
+        moving += max(group.reduced_bytes for group in groups)
+    return shards + gradients + staying + computing + moving

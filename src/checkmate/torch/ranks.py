@@ -42,6 +42,10 @@ class _Word(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
+# Made here, since making one is not safe in several threads.
+_READ_WORD = msgspec.msgpack.Decoder(_Word)
+
+
 class Ranks:
     """This process among those of its job.
 
@@ -159,7 +163,7 @@ class Ranks:
                     raise RankError(f"rank {rank} did not come to decide on {topic} within {patience}")
                 time.sleep(pause)
                 pause = min(2 * pause, most)
-            return msgspec.msgpack.decode(store.get(key), type=_Word)
+            return _READ_WORD.decode(store.get(key))
         except dist.DistError as error:
             raise RankError(f"the connection between the ranks is lost: {error}", hint="look at what rank 0 says") from error
 

@@ -45,6 +45,10 @@ class Division(msgspec.Struct, frozen=True):
     orders: tuple[tuple[int, ...], ...] | None = ()
 
 
+_READ_TOOK = msgspec.msgpack.Decoder(Took)
+_READ_DIVISION = msgspec.msgpack.Decoder(Division)
+
+
 def division(took: Took, accounts: Sequence[Account]) -> Division:
     """The budget of a step divided over its graphs.
 
@@ -81,7 +85,7 @@ def divide_together(took: Took, accounts: Sequence[Account]) -> Division:
         return division(took, accounts)
 
     def decide(said: Sequence[bytes]) -> bytes:
-        all_took = [msgspec.msgpack.decode(each, type=Took) for each in said]
+        all_took = [_READ_TOOK.decode(each) for each in said]
         most = msgspec.structs.replace(
             took,
             most_bytes=max(t.most_bytes for t in all_took),
@@ -91,4 +95,4 @@ def divide_together(took: Took, accounts: Sequence[Account]) -> Division:
 
     # Steps of other graphs differ in their topics.
     topic = f"a division over the graphs {took.sequence}"
-    return msgspec.msgpack.decode(ranks.decide(topic, msgspec.msgpack.encode(took), decide), type=Division)
+    return _READ_DIVISION.decode(ranks.decide(topic, msgspec.msgpack.encode(took), decide))
