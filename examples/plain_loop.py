@@ -46,7 +46,7 @@ def train(budget: str | None) -> tuple[list[float], int]:
     torch.manual_seed(0)
     model = Classifier()
     if budget is not None:
-        model.compile(backend="checkmate", options={"budget": budget, "time_limit_s": 2})
+        model.compile(backend="checkmate", options={"budget": budget, "time_limit_s": 1})
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     losses, peak = [], 0
     for x, y in batches():

@@ -21,7 +21,7 @@ def train(budget: str | None) -> tuple[list[float], int]:
     set_seed(0)
     model = Classifier()
     if budget is not None:
-        model.compile(backend="checkmate", options={"budget": budget, "time_limit_s": 2})
+        model.compile(backend="checkmate", options={"budget": budget, "time_limit_s": 1})
     model, optimizer, data = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), 1e-3), DataLoader(batches(), batch_size=None)
     )

@@ -24,7 +24,7 @@ class Task(lightning.LightningModule):
         self.network = Classifier()
         if budget is not None:
             # Lightning clears gradients after the forward: in that they are there, and the plan has to know.
-            options = {"budget": budget, "time_limit_s": 2, "accumulate": True}
+            options = {"budget": budget, "time_limit_s": 1, "accumulate": True}
             self.network.compile(backend="checkmate", options=options)
         self.losses: list[float] = []
 

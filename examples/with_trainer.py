@@ -47,7 +47,7 @@ def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], PeakCall
     model.loss_type = "ForCausalLM"  # known by the name of the class otherwise, and a warning would break the graph
     # AdamW will hold two moments of every parameter, and the backend does not see an optimizer.
     moments = 2 * sum(p.nbytes for p in model.parameters())
-    options = {"budget": budget, "reserve": moments, "time_limit_s": 2} if budget else {}
+    options = {"budget": budget, "reserve": moments, "time_limit_s": 1} if budget else {}
     model.compile(backend="checkmate", options=options)
     peak = PeakCallback(step=3)
     with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate.torch
-from checkmate import CheckmateError, Result
+from checkmate import CheckmateError, OptionError, Result
 from checkmate.torch import partition
 from checkmate.torch.backend import Hooks, compile_graph
 from checkmate.torch.capture import Capture
@@ -304,6 +304,10 @@ def step(rank: int) -> dict[str, Any]:
     kept, held, most, _ = train(None)
     budget = held + int(0.7 * most)
     left, held, peak, whole = train(budget)
+    sharded_net = Head()
+    fully_shard(sharded_net)
+    with pytest.raises(OptionError, match="fully_shard gathers parameters between the graphs"):
+        checkmate.torch.compile(sharded_net, nn.functional.mse_loss, example=(x, x))
     return {"same": all(map(torch.equal, kept, left)), "budget": budget, "peak": held + peak, "whole": whole}
 
 
