@@ -130,6 +130,18 @@ def test_one_that_does_not_come_is_named(job: Callable[[int], list[Ranks]]) -> N
         members[0].decide("a plan", b"", lambda said: b"")
 
 
+def test_rank_0_may_think_longer_than_a_collective_may_take(job: Callable[[int], list[Ranks]]) -> None:
+    """A search has its own time limit: who has begun it is not gone."""
+    members = job(2)
+    ranks_module.store_of_job().set_timeout(datetime.timedelta(seconds=0.3))
+
+    def decide(said: object) -> bytes:
+        time.sleep(1)
+        return b"at last"
+
+    assert at_once(*[lambda r=r: r.decide("t", b"", decide) for r in members]) == [b"at last"] * 2
+
+
 def test_the_plan_is_for_the_most_that_any_rank_takes(job: Callable[[int], list[Ranks]]) -> None:
     """Workspace and resident bytes may differ from rank to rank; costs are those of rank 0."""
     graphs = [graph(workspace=8, resident=100, cost=5), graph(workspace=20, resident=90, cost=7)]

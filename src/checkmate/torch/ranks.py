@@ -108,20 +108,21 @@ class Ranks:
                         hint="every rank has to compile the same functions, in the same order",
                     )
                 said.append(word.body)
+            self._say(f"{at}/begun", _Word())
             body = decider(said)
         except BaseException as error:
             self._refuse(at, error)
             raise
         self._say(f"{at}/answer", _Word(body))
         if at:  # whoever speaks in this round has heard the answer of the one before
-            for key in (f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
+            for key in (f"{at - 1}/begun", f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
                 store_of_job().delete_key(key)
         return body
 
     def _follow(self, at: int, topic: str, mine: bytes) -> bytes:
         try:
             self._say(f"{at}/{self.rank}", _Word(mine, topic))
-            answer = self._await(f"{at}/answer", 0, topic)
+            answer = self._await(f"{at}/answer", 0, topic, f"{at}/begun")
         except BaseException as error:
             self._refuse(at, error)
             raise
@@ -140,8 +141,8 @@ class Ranks:
     def _say(self, key: str, word: _Word) -> None:
         store_of_job().set(key, msgspec.msgpack.encode(word))  # type: ignore[arg-type] # bytes are what it keeps
 
-    def _await(self, key: str, rank: int, topic: str) -> _Word:
-        """What a rank says under a key, as soon as it does."""
+    def _await(self, key: str, rank: int, topic: str, begun: str = "") -> _Word:
+        """What a rank says under a key, as soon as it does; however long that takes if it has begun to think."""
         store = store_of_job()
         began = looked = time.monotonic()
         ahead_since: float | None = None
@@ -159,7 +160,7 @@ class Ranks:
                         "shape, or their programs",
                         hint="give every rank batches of the same shape, or let each plan for itself: ranks='alone'",
                     )
-                if now - began > patience.total_seconds():
+                if now - began > patience.total_seconds() and not (begun and store.check([begun])):
                     raise RankError(f"rank {rank} did not come to decide on {topic} within {patience}")
                 time.sleep(pause)
                 pause = min(2 * pause, most)
