@@ -11,7 +11,7 @@ BATCHES = 5
 
 
 class Block(nn.Module):
-    """A layer of a class of one's own: `torch.compile` skips calls of what `torch.nn` itself defines where hooks surround them."""
+    """A layer of a class of one's own: `torch.compile` skips calls of modules of `torch.nn` itself where hooks surround them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
