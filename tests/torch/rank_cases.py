@@ -26,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 import checkmate.torch
 from checkmate import CheckmateError, OptionError, Result
 from checkmate.torch import partition
-from checkmate.torch.backend import Hooks, compile_graph
+from checkmate.torch.backend import compile_graph
 from checkmate.torch.capture import Capture
 from checkmate.torch.compat import memory_trace
+from checkmate.torch.compilation import Hooks
 from checkmate.torch.options import Options
 from tests.torch.networks import mlp
 

@@ -18,8 +18,9 @@ from torch import nn
 from checkmate import Problem, Result, Termination
 from checkmate.core.result import Reason
 from checkmate.solvers.session import Session
-from checkmate.torch.backend import Hooks, compile_graph
+from checkmate.torch.backend import compile_graph
 from checkmate.torch.capture import Capture
+from checkmate.torch.compilation import Hooks
 from checkmate.torch.options import Options
 
 Planned = list[tuple[Capture, Result]]

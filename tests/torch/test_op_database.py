@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from checkmate.torch.backend import Hooks, compile_graph
+from checkmate.torch.backend import compile_graph
+from checkmate.torch.compilation import Hooks
 from checkmate.torch.options import Options
 from tests.torch.steps import ROOMY, Forgetful, recomputes
 

@@ -7,7 +7,7 @@ import, and nowhere else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +21,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._functorch.partitioners import default_partition
-from torch._guards import detect_fake_mode
+from torch._functorch.partitioners import default_partition, get_default_op_list
+from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
@@ -56,6 +56,7 @@ __all__ = [
     "fake_on",
     "forgetting_this_frame",
     "functorch_config",
+    "fusible_packets",
     "invoke_subgraph",
     "is_guessed",
     "is_tangent",
@@ -64,6 +65,7 @@ __all__ = [
     "memory_trace",
     "no_dispatch",
     "no_modes",
+    "overwritten_inputs",
     "profiler_running",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -101,6 +103,20 @@ def forgetting_this_frame() -> Callable[[], None] | None:
     except AttributeError:
         return None
     return lambda: reset_code(code)
+
+
+def fusible_packets() -> Iterable[Any]:
+    """Ops that torch's own partitioner counts on Inductor to fuse."""
+    return get_default_op_list().fusible_ops
+
+
+def overwritten_inputs(count: int) -> frozenset[int] | None:
+    """Which of so many inputs the graph that was compiled last overwrites; None if that is not known."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None or len(metadata.input_info) != count:  # inputs that alias were merged
+        return None
+    return frozenset(i for i, known in enumerate(metadata.input_info) if known.mutates_data or known.mutates_metadata)
 
 
 BoxedRun = Callable[[list[Any]], Any]

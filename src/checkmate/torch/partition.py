@@ -31,7 +31,8 @@ class Task:
 
     Attributes:
         costs: Costs of nodes.
-        plan: Finds the plan of a graph, and says for which: with other costs or more memory, if ranks agreed on those.
+        plan: Finds the plan of what was captured, and says for which graph: with other costs or more memory, if ranks agreed on
+            those. May note on captured nodes what a compiler is to mind.
         hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
         split_convolutions: Whether a convolution's backward is made two ops.
         respect: Whether checkpointed regions are computed again, and never held.
@@ -42,7 +43,7 @@ class Task:
     """
 
     costs: Costs
-    plan: Callable[[Graph], tuple[Graph, Result]]
+    plan: Callable[[Capture], tuple[Graph, Result]]
     hold_outputs: bool
     split_convolutions: bool
     respect: bool
@@ -127,7 +128,7 @@ def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
 
 
 def _planned(capture: Capture, task: Task) -> tuple[Capture, Result]:
-    graph, result = task.plan(capture.graph)
+    graph, result = task.plan(capture)
     return replace(capture, graph=graph), result
 
 

@@ -19,14 +19,15 @@ from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.solvers.session import Solver
-from checkmate.torch.backend import Hooks, compile_graph
+from checkmate.torch.backend import compile_graph
 from checkmate.torch.capture import Capture
 from checkmate.torch.compat import Carrier, Unsupported, dynamo_config
 from checkmate.torch.compat_distributed import DistributedDataParallel, inside_data_parallel, is_sharded
+from checkmate.torch.compilation import Hooks
 from checkmate.torch.distributed import through
 from checkmate.torch.lend import lent
 from checkmate.torch.optimizers import Updates, state_bytes, why_not
-from checkmate.torch.options import Checkpoints, CostSource, Options, Outputs
+from checkmate.torch.options import Checkpoints, Compiler, CostSource, Options, Outputs
 from checkmate.torch.profile import Profiler
 from checkmate.torch.programs import Loss, Program, cut_evenly, forward_program, step_program
 from checkmate.torch.target import Target
@@ -152,6 +153,7 @@ def compile(  # noqa: A001 - torch's own word for it
     *,
     example: Example,
     budget: Amount | None = None,
+    compiler: Compiler = "eager",
     whole: bool | None = None,
     micro_batches: int = 1,
     clip_norm: float | None = None,
@@ -177,6 +179,8 @@ def compile(  # noqa: A001 - torch's own word for it
         optimizer: Steps after every backward, and clears the gradients. None leaves them in ``.grad``.
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
         budget: See `Options`, as all that is not described here.
+        compiler: ``"inductor"`` measures every compilation on the example: a step is run twice, and everything put back. It
+            has no whole steps.
         whole: Whether the optimizer's updates are planned with the rest, each where its gradient is born, so that
             gradients are never there all at once. By default where they can be: for optimizers of torch that
             update each parameter by itself, such as SGD, Adam and AdamW. The arithmetic, the state and its
@@ -213,6 +217,7 @@ def compile(  # noqa: A001 - torch's own word for it
     """
     options = Options(
         budget=budget,
+        compiler=compiler,
         solver=solver,
         time_limit_s=time_limit_s,
         plan=plan,
@@ -225,6 +230,11 @@ def compile(  # noqa: A001 - torch's own word for it
     if checkpoints == "respected":
         if whole:
             raise OptionError("checkpoints='respected' cannot be in a whole step", hint="leave out whole=True")
+        whole = False
+    if compiler == "inductor":
+        # An update is one op that calls the optimizer, which would be a wall in the middle of what Inductor fuses.
+        if whole or micro_batches > 1:
+            raise OptionError("compiler='inductor' has no whole steps", hint="leave out whole=True and micro_batches")
         whole = False
     example = checked(example, loss)
     recipe = recipe_of(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm)

@@ -1,0 +1,17 @@
+"""Every private name of Inductor that this package uses; imported only where Inductor compiles, since it takes a second.
+
+Seen and tested in 2.13.0, as in `checkmate.torch.compat`.
+"""
+
+from __future__ import annotations
+
+from torch._inductor import config as inductor_config
+from torch._inductor.choices import InductorChoices
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.virtualized import V
+
+__all__ = ["CustomPartitionerFn", "InductorChoices", "chosen_by", "compile_fx", "compile_fx_inner", "inductor_config"]
+
+chosen_by = V.set_choices_handler
+"""Within it, Inductor asks another `InductorChoices`: the setting for it counts once in a thread."""

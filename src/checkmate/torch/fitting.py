@@ -1,0 +1,193 @@
+"""Which plan to compile next, when what a compiler makes of a plan is known only by measuring it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from checkmate.core.errors import CheckmateError, GraphError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Result
+from checkmate.core.simulate import simulate
+from checkmate.core.units import format_bytes
+from checkmate.solvers.given import check_given, keep_everything, load_plan, run_order
+from checkmate.studies.min_budget import min_budget
+from checkmate.torch.dry import DryStep
+from checkmate.torch.fusion import Fused, fuse
+from checkmate.torch.options import Options
+from checkmate.torch.planning import plan_graph
+from checkmate.torch.remembered import MeasuredPlan, MeasuredPlans
+
+_log = logging.getLogger("checkmate.torch")
+
+MOST_COMPILATIONS = 4
+_SAFETY = 0.985
+"""Share of the budget to aim at when what was learnt from one plan is used for the next."""
+_FULL = 0.93
+"""Share of the budget from which on another compilation buys too little: about a per cent of the time."""
+_CHEAP = 1.01
+"""Overhead up to which another compilation buys too little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A plan that was compiled.
+
+    Attributes:
+        order: Its computations, of the fused graph.
+        cost: Its cost there.
+        predicted_bytes: Its peak there, above what is resident.
+        step: What was measured.
+    """
+
+    order: tuple[int, ...]
+    cost: int
+    predicted_bytes: int
+    step: DryStep
+
+
+class Fitting:
+    """The plans of one graph that are compiled until a measured peak keeps the budget.
+
+    Args:
+        options: What was asked for.
+        shared: Order that a division over several graphs gave a fused graph, if there was one.
+        compiled_how: All besides the graph that decides what a compiler makes of its plans, as text.
+    """
+
+    def __init__(self, options: Options, shared: Callable[[Graph], tuple[int, ...] | None], compiled_how: str) -> None:
+        self.tried: list[Tried] = []
+        self._options = options
+        self._shared = shared
+        self._how = compiled_how
+        self._original = ""
+        self._settled = False
+        self._order: tuple[int, ...] = ()
+        self._fused: Fused | None = None
+
+    @property
+    def fused(self) -> Fused:
+        """The graph with its chains contracted, once `plan` has seen it."""
+        assert self._fused is not None
+        return self._fused
+
+    @property
+    def measures(self) -> bool:
+        """Whether there is a budget, so that steps have to be measured."""
+        return self._options.budget is not None
+
+    def plan(self, graph: Graph) -> Result:
+        """The plan, of the graph as captured, that the compilation under way is to run.
+
+        Raises:
+            GraphError: The step traces to another graph than at the last compilation.
+            CheckmateError: A given plan is of another graph.
+        """
+        if self._fused is None:
+            self._begin(graph)
+        if graph.digest != self._original:
+            raise GraphError("the step traces to another graph each time", hint="make what the model does not depend on chance")
+        if self._options.plan is not None:
+            return check_given(graph, load_plan(self._options.plan), None)
+        return run_order(graph, self.fused.expand(self._order))
+
+    def current(self, graph: Graph, result: Result) -> tuple[Graph, Plan]:
+        """The graph and the plan that count for the compilation under way: the fused one's, unless a plan was given."""
+        if self._options.plan is not None:
+            assert result.plan is not None
+            return graph, result.plan
+        return self.fused.graph, Plan.from_order(self.fused.graph, self._order)
+
+    def learn(self, step: DryStep) -> None:
+        """Note what the plan that was compiled last takes."""
+        graph = self.fused.graph
+        timeline = simulate(graph, Plan.from_order(graph, self._order))
+        self.tried.append(Tried(self._order, timeline.cost, timeline.peak_bytes - graph.resident_bytes, step))
+        _log.info("compiled: predicted %s, measured %s", *map(format_bytes, (self.tried[-1].predicted_bytes, step.peak_bytes)))
+        if self._options.plan is None:
+            self._plans.add(MeasuredPlan(self._order, step.peak_bytes))
+
+    def again(self) -> bool:
+        """Whether another plan is worth compiling; it is the next that `plan` returns."""
+        if self._settled or len(self.tried) >= MOST_COMPILATIONS:
+            return False
+        order = self._next()
+        if order is None or any(order == t.order for t in self.tried):
+            return False
+        self._order = order
+        return True
+
+    def best(self) -> int | None:
+        """Index of the cheapest plan that was measured to keep the budget, and remember it; None if there is none."""
+        fitting = [i for i, t in enumerate(self.tried) if t.step.peak_bytes <= self.room_bytes]
+        if self._settled:  # a plan that was given, or a division's: what it takes beside others is checked when it runs
+            return 0 if self._options.plan is None or fitting else None
+        least, most = self._window
+        monotone = [i for i in fitting if least <= self.tried[i].step.peak_bytes <= most]
+        found = min(monotone or fitting, key=lambda i: (self.tried[i].cost, i), default=None)
+        if found is not None:
+            self._plans.answer(self.room_bytes, self.tried[found].step.peak_bytes)
+        return found
+
+    def _begin(self, graph: Graph) -> None:
+        self._original = graph.digest
+        self._fused = fuse(graph)
+        contracted = self._fused.graph
+        alone = msgspec.structs.replace(contracted, resident_bytes=0)
+        self._plans = MeasuredPlans(f"{alone.digest} {self._how}")
+        budget = self._options.budget
+        if budget is None or self._options.plan is not None:
+            self._settled, self._order = True, keep_everything(contracted).plan.order  # type: ignore[union-attr]
+            self.room_bytes = Problem(contracted, budget).budget_bytes - contracted.resident_bytes if budget is not None else 0
+            return
+        self.room_bytes = Problem(contracted, budget).budget_bytes - contracted.resident_bytes
+        self._window = self._plans.window(self.room_bytes)
+        shared = self._shared(contracted)
+        self._settled = shared is not None
+        order = shared or self._remembered() or self._next()
+        assert order is not None
+        self._order = order
+
+    def _remembered(self) -> tuple[int, ...] | None:
+        """The cheapest plan that was measured to fit before."""
+        graph = self.fused.graph
+        least, most = self._window
+        known: list[tuple[int, tuple[int, ...]]] = []
+        for plan in self._plans.all():
+            if least <= plan.peak_bytes <= most:
+                try:
+                    known.append((simulate(graph, Plan.from_order(graph, plan.order)).cost, plan.order))
+                except (CheckmateError, IndexError):
+                    _log.warning("a remembered plan does not fit its graph and is not used")
+        return min(known, default=(0, None))[1]
+
+    def _next(self) -> tuple[int, ...] | None:
+        """The next order to compile; None if no other is worth it."""
+        graph = self.fused.graph
+        target = self._window[1]
+        asked = target
+        fitting = [t for t in self.tried if t.step.peak_bytes <= target]
+        over = [t for t in self.tried if t.step.peak_bytes > target]
+        if fitting:
+            best = min(fitting, key=lambda t: t.cost)
+            if best.step.peak_bytes >= _FULL * target or best.cost <= _CHEAP * graph.cost:
+                return None
+        if self.tried:
+            last = max(fitting, key=lambda t: t.predicted_bytes) if fitting else min(over, key=lambda t: t.predicted_bytes)
+            asked = int(_SAFETY * target * last.predicted_bytes / max(1, last.step.peak_bytes))
+            if fitting and over:  # between the two
+                asked = min(asked, (last.predicted_bytes + min(t.predicted_bytes for t in over)) // 2)
+            elif over:
+                asked = min(asked, int(_SAFETY * last.predicted_bytes))
+        try:
+            result = plan_graph(graph, replace(self._options, budget=graph.resident_bytes + asked, plan=None))
+        except (InfeasibleBudgetError, PlanNotFoundError):
+            if fitting:
+                return None
+            result = min_budget(graph, limits=Limits(time_s=self._options.time_limit_s))
+        return None if result.plan is None else result.plan.order

@@ -1,0 +1,108 @@
+"""The search for a plan whose compiled step keeps the budget, with a compiler that does as it likes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkmate import Graph
+from checkmate.core.problem import keep_all_bytes
+from checkmate.torch.dry import DryStep
+from checkmate.torch.fitting import MOST_COMPILATIONS, Fitting, Tried
+from checkmate.torch.options import Options
+
+Compiler = Callable[[int, tuple[int, ...]], int]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
+
+
+def step_graph(layers: int = 8) -> Graph:
+    """Forward and backward of a chain of layers of unequal sizes."""
+    sizes = [40 + 17 * (i % 5) for i in range(layers)]
+    edges = [(i, i + 1) for i in range(2 * layers - 1)] + [(layers - 1 - i, layers + i) for i in range(1, layers)]
+    return Graph.from_dag(
+        cost=[100 + 31 * (i % 3) for i in range(2 * layers)],
+        size_bytes=[1000 * s for s in (*sizes, *reversed(sizes))],
+        edges=sorted(edges),
+        backward=[i >= layers for i in range(2 * layers)],
+        kept=(2 * layers - 1,),
+    )
+
+
+def fitted(graph: Graph, budget: int, compiler: Compiler) -> tuple[Tried | None, int]:
+    """What a budget is answered with, and after how many compilations."""
+    fitting = Fitting(Options(budget=budget, compiler="inductor", time_limit_s=1), lambda graph: None, "some compiler")
+    while True:
+        result = fitting.plan(graph)
+        assert result.plan is not None
+        assert result.peak_bytes is not None
+        peak = compiler(result.peak_bytes, result.plan.order)
+        fitting.learn(DryStep(forward_peak_bytes=0, held_bytes=0, backward_peak_bytes=peak, gradient_bytes=0))
+        if not fitting.again():
+            break
+    best = fitting.best()
+    return None if best is None else fitting.tried[best], len(fitting.tried)
+
+
+def fickle(seed: int) -> Compiler:
+    """Takes up to a fifth less or a fifth more than predicted, the same for the same plan."""
+    return lambda planned, order: int(planned * random.Random(f"{seed} {order}").uniform(0.8, 1.2))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_smaller_budget_never_takes_more(seed: int) -> None:
+    """Whatever was asked before, and in which order: pytorch#197838 is what happens otherwise."""
+    graph = step_graph()
+    top = keep_all_bytes(graph)
+    budgets = [int(top * share) for share in (1.1, 0.95, 0.9, 0.8, 0.7, 0.65, 0.6)]
+    random.Random(seed).shuffle(budgets)
+    answers: dict[int, int] = {}
+    for budget in budgets:
+        tried, compilations = fitted(graph, budget, fickle(seed))
+        assert compilations <= MOST_COMPILATIONS
+        if tried is not None:
+            answers[budget] = tried.step.peak_bytes
+            assert tried.step.peak_bytes <= budget
+    assert len(answers) >= 4
+    peaks = [answers[budget] for budget in sorted(answers)]
+    assert peaks == sorted(peaks)
+
+
+def test_what_was_measured_is_remembered() -> None:
+    """A process that asks again compiles once, and gets the same plan."""
+    graph = step_graph()
+    budget = int(0.7 * keep_all_bytes(graph))
+    first, several = fitted(graph, budget, lambda planned, order: int(1.2 * planned))
+    again, once = fitted(graph, budget, lambda planned, order: int(1.2 * planned))
+    assert several > 1
+    assert once == 1
+    assert first is not None
+    assert again is not None
+    assert first.order == again.order
+
+
+def test_a_compiler_that_always_takes_more_is_given_up() -> None:
+    """The eager compiler takes over: no plan that was measured over the budget is ever handed out."""
+    graph = step_graph()
+    budget = int(0.6 * keep_all_bytes(graph))
+    tried, compilations = fitted(graph, budget, lambda planned, order: budget + 1)
+    assert tried is None
+    assert compilations <= MOST_COMPILATIONS
+
+
+def test_room_that_fusion_leaves_is_used() -> None:
+    """A compiler that takes a third less than predicted is given a plan that computes less again."""
+    graph = step_graph()
+    budget = int(0.6 * keep_all_bytes(graph))
+    exact, _ = fitted(graph, budget, lambda planned, order: planned)
+    saving, compilations = fitted(graph, budget - 1, lambda planned, order: planned * 2 // 3)
+    assert exact is not None
+    assert saving is not None
+    assert saving.cost < exact.cost
+    assert compilations > 1

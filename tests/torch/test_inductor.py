@@ -1,0 +1,201 @@
+"""Plans compiled by Inductor: the measured peak keeps the budget, and no bit depends on it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import checkmate.torch
+from checkmate import OptionError
+from checkmate.torch import dry, measure_peak
+from checkmate.torch.compat_inductor import inductor_config
+from checkmate.torch.dry import DryStep
+from tests.torch.networks import NETWORKS, input_of, mlp
+from tests.torch.steps import Planned, compiled, observe, recomputes
+
+ROWS = 512
+Run = Callable[[], Any]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests measured must not answer for these; op costs are shared, as everywhere."""
+    monkeypatch.setattr("checkmate.torch.remembered.cache_folder", lambda: tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process() -> Iterator[None]:
+    with inductor_config.patch(compile_threads=1):
+        yield
+
+
+def planned_loss(model: nn.Module, x: torch.Tensor, budget: int | str | None, **options: Any) -> tuple[Run, Planned]:
+    torch._dynamo.reset()
+    options = {"compiler": "inductor", "time_limit_s": 3, **options}
+    return compiled(lambda: model(x).square().mean(), budget=budget, **options)
+
+
+def peak_of(run: Run, model: nn.Module) -> int:
+    """Peak of a step above what is resident; the model is as before."""
+    state = copy.deepcopy(model.state_dict())
+    model.zero_grad(set_to_none=True)
+    peak = measure_peak(lambda: run().backward())
+    model.zero_grad(set_to_none=True)
+    model.load_state_dict(state)
+    return peak
+
+
+def given_room(planned: Planned, bytes_above: float) -> int:
+    """The budget that leaves so many bytes above what is resident."""
+    return planned[-1][0].graph.resident_bytes + int(bytes_above)
+
+
+def test_the_measured_peak_keeps_the_budget_and_no_bit_changes() -> None:
+    """The whole promise on a network with dropout: budget, gradients, and the random state."""
+    model, x = mlp(depth=2), input_of("dropout", ROWS)
+    run, planned = planned_loss(model, x, None)
+    reference, everything = observe(model, run), peak_of(run, model)
+    run, planned = planned_loss(model, x, given_room(planned, 0.8 * everything))
+    assert reference.differs(observe(model, run)) == []
+    assert recomputes(planned) > 0
+    assert peak_of(run, model) <= 0.8 * everything
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_bit_depends_on_the_budget(name: str) -> None:
+    """Dropout, statistics, buffers, views, aliases and hand-written backwards, fused and computed again."""
+    torch.manual_seed(0)
+    model, x = NETWORKS[name](), input_of(name, ROWS)
+    run, planned = planned_loss(model, x, None)
+    reference, everything = observe(model, run), peak_of(run, model)
+    for share in (0.8, 0.65):
+        run, planned = planned_loss(model, x, given_room(planned, share * everything))
+        assert reference.differs(observe(model, run)) == []
+        assert peak_of(run, model) <= share * everything
+
+
+@pytest.mark.slow
+def test_every_planned_matrix_product_is_in_the_code() -> None:
+    """Nothing of Inductor finds that two computations are the same: a recomputation that is merged saves nothing."""
+    from torch._inductor.utils import run_and_get_code
+
+    model, x = mlp(depth=4, dropout=0.0), input_of("dropout", 1024)
+    run, planned = planned_loss(model, x, "60%")
+    _, codes = run_and_get_code(lambda: run().backward())
+    capture, result = planned[-1]
+    assert result.plan is not None
+    products = ("aten.mm.default", "aten.addmm.default")
+    wanted = sum(capture.graph.ops[o].kind in products for o in result.plan.order)
+    found = sum(len(re.findall(r"extern_kernels\.(?:add)?mm\(", code)) for code in codes[-2:])  # of the newest compilation
+    assert found == wanted
+
+
+def test_dry_steps_leave_nothing_behind() -> None:
+    """Statistics, gradients, versions and generators are the user's: measuring must not be seen."""
+    weight = torch.ones(4, requires_grad=True)
+    buffer = torch.zeros(4)
+    hooked: list[torch.Tensor] = []
+    weight.register_hook(hooked.append)
+
+    def run(w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        b.add_(torch.rand(4))
+        return [(w * w * torch.rand(4)).sum()]
+
+    before, versions = torch.get_rng_state(), (weight._version, buffer._version)
+    step = dry.measured_step(run, (weight, buffer), hold_outputs=True)
+    assert torch.equal(buffer, torch.zeros(4))
+    assert weight.grad is None
+    assert not hooked
+    assert versions == (weight._version, buffer._version)
+    assert torch.equal(before, torch.get_rng_state())
+    assert step.peak_bytes >= step.held_bytes >= step.gradient_bytes == 16
+
+
+@pytest.mark.slow
+def test_where_nothing_measured_fits_eager_takes_over(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget is a promise: what could not be kept by a compiled step is kept by an exact one, and said."""
+    over = DryStep(forward_peak_bytes=0, held_bytes=0, backward_peak_bytes=2**40, gradient_bytes=0)
+    monkeypatch.setattr("checkmate.torch.inductor.measured_step", lambda *args, **kwargs: over)
+    model, x = mlp(depth=3), input_of("dropout", ROWS)
+    with caplog.at_level(logging.WARNING, "checkmate.torch"):
+        run, planned = planned_loss(model, x, "80%")
+        run().backward()
+    assert "compiled by 'eager' instead" in caplog.text
+    capture, result = planned[-1]
+    assert result.peak_bytes is not None
+    assert peak_of(run, model) <= result.peak_bytes - capture.graph.resident_bytes + 64
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, at a graph break
+def test_several_graphs_share_a_budget(caplog: pytest.LogCaptureFixture) -> None:
+    """A graph break: each graph's measured figures are what the budget is divided by."""
+    first, second = mlp(depth=3), mlp(depth=3)
+    x = input_of("dropout", 2048)
+
+    def broken() -> torch.Tensor:
+        h = first(x)
+        torch._dynamo.graph_break()
+        return second(h).square().mean()
+
+    both = nn.ModuleList((first, second))
+    torch._dynamo.reset()
+    options = {"fullgraph": False, "compiler": "inductor", "time_limit_s": 3}
+    run, _ = compiled(broken, **options)
+    reference, everything = observe(both, run), peak_of(run, both)
+    torch._dynamo.reset()
+    resident = sum(p.nbytes for p in both.parameters()) + x.nbytes
+    budget = resident + int(0.75 * everything)
+    run, planned = compiled(broken, budget=budget, **options)
+    run().backward()  # the first step calibrates
+    run().backward()
+    assert len(planned) >= 4
+    assert reference.differs(observe(both, run)) == []
+    assert peak_of(run, both) <= budget - resident
+
+
+@pytest.mark.slow
+def test_a_step_runs_its_plan_compiled() -> None:
+    """`checkmate.torch.compile` traces, measures and stops at the door like with the eager compiler."""
+    model, x, y = mlp(depth=3, dropout=0.0), input_of("dropout", ROWS), torch.zeros(ROWS, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = copy.deepcopy(model.state_dict())
+    options = {"example": (x, y), "compiler": "inductor", "time_limit_s": 3}
+    step = checkmate.torch.compile(model, nn.functional.mse_loss, optimizer, budget="70%", **options)
+    assert not step.whole
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    losses = [step(x, y)[1].item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > losses[-1]
+
+
+def test_a_whole_step_is_refused() -> None:
+    """The updates are the optimizer's own code, which Inductor does not see into."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(OptionError, match="whole"):
+        checkmate.torch.compile(
+            model, nn.functional.mse_loss, optimizer, example=(torch.ones(2, 4),) * 2, whole=True, compiler="inductor"
+        )
+
+
+def test_sizes_that_may_change_are_refused() -> None:
+    """What a compiled step takes is measured, at one size."""
+    run, _ = compiled(lambda x: nn.functional.gelu(x).sum(), dynamic=True, compiler="inductor", budget="1GiB")
+    with pytest.raises(OptionError, match="sizes that do not change"):
+        run(torch.ones(4, 8, requires_grad=True))
+
+
+def test_an_unknown_compiler_is_refused() -> None:
+    """With the known ones in the message."""
+    with pytest.raises(OptionError, match="eager, inductor"):
+        checkmate.torch.Options(compiler="cuda")  # type: ignore[arg-type]
