@@ -22,8 +22,6 @@ import argparse
 import functools
 import json
 import logging
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fresh import answer, child, hardware, mib, versions
 from torch_front import CLOCK, Variant, best_at, compiled_by_torch, observe, timed
 from torch_front import _backward as backward
 from torch_front import build as build_front
-from torch_peaks import hardware, mib, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_inductor.json"
@@ -53,26 +51,25 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=(*MODELS, SMALL), default=None)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("RESULT " + json.dumps(run(options.child, options.time_limit, options.rounds)))
+        name, limit, rounds = options.child
+        answer(run(name, float(limit), int(rounds)))
         return 0
     rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
     for name in options.models or MODELS:
-        # What an earlier run measured must not answer for this one.
-        with tempfile.TemporaryDirectory() as cache:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-            environment["CHECKMATE_CACHE"] = cache
-            command = [sys.executable, __file__, "--child", name, "--time-limit", str(options.time_limit)]
-            command += ["--rounds", str(options.rounds)]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        row = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+        with tempfile.TemporaryDirectory() as cache:  # what an earlier run measured must not answer for this one
+            row = child(__file__, name, str(options.time_limit), str(options.rounds), CHECKMATE_CACHE=cache)
         if name == SMALL:
             print("\n".join([*section(name, row), *verdict(name, row)]))
             return bool(verdict(name, row))
         rows[name] = row
-        report = {"hardware": hardware(), "versions": versions(), "models": {n: rows[n] for n in MODELS if n in rows}}
+        report = {
+            "hardware": hardware(),
+            "versions": versions("torch", "transformers"),
+            "models": {n: rows[n] for n in MODELS if n in rows},
+        }
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
         TABLE.write_text(table(report))
     broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
