@@ -1,0 +1,199 @@
+"""What splitting the backward of convolutions buys: peak and step time of plans with it and without it, in one run.
+
+A convolution's backward makes the gradients of its input and of its weight at once. Split by its output mask into two ops, the
+weight's gradient can wait until the end, as long as what it is made of is smaller. For every model one process that has all
+variants in it: eager mode, keeping everything and plans for shares of what keeping everything takes unsplit, each with and without.
+Rounds of one step each are interleaved and the fastest counts, in time of the process on one thread. The promises checked:
+measured peaks keep their budgets and are as planned within 1 %; loss, gradients and buffers are equal to the bit in
+all variants; split, keeping everything takes no more memory and time than unsplit, and a plan for the same peak no more time
+(3 % is left for the clock). Exit status 1 if one breaks.
+
+    python benchmarks/torch_split.py [--models resnet50 unet] [--time-limit 30] [--rounds 9]
+
+Models that are not named keep their rows of the last run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fresh import answer, child, hardware, mib, versions
+from torch_front import CLOCK, Variant, compiled_by_torch, observe, timed
+from torch_front import _backward as backward
+from torch_front import build as build_front
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "torch_split.json"
+TABLE = HERE.parent / "docs" / "benchmarks" / "torch_split.md"
+MODELS = ("resnet50_32", "mobilenet_v2", "unet")
+SHARES = (70, 50, 40)
+"""Budgets, as per cent of what keeping everything takes unsplit."""
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=None)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        name, limit, rounds = options.child
+        answer(run(name, float(limit), int(rounds)))
+        return 0
+    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
+    for name in options.models or MODELS:
+        rows[name] = child(__file__, name, str(options.time_limit), str(options.rounds))
+        report = {
+            "hardware": hardware(),
+            "versions": versions("torch", "transformers"),
+            "models": {n: rows[n] for n in MODELS if n in rows},
+        }
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+        TABLE.write_text(table(report))
+    broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
+    print("\n".join(broken) or "all promises hold")
+    return bool(broken)
+
+
+def build(name: str) -> Any:
+    """The model, the same each time; ``resnet50_32`` is ResNet-50 on 32 images of 64 x 64."""
+    if name != "resnet50_32":
+        return build_front(name)
+    case = build_front("resnet50")
+    case.batch = {key: tensor.repeat(2, *[1] * (tensor.ndim - 1)) for key, tensor in case.batch.items()}
+    return case
+
+
+def run(name: str, time_limit_s: float, rounds: int) -> list[dict[str, Any]]:
+    """Child: all variants of a model."""
+    from checkmate import CheckmateError
+
+    logging.disable(logging.WARNING)
+    case = build(name)
+    eager = Variant("eager", "eager", lambda: backward(lambda: case.model(**case.batch)), case.model)
+    variants = [eager, planned(name, "unsplit", None, time_limit_s), planned(name, "split", None, time_limit_s)]
+    for variant in variants:
+        observe(variant)
+    top = variants[1].row["peak_bytes"]
+    for share in SHARES:
+        for kind in ("unsplit", "split"):
+            try:
+                variant = planned(name, kind, top * share // 100, time_limit_s)
+                observe(variant)
+            except CheckmateError as error:
+                print(f"{name}: {kind} at {share} %: {error}", file=sys.stderr, flush=True)
+                continue
+            variants.append(variant)
+    for variant in variants:
+        print(f"{name}: {variant.name}: {mib(variant.row['peak_bytes'])} MiB", file=sys.stderr, flush=True)
+        variant.row["identical"] = variant.row.pop("bits") == variants[1].row["own_bits"]
+    timed(variants, rounds)
+    return [{"name": v.name, "kind": v.kind, **{k: x for k, x in v.row.items() if k != "own_bits"}} for v in variants]
+
+
+def planned(name: str, kind: str, peak_bytes: int | None, time_limit_s: float) -> Variant:
+    """A plan for a peak above what is resident; None keeps everything."""
+    import torch
+
+    from checkmate import Limits, Problem, solve
+    from checkmate.torch.backend import compile_graph
+    from checkmate.torch.compilation import Hooks
+    from checkmate.torch.options import Options
+
+    case = build(name)
+    row: dict[str, Any] = {"budget_bytes": peak_bytes}
+
+    def plan(graph: Any) -> Any:
+        budget = None if peak_bytes is None else graph.resident_bytes + peak_bytes
+        result = solve(Problem(graph, budget), limits=Limits(time_s=time_limit_s))
+        assert result.peak_bytes is not None
+        row["planned_bytes"] = result.peak_bytes - graph.resident_bytes
+        row["cost_s"] = result.cost / 1e9
+        row["overhead"] = result.overhead
+        row["bound_overhead"] = max(1.0, result.bound / graph.cost)
+        return result
+
+    options = Options(split_convolutions=kind == "split")
+    backend = functools.partial(compile_graph, options=options, hooks=Hooks(plan=plan))
+    program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False)
+
+    def step() -> Any:
+        return backward(lambda: program((), case.batch)[1])
+
+    step()
+    case.model.zero_grad(set_to_none=True)
+    return Variant(f"{kind}, {'keep all' if peak_bytes is None else mib(peak_bytes)}", kind, step, case.model, row)
+
+
+def verdict(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Promises that a model's rows break, in words."""
+    broken = []
+    for v in rows[1:]:
+        over = v["budget_bytes"] is not None and v["peak_bytes"] > v["budget_bytes"] + 64
+        if over or abs(v["peak_bytes"] - v["planned_bytes"]) > 0.01 * v["planned_bytes"]:
+            broken.append(f"{name}: {v['name']}: measured {mib(v['peak_bytes'])}, planned {mib(v['planned_bytes'])}")
+        if not v["identical"]:
+            broken.append(f"{name}: {v['name']}: not equal to the bit to keeping everything")
+    whole, split = rows[1:3]
+    if split["peak_bytes"] > whole["peak_bytes"] or split["time_s"] > CLOCK * whole["time_s"]:
+        broken.append(f"{name}: split, keeping everything takes more than unsplit")
+    for share, both in _pairs(rows):
+        if both["split"]["time_s"] > CLOCK * both["unsplit"]["time_s"]:
+            broken.append(f"{name}: at {share} the split plan is slower")
+    return broken
+
+
+def _pairs(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Budget -> the plans of both kinds, where there are two."""
+    found: dict[int, dict[str, Any]] = {}
+    for v in rows[3:]:
+        found.setdefault(v["budget_bytes"], {})[v["kind"]] = v
+    return [(mib(budget), both) for budget, both in found.items() if len(both) == 2]
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    machine, tools = report["hardware"], report["versions"]
+    lines = [
+        "# Convolutions whose backward is split",
+        "",
+        "Made by `benchmarks/torch_split.py`; do not edit. All variants of a model ran in one process, their steps interleaved.",
+        "Peaks are MiB above what is resident; time is the fastest of the rounds, as a ratio to keeping everything unsplit.",
+        "Shares are of what keeping everything takes unsplit. *Right* compares loss, gradients and buffers with it, byte by byte.",
+        "",
+        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
+        f"transformers {tools['transformers']}.",
+        "",
+    ]
+    for name, rows in report["models"].items():
+        keep = rows[1]
+        lines += [
+            f"## {name}",
+            "",
+            f"Keeping everything unsplit takes {keep['time_s']:.3f} s.",
+            "",
+            "| variant | share | planned | measured | overhead | proven at least | time | right |",
+            "|---|---:|---:|---:|---:|---:|---:|---|",
+        ]
+        for v in rows:
+            share = "" if not v.get("budget_bytes") else f"{v['budget_bytes'] / keep['peak_bytes']:.0%}"
+            told = ["", "", ""]
+            if "planned_bytes" in v:
+                told = [mib(v["planned_bytes"]), f"{v['overhead']:.4f}", f"{v['bound_overhead']:.4f}"]
+            figures = f"{share} | {told[0]} | {mib(v['peak_bytes'])} | {told[1]} | {told[2]} | {v['time_s'] / keep['time_s']:.3f}"
+            lines.append(f"| {v['name']} | {figures} | {'yes' if v['identical'] else 'NO'} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
