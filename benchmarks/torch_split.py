@@ -2,7 +2,7 @@
 
 A convolution's backward makes the gradients of its input and of its weight at once. Split by its output mask into two ops, the
 weight's gradient can wait until the end, as long as what it is made of is smaller. For every model one process that has all
-variants in it: eager mode, keeping everything and plans for shares of what keeping everything takes unsplit, each with and without.
+variants in it: eager mode, keeping everything and plans for shares of what that takes unsplit, with and without the split.
 Rounds of one step each are interleaved and the fastest counts, in time of the process on one thread. The promises checked:
 measured peaks keep their budgets and are as planned within 1 %; loss, gradients and buffers are equal to the bit in
 all variants; split, keeping everything takes no more memory and time than unsplit, and a plan for the same peak no more time
@@ -168,7 +168,7 @@ def table(report: dict[str, Any]) -> str:
         "",
         "Made by `benchmarks/torch_split.py`; do not edit. All variants of a model ran in one process, their steps interleaved.",
         "Peaks are MiB above what is resident; time is the fastest of the rounds, as a ratio to keeping everything unsplit.",
-        "Shares are of what keeping everything takes unsplit. *Right* compares loss, gradients and buffers with it, byte by byte.",
+        "Shares are of what that takes. *Right* compares loss, gradients and buffers with it, byte by byte.",
         "",
         f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
         f"transformers {tools['transformers']}.",
