@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,30 +20,51 @@ class Case:
     blocks: tuple[nn.Module, ...]
 
 
-class TokenLoss(nn.Module):
+class Loss(nn.Module):
+    """Cross entropy of what a model predicts; where ``whole``, the logits are returned beside it."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.whole = False
+
+    def returned(self, loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """What the step gets."""
+        return (loss, logits) if self.whole else loss
+
+
+class TokenLoss(Loss):
     """Cross entropy of a language model's logits; ``shift`` predicts the next token."""
 
     def __init__(self, net: nn.Module, shift: bool) -> None:
-        super().__init__()
-        self.net, self.shift = net, shift
+        super().__init__(net)
+        self.shift = shift
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
         logits = self.net(input_ids=ids, attention_mask=mask).logits
         if self.shift:
             ids = F.pad(ids[:, 1:], (0, 1), value=-100)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.reshape(-1))
+        return self.returned(F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.reshape(-1)), logits)
 
 
-class ImageLoss(nn.Module):
+class ImageLoss(Loss):
     """Cross entropy of an image model's logits."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        output = self.net(x)
+        logits = output if isinstance(output, torch.Tensor) else output.logits
+        return self.returned(F.cross_entropy(logits, y), logits)
+
+
+class HiddenSum(nn.Module):
+    """The loss of pytorch#197838: the sum of the last hidden state."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        output = self.net(x)
-        return F.cross_entropy(output if isinstance(output, torch.Tensor) else output.logits, y)
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.net(input_ids=ids, use_cache=False).last_hidden_state.sum()
 
 
 class ConvBlock(nn.Module):
@@ -101,14 +123,23 @@ def _instances(net: nn.Module, *kinds: str) -> Iterator[nn.Module]:
 
 def gpt2() -> Case:
     """GPT-2: 12 layers, width 256, 8 sequences of 256 tokens."""
+    return _gpt2(12, 256, 8, 256, 4096)
+
+
+def gpt2_small() -> Case:
+    """GPT-2 to try things out on: 2 layers, width 64, 8 sequences of 128 tokens."""
+    return _gpt2(2, 64, 4, 128, 256)
+
+
+def _gpt2(layers: int, width: int, heads: int, tokens: int, vocabulary: int) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=12, n_embd=256, n_head=8, n_positions=256, vocab_size=4096, use_cache=False, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        n_layer=layers, n_embd=width, n_head=heads, n_positions=tokens, vocab_size=vocabulary, use_cache=False,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     net = GPT2LMHeadModel(config)
-    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(4096, 8, 256)}, tuple(net.transformer.h))
+    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(vocabulary, 8, tokens)}, tuple(net.transformer.h))
 
 
 def bert() -> Case:
@@ -176,3 +207,36 @@ MODELS: dict[str, Callable[[], Case]] = {
     "unet": unet,
     "llama": llama,
 }
+
+
+WHOLE = "_whole"
+
+
+def build(name: str) -> Case:
+    """A model by name, the same each time, on one thread.
+
+    Beside `MODELS` there are ``gpt2_small``, ``gpt2_whole`` and others that return their logits too, ``resnet50_32`` with
+    32 images, and ``llama_4``, a model of pytorch#197838 with 16 layers.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if name.startswith("llama_"):
+        return _hidden_llama(int(name.removeprefix("llama_")))
+    if name == "gpt2_small":
+        return gpt2_small()
+    if name == "resnet50_32":
+        case = resnet50()
+        return Case(case.model, _images(32, 64, 1000), case.blocks)
+    case = MODELS[name.removesuffix(WHOLE)]()
+    if name.endswith(WHOLE):
+        assert isinstance(case.model, Loss)
+        case.model.whole = True
+    return case
+
+
+def _hidden_llama(s: int) -> Case:
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(hidden_size=256, intermediate_size=688, num_attention_heads=8, vocab_size=1000, num_hidden_layers=4 * s)
+    net = LlamaModel(config)
+    return Case(HiddenSum(net).train(), {"ids": _ids(1000, 2, 128 * s)}, tuple(net.layers))

@@ -30,9 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fresh import answer, child, hardware, mib, versions
-from torch_front import CLOCK, Variant, best_at, compiled_by_torch, observe, timed
-from torch_front import _backward as backward
-from torch_front import build as build_front
+from models import build
+from steps import CLOCK, Variant, backward, best_at, compiled_by_torch, observe, returned, timed
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_inductor.json"
@@ -75,24 +74,6 @@ def main() -> int:
     broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
-
-
-def build(name: str) -> Any:
-    """The model, the same each time."""
-    if name != SMALL:
-        return build_front(name)
-    import torch
-    from models import Case, TokenLoss, _ids
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=2, n_embd=64, n_head=4, n_positions=128, vocab_size=256, use_cache=False, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    net = GPT2LMHeadModel(config)
-    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(256, 8, 128)}, tuple(net.transformer.h))
 
 
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
@@ -153,7 +134,7 @@ def stock(name: str, fraction: float | None) -> Variant:
     def step() -> Any:
         # The backward is compiled at its first run, under the same setting.
         with functorch_config.patch(patch):
-            return backward(lambda: program((), case.batch)[1])
+            return backward(lambda: returned(program, case))
 
     began = time.process_time()
     step()

@@ -16,7 +16,6 @@ Models that are not named keep their rows of the last run.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import logging
 import sys
@@ -25,9 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fresh import answer, child, hardware, mib, versions
-from torch_front import CLOCK, Variant, compiled_by_torch, observe, timed
-from torch_front import _backward as backward
-from torch_front import build as build_front
+from models import build
+from steps import CLOCK, Variant, backward, by_backend, observe, timed
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_split.json"
@@ -64,15 +62,6 @@ def main() -> int:
     return bool(broken)
 
 
-def build(name: str) -> Any:
-    """The model, the same each time; ``resnet50_32`` is ResNet-50 on 32 images of 64 x 64."""
-    if name != "resnet50_32":
-        return build_front(name)
-    case = build_front("resnet50")
-    case.batch = {key: tensor.repeat(2, *[1] * (tensor.ndim - 1)) for key, tensor in case.batch.items()}
-    return case
-
-
 def run(name: str, time_limit_s: float, rounds: int) -> list[dict[str, Any]]:
     """Child: all variants of a model."""
     from checkmate import CheckmateError
@@ -102,12 +91,7 @@ def run(name: str, time_limit_s: float, rounds: int) -> list[dict[str, Any]]:
 
 def planned(name: str, kind: str, peak_bytes: int | None, time_limit_s: float) -> Variant:
     """A plan for a peak above what is resident; None keeps everything."""
-    import torch
-
     from checkmate import Limits, Problem, solve
-    from checkmate.torch.backend import compile_graph
-    from checkmate.torch.compilation import Hooks
-    from checkmate.torch.options import Options
 
     case = build(name)
     row: dict[str, Any] = {"budget_bytes": peak_bytes}
@@ -122,15 +106,7 @@ def planned(name: str, kind: str, peak_bytes: int | None, time_limit_s: float) -
         row["bound_overhead"] = max(1.0, result.bound / graph.cost)
         return result
 
-    options = Options(split_convolutions=kind == "split")
-    backend = functools.partial(compile_graph, options=options, hooks=Hooks(plan=plan))
-    program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False)
-
-    def step() -> Any:
-        return backward(lambda: program((), case.batch)[1])
-
-    step()
-    case.model.zero_grad(set_to_none=True)
+    step, _ = by_backend(case, plan, split_convolutions=kind == "split")
     return Variant(f"{kind}, {'keep all' if peak_bytes is None else mib(peak_bytes)}", kind, step, case.model, row)
 
 

@@ -1,0 +1,122 @@
+"""Ways to run a step of a PyTorch model, and what is measured of each; for benchmarks that compare several in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fresh import digest
+
+CLOCK = 1.03
+"""How much slower ours may seem at another's peak: times of one step differ by as much from run to run."""
+
+
+@dataclass
+class Variant:
+    """One way to run a step.
+
+    Attributes:
+        name: What the table calls it.
+        kind: Which family it belongs to.
+        step: Runs forward and backward, returns the loss.
+        model: Its copy of the model.
+        row: What is measured.
+    """
+
+    name: str
+    kind: str
+    step: Callable[[], Any]
+    model: Any
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+def compiled_by_torch(model: Any) -> Callable[..., Any]:
+    """What `torch.compile` is given: a function of its own for every variant, or Dynamo would count them as one."""
+    from checkmate.torch.programs import forward_program
+
+    return model if getattr(model, "whole", False) else forward_program(model, None)
+
+
+def returned(program: Callable[..., Any], case: Any) -> Any:
+    """What a compiled program returns: the loss, and what is held beside it."""
+    return program(**case.batch) if getattr(case.model, "whole", False) else program((), case.batch)[1]
+
+
+def backward(forward: Callable[[], Any]) -> Any:
+    """Run a step; what the forward returns is held until the backward is over."""
+    output = forward()
+    loss = output[0] if isinstance(output, tuple) else output
+    loss.backward()
+    return loss.detach()
+
+
+def by_backend(case: Any, plan: Callable[[Any], Any], **options: Any) -> tuple[Callable[[], Any], Any]:
+    """A step of a model compiled by the backend alone, and what was captured.
+
+    Its forward is run once, and the buffers put back.
+    """
+    import torch
+
+    from checkmate.torch.backend import compile_graph
+    from checkmate.torch.compilation import Hooks
+    from checkmate.torch.options import Options
+
+    found: list[Any] = []
+    hooks = Hooks(plan=plan, planned=lambda capture, result: found.append(capture))
+    backend = functools.partial(compile_graph, options=Options(**options), hooks=hooks)
+    program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False)
+    with _put_back(case.model):
+        returned(program, case)
+    return lambda: backward(lambda: returned(program, case)), found[0]
+
+
+@contextmanager
+def _put_back(model: Any) -> Iterator[None]:
+    before = copy.deepcopy(dict(model.named_buffers()))
+    yield
+    for key, buffer in model.named_buffers():
+        buffer.copy_(before[key])
+
+
+def observe(variant: Variant) -> None:
+    """What it computes from a fixed seed, and its peak above what is resident."""
+    import torch
+
+    from checkmate.torch import measure_peak
+
+    torch.manual_seed(1)
+    with _put_back(variant.model):
+        loss = variant.step()
+        gradients = [p.grad for p in variant.model.parameters()]
+        variant.row["bits"] = variant.row["own_bits"] = digest(loss, *gradients, *variant.model.buffers())
+    variant.model.zero_grad(set_to_none=True)
+    variant.step()
+    variant.model.zero_grad(set_to_none=True)
+    variant.row["peak_bytes"] = measure_peak(variant.step)
+    variant.model.zero_grad(set_to_none=True)
+    gc.collect()
+
+
+def timed(variants: list[Variant], rounds: int) -> None:
+    """Seconds of a step: the fastest of some rounds, each variant once a round."""
+    took: dict[str, list[float]] = {v.name: [] for v in variants}
+    for _ in range(rounds):
+        for variant in variants:
+            began = time.process_time()
+            variant.step()
+            took[variant.name].append(time.process_time() - began)
+            variant.model.zero_grad(set_to_none=True)
+    for variant in variants:
+        variant.row["time_s"] = min(took[variant.name])
+
+
+def best_at(row: dict[str, Any], peak_bytes: int) -> dict[str, Any] | None:
+    """Our fastest variant that takes no more than a peak."""
+    fitting = [v for v in row["variants"] if v["kind"] == "ours" and v["peak_bytes"] <= peak_bytes]
+    return min(fitting, key=lambda v: v["time_s"], default=None)
