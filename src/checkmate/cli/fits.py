@@ -109,6 +109,7 @@ def _as_json(answer: Any, out: Path | None) -> dict[str, Any]:
         "whole": answer.whole,
         "overhead": None if result is None else result.overhead,
         "peak_bytes": None if result is None else result.peak_bytes,
+        "reserved_bytes": answer.reserved_bytes,
         "cost": None if result is None else result.cost,
         "cost_unit": answer.graph.cost_unit,
         "batch": _dimension(answer.batch, answer.largest_batch),

@@ -8,7 +8,7 @@ from typing import Any
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
-from checkmate.studies.lives import lives, replays
+from checkmate.studies.requests import requests
 
 _PLACE = re.compile(r"(?:^|, )([^,]+):(\d+)$")
 _BASE = 0x7F0000000000
@@ -41,32 +41,17 @@ def memory_snapshot(graph: Graph, plan: Plan) -> dict[str, Any]:
     """
     simulate(graph, plan)
     recorder = _Recorder(graph)
-    before: dict[int, list[tuple[int, int, str]]] = {}  # step -> what is allocated in it: block, bytes, name
-    after: dict[int, list[int]] = {}  # step -> blocks that are freed once it is done
-    block = 0
-    for life in lives(graph, plan):
-        name = graph.values[life.value].name
-        before.setdefault(life.made_at, []).append((block, graph.values[life.value].size_bytes, f"{name} [{life.category}]"))
-        after.setdefault(life.gone_at - 1, []).append(block)
-        block += 1
-    for replay in replays(graph, plan):
-        op = graph.ops[replay.op]
-        before.setdefault(replay.first, []).append((block, op.replay_bytes, f"{op.name} [replay]"))
-        after.setdefault(replay.last, []).append(block)
-        block += 1
-    for p, step in enumerate(plan.steps):
-        if isinstance(step, Compute) and graph.ops[step.op].workspace_bytes:
-            op = graph.ops[step.op]
-            before.setdefault(p, []).append((block, op.workspace_bytes, f"{op.name} [workspace]"))
-            after.setdefault(p, []).append(block)
-            block += 1
+    asked = iter(requests(graph, plan))
+    request = next(asked, None)
     for p, step in enumerate(plan.steps):
         op = step.op if isinstance(step, Compute) else None
-        for number, size, name in before.get(p, ()):
-            recorder.allocate(number, size, name, op)
-        for number in after.get(p, ()):
-            recorder.free(number)
-        recorder.clock += graph.ops[step.op].cost if isinstance(step, Compute) else 0
+        while request is not None and request.step == p:
+            if request.size_bytes:
+                recorder.allocate(request.block, request.size_bytes, request.name, op)
+            else:
+                recorder.free(request.block)
+            request = next(asked, None)
+        recorder.clock += 0 if op is None else graph.ops[op].cost
     return recorder.snapshot()
 
 
@@ -82,16 +67,14 @@ class _Recorder:
         self.resident = self._block(graph.resident_bytes, [_frame("resident", "", 0)])
 
     def allocate(self, number: int, size_bytes: int, name: str, op: int | None) -> None:
-        if size_bytes:
-            frames = [_frame(name, "", 0)] + ([] if op is None else _frames(self.graph, op))
-            self.blocks[number] = self._block(size_bytes, frames)
-            self._note("alloc", self.blocks[number])
+        frames = [_frame(name, "", 0)] + ([] if op is None else _frames(self.graph, op))
+        self.blocks[number] = self._block(size_bytes, frames)
+        self._note("alloc", self.blocks[number])
 
     def free(self, number: int) -> None:
-        block = self.blocks.pop(number, None)
-        if block is not None:
-            self._note("free_requested", block)
-            self._note("free_completed", block)
+        block = self.blocks.pop(number)
+        self._note("free_requested", block)
+        self._note("free_completed", block)
 
     def snapshot(self) -> dict[str, Any]:
         left = [self.resident, *self.blocks.values()] if self.graph.resident_bytes else list(self.blocks.values())

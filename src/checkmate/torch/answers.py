@@ -33,6 +33,8 @@ class Fits:
         floor_bytes: Proven: no plan takes less.
         why: What sets the floor, in words.
         result: The best plan found for what is available; None where there is none.
+        reserved_bytes: What PyTorch's allocator is predicted to take of the device while that plan runs again and again
+            (`checkmate.studies.reserved`); None where there is no plan, or the device has another allocator.
         batch: Size of the example's first dimension; None if its tensors share none.
         largest_batch: The largest batch with a plan, and a proof that none is much larger; None if not looked for.
         sequence: Size of the dimension that was named; None if none was.
@@ -55,6 +57,7 @@ class Fits:
     floor_bytes: int
     why: str
     result: Result | None
+    reserved_bytes: int | None
     batch: int | None
     largest_batch: MaxBatch | None
     sequence: int | None
@@ -81,6 +84,9 @@ class Fits:
             ("floor", f"{shown(self.floor_bytes)}: {self.why}"),
             ("verdict", self.verdict + self._price()),
         ]  # fmt: skip
+        if self.reserved_bytes is not None:
+            room = f"the allocator's segments, of {shown(self.memory_bytes - self.device.context_bytes)}"
+            facts.append(("reserved", f"{shown(self.reserved_bytes)} predicted: {room}"))
         for name, now, most in (
             ("batch", self.batch, self.largest_batch),
             ("sequence", self.sequence, self.longest_sequence),

@@ -21,6 +21,7 @@ from checkmate.solvers.solve import solve
 from checkmate.studies.affine import AffineGraph
 from checkmate.studies.max_batch import MaxBatch, max_batch
 from checkmate.studies.min_budget import min_budget
+from checkmate.studies.reserved import reserved_bytes
 from checkmate.torch.answers import Fits, Verdict
 from checkmate.torch.profile import Profiler
 from checkmate.torch.programs import Loss
@@ -104,6 +105,7 @@ def fits(
     batch = question.size(0)
     hunt = functools.partial(_largest, question, step, available, remarks)
     floor_bytes = max(smallest.budget_bytes, step.update_bytes)
+    reserved = _reserved(step, result, memory_bytes, target.device, remarks)
     return Fits(
         verdict=verdict,
         device=target.device,
@@ -119,6 +121,7 @@ def fits(
         floor_bytes=floor_bytes,
         why="the optimizer's step needs all gradients" if floor_bytes == step.update_bytes else smallest.termination.detail,
         result=result,
+        reserved_bytes=reserved,
         batch=batch,
         largest_batch=None if batch is None else hunt("batch", 0, batch),
         sequence=sequence,
@@ -171,6 +174,20 @@ def _best(
         return "does not fit", None
     remarks.append(f"no plan was found that keeps {format_bytes(available)}, and none is proven impossible: give it more time")
     return "not known", None
+
+
+def _reserved(step: Traced, result: Result | None, memory_bytes: int, device: Device, remarks: list[str]) -> int | None:
+    """What the allocator takes of the device for a plan."""
+    if device.kind != "cuda" or result is None or result.plan is None:
+        return None
+    found = reserved_bytes(step.graph, result.plan, step.resident_sizes)
+    room = memory_bytes - device.context_bytes
+    if found > room:
+        remarks.append(
+            f"the allocator would take {format_bytes(found)} of {format_bytes(room)} if it could: it gives back what is free "
+            "before it fails, which costs time, and keeps less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    return found
 
 
 def _largest(

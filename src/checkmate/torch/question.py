@@ -19,7 +19,7 @@ from checkmate.torch.lend import lent
 from checkmate.torch.optimizers import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.programs import Loss
-from checkmate.torch.sizes import unique_bytes
+from checkmate.torch.sizes import storage_key
 from checkmate.torch.step import Example, captured, recipe_of
 from checkmate.torch.target import Target
 
@@ -42,6 +42,7 @@ class Traced:
     Attributes:
         graph: The step.
         whole: Whether the updates are in it.
+        resident_sizes: Sizes in bytes of parameters and buffers, then of the optimizer's state.
         parameter_bytes: Parameters and buffers.
         state_bytes: State of the optimizer.
         update_bytes: What the optimizer's step takes where it comes after the backward, resident bytes included; else 0.
@@ -50,6 +51,7 @@ class Traced:
 
     graph: Graph
     whole: bool
+    resident_sizes: tuple[int, ...]
     parameter_bytes: int
     state_bytes: int
     update_bytes: int
@@ -118,21 +120,22 @@ class Question:
         with lent(example, self.model, self.loss, given) as batch:
             there = [*self.model.parameters(), *self.model.buffers()]
             trained = [p for p in there if p.requires_grad]
+            sizes = {storage_key(t): _rounded(t, granule) for t in there}
+            moved = [_rounded(p, granule) for p in trained]
             optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
             recipe = recipe_of(self.model, self.loss, optimizer, batch, self.whole, 1, None)
             graph = captured(recipe, batch, Options(reserve=state, costs="flops"), self.target)
             update = 0
             if optimizer is not None and not recipe.whole:
-                gradients = sum(_rounded(p, granule) for p in trained)
-                update = graph.resident_bytes + gradients + step_temporary_bytes(optimizer, self.target.device.kind)
+                update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, self.target.device.kind)
             stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
-            parameters = unique_bytes(there, functools.partial(_rounded, granule=granule))
         self.trace_s = time.perf_counter() - began
         return Traced(
             graph=graph,
             whole=recipe.whole,
-            parameter_bytes=parameters,
+            resident_sizes=(*sizes.values(), *moved * (state // max(1, sum(moved)))),
+            parameter_bytes=sum(sizes.values()),
             state_bytes=state,
             update_bytes=update,
             stateless=stateless,

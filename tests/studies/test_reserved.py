@@ -1,0 +1,113 @@
+"""What PyTorch's caching allocator takes of a device, by its published rules."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from checkmate import Graph, Plan, simulate, solve
+from checkmate.core.problem import Problem, keep_all_bytes
+from checkmate.studies.requests import requests
+from checkmate.studies.reserved import Block, CachingAllocator, reserved_bytes
+
+KIB, MIB = 2**10, 2**20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "segments"),
+    [
+        ([1], [2 * MIB]),  # small requests share 2 MiB
+        ([MIB, MIB], [2 * MIB]),
+        ([MIB, MIB, 1], [2 * MIB, 2 * MIB]),
+        ([MIB + 1], [20 * MIB]),  # from 1 to 10 MiB they share 20 MiB
+        ([9 * MIB, 9 * MIB], [20 * MIB]),
+        ([9 * MIB, 9 * MIB, 9 * MIB], [20 * MIB, 20 * MIB]),
+        ([10 * MIB], [10 * MIB]),  # beyond, each has its own, rounded to 2 MiB
+        ([11 * MIB, 33 * MIB], [12 * MIB, 34 * MIB]),
+    ],
+)
+def test_segments(sizes: list[int], segments: list[int]) -> None:
+    """The sizes of segments for requests that come one after the other."""
+    allocator = CachingAllocator()
+    for size in sizes:
+        allocator.allocate(size)
+    assert allocator.reserved_bytes == sum(segments)
+
+
+def test_a_large_block_is_split_only_if_more_than_a_mebibyte_is_left() -> None:
+    """What is left of a block with less is lost until it is given back."""
+    allocator = CachingAllocator()
+    block = allocator.allocate(40 * MIB)
+    allocator.release(block)
+    assert allocator.allocate(39 * MIB).size == 40 * MIB
+    second = allocator.allocate(40 * MIB)
+    allocator.release(second)
+    assert allocator.allocate(30 * MIB).size == 30 * MIB
+    assert allocator.allocate(10 * MIB).size == 10 * MIB
+    assert allocator.reserved_bytes == 80 * MIB
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_never_overlap_and_nothing_is_lost(seed: int) -> None:
+    """Random requests: blocks in use are apart, sums are right, and when all is given back every segment is whole."""
+    chance = random.Random(seed)
+    allocator = CachingAllocator()
+    held: list[Block] = []
+    for _ in range(2000):
+        if held and chance.random() < 0.48:
+            allocator.release(held.pop(chance.randrange(len(held))))
+        else:
+            size = int(2 ** chance.uniform(3, 25))
+            held.append(allocator.allocate(size))
+            assert held[-1].size >= size
+        assert allocator.allocated_bytes == sum(b.size for b in held)
+        ends = 0
+        for block in sorted(held, key=lambda b: b.address):
+            assert block.address >= ends
+            ends = block.address + block.size
+        assert ends <= allocator.reserved_bytes
+    for block in held:
+        allocator.release(block)
+    free = [block for pool in allocator._free.values() for _, _, block in pool]
+    assert sum(b.size for b in free) == allocator.reserved_bytes
+    assert all(b.before is None and b.after is None for b in free)
+
+
+def chain(layers: int, unit: int) -> Graph:
+    """Forward and backward of a chain, values of 1 to 5 units."""
+    sizes = [unit * (1 + 7 * i % 5) for i in range(layers)]
+    edges = [(i, i + 1) for i in range(2 * layers - 1)] + [(layers - 1 - i, layers + i) for i in range(1, layers)]
+    return Graph.from_dag(cost=[1] * 2 * layers, size_bytes=[*sizes, *reversed(sizes)], edges=edges, kept=(2 * layers - 1,))
+
+
+@pytest.mark.parametrize("unit", [100 * KIB, 3 * MIB, 17 * MIB])
+def test_allocated_is_what_the_plan_takes_and_reserved_is_no_less(unit: int) -> None:
+    """Requests in order add up to the plan's peak; a plan for less memory reserves no more."""
+    graph = chain(12, unit)
+    reserved = []
+    for share in (1.0, 0.6):
+        result = solve(Problem(graph, int(share * keep_all_bytes(graph))))
+        assert result.plan is not None
+        held: dict[int, int] = {}
+        peak = 0
+        for request in requests(graph, result.plan):
+            if request.size_bytes:
+                held[request.block] = request.size_bytes
+            else:
+                del held[request.block]
+            peak = max(peak, sum(held.values()))
+        assert peak == simulate(graph, result.plan).peak_bytes
+        reserved.append(reserved_bytes(graph, result.plan))
+        assert reserved[-1] >= peak
+    assert reserved[1] <= reserved[0]
+
+
+def test_what_is_resident_has_segments_too() -> None:
+    """Given one by one it takes what its sizes take; what is not given is one block more."""
+    graph = Graph.from_dag(cost=[1], size_bytes=[512], edges=[], kept=[0], resident_bytes=45 * MIB)
+    plan = Plan.from_order(graph, [0])
+    assert reserved_bytes(graph, plan) == 46 * MIB + 2 * MIB
+    assert reserved_bytes(graph, plan, [9 * MIB] * 5) == 60 * MIB + 2 * MIB
+    assert reserved_bytes(graph, plan, [9 * MIB] * 4) == 60 * MIB + 2 * MIB
+    assert reserved_bytes(graph, plan, [9 * MIB] * 4 + [9 * MIB // 2] * 2) == 60 * MIB + 2 * MIB
