@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -195,6 +196,23 @@ def _equal(rank: int, name: str) -> dict[str, Any]:
     }
 
 
+def fused(rank: int) -> dict[str, Any]:
+    """Compiled by Inductor, with a plan that every rank measured, beside the same without one."""
+    torch._inductor.config.compile_threads = 1
+    kept, held, most, _ = trained(WRAPS["ddp"], rank, compiler="inductor")
+    budget = held + int(0.9 * most)
+    left, held, peak, plans = trained(WRAPS["ddp"], rank, budget=budget, time_limit_s=3, compiler="inductor")
+    (_, result), *_ = plans.found
+    return {
+        "same": len(kept) == len(left) and all(map(torch.equal, kept, left)),
+        "budget": budget,
+        "peak": held + peak,
+        "orders": plans.orders,
+        "recomputes": plans.recomputes,
+        "remarks": result.remarks,
+    }
+
+
 def failing(rank: int) -> dict[str, Any]:
     """Ways in which one rank cannot plan, one after the other in one job."""
     found = {}
@@ -333,7 +351,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-CASES: dict[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in (equal, failing, lone, alone, step)}
+CASES: dict[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in (equal, fused, failing, lone, alone, step)}
 
 if __name__ == "__main__":
     main()

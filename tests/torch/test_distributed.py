@@ -89,6 +89,18 @@ def test_every_way_of_wrapping_data_parallel() -> None:
 
 
 @pytest.mark.slow
+def test_every_rank_measures_what_inductor_makes() -> None:
+    """The plan that runs everywhere is one whose compiled step kept the budget on each rank."""
+    found = ranks("fused")
+    for one in found:
+        assert one["same"]
+        assert one["recomputes"] > 0
+        assert one["peak"] <= one["budget"]
+        assert one["orders"] == found[0]["orders"]
+        assert "compiled by Inductor" in one["remarks"][-1]
+
+
+@pytest.mark.slow
 def test_every_way_of_sharding() -> None:
     """By layer or whole, compiled within or around, resharded after the forward or not."""
     ways = ("fsdp-whole", "fsdp-layers-inner", "fsdp-layers", "fsdp-kept")

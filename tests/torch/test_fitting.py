@@ -10,6 +10,7 @@ import pytest
 
 from checkmate import Graph
 from checkmate.core.problem import keep_all_bytes
+from checkmate.torch.compilation import Compilation, Hooks
 from checkmate.torch.dry import DryStep
 from checkmate.torch.fitting import MOST_COMPILATIONS, Fitting, Tried
 from checkmate.torch.options import Options
@@ -37,9 +38,10 @@ def step_graph(layers: int = 8) -> Graph:
 
 def fitted(graph: Graph, budget: int, compiler: Compiler) -> tuple[Tried | None, int]:
     """What a budget is answered with, and after how many compilations."""
-    fitting = Fitting(Options(budget=budget, compiler="inductor", time_limit_s=1), lambda graph: None, "some compiler")
+    options = Options(budget=budget, compiler="inductor", time_limit_s=1)
+    fitting = Fitting(Compilation((), options, Hooks()), "some compiler")
     while True:
-        result = fitting.plan(graph)
+        _, result = fitting.plan(graph)
         assert result.plan is not None
         assert result.peak_bytes is not None
         peak = compiler(result.peak_bytes, result.plan.order)

@@ -97,19 +97,10 @@ def _without_backward(module: fx.GraphModule, compilation: Compilation) -> Boxed
 
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
-    """The graph compiled by Inductor; None if nothing that it made keeps the budget.
-
-    Raises:
-        OptionError: Several ranks are to plan together.
-    """
-    if compilation.ranks is not None:
-        raise OptionError(
-            "compiler='inductor' keeps a budget by what each process measures, and ranks that plan together run one plan",
-            hint="let each rank plan for itself, ranks='alone', or use compiler='eager'",
-        )
+    """The graph compiled by Inductor; None if nothing that it made keeps the budget."""
     from checkmate.torch.inductor import compile_by_inductor  # takes a second, and nothing else needs it
 
-    compiled = compile_by_inductor(gm, example_inputs, compilation.task, compilation.options, compilation.shared_order)
+    compiled = compile_by_inductor(gm, example_inputs, compilation)
     if compiled is None:
         return None
     if compiled.planned is None:

@@ -148,6 +148,20 @@ class Compilation:
         share = IN_FLIGHT.share(graph, self.options.budget) if self.options.budget is not None else None
         return share.order if share is not None else None
 
+    def agreed(self, graph: Graph, plan: Callable[[Graph, int], Result]) -> tuple[Graph, Result]:
+        """The plan of a graph, and the graph that it is for: where several ranks plan together that of rank 0, for all.
+
+        Args:
+            graph: The graph.
+            plan: Plans a graph beside some bytes in flight.
+        """
+        if self.ranks is None:
+            return graph, plan(graph, self._in_flight_bytes)
+        wanted = f"a budget of {self.options.budget}"
+        agreed = plan_together(self.ranks, graph, self._in_flight_bytes, wanted, plan)
+        self._in_flight_bytes = agreed.in_flight_bytes
+        return agreed.graph, agreed.result
+
     def agree_to_run(self) -> None:
         """Go on only if every rank has compiled what is planned together.
 
@@ -170,15 +184,9 @@ class Compilation:
             )
 
     def _plan(self, capture: Capture) -> tuple[Graph, Result]:
-        graph = capture.graph
         if self.hooks.plan is not None:
-            return graph, self.hooks.plan(graph)
-        if self.ranks is None:
-            return graph, self._plan_alone(graph, self._in_flight_bytes)
-        wanted = f"a budget of {self.options.budget}"
-        agreed = plan_together(self.ranks, graph, self._in_flight_bytes, wanted, self._plan_alone)
-        self._in_flight_bytes = agreed.in_flight_bytes
-        return agreed.graph, agreed.result
+            return capture.graph, self.hooks.plan(capture.graph)
+        return self.agreed(capture.graph, self._plan_alone)
 
     def _plan_alone(self, graph: Graph, in_flight_bytes: int) -> Result:
         """The plan that a division gave a graph, else one for it alone beside what is in flight."""

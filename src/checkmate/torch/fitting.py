@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 import msgspec
 
@@ -17,13 +18,15 @@ from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
 from checkmate.solvers.given import check_given, keep_everything, load_plan, run_order
 from checkmate.studies.min_budget import min_budget
+from checkmate.torch.compilation import Compilation
 from checkmate.torch.dry import DryStep
 from checkmate.torch.fusion import Fused, fuse
-from checkmate.torch.options import Options
 from checkmate.torch.planning import plan_graph
 from checkmate.torch.remembered import MeasuredPlan, MeasuredPlans
 
 _log = logging.getLogger("checkmate.torch")
+
+_T = TypeVar("_T")
 
 MOST_COMPILATIONS = 4
 _SAFETY = 0.985
@@ -54,16 +57,18 @@ class Tried:
 class Fitting:
     """The plans of one graph that are compiled until a measured peak keeps the budget.
 
+    Where several ranks plan together, rank 0 chooses for all, by the most that any of them was measured to take.
+
     Args:
-        options: What was asked for.
-        shared: Order that a division over several graphs gave a fused graph, if there was one.
+        compilation: What was asked for, and who plans together.
         compiled_how: All besides the graph that decides what a compiler makes of its plans, as text.
     """
 
-    def __init__(self, options: Options, shared: Callable[[Graph], tuple[int, ...] | None], compiled_how: str) -> None:
+    def __init__(self, compilation: Compilation, compiled_how: str) -> None:
         self.tried: list[Tried] = []
-        self._options = options
-        self._shared = shared
+        self._compilation = compilation
+        self._options = compilation.options
+        self._ranks = compilation.ranks
         self._how = compiled_how
         self._original = ""
         self._settled = False
@@ -81,13 +86,19 @@ class Fitting:
         """Whether there is a budget, so that steps have to be measured."""
         return self._options.budget is not None
 
-    def plan(self, graph: Graph) -> Result:
-        """The plan, of the graph as captured, that the compilation under way is to run.
+    def plan(self, graph: Graph) -> tuple[Graph, Result]:
+        """The plan, of the graph as captured, that the compilation under way is to run; and that graph.
 
         Raises:
             GraphError: The step traces to another graph than at the last compilation.
             CheckmateError: A given plan is of another graph.
         """
+        graph, result = self._compilation.agreed(graph, self._chosen)
+        if not self._leads:
+            self._follow(graph, result)
+        return graph, result
+
+    def _chosen(self, graph: Graph, in_flight_bytes: int) -> Result:
         if self._fused is None:
             self._begin(graph)
         if graph.digest != self._original:
@@ -103,17 +114,26 @@ class Fitting:
             return graph, result.plan
         return self.fused.graph, Plan.from_order(self.fused.graph, self._order)
 
-    def learn(self, step: DryStep) -> None:
-        """Note what the plan that was compiled last takes."""
+    def learn(self, step: DryStep) -> DryStep:
+        """Note what the plan that was compiled last takes: the most that any rank says."""
+        step = self._most(step)
         graph = self.fused.graph
         timeline = simulate(graph, Plan.from_order(graph, self._order))
         self.tried.append(Tried(self._order, timeline.cost, timeline.peak_bytes - graph.resident_bytes, step))
         _log.info("compiled: predicted %s, measured %s", *map(format_bytes, (self.tried[-1].predicted_bytes, step.peak_bytes)))
-        if self._options.plan is None:
+        if self._options.plan is None and self._leads:
             self._plans.add(MeasuredPlan(self._order, step.peak_bytes))
+        return step
 
     def again(self) -> bool:
         """Whether another plan is worth compiling; it is the next that `plan` returns."""
+        return self._said("whether to compile again", self._again)
+
+    def best(self) -> int | None:
+        """Index of the cheapest plan that was measured to keep the budget, and remember it; None if there is none."""
+        return self._said("which compilation runs", self._best)
+
+    def _again(self) -> bool:
         if self._settled or len(self.tried) >= MOST_COMPILATIONS:
             return False
         order = self._next()
@@ -122,8 +142,7 @@ class Fitting:
         self._order = order
         return True
 
-    def best(self) -> int | None:
-        """Index of the cheapest plan that was measured to keep the budget, and remember it; None if there is none."""
+    def _best(self) -> int | None:
         fitting = [i for i, t in enumerate(self.tried) if t.step.peak_bytes <= self.room_bytes]
         if self._settled:  # a plan that was given, or a division's: what it takes beside others is checked when it runs
             return 0 if self._options.plan is None or fitting else None
@@ -134,20 +153,55 @@ class Fitting:
             self._plans.answer(self.room_bytes, self.tried[found].step.peak_bytes)
         return found
 
+    @property
+    def _leads(self) -> bool:
+        return self._ranks is None or self._ranks.rank == 0
+
+    def _said(self, topic: str, answer: Callable[[], _T]) -> _T:
+        """An answer: that of rank 0."""
+        if self._ranks is None:
+            return answer()
+        return msgspec.msgpack.decode(self._ranks.decide(topic, b"", lambda said: msgspec.msgpack.encode(answer())))
+
+    def _most(self, step: DryStep) -> DryStep:
+        if self._ranks is None:
+            return step
+
+        def decide(said: Sequence[bytes]) -> bytes:
+            steps = [msgspec.msgpack.decode(each) for each in said]
+            return msgspec.msgpack.encode({key: max(s[key] for s in steps) for key in steps[0]})
+
+        body = self._ranks.decide("what a compiled step takes", msgspec.msgpack.encode(asdict(step)), decide)
+        return DryStep(**msgspec.msgpack.decode(body))
+
+    def _follow(self, graph: Graph, result: Result) -> None:
+        """Take over what rank 0 chose."""
+        assert result.plan is not None
+        if self._fused is None:
+            self._fused = fuse(graph)
+            self._room(self._fused.graph)
+        if self._options.plan is None:
+            self._order = self._fused.contract(result.plan.order)
+        else:
+            self._order = keep_everything(self._fused.graph).plan.order  # type: ignore[union-attr]
+
+    def _room(self, contracted: Graph) -> None:
+        budget = self._options.budget
+        self.room_bytes = 0 if budget is None else Problem(contracted, budget).budget_bytes - contracted.resident_bytes
+
     def _begin(self, graph: Graph) -> None:
         self._original = graph.digest
         self._fused = fuse(graph)
         contracted = self._fused.graph
+        self._room(contracted)
         alone = msgspec.structs.replace(contracted, resident_bytes=0)
         self._plans = MeasuredPlans(f"{alone.digest} {self._how}")
         budget = self._options.budget
         if budget is None or self._options.plan is not None:
             self._settled, self._order = True, keep_everything(contracted).plan.order  # type: ignore[union-attr]
-            self.room_bytes = Problem(contracted, budget).budget_bytes - contracted.resident_bytes if budget is not None else 0
             return
-        self.room_bytes = Problem(contracted, budget).budget_bytes - contracted.resident_bytes
         self._window = self._plans.window(self.room_bytes)
-        shared = self._shared(contracted)
+        shared = self._compilation.shared_order(contracted)
         self._settled = shared is not None
         order = shared or self._remembered() or self._next()
         assert order is not None

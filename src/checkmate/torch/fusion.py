@@ -39,6 +39,11 @@ class Fused:
         ends = (part[-1] for part, op in zip(self.parts, self.graph.ops, strict=True) if op.kind.rsplit(".", 1)[0] in pointwise)
         return tuple(ends)
 
+    def contract(self, order: Iterable[int]) -> tuple[int, ...]:
+        """The order of this graph that an order made by `expand` came from."""
+        position = {part[-1]: o for o, part in enumerate(self.parts)}
+        return tuple(position[o] for o in order if o in position)
+
     def expand(self, order: Iterable[int]) -> tuple[int, ...]:
         """The order of the original graph that an order of the contracted one stands for."""
         return tuple(part for o in order for part in self.parts[o])

@@ -27,6 +27,7 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch.capture import BOUNDARY, Capture
 from checkmate.torch.compat import BoxedRun, FakeTensor, functorch_config
 from checkmate.torch.compat_inductor import CustomPartitionerFn, chosen_by, compile_fx, compile_fx_inner, inductor_config
+from checkmate.torch.compilation import Compilation
 from checkmate.torch.division import Choice
 from checkmate.torch.dry import DryStep, measured_step
 from checkmate.torch.fitting import Fitting
@@ -120,21 +121,13 @@ class PlanPartitioner(CustomPartitionerFn):
         self.planned = (capture, result)
 
 
-def compile_by_inductor(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    task: Task,
-    options: Options,
-    shared: Callable[[Graph], tuple[int, ...] | None],
-) -> Compiled | None:
+def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Compiled | None:
     """Compile a graph of Dynamo so that its measured peak keeps the budget.
 
     Args:
         gm: The graph; it is not changed.
         example_inputs: Its real inputs.
-        task: How it is to be split; its plan comes from here.
-        options: What is asked for.
-        shared: Order that a division over several graphs gave a graph, if there was one.
+        compilation: What is asked for; its plan comes from here.
 
     Returns:
         The cheapest compilation that was measured to keep the budget; None if none of those tried does.
@@ -144,7 +137,8 @@ def compile_by_inductor(
         CheckmateError: No plan.
     """
     _refuse_symbols(example_inputs)
-    fitting = Fitting(options, shared, _how(example_inputs, options))
+    task, options = compilation.task, compilation.options
+    fitting = Fitting(compilation, _how(example_inputs, options))
     best: Compiled | None = None
     while True:
         fitted = dataclasses.replace(task, plan=functools.partial(_planned, fitting))
@@ -152,7 +146,7 @@ def compile_by_inductor(
         if compiled.planned is None or not fitting.measures:
             return compiled
         step = measured_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
-        fitting.learn(step)
+        step = fitting.learn(step)
         chosen = fitting.best()
         if chosen == len(fitting.tried) - 1:
             best = _measured(compiled, fitting, step)
@@ -183,7 +177,7 @@ def _planned(fitting: Fitting, capture: Capture) -> tuple[Graph, Result]:
     Otherwise Inductor computes a pointwise op where it is first read, and as often as it is read unless it thinks better of it:
     other memory than planned, and sums that are taken over other loops, and so in another order, in every plan.
     """
-    result = fitting.plan(capture.graph)
+    graph, result = fitting.plan(capture.graph)
     for o in fitting.fused.stored:
         node = capture.members[o].node
         assert node is not None
@@ -192,7 +186,7 @@ def _planned(fitting: Fitting, capture: Capture) -> tuple[Graph, Result]:
     for member in capture.members:  # some ops of several outputs, such as pooling, are loops to Inductor too
         for getitem in member.getitems:
             getitem.meta["inductor_realize_to_strides"] = True
-    return capture.graph, result
+    return graph, result
 
 
 def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options) -> Compiled:
@@ -246,7 +240,8 @@ def _refuse_symbols(inputs: Sequence[Any]) -> None:
         if isinstance(value, FakeTensor):
             raise OptionError(
                 "compiler='inductor' measures the compiled step, and this one was traced without real tensors",
-                hint="leave out the fake mode, or use compiler='eager'",
+                hint="under DistributedDataParallel set torch._dynamo.config.optimize_ddp = False; otherwise leave out the fake "
+                "mode, or use compiler='eager'",
             )
 
 
