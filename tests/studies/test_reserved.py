@@ -8,8 +8,9 @@ import pytest
 
 from checkmate import Graph, Plan, simulate, solve
 from checkmate.core.problem import Problem, keep_all_bytes
+from checkmate.cost.heap import Chunk
 from checkmate.studies.requests import requests
-from checkmate.studies.reserved import Block, CachingAllocator, reserved_bytes
+from checkmate.studies.reserved import CachingAllocator, reserved_bytes
 
 KIB, MIB = 2**10, 2**20
 
@@ -32,7 +33,7 @@ def test_segments(sizes: list[int], segments: list[int]) -> None:
     allocator = CachingAllocator()
     for size in sizes:
         allocator.allocate(size)
-    assert allocator.reserved_bytes == sum(segments)
+    assert allocator.held == sum(segments)
 
 
 def test_a_large_block_is_split_only_if_more_than_a_mebibyte_is_left() -> None:
@@ -45,7 +46,7 @@ def test_a_large_block_is_split_only_if_more_than_a_mebibyte_is_left() -> None:
     allocator.release(second)
     assert allocator.allocate(30 * MIB).size == 30 * MIB
     assert allocator.allocate(10 * MIB).size == 10 * MIB
-    assert allocator.reserved_bytes == 80 * MIB
+    assert allocator.held == 80 * MIB
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -53,7 +54,7 @@ def test_blocks_never_overlap_and_nothing_is_lost(seed: int) -> None:
     """Random requests: blocks in use are apart, sums are right, and when all is given back every segment is whole."""
     chance = random.Random(seed)
     allocator = CachingAllocator()
-    held: list[Block] = []
+    held: list[Chunk] = []
     for _ in range(2000):
         if held and chance.random() < 0.48:
             allocator.release(held.pop(chance.randrange(len(held))))
@@ -61,16 +62,16 @@ def test_blocks_never_overlap_and_nothing_is_lost(seed: int) -> None:
             size = int(2 ** chance.uniform(3, 25))
             held.append(allocator.allocate(size))
             assert held[-1].size >= size
-        assert allocator.allocated_bytes == sum(b.size for b in held)
+        assert allocator.in_use == sum(b.size for b in held)
         ends = 0
         for block in sorted(held, key=lambda b: b.address):
             assert block.address >= ends
             ends = block.address + block.size
-        assert ends <= allocator.reserved_bytes
+        assert ends <= allocator.held
     for block in held:
         allocator.release(block)
     free = [block for pool in allocator._free.values() for _, _, block in pool]
-    assert sum(b.size for b in free) == allocator.reserved_bytes
+    assert sum(b.size for b in free) == allocator.held
     assert all(b.before is None and b.after is None for b in free)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import checkmate
-from checkmate.tf2.allocator import Heap
+from checkmate.tf2.allocator import Bfc
 from tests.tf2.steps import ROOT, differing, observe
 
 X = np.random.default_rng(0).normal(size=(32, 64)).astype("float32")
@@ -108,7 +108,7 @@ def test_steps_run_in_threads():
 @given(st.lists(st.integers(1, 5_000_000), min_size=1, max_size=40), st.randoms(use_true_random=False))
 def test_a_heap_takes_back_what_it_hands_out(sizes, rng):
     """Chunks hold what was asked for and less than twice that, unless the region itself was the smallest there is."""
-    heap = Heap()
+    heap = Bfc()
     held = []
     for size in sizes:
         chunk = heap.allocate(size)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
+from checkmate.cost.heap import Chunk, Heap
 from checkmate.studies.requests import requests
 
 _MIB = 2**20
@@ -51,7 +51,7 @@ def reserved_bytes(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> in
             allocator.allocate(size)
     asked = requests(graph, plan)
     for _ in range(_STEPS):
-        held: dict[int, Block] = {}
+        held: dict[int, Chunk] = {}
         for request in asked:
             if request.size_bytes:
                 held[request.block] = allocator.allocate(request.size_bytes)
@@ -59,104 +59,32 @@ def reserved_bytes(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> in
                 allocator.release(held.pop(request.block))
         for block in held.values():  # gradients and outputs, gone before the next step
             allocator.release(block)
-    return allocator.reserved_bytes
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A part of a segment.
-
-    Attributes:
-        size: Its bytes.
-        address: Where it begins.
-        small: Whether its segment is one for small requests.
-        before: The block that ends where it begins, in the same segment.
-        after: The block that begins where it ends.
-        used: Whether it is handed out.
-    """
-
-    size: int
-    address: int
-    small: bool
-    before: Block | None = None
-    after: Block | None = None
-    used: bool = False
+    return allocator.held
 
 
 @dataclass(slots=True)
-class CachingAllocator:
-    """PyTorch's caching allocator, by sizes alone: best fit, blocks split and joined, segments kept.
-
-    Attributes:
-        reserved_bytes: Bytes of all segments.
-        allocated_bytes: Bytes of the blocks that are handed out.
-        peak_bytes: The most there ever were.
+class CachingAllocator(Heap):
+    """PyTorch's caching allocator: small and large requests apart, and segments that are kept.
 
     Examples:
         >>> allocator = CachingAllocator()
         >>> block = allocator.allocate(1000)
-        >>> allocator.allocated_bytes, allocator.reserved_bytes
+        >>> allocator.in_use, allocator.held
         (1024, 2097152)
     """
 
-    reserved_bytes: int = 0
-    allocated_bytes: int = 0
-    peak_bytes: int = 0
-    _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
-
-    def allocate(self, size_bytes: int) -> Block:
+    def allocate(self, size_bytes: int) -> Chunk:
         """Hand out the smallest free block that is large enough, or one of a new segment; its rest is split off."""
         size = max(_LEAST, -(-size_bytes // _LEAST) * _LEAST)
         small = size <= _SMALL
-        pool = self._free[small]
-        at = bisect.bisect_left(pool, (size, 0))
-        block = pool.pop(at)[2] if at < len(pool) else self._segment(size, small)
+        block = self._smallest(size, small) or self._extend(_segment_bytes(size), small)
         rest = block.size - size
         if rest >= _LEAST if small else rest > _SMALL:
-            split = Block(rest, block.address + size, small, block, block.after)
-            if block.after is not None:
-                block.after.before = split
-            block.size, block.after = size, split
-            self._put(split)
-        block.used = True
-        self.allocated_bytes += block.size
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return block
+            self._cut(block, size)
+        return self._hand_out(block)
 
-    def release(self, block: Block) -> None:
-        """Take a block back and join it with free neighbours."""
-        block.used = False
-        self.allocated_bytes -= block.size
-        if block.after is not None and not block.after.used:
-            self._take(block.after)
-            self._join(block, block.after)
-        if block.before is not None and not block.before.used:
-            before = block.before
-            self._take(before)
-            self._join(before, block)
-            block = before
-        self._put(block)
 
-    def _segment(self, size: int, small: bool) -> Block:
-        if small:
-            length = _SMALL_SEGMENT
-        elif size < _LARGE:
-            length = _LARGE_SEGMENT
-        else:
-            length = -(-size // _ROUND) * _ROUND
-        block = Block(length, self.reserved_bytes, small)
-        self.reserved_bytes += length
-        return block
-
-    def _join(self, first: Block, second: Block) -> None:
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-
-    def _put(self, block: Block) -> None:
-        bisect.insort(self._free[block.small], (block.size, block.address, block))
-
-    def _take(self, block: Block) -> None:
-        pool = self._free[block.small]
-        pool.pop(bisect.bisect_left(pool, (block.size, block.address)))
+def _segment_bytes(size: int) -> int:
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    return _LARGE_SEGMENT if size < _LARGE else -(-size // _ROUND) * _ROUND

@@ -7,12 +7,12 @@ what was asked for without splitting it. Both follow from the order, which is to
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
+from checkmate.cost.heap import Chunk, Heap
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.classify import BORROWS, FORWARDS, FORWARDS_TO_SECOND, tensor_bytes
 
@@ -48,7 +48,7 @@ def account(capture: Capture, plan: Plan, *, forwarding: bool = True) -> Account
         forwarding: False counts every output as new.
     """
     resident = capture.graph.resident_bytes
-    heap = Heap()
+    heap = Bfc()
     walk = _Walk(capture, plan, forwarding)
     chunks = 0
     for _ in range(2):
@@ -57,92 +57,35 @@ def account(capture: Capture, plan: Plan, *, forwarding: bool = True) -> Account
 
 
 @dataclass(slots=True)
-class _Chunk:
-    size: int
-    before: _Chunk | None = None
-    after: _Chunk | None = None
-    address: int = 0
-    used: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Heap:
-    """TensorFlow's best-fit allocator with coalescing, by sizes alone.
-
-    Attributes:
-        in_use: Bytes of the chunks that are handed out.
-        peak: The most there ever were.
+class Bfc(Heap):
+    """TensorFlow's best-fit allocator with coalescing.
 
     Examples:
-        >>> heap = Heap()
+        >>> heap = Bfc()
         >>> chunk = heap.allocate(3_000_000)
         >>> heap.in_use
         4194304
     """
 
-    in_use: int = 0
-    peak: int = 0
     _region: int = _FIRST_REGION
-    _end: int = 0
-    _free: list[tuple[int, int]] = field(default_factory=list)  # size and address of each free chunk, sorted
-    _at: dict[int, _Chunk] = field(default_factory=dict)
 
-    def allocate(self, size_bytes: int) -> _Chunk:
+    def allocate(self, size_bytes: int) -> Chunk:
         """Hand out the smallest free chunk that is large enough; its rest is split off if it is as large again."""
         size = max(_ALIGNMENT, -(-size_bytes // _ALIGNMENT) * _ALIGNMENT)
-        at = bisect.bisect_left(self._free, (size, -1))
-        if at == len(self._free):
-            self._extend(size)
-            at = bisect.bisect_left(self._free, (size, -1))
-        chunk = self._at[self._free.pop(at)[1]]
+        chunk = self._smallest(size) or self._grow(size)
         if chunk.size >= 2 * size or chunk.size - size >= _FRAGMENT:
-            rest = _Chunk(chunk.size - size, chunk, chunk.after, chunk.address + size)
-            if chunk.after is not None:
-                chunk.after.before = rest
-            chunk.size, chunk.after = size, rest
-            self._insert(rest)
-        chunk.used = True
-        self.in_use += chunk.size
-        self.peak = max(self.peak, self.in_use)
-        return chunk
+            self._cut(chunk, size)
+        return self._hand_out(chunk)
 
-    def release(self, chunk: _Chunk) -> None:
-        """Take a chunk back and join it with free neighbours."""
-        chunk.used = False
-        self.in_use -= chunk.size
-        if chunk.after is not None and not chunk.after.used:
-            self._remove(chunk.after)
-            self._join(chunk, chunk.after)
-        if chunk.before is not None and not chunk.before.used:
-            self._remove(chunk.before)
-            before = chunk.before
-            self._join(before, chunk)
-            chunk = before
-        self._insert(chunk)
-
-    def _extend(self, size: int) -> None:
+    def _grow(self, size: int) -> Chunk:
         doubled = False
         while size > self._region:
             self._region *= 2
             doubled = True
-        self._insert(_Chunk(self._region, address=self._end))
-        self._end += self._region
+        chunk = self._extend(self._region)
         if not doubled:
             self._region *= 2
-
-    def _join(self, first: _Chunk, second: _Chunk) -> None:
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-
-    def _insert(self, chunk: _Chunk) -> None:
-        bisect.insort(self._free, (chunk.size, chunk.address))
-        self._at[chunk.address] = chunk
-
-    def _remove(self, chunk: _Chunk) -> None:
-        self._free.pop(bisect.bisect_left(self._free, (chunk.size, chunk.address)))
-        del self._at[chunk.address]
+        return chunk
 
 
 class _Walk:
@@ -156,15 +99,15 @@ class _Walk:
         self.peak = 0  # bytes asked for, forwarding included
         self.size = {v: tensor_bytes(t) for op in capture.members for t in op.outputs if (v := capture.value_of(t)) is not None}
 
-    def run(self, heap: Heap) -> int:
+    def run(self, heap: Bfc) -> int:
         """Most bytes in use while the plan runs, over what was in use before."""
         base, heap.peak = heap.in_use, heap.in_use
-        held: dict[int, tuple[_Chunk, int]] = {}  # value -> its chunk and the bytes asked for
+        held: dict[int, tuple[Chunk, int]] = {}  # value -> its chunk and the bytes asked for
         asked = 0
         for o, dying in self.steps:
             op = self.graph.ops[o]
             taken = self._taken(o, dying, held) if self.forwarding else None
-            fresh: dict[int, tuple[_Chunk, int]] = {}
+            fresh: dict[int, tuple[Chunk, int]] = {}
             for v in op.outputs:
                 size = self.graph.values[v].size_bytes
                 if taken is not None and v == taken[1]:
@@ -199,7 +142,7 @@ class _Walk:
                 found[-1][1].append(step.value)
         return found
 
-    def _taken(self, o: int, dying: list[int], held: dict[int, tuple[_Chunk, int]]) -> tuple[int, int] | None:
+    def _taken(self, o: int, dying: list[int], held: dict[int, tuple[Chunk, int]]) -> tuple[int, int] | None:
         """The input whose buffer becomes the first output's, and that output."""
         op, member = self.graph.ops[o], self.capture.members[o]
         second = member.type in FORWARDS_TO_SECOND
@@ -218,13 +161,13 @@ class _Walk:
                 return v, out
         return None
 
-    def _workspace_bytes(self, o: int, dying: list[int], held: dict[int, tuple[_Chunk, int]]) -> int:
+    def _workspace_bytes(self, o: int, dying: list[int], held: dict[int, tuple[Chunk, int]]) -> int:
         op, member = self.graph.ops[o], self.capture.members[o]
         place = BORROWS.get(member.type)
         v = None if place is None or not self.forwarding else self.capture.value_of(member.inputs[place])
         return op.workspace_bytes - (held[v][1] if v is not None and v in dying and v in held else 0)
 
-    def _drop(self, heap: Heap, held: dict[int, tuple[_Chunk, int]], v: int) -> int:
+    def _drop(self, heap: Bfc, held: dict[int, tuple[Chunk, int]], v: int) -> int:
         chunk, size = held.pop(v)
         heap.release(chunk)
         return size
