@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -9,9 +10,12 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 _MARK = "RESULT "
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -72,3 +76,73 @@ def digest(*tensors: Any) -> str:
     for tensor in tensors:
         found.update(b"none" if tensor is None else tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def by_model(
+    script: str,
+    about: str,
+    models: Sequence[str],
+    *,
+    run: Callable[[str, float, int], Any],
+    table: Callable[[dict[str, Any]], str],
+    verdict: Callable[[str, Any], list[str]],
+    draw: Callable[[str, Any], None] = lambda name, row: None,
+    rounds: int = 5,
+    own_cache: bool = False,
+) -> int:
+    """The main program of a benchmark that has a child for every model: measure, keep the results, and check the promises.
+
+    Results go to ``benchmarks/results`` and the table to ``docs/benchmarks``, named as the script. Models that are not named on
+    the command line keep their rows of the last run.
+
+    Args:
+        script: File of the benchmark.
+        about: What ``--help`` says.
+        models: Names of the models.
+        run: Measures a model, given seconds for a solve and rounds of steps; called in the child.
+        table: The results as Markdown.
+        verdict: Promises that a row breaks, in words.
+        draw: Draws a row.
+        rounds: How many there are by default.
+        own_cache: Whether what an earlier run measured must not answer for this one.
+
+    Returns:
+        The exit status: 1 if a promise is broken.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        name, limit, times = options.child
+        answer(run(name, float(limit), int(times)))
+        return 0
+    stem = Path(script).stem
+    results = ROOT / "benchmarks" / "results" / f"{stem}.json"
+    rows: dict[str, Any] = json.loads(results.read_text())["models"] if results.exists() else {}
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as cache:
+            environment = {"CHECKMATE_CACHE": cache} if own_cache else {}
+            rows[name] = child(script, name, str(options.time_limit), str(options.rounds), **environment)
+        report = {
+            "hardware": hardware(),
+            "versions": versions("torch", "transformers"),
+            "models": {n: rows[n] for n in models if n in rows},
+        }
+        results.write_text(json.dumps(report, indent=1) + "\n")
+        (ROOT / "docs" / "benchmarks" / f"{stem}.md").write_text(table(report))
+        draw(name, rows[name])
+    broken = [line for name in models for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
+    print("\n".join(broken) or "all promises hold")
+    return bool(broken)
+
+
+def ran_on(report: dict[str, Any]) -> str:
+    """Hardware and versions of a report, as a line of its table."""
+    machine, tools = report["hardware"], report["versions"]
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
+        f"transformers {tools['transformers']}."
+    )

@@ -16,29 +16,22 @@ around a model of transformers. AOTAutograd then makes gradients for them, zeros
 without: another variant may there be smaller than ours by as much.
 
     python benchmarks/torch_front.py [--models gpt2 unet] [--time-limit 30] [--rounds 5]
-
-Models that are not named keep their rows of the last run.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, hardware, mib, versions
+from fresh import ROOT, by_model, mib, ran_on
 from models import WHOLE, build
 from steps import CLOCK, Variant, backward, best_at, by_backend, compiled_by_torch, observe, returned, timed
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_front.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_front.md"
-FIGURES = HERE.parent / "docs" / "images"
+FIGURES = ROOT / "docs" / "images"
 MODELS = (
     *("gpt2", "bert", "vit", "resnet50", "mobilenet_v2", "unet", "llama_4", "llama_6", "llama_8"),
     *(name + WHOLE for name in ("gpt2", "bert", "vit", "resnet50", "unet")),
@@ -48,30 +41,7 @@ FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": tuple(f / 10 for f in ran
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=None)
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        name, limit, rounds = options.child
-        answer(run(name, float(limit), int(rounds)))
-        return 0
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
-    for name in options.models or MODELS:
-        rows[name] = child(__file__, name, str(options.time_limit), str(options.rounds))
-        report = {
-            "hardware": hardware(),
-            "versions": versions("torch", "transformers"),
-            "models": {n: rows[n] for n in MODELS if n in rows},
-        }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.write_text(table(report))
-        draw(name, rows[name])
-    broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
-    print("\n".join(broken) or "all promises hold")
-    return bool(broken)
+    return by_model(__file__, str(__doc__), MODELS, run=run, table=table, verdict=verdict, draw=draw)
 
 
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
@@ -231,7 +201,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
 
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
-    machine, tools = report["hardware"], report["versions"]
     lines = [
         "# Peak against step time in PyTorch",
         "",
@@ -241,8 +210,7 @@ def table(report: dict[str, Any]) -> str:
         "gradients and buffers, byte by byte: ours with keeping everything on the same backend, the others with eager mode",
         "(where a model traces to another program than eager mode runs, all that is compiled differs from eager).",
         "",
-        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
-        f"transformers {tools['transformers']}.",
+        ran_on(report),
         "",
     ]
     for name, row in report["models"].items():

@@ -12,33 +12,24 @@ take less than each fraction within its step time.
 
     python benchmarks/torch_inductor.py [--models gpt2 unet] [--time-limit 30] [--rounds 5]
 
-A compilation takes from half a minute to some minutes on one core, and a model has a dozen or two. Models that are not named
-keep their rows of the last run.
+A compilation takes from half a minute to some minutes on one core, and a model has a dozen or two.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import logging
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, hardware, mib, versions
+from fresh import by_model, mib, ran_on
 from models import build
 from steps import CLOCK, Variant, backward, best_at, compiled_by_torch, observe, returned, timed
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_inductor.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_inductor.md"
 MODELS = ("gpt2", "bert", "unet", "resnet50", "llama_4", "llama_6", "llama_8")
-SMALL = "gpt2_small"
-"""Two layers: to see that the benchmark runs. It is never in the table."""
 FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": (0.9, 0.7, 0.5, 0.3, 0.1)}
 SHARES = (75, 50, 35)
 """Budgets of ours, as per cent of what keeping everything was measured to take."""
@@ -46,34 +37,7 @@ SHARES = (75, 50, 35)
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=(*MODELS, SMALL), default=None)
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        name, limit, rounds = options.child
-        answer(run(name, float(limit), int(rounds)))
-        return 0
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
-    for name in options.models or MODELS:
-        with tempfile.TemporaryDirectory() as cache:  # what an earlier run measured must not answer for this one
-            row = child(__file__, name, str(options.time_limit), str(options.rounds), CHECKMATE_CACHE=cache)
-        if name == SMALL:
-            print("\n".join([*section(name, row), *verdict(name, row)]))
-            return bool(verdict(name, row))
-        rows[name] = row
-        report = {
-            "hardware": hardware(),
-            "versions": versions("torch", "transformers"),
-            "models": {n: rows[n] for n in MODELS if n in rows},
-        }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.write_text(table(report))
-    broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
-    print("\n".join(broken) or "all promises hold")
-    return bool(broken)
+    return by_model(__file__, str(__doc__), MODELS, run=run, table=table, verdict=verdict, own_cache=True)
 
 
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
@@ -217,7 +181,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
 
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
-    machine, tools = report["hardware"], report["versions"]
     lines = [
         "# Plans compiled by Inductor",
         "",
@@ -227,8 +190,7 @@ def table(report: dict[str, Any]) -> str:
         "gradient from stock Inductor's over the largest entry of that gradient. *Right* compares loss, gradients and buffers of",
         "ours, byte by byte, with our own step that keeps everything.",
         "",
-        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
-        f"transformers {tools['transformers']}.",
+        ran_on(report),
         "",
     ]
     for name, row in report["models"].items():

@@ -9,27 +9,20 @@ all variants; split, keeping everything takes no more memory and time than unspl
 (3 % is left for the clock). Exit status 1 if one breaks.
 
     python benchmarks/torch_split.py [--models resnet50 unet] [--time-limit 30] [--rounds 9]
-
-Models that are not named keep their rows of the last run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, hardware, mib, versions
+from fresh import by_model, mib, ran_on
 from models import build
 from steps import CLOCK, Variant, backward, by_backend, observe, timed
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_split.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_split.md"
 MODELS = ("resnet50_32", "mobilenet_v2", "unet")
 SHARES = (70, 50, 40)
 """Budgets, as per cent of what keeping everything takes unsplit."""
@@ -37,29 +30,7 @@ SHARES = (70, 50, 40)
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=None)
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        name, limit, rounds = options.child
-        answer(run(name, float(limit), int(rounds)))
-        return 0
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
-    for name in options.models or MODELS:
-        rows[name] = child(__file__, name, str(options.time_limit), str(options.rounds))
-        report = {
-            "hardware": hardware(),
-            "versions": versions("torch", "transformers"),
-            "models": {n: rows[n] for n in MODELS if n in rows},
-        }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.write_text(table(report))
-    broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
-    print("\n".join(broken) or "all promises hold")
-    return bool(broken)
+    return by_model(__file__, str(__doc__), MODELS, run=run, table=table, verdict=verdict, rounds=9)
 
 
 def run(name: str, time_limit_s: float, rounds: int) -> list[dict[str, Any]]:
@@ -138,7 +109,6 @@ def _pairs(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
-    machine, tools = report["hardware"], report["versions"]
     lines = [
         "# Convolutions whose backward is split",
         "",
@@ -146,8 +116,7 @@ def table(report: dict[str, Any]) -> str:
         "Peaks are MiB above what is resident; time is the fastest of the rounds, as a ratio to keeping everything unsplit.",
         "Shares are of what that takes. *Right* compares loss, gradients and buffers with it, byte by byte.",
         "",
-        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
-        f"transformers {tools['transformers']}.",
+        ran_on(report),
         "",
     ]
     for name, rows in report["models"].items():
