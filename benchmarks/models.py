@@ -123,23 +123,14 @@ def _instances(net: nn.Module, *kinds: str) -> Iterator[nn.Module]:
 
 def gpt2() -> Case:
     """GPT-2: 12 layers, width 256, 8 sequences of 256 tokens."""
-    return _gpt2(12, 256, 8, 256, 4096)
-
-
-def gpt2_small() -> Case:
-    """GPT-2 to try things out on: 2 layers, width 64, 8 sequences of 128 tokens."""
-    return _gpt2(2, 64, 4, 128, 256)
-
-
-def _gpt2(layers: int, width: int, heads: int, tokens: int, vocabulary: int) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, n_positions=tokens, vocab_size=vocabulary, use_cache=False,
-        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        n_layer=12, n_embd=256, n_head=8, n_positions=256, vocab_size=4096, use_cache=False, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     net = GPT2LMHeadModel(config)
-    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(vocabulary, 8, tokens)}, tuple(net.transformer.h))
+    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(4096, 8, 256)}, tuple(net.transformer.h))
 
 
 def bert() -> Case:
@@ -215,15 +206,13 @@ WHOLE = "_whole"
 def build(name: str) -> Case:
     """A model by name, the same each time, on one thread.
 
-    Beside `MODELS` there are ``gpt2_small``, ``gpt2_whole`` and others that return their logits too, ``resnet50_32`` with
-    32 images, and ``llama_4``, a model of pytorch#197838 with 16 layers.
+    Beside `MODELS` there are ``gpt2_whole`` and others that return their logits too, ``resnet50_32`` with 32 images,
+    and ``llama_4``, a model of pytorch#197838 with 16 layers.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if name.startswith("llama_"):
         return _hidden_llama(int(name.removeprefix("llama_")))
-    if name == "gpt2_small":
-        return gpt2_small()
     if name == "resnet50_32":
         case = resnet50()
         return Case(case.model, _images(32, 64, 1000), case.blocks)
