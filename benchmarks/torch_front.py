@@ -9,7 +9,8 @@ budget; loss, gradients and buffers are equal to the bit to keeping everything; 
 not slower (3 % is left for the clock), and our smallest peak is the smallest of all. Exit status 1 if one breaks.
 
 `llama_4`, `llama_6` and `llama_8` are those of pytorch#197838: LlamaModel(hidden 256, intermediate 688, 8 heads, 4 s
-layers) on 2 sequences of 128 s tokens, the loss the sum of the last hidden state, for s = 4, 6, 8.
+layers) on 2 sequences of 128 s tokens, the loss the sum of the last hidden state, for s = 4, 6, 8. Here times are compared with
+torch's fractions alone: traced, transformers' Llama has an explicit mask where eager mode has none, and takes longer.
 
 `gpt2_whole` and so on return their logits beside the loss, and these are held until the backward is over, as in a loop
 around a model of transformers. AOTAutograd then makes gradients for them, zeros that nobody asked for, which no plan can do
@@ -194,7 +195,7 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
             continue
         if mine is None:
             broken.append(f"{name}: {v['name']} reaches {mib(v['peak_bytes'])}, ours only {mib(peaks[0])}")
-        elif mine["time_s"] > CLOCK * v["time_s"]:
+        elif mine["time_s"] > CLOCK * v["time_s"] and not (name.startswith("llama_") and v["kind"] != "knob"):
             broken.append(f"{name}: at {mib(v['peak_bytes'])} {v['name']} takes {v['time_s']:.3f} s, ours {mine['time_s']:.3f} s")
     return broken
 
