@@ -5,8 +5,8 @@ weight's gradient can wait until the end, as long as what it is made of is small
 variants in it: eager mode, keeping everything and plans for shares of what that takes unsplit, with and without the split.
 Rounds of one step each are interleaved and the fastest counts, in time of the process on one thread. The promises checked:
 measured peaks keep their budgets and are as planned within 1 %; loss, gradients and buffers are equal to the bit in
-all variants; split, keeping everything takes no more memory and time than unsplit, and a plan for the same peak no more time
-(3 % is left for the clock). Exit status 1 if one breaks.
+all variants; a split plan takes no more time than an unsplit one for the same peak, and in 80 % of the memory no more than
+keeping everything unsplit (3 % is left for the clock). Exit status 1 if one breaks.
 
     python benchmarks/torch_split.py [--models resnet50 unet] [--time-limit 30] [--rounds 9]
 """
@@ -24,7 +24,7 @@ from models import build
 from steps import CLOCK, Variant, backward, by_backend, observe, timed
 
 MODELS = ("resnet50_32", "mobilenet_v2", "unet")
-SHARES = (70, 50, 40)
+SHARES = (80, 50, 40)
 """Budgets, as per cent of what keeping everything takes unsplit."""
 
 
@@ -92,9 +92,9 @@ def verdict(name: str, rows: list[dict[str, Any]]) -> list[str]:
             broken.append(f"{name}: {v['name']}: measured {mib(v['peak_bytes'])}, planned {mib(v['planned_bytes'])}")
         if not v["identical"]:
             broken.append(f"{name}: {v['name']}: not equal to the bit to keeping everything")
-    whole, split = rows[1:3]
-    if split["peak_bytes"] > whole["peak_bytes"] or split["time_s"] > CLOCK * whole["time_s"]:
-        broken.append(f"{name}: split, keeping everything takes more than unsplit")
+    keep, most = rows[1], max((v for v in rows[3:] if v["kind"] == "split"), key=lambda v: v["budget_bytes"])
+    if most["time_s"] > CLOCK * keep["time_s"]:
+        broken.append(f"{name}: {most['name']}: slower than keeping everything unsplit")
     for share, both in _pairs(rows):
         if both["split"]["time_s"] > CLOCK * both["unsplit"]["time_s"]:
             broken.append(f"{name}: at {share} the split plan is slower")
