@@ -8,7 +8,7 @@ measured peaks keep their budgets and are as planned within 1 %; loss, gradients
 all variants; a split plan takes no more time than an unsplit one for the same peak, and in 80 % of the memory no more than
 keeping everything unsplit (3 % is left for the clock). Exit status 1 if one breaks.
 
-    python benchmarks/torch_split.py [--models resnet50 unet] [--time-limit 30] [--rounds 9]
+    python benchmarks/torch_split.py [--models resnet50_32 unet] [--time-limit 30] [--rounds 9]
 """
 
 from __future__ import annotations
