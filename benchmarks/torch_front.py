@@ -34,7 +34,7 @@ from steps import CLOCK, Variant, backward, best_at, by_backend, compiled_by_tor
 
 FIGURES = ROOT / "docs" / "images"
 MODELS = (
-    *("gpt2", "bert", "vit", "resnet50", "mobilenet_v2", "unet", "llama_4", "llama_6", "llama_8"),
+    *("gpt2", "bert", "vit", "resnet50", "unet", "llama_4", "llama_6", "llama_8"),
     *(name + WHOLE for name in ("gpt2", "bert", "vit", "resnet50", "unet")),
 )
 FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": tuple(f / 10 for f in range(1, 11))}
