@@ -38,14 +38,17 @@ class Variant:
 
 def compiled_by_torch(model: Any) -> Callable[..., Any]:
     """What `torch.compile` is given: a function of its own for every variant, or Dynamo would count them as one."""
-    from checkmate.torch.programs import forward_program
+    from checkmate.torch.programs import forward_program, own_code
 
-    return model if getattr(model, "whole", False) else forward_program(model, None)
+    def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, Any]:
+        return None, model(*args, **kwargs)
+
+    return own_code(whole) if getattr(model, "whole", False) else forward_program(model, None)
 
 
 def returned(program: Callable[..., Any], case: Any) -> Any:
     """What a compiled program returns: the loss, and what is held beside it."""
-    return program(**case.batch) if getattr(case.model, "whole", False) else program((), case.batch)[1]
+    return program((), case.batch)[1]
 
 
 def backward(forward: Callable[[], Any]) -> Any:

@@ -29,7 +29,7 @@ def forward_program(model: torch.nn.Module, loss: Loss | None) -> Program:
         # Detached, or its gradient of zeros would be allocated in full.
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, prediction), value
 
-    return _own_code(forward)
+    return own_code(forward)
 
 
 def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, clip_norm: float | None = None) -> Program:
@@ -65,10 +65,10 @@ def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, 
             marks = [BORN(p, g, key, i) for i, (p, g) in enumerate(zip(parameters, found, strict=True)) if g is not None]
         return _joined(predictions), value, marks
 
-    return _own_code(step)
+    return own_code(step)
 
 
-def _own_code(program: Any) -> Any:
+def own_code(program: Any) -> Any:
     """The program with a code object of its own: Dynamo counts recompilations by code object."""
     return FunctionType(program.__code__.replace(), program.__globals__, program.__name__, closure=program.__closure__)
 
