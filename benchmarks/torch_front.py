@@ -21,6 +21,7 @@ without: another variant may there be smaller than ours by as much.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -122,24 +123,21 @@ def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Vari
     assert smallest.peak_bytes is not None
     floor = smallest.peak_bytes - graph.resident_bytes
     asked = {floor, *[p for p in peaks if floor <= p < top], *[top * s // 100 for s in (50, 40, 25) if top * s // 100 > floor]}
-    results: list[tuple[int, Any]] = []
-    for peak in sorted(asked):
-        try:
-            result = solve(Problem(graph, graph.resident_bytes + peak), limits=Limits(time_s=time_limit_s))
-        except PlanNotFoundError:
-            result = smallest
-        if results and results[-1][1].cost <= result.cost:  # a plan for less memory is one for more
-            result = results[-1][1]
-        results.append((peak, result))
+    found = {floor: smallest}
+    for peak in sorted(asked - {floor}):
+        with contextlib.suppress(PlanNotFoundError):
+            found[peak] = solve(Problem(graph, graph.resident_bytes + peak), limits=Limits(time_s=time_limit_s))
     variants = [
         _ours(name, "keep all", None, {"budget_bytes": top, "planned_bytes": top, "overhead": 1.0, "bound_overhead": 1.0})
     ]
-    for peak, result in results:
+    for peak in sorted(asked):
+        # A plan for another budget is one for this if it fits.
+        result = min((r for r in found.values() if r.peak_bytes - graph.resident_bytes <= peak), key=lambda r: r.cost)
         row = {
             "budget_bytes": peak,
             "planned_bytes": result.peak_bytes - graph.resident_bytes,
             "overhead": result.overhead,
-            "bound_overhead": max(1.0, result.bound / graph.cost),
+            "bound_overhead": max(1.0, found[peak].bound / graph.cost) if peak in found else 1.0,
         }
         variants.append(_ours(name, f"ours, {mib(peak)}", result.plan, row))
     tangents = sum(graph.values[v].size_bytes for op in graph.ops if op.kind == BOUNDARY for v in op.outputs)
