@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fresh import digest
+from fresh import digest, mib
 
 CLOCK = 1.03
 """How much slower ours may seem at another's peak: times of one step differ by as much from run to run."""
@@ -123,3 +123,14 @@ def best_at(row: dict[str, Any], peak_bytes: int) -> dict[str, Any] | None:
     """Our fastest variant that takes no more than a peak."""
     fitting = [v for v in row["variants"] if v["kind"] == "ours" and v["peak_bytes"] <= peak_bytes]
     return min(fitting, key=lambda v: v["time_s"], default=None)
+
+
+def beaten(name: str, row: dict[str, Any], variant: dict[str, Any], *, in_time: bool = True) -> list[str]:
+    """In words, whether another variant takes less memory than any of ours, or less time than ours at its peak."""
+    mine, peak = best_at(row, variant["peak_bytes"]), mib(variant["peak_bytes"])
+    if mine is None:
+        smallest = min(v["peak_bytes"] for v in row["variants"] if v["kind"] == "ours")
+        return [f"{name}: {variant['name']} reaches {peak}, ours only {mib(smallest)}"]
+    if in_time and mine["time_s"] > CLOCK * variant["time_s"]:
+        return [f"{name}: at {peak} {variant['name']} takes {variant['time_s']:.3f} s, ours {mine['time_s']:.3f} s"]
+    return []

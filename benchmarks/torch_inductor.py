@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from fresh import by_model, mib, ran_on
 from models import build
-from steps import CLOCK, Variant, backward, best_at, compiled_by_torch, observe, returned, timed
+from steps import CLOCK, Variant, backward, beaten, best_at, compiled_by_torch, observe, returned, timed
 
 MODELS = ("gpt2", "bert", "unet", "resnet50", "llama_4", "llama_6", "llama_8")
 FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": (0.9, 0.7, 0.5, 0.3, 0.1)}
@@ -168,11 +168,7 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
     if peaks != sorted(peaks):
         broken.append(f"{name}: peaks are not monotone in the budget")
     for v in (v for v in row["variants"] if v["kind"] != "ours"):
-        best = best_at(row, v["peak_bytes"])
-        if best is None:
-            broken.append(f"{name}: {v['name']} reaches {mib(v['peak_bytes'])}, ours only {mib(peaks[0])}")
-        elif best["time_s"] > CLOCK * v["time_s"]:
-            broken.append(f"{name}: at {mib(v['peak_bytes'])} {v['name']} takes {v['time_s']:.3f} s, ours {best['time_s']:.3f} s")
+        broken += beaten(name, row, v)
         least = min((m["peak_bytes"] for m in mine if m["time_s"] <= CLOCK * v["time_s"]), default=None)
         if name.startswith("llama") and v["kind"] == "knob" and (least is None or least > v["peak_bytes"]):
             broken.append(f"{name}: in the {v['time_s']:.3f} s of {v['name']} ours takes more than its {mib(v['peak_bytes'])}")

@@ -62,14 +62,22 @@ class CostStore:
             connection.executemany("INSERT OR IGNORE INTO measures VALUES (?, ?, ?)", [(k, *m) for k, m in measures.items()])
 
     def _connect(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self.path, timeout=60.0)
-        # Readers and one writer at a time; who finds it locked waits up to the timeout.
-        connection.execute("PRAGMA busy_timeout = 60000")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(_SCHEMA)
-        connection.commit()
-        return connection
+        return connected(self.path, _SCHEMA)
+
+
+def connected(path: Path, schema: str) -> sqlite3.Connection:
+    """A connection to a file that every process of a user shares: readers and one writer at a time, the others wait a minute.
+
+    Args:
+        path: The file; it and its folder are made if they are not there.
+        schema: Statements that make its tables where they are not there yet.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, timeout=60.0)
+    connection.execute("PRAGMA busy_timeout = 60000")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.executescript(schema)
+    return connection
 
 
 def cache_folder() -> Path:

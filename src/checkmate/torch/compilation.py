@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -86,7 +87,7 @@ class Compilation:
         self._accounts: list[Account] = []
         self._forget = forgetting_this_frame()
 
-    @property
+    @functools.cached_property
     def task(self) -> Task:
         """How the graph is to be split."""
         options, target = self.options, self.hooks.target

@@ -178,22 +178,21 @@ class Fitting:
         """Take over what rank 0 chose."""
         assert result.plan is not None
         if self._fused is None:
-            self._fused = fuse(graph)
-            self._room(self._fused.graph)
+            self._contract(graph)
         if self._options.plan is None:
             self._order = self._fused.contract(result.plan.order)
         else:
             self._order = keep_everything(self._fused.graph).plan.order  # type: ignore[union-attr]
 
-    def _room(self, contracted: Graph) -> None:
-        budget = self._options.budget
+    def _contract(self, graph: Graph) -> Graph:
+        self._fused = fuse(graph)
+        contracted, budget = self._fused.graph, self._options.budget
         self.room_bytes = 0 if budget is None else Problem(contracted, budget).budget_bytes - contracted.resident_bytes
+        return contracted
 
     def _begin(self, graph: Graph) -> None:
         self._original = graph.digest
-        self._fused = fuse(graph)
-        contracted = self._fused.graph
-        self._room(contracted)
+        contracted = self._contract(graph)
         alone = msgspec.structs.replace(contracted, resident_bytes=0)
         self._plans = MeasuredPlans(f"{alone.digest} {self._how}")
         budget = self._options.budget

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkmate.cost.store import cache_folder
+from checkmate.cost.store import cache_folder, connected
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS plans (key TEXT, plan TEXT, peak_bytes INTEGER NOT NULL, PRIMARY KEY (key, plan));
@@ -81,12 +81,7 @@ class MeasuredPlans:
         return least, min([budget_bytes, *(peak for budget, peak in rows if budget > budget_bytes)])
 
     def _connect(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self.path, timeout=60.0)
-        connection.execute("PRAGMA busy_timeout = 60000")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.executescript(_SCHEMA)
-        return connection
+        return connected(self.path, _SCHEMA)
 
 
 def _text(order: Sequence[int]) -> str:
