@@ -75,6 +75,7 @@ CASES = {
     "fits-wrong-shape": (("fits", "model.py:two", "--device", "H100"), "returned a tuple of 2"),
     "fits-raises": (("fits", "model.py:broken", "--device", "H100"), "raised KeyError at"),
     "fits-optimizer": (("fits", "model.py:linear", "--device", "H100", "--optimizer", "adamx"), "no optimizer 'adamx'"),
+    "fits-autocast": (("fits", "model.py:linear", "--device", "H100", "--autocast", "float64"), "float64"),
     "fits-memory": (("fits", "model.py:linear", "--device", "H100", "--memory", "lots"), "cannot read 'lots'"),
     "fits-no-memory": (("fits", "model.py:linear", "--device", "H100", "--memory", "1MiB"), "leave nothing"),
     "fits-headroom": (("fits", "model.py:linear", "--device", "H100", "--headroom", "2"), "headroom=2.0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from checkmate.torch.sizes import leaves, unique_bytes
 from tests.torch.networks import Cnn, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful
 
+LOG = logging.getLogger("a library")
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
@@ -150,3 +152,16 @@ def test_capture_is_free_of_side_effects() -> None:
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())
     assert graph == checkmate.torch.capture(model, nn.functional.cross_entropy, example=(x, y))
+
+
+def test_a_line_of_a_log_does_not_break_the_graph() -> None:
+    """Models of libraries warn about their configuration from within their forward."""
+
+    class Talkative(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            LOG.warning("a line of %s", "its log")
+            return super().forward(x)
+
+    x = torch.randn(4, 8)
+    step = checkmate.torch.compile(Talkative(8, 8), nn.functional.mse_loss, example=(x, x))
+    assert step(x, x)[1].isfinite()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -21,6 +21,7 @@ def fits(
     optimizer: str | None = None,
     batch: int | None = None,
     whole: Annotated[bool, Parameter(negative="--plain-loop")] = True,
+    autocast: Literal["bfloat16", "float16"] | None = None,
     memory: str | None = None,
     headroom: float = 0.03,
     sequence_dim: int | None = None,
@@ -37,6 +38,7 @@ def fits(
         optimizer: sgd, momentum, adam or adamw; none by default.
         batch: Call FUNCTION(batch) instead of FUNCTION().
         whole: Whether the optimizer's updates are in the step, each where its gradient is born; or a plain loop.
+        autocast: Type of a region of torch.autocast around model and loss, by the device's rules; none by default.
         memory: What the device has, such as 24GiB, instead of what its profile says.
         headroom: Share of the memory that is left free.
         sequence_dim: Dimension of the example's tensors whose largest size is asked for besides the batch's.
@@ -49,6 +51,8 @@ def fits(
     """
     load_device(device)
     needs("torch", "torch")
+    import torch
+
     import checkmate.torch
 
     function = targets.resolve(target)
@@ -62,6 +66,7 @@ def fits(
             device=device,
             optimizer=optimizer,
             whole=None if whole else False,
+            autocast=None if autocast is None else getattr(torch, autocast),
             memory=memory,
             headroom=headroom,
             sequence_dim=sequence_dim,

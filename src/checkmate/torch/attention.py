@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from checkmate.cost.device import Device
+from checkmate.torch.autocast import lowered
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 aten = torch.ops.aten
@@ -28,35 +29,45 @@ def attention_on(device: Device) -> Callable[..., Tensor]:
     """``scaled_dot_product_attention`` as it is on a CUDA device, in terms of the op that runs there."""
 
     def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        kernel = choose(device, query, key, value, attn_mask, dropout_p, is_causal)
-        if kernel == "math":
-            return aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )[0]
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        if kernel == "flash":
-            width = query.shape[-1]
-            padding = (0, -width % _ALIGNED)
-            query, key, value = (F.pad(t, padding) if padding[1] else t for t in (query, key, value))
-            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-            return out[..., :width] if padding[1] else out
-        if attn_mask is not None:
-            attn_mask = _aligned(attn_mask).expand(*query.shape[:-1], key.shape[-2])
-        run = aten._scaled_dot_product_cudnn_attention if kernel == "cudnn" else aten._scaled_dot_product_efficient_attention
-        return run(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+        here = query.device.type
+        read = lowered(here, (query, key, value, attn_mask))
+        with torch.autocast(here, enabled=False):
+            return _attention(device, *read, *args, **kwargs)
 
     return attention
+
+
+def _attention(
+    device: Device,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    kernel = choose(device, query, key, value, attn_mask, dropout_p, is_causal)
+    if kernel == "math":
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if kernel == "flash":
+        width = query.shape[-1]
+        padding = (0, -width % _ALIGNED)
+        query, key, value = (F.pad(t, padding) if padding[1] else t for t in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., :width] if padding[1] else out
+    if attn_mask is not None:
+        attn_mask = _aligned(attn_mask).expand(*query.shape[:-1], key.shape[-2])
+    run = aten._scaled_dot_product_cudnn_attention if kernel == "cudnn" else aten._scaled_dot_product_efficient_attention
+    return run(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
 def choose(
@@ -95,7 +106,7 @@ def choose(
     if half and recent and same_width and narrow and attn_mask is None and square:
         return "flash"
     aligned = width == key.shape[-1] and all(n % _alignment(query.dtype, recent) == 0 for n in (width, value.shape[-1]))
-    if aligned and not grouped and query.dtype in (*_HALF, torch.float32) and (half or query.dtype is not torch.bfloat16):
+    if aligned and not grouped and query.dtype in (*_HALF, torch.float32) and (recent or query.dtype is not torch.bfloat16):
         return "efficient"
     return "math"
 

@@ -43,6 +43,7 @@ def fits(
     device: Device | str | os.PathLike[str],
     optimizer: torch.optim.Optimizer | str | None = None,
     whole: bool | None = None,
+    autocast: torch.dtype | None = None,
     memory: Amount | None = None,
     headroom: float = 0.03,
     sequence_dim: int | None = None,
@@ -62,6 +63,7 @@ def fits(
             runs alone once, here, to measure its workspace.
         optimizer: ``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, or an optimizer of the model's parameters.
         whole: Whether the optimizer's updates are planned with the rest, as in `compile`. False is a plain loop.
+        autocast: As in `compile`. The rules are the device's: softmax, norms and losses become float32 on a CUDA device.
         memory: What the device has, instead of what its profile says.
         headroom: Share of the memory that is left free: for fragmentation, and for workspace that is not known.
         sequence_dim: Dimension of the example's tensors whose largest size is asked for besides the batch's.
@@ -94,7 +96,7 @@ def fits(
             f"{format_bytes(headroom_bytes)} of headroom",
             hint="give the device's memory, such as memory='24GiB', or less headroom",
         )
-    question = Question(model, loss, checked(example, loss), optimizer, whole, target, began + time_limit_s)
+    question = Question(model, loss, checked(example, loss), optimizer, whole, autocast, target, began + time_limit_s)
     sequence = None if sequence_dim is None else question.size(sequence_dim)
     if sequence_dim is not None and sequence is None:
         raise OptionError(f"sequence_dim={sequence_dim}: the example's tensors have no such dimension of one size")

@@ -177,22 +177,21 @@ class Fitting:
     def _follow(self, graph: Graph, result: Result) -> None:
         """Take over what rank 0 chose."""
         assert result.plan is not None
-        if self._fused is None:
-            self._contract(graph)
+        fused = self._fused or self._contract(graph)
         if self._options.plan is None:
-            self._order = self._fused.contract(result.plan.order)
+            self._order = fused.contract(result.plan.order)
         else:
-            self._order = keep_everything(self._fused.graph).plan.order  # type: ignore[union-attr]
+            self._order = keep_everything(fused.graph).plan.order  # type: ignore[union-attr]
 
-    def _contract(self, graph: Graph) -> Graph:
-        self._fused = fuse(graph)
-        contracted, budget = self._fused.graph, self._options.budget
+    def _contract(self, graph: Graph) -> Fused:
+        fused = self._fused = fuse(graph)
+        contracted, budget = fused.graph, self._options.budget
         self.room_bytes = 0 if budget is None else Problem(contracted, budget).budget_bytes - contracted.resident_bytes
-        return contracted
+        return fused
 
     def _begin(self, graph: Graph) -> None:
         self._original = graph.digest
-        contracted = self._contract(graph)
+        contracted = self._contract(graph).graph
         alone = msgspec.structs.replace(contracted, resident_bytes=0)
         self._plans = MeasuredPlans(f"{alone.digest} {self._how}")
         budget = self._options.budget

@@ -32,6 +32,16 @@ def forward_program(model: torch.nn.Module, loss: Loss | None) -> Program:
     return own_code(forward)
 
 
+def under_autocast(program: Program, device_type: str, dtype: torch.dtype) -> Program:
+    """The same program in a region of `torch.autocast`; what is done with its gradients stays outside."""
+
+    def autocast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+        with torch.autocast(device_type, dtype):
+            return program(args, kwargs)
+
+    return own_code(autocast)
+
+
 def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, clip_norm: float | None = None) -> Program:
     """A whole step: ``program(args, kwargs) -> (prediction, loss, marks)``.
 

@@ -77,6 +77,7 @@ class Question:
         example: Example,
         optimizer: torch.optim.Optimizer | str | None,
         whole: bool | None,
+        autocast: torch.dtype | None,
         target: Target,
         until: float,
     ) -> None:
@@ -87,7 +88,7 @@ class Question:
                 hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer",
             )
         self.model, self.loss, self.example = model, loss, example
-        self.optimizer, self.whole, self.target = optimizer, whole, target
+        self.optimizer, self.whole, self.autocast, self.target = optimizer, whole, autocast, target
         self.until = until
         self.trace_s = 0.0
 
@@ -124,7 +125,7 @@ class Question:
             moved = [_rounded(p, granule) for p in trained]
             optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
-            recipe = recipe_of(self.model, self.loss, optimizer, batch, self.whole, 1, None)
+            recipe = recipe_of(self.model, self.loss, optimizer, batch, self.whole, 1, None, self.autocast)
             graph = captured(recipe, batch, Options(reserve=state, costs="flops"), self.target)
             update = 0
             if optimizer is not None and not recipe.whole:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Graph
@@ -19,6 +20,7 @@ from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.solvers.session import Solver
+from checkmate.torch.autocast import cuda_rules
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.capture import Capture
 from checkmate.torch.compat import Carrier, Unsupported, dynamo_config
@@ -29,12 +31,13 @@ from checkmate.torch.lend import lent
 from checkmate.torch.optimizers import Updates, state_bytes, why_not
 from checkmate.torch.options import Checkpoints, Compiler, CostSource, Options, Outputs
 from checkmate.torch.profile import Profiler
-from checkmate.torch.programs import Loss, Program, cut_evenly, forward_program, step_program
+from checkmate.torch.programs import Loss, Program, cut_evenly, forward_program, step_program, under_autocast
 from checkmate.torch.target import Target
 
 _log = logging.getLogger("checkmate.torch")
 _SHAPES = 64  # shapes that one step may be compiled for; torch's own limit of 8 would then run unplanned
 _TRACING = {"recompile_limit": _SHAPES, "trace_autograd_ops": True, "optimize_ddp": False}  # one graph, also under DDP
+_LOGS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 Example = Sequence[Any] | Mapping[str, Any]
 Finish = Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]
@@ -157,6 +160,7 @@ def compile(  # noqa: A001 - torch's own word for it
     whole: bool | None = None,
     micro_batches: int = 1,
     clip_norm: float | None = None,
+    autocast: torch.dtype | None = None,
     solver: Solver | str | None = None,
     time_limit_s: float | None = 30.0,
     plan: Plan | str | None = None,
@@ -189,6 +193,8 @@ def compile(  # noqa: A001 - torch's own word for it
             up: one step over the whole batch. Only in a whole step.
         clip_norm: The most that the norm of all gradients together may be. It needs every gradient before the first
             can be used, so that in a whole step too they are there all at once.
+        autocast: ``torch.bfloat16`` or ``torch.float16``: model and loss run under `torch.autocast` for their device, the
+            parameters stay as they are. Float16 needs a loss that is scaled, so that it cannot be with an optimizer.
         solver: Looks for the plan.
         time_limit_s: Seconds for the search.
         plan: A plan, or its file, to run instead.
@@ -237,7 +243,12 @@ def compile(  # noqa: A001 - torch's own word for it
             raise OptionError("compiler='inductor' has no whole steps", hint="leave out whole=True and micro_batches")
         whole = False
     example = checked(example, loss)
-    recipe = recipe_of(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm)
+    if autocast is torch.float16 and optimizer is not None:
+        raise OptionError(
+            "autocast=torch.float16 needs a scaled loss, or small gradients become zero",
+            hint="use torch.bfloat16; or leave out the optimizer, scale in the loss, and step through torch.amp.GradScaler",
+        )
+    recipe = recipe_of(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm, autocast)
     return Step(recipe, example, options, dynamic=dynamic)
 
 
@@ -250,6 +261,7 @@ def capture(
     whole: bool | None = None,
     micro_batches: int = 1,
     clip_norm: float | None = None,
+    autocast: torch.dtype | None = None,
     outputs: Outputs = "held",
     reserve: Amount = 0,
     costs: CostSource = "measured",
@@ -265,6 +277,7 @@ def capture(
         whole: Whether the updates are in the graph.
         micro_batches: Parts of a batch.
         clip_norm: The most that the norm of the gradients may be.
+        autocast: Type of a region of `torch.autocast` around model and loss.
         outputs: Whether the prediction is held.
         reserve: Memory to leave.
         costs: ``"measured"`` runs every distinct op alone a few times; ``"flops"`` runs nothing, and
@@ -281,7 +294,8 @@ def capture(
     granule = 1 if target is None else target.device.granule_bytes
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs)
     with lent(checked(example, loss), model, loss, optimizer) as batch:
-        return captured(recipe_of(model, loss, optimizer, batch, whole, micro_batches, clip_norm), batch, options, target)
+        recipe = recipe_of(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
+        return captured(recipe, batch, options, target)
 
 
 def captured(recipe: Recipe, batch: Example, options: Options, target: Target | None = None) -> Graph:
@@ -303,8 +317,9 @@ def captured(recipe: Recipe, batch: Example, options: Options, target: Target | 
     backend = functools.partial(compile_graph, options=options, hooks=hooks)
     run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    rules = cuda_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
     try:
-        with recipe.tracing():
+        with recipe.tracing(), rules:
             _traced(functools.partial(run, args, kwargs))
     except _Done as done:
         return done.graph
@@ -319,6 +334,7 @@ def recipe_of(
     whole: bool | None,
     micro_batches: int,
     clip_norm: float | None,
+    autocast: torch.dtype | None = None,
 ) -> Recipe:
     """How a step is made and run, from what `compile` is given.
 
@@ -336,6 +352,8 @@ def recipe_of(
     wrapped = model if isinstance(model, DistributedDataParallel) else None
     model = model if wrapped is None else wrapped.module
     forward = forward_program(model, loss)
+    if autocast is not None:
+        forward = under_autocast(forward, _device_type(model, example), _half(autocast))
     reason = "there is no optimizer" if optimizer is None else why_not(optimizer, model)
     if wrapped is not None:
         reason = "DistributedDataParallel averages gradients in hooks of the backward"
@@ -353,6 +371,17 @@ def recipe_of(
     if optimizer is not None and whole is None:
         _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
     return Recipe(forward, functools.partial(_finish_split, optimizer, clip_norm), whole=False, wrapped=wrapped)
+
+
+def _half(autocast: torch.dtype) -> torch.dtype:
+    if autocast not in (torch.bfloat16, torch.float16):
+        raise OptionError(f"autocast={autocast!r} is not a type of half precision", hint="give torch.bfloat16 or torch.float16")
+    return autocast
+
+
+def _device_type(model: torch.nn.Module, example: Example) -> str:
+    tensors = (*model.parameters(), *pytree.tree_leaves(example))
+    return next((t.device.type for t in tensors if isinstance(t, torch.Tensor)), "cpu")
 
 
 def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
@@ -381,7 +410,7 @@ def _finish_split(
 
 def _traced(run: Callable[[], Any]) -> Any:
     try:
-        with torch.enable_grad(), dynamo_config.patch(**_TRACING):
+        with torch.enable_grad(), dynamo_config.patch(**_TRACING, ignore_logger_methods=_logging()):
             return run()
     except Unsupported as error:
         raise GraphBreakError(
@@ -389,6 +418,11 @@ def _traced(run: Callable[[], Any]) -> Any:
             hint="take out of the model what breaks the graph, or compile it with torch.compile(model, backend='checkmate'), "
             "which plans each part",
         ) from error
+
+
+def _logging() -> set[Callable[..., Any]]:
+    """Methods of loggers, and what libraries add to them (``warning_once``): a line of a log is no reason to break a graph."""
+    return {method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LOGS}
 
 
 def _broken_at(error: Unsupported) -> str:

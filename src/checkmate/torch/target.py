@@ -48,16 +48,11 @@ class Target:
         """Put the device's own kernels into a graph of Dynamo, in place, where a processor has others.
 
         Raises:
-            OptionError: Part of the step is under autocast.
+            OptionError: Part of the step is under autocast for a device whose tensors are not there.
         """
         if self.device.kind != "cuda":
             return
-        regions = gm.graph.find_nodes(op="call_function", target=autocast_enter)
-        if regions or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise OptionError(
-                f"part of the step is under autocast, whose rules for {self.device.name} are not those of the processor here",
-                hint="ask about the model in one precision: model.to(torch.bfloat16), or as it is",
-            )
+        _refuse_elsewhere(gm.graph)
         attention = attention_on(self.device)
         for node in gm.graph.nodes:
             if node.op != "call_function":
@@ -95,6 +90,20 @@ class Target:
         elif known is None:
             self.unknown[name] += 1
         return known or 0
+
+
+def _refuse_elsewhere(graph: fx.Graph) -> None:
+    """Regions of autocast by the name of a device that is not there are silently off, and nothing in them can be trusted."""
+    inputs = pytree.tree_leaves([n.meta.get("example_value") for n in graph.find_nodes(op="placeholder")])
+    here = {t.device.type for t in inputs if isinstance(t, torch.Tensor)}
+    regions = [n.args for n in graph.find_nodes(op="call_function", target=autocast_enter)]
+    on = any(enabled for _, _, enabled, _ in regions) or any(map(torch.is_autocast_enabled, here))
+    elsewhere = [device for device, *_ in regions if device not in here]
+    if on and here and elsewhere:
+        raise OptionError(
+            f"part of the step is under torch.autocast({elsewhere[0]!r}), which is off where it is traced: on {min(here)}",
+            hint="write torch.autocast(x.device.type), or leave it to autocast=torch.bfloat16",
+        )
 
 
 def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
