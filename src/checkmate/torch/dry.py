@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from checkmate.torch.compat import memory_trace, no_modes, overwritten_inputs, p
 from checkmate.torch.profile import ProfilerBusyError
 from checkmate.torch.sizes import storage_key, unique_bytes
 
+_log = logging.getLogger("checkmate.torch")
 _BACKWARD = "checkmate::backward"
 
 
@@ -49,6 +51,9 @@ def measured_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_output
         inputs: What it was compiled for: real tensors, and numbers.
         hold_outputs: Whether the caller holds what it returns until the backward is over.
 
+    Returns:
+        What the second step took; all that a CUDA device has, if a step ran out of it.
+
     Raises:
         ProfilerBusyError: On the CPU, another torch profiler is on.
     """
@@ -58,8 +63,18 @@ def measured_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_output
             hint="call the compiled function once before profiling it",
         )
     with _put_back(inputs), no_modes(), torch.enable_grad():
-        _step(run, inputs, hold_outputs)
-        return _measured(run, inputs, hold_outputs)
+        try:
+            _step(run, inputs, hold_outputs)
+            return _measured(run, inputs, hold_outputs)
+        except torch.OutOfMemoryError as error:  # this plan is too large, and another may not be
+            _log.info("a measured step ran out of memory: %s", error)
+        return _all_of_it()
+
+
+def _all_of_it() -> DryStep:
+    torch.cuda.empty_cache()
+    _, everything = torch.cuda.mem_get_info()
+    return DryStep(forward_peak_bytes=everything, held_bytes=everything, backward_peak_bytes=everything, gradient_bytes=0)
 
 
 def _measured(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool) -> DryStep:
