@@ -43,6 +43,8 @@ PATCHES: dict[str, Any] = {
 }
 """What Inductor is told to leave to the plan."""
 
+_IMAGES = 4  # dimensions of what has channels
+
 
 class Door:
     """What AOTAutograd calls: a compiled module, and later what stands before it.
@@ -95,7 +97,9 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward modules that run the plan."""
         kwargs.pop("compiler", None)
-        return partition(gm, joint_inputs, task=self._task, **kwargs)
+        forward, backward = partition(gm, joint_inputs, task=self._task, **kwargs)
+        _save_as_given(forward)
+        return forward, backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanPartitioner:
         """Itself: Inductor copies its settings for the key of its cache, and a captured graph is not for copying."""
@@ -187,6 +191,28 @@ def _planned(fitting: Fitting, capture: Capture) -> tuple[Graph, Result]:
         for getitem in member.getitems:
             getitem.meta["inductor_realize_to_strides"] = True
     return graph, result
+
+
+def _save_as_given(forward: fx.GraphModule) -> None:
+    """Let a forward return its inputs themselves to the backward, in place, and no copies of them.
+
+    Inductor has convolutions read and make tensors with their channels last. An input that a convolution reads and that is saved
+    is copied so, and the copy saved: a second set of all weights, from the forward to the backward. What ``as_strided``
+    reads keeps its layout, and so what is returned is the input; the convolution's copy is gone after it.
+    """
+    graph = forward.graph
+    if not graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
+        return
+    returned = graph.output_node()
+    for node in graph.find_nodes(op="placeholder"):
+        value, readers = node.meta.get("val"), [user for user in node.users if user is not returned]
+        if not isinstance(value, torch.Tensor) or value.ndim != _IMAGES or returned not in node.users or not readers:
+            continue
+        with graph.inserting_before(min(readers)):
+            alias = graph.call_function(torch.ops.aten.as_strided.default, (node, value.shape, value.stride()))
+        alias.meta["val"] = value
+        node.replace_all_uses_with(alias, delete_user_cb=lambda user, alias=alias: user not in (returned, alias))
+    forward.recompile()
 
 
 def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options) -> Compiled:
