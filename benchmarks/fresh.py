@@ -17,6 +17,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _MARK = "RESULT "
+BESIDE = ("numpy", "highspy", "checkmate-remat")
+"""Packages whose versions are kept with every report, and not shown."""
+
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -61,7 +64,7 @@ def hardware() -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """What it ran with."""
-    found = {p: importlib.metadata.version(p) for p in (*packages, "numpy", "highspy", "checkmate-remat")}
+    found = {p: importlib.metadata.version(p) for p in (*packages, *BESIDE)}
     return {"python": platform.python_version(), **found}
 
 
@@ -142,7 +145,5 @@ def by_model(
 def ran_on(report: dict[str, Any]) -> str:
     """Hardware and versions of a report, as a line of its table."""
     machine, tools = report["hardware"], report["versions"]
-    return (
-        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
-        f"transformers {tools['transformers']}."
-    )
+    frameworks = ", ".join(f"{name} {version}" for name, version in tools.items() if name not in ("python", *BESIDE))
+    return f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, {frameworks}."

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from fresh import answer, child, hardware, mib, versions
+from fresh import answer, child, hardware, mib, ran_on, versions
 
 from tests.tf2.budgets import BUDGETS
 
@@ -235,7 +235,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
 
 def table(report: dict[str, Any]) -> str:
     """The page of the documentation."""
-    machine, tools = report["hardware"], report["versions"]
     lines = [
         "# Planned and measured peaks in TensorFlow",
         "",
@@ -244,8 +243,7 @@ def table(report: dict[str, Any]) -> str:
         "*passed on* the same with outputs that take over a dying input's buffer, *asked for* what TensorFlow's own trace says,",
         "*measured* the allocator's chunks. *Identical* compares predictions, losses and all variables of five steps.",
         "",
-        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, "
-        f"TensorFlow {tools['tensorflow']}, Keras {tools['keras']}.",
+        ran_on(report),
     ]
     for name, row in report["networks"].items():
         keep, plain_row, pieces = row["keep_all"], row["plain"], row["recompute_grad"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, hardware, versions
+from fresh import answer, child, hardware, ran_on, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_fits.json"
@@ -112,7 +112,6 @@ def ask(name: str) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
-    machine, tools = report["hardware"], report["versions"]
     lines = [
         "# Fits: large models on GPUs that are not there",
         "",
@@ -120,7 +119,7 @@ def table(report: dict[str, Any]) -> str:
         "least that a device's profile allows. Seconds are of `fits`, on a machine that others use at the same time; its load is",
         "beside them. Memory is all that the process ever had.",
         "",
-        f"{machine['processor']}; Python {tools['python']}, torch {tools['torch']}, transformers {tools['transformers']}.",
+        ran_on(report),
         "",
         "| model | device | ops | verdict | available | keep-all | smallest | overhead | wall s | CPU s | load | memory |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",

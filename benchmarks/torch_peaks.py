@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, hardware, mib, versions
+from fresh import answer, child, digest, hardware, mib, ran_on, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_peaks.json"
@@ -213,7 +213,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
 
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
-    machine, tools = report["hardware"], report["versions"]
     lines = [
         "# Planned and measured peaks in PyTorch",
         "",
@@ -221,8 +220,7 @@ def table(report: dict[str, Any]) -> str:
         "resident, time is the ratio of process time to keeping everything on the same backend. *Identical* compares loss,",
         "gradients, buffers and random state, byte by byte, with keeping everything.",
         "",
-        f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, torch {tools['torch']}, "
-        f"transformers {tools['transformers']}.",
+        ran_on(report),
         "",
     ]
     for name, row in report["models"].items():

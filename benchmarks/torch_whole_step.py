@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, hardware, mib, versions
+from fresh import answer, child, digest, hardware, mib, ran_on, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_whole_step.json"
@@ -160,7 +160,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
 
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
-    machine, tools = report["hardware"], report["versions"]
     lines = [
         "# The optimizer inside the step",
         "",
@@ -168,7 +167,7 @@ def table(report: dict[str, Any]) -> str:
         "state among that; times are of the process on one thread, the fastest of four rounds in which all steps took turns.",
         "*Bits* compares losses, parameters, buffers and optimizer state after three steps with eager mode.",
         "",
-        f"{machine['processor']}; Python {tools['python']}, torch {tools['torch']}, transformers {tools['transformers']}.",
+        ran_on(report),
         "",
         "| model | optimizer | eager | budget | planned | measured | of eager | overhead | proven | time of eager | bits |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---|",

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from fresh import ChildError, answer, child, hardware, versions
+from fresh import ChildError, answer, child, hardware, ran_on, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "torch_zoo.json"
@@ -69,7 +69,6 @@ def _failed(name: str, why: str) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
-    machine, tools = report["hardware"], report["versions"]
     lines = [
         "# Architectures under a budget",
         "",
@@ -78,7 +77,7 @@ def table(report: dict[str, Any]) -> str:
         "*Bits* compares loss, gradients, buffers and random state of two steps with keeping everything on the same backend. KiB",
         "above what is resident; every row is a test of `tests/torch/test_zoo.py`.",
         "",
-        f"{machine['processor']}; Python {tools['python']}, torch {tools['torch']}, transformers {tools['transformers']}.",
+        ran_on(report),
         "",
         "| model | family | budget | limit | planned | measured | recomputed | bits | holds |",
         "|---|---|---|---:|---:|---:|---:|---|---|",
