@@ -93,15 +93,16 @@ class Target:
 
 
 def _refuse_elsewhere(graph: fx.Graph) -> None:
-    """Regions of autocast by the name of a device that is not there are silently off, and nothing in them can be trusted."""
+    """Autocast for CUDA by name is silently off for tensors that are elsewhere, and what runs under it cannot be trusted."""
     inputs = pytree.tree_leaves([n.meta.get("example_value") for n in graph.find_nodes(op="placeholder")])
     here = {t.device.type for t in inputs if isinstance(t, torch.Tensor)}
     regions = [n.args for n in graph.find_nodes(op="call_function", target=autocast_enter)]
-    on = any(enabled for _, _, enabled, _ in regions) or any(map(torch.is_autocast_enabled, here))
-    elsewhere = [device for device, *_ in regions if device not in here]
-    if on and here and elsewhere:
+    around = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
+    by_name = "cuda" in around or any(name == "cuda" for name, *_ in regions)
+    on = bool(around) or any(enabled for _, _, enabled, _ in regions)
+    if by_name and on and "cuda" not in here:
         raise OptionError(
-            f"part of the step is under torch.autocast({elsewhere[0]!r}), which is off where it is traced: on {min(here)}",
+            "part of the step is under torch.autocast('cuda'), which is off where it is traced: on the processor",
             hint="write torch.autocast(x.device.type), or leave it to autocast=torch.bfloat16",
         )
 
