@@ -206,12 +206,14 @@ def _save_as_given(forward: fx.GraphModule) -> None:
     returned = graph.output_node()
     for node in graph.find_nodes(op="placeholder"):
         value, readers = node.meta.get("val"), [user for user in node.users if user is not returned]
-        if not isinstance(value, torch.Tensor) or value.ndim != _IMAGES or returned not in node.users or not readers:
+        images = isinstance(value, torch.Tensor) and value.ndim == _IMAGES
+        if not images or returned not in node.users or not readers:
             continue
         with graph.inserting_before(min(readers)):
             alias = graph.call_function(torch.ops.aten.as_strided.default, (node, value.shape, value.stride()))
         alias.meta["val"] = value
-        node.replace_all_uses_with(alias, delete_user_cb=lambda user, alias=alias: user not in (returned, alias))
+        for reader in readers:
+            reader.replace_input_with(node, alias)
     forward.recompile()
 
 
