@@ -36,15 +36,12 @@ from checkmate.torch.partition import Task, partition
 from checkmate.torch.scheduling import PlanChoices
 
 _log = logging.getLogger("checkmate.torch")
-aten = torch.ops.aten
 
 PATCHES: dict[str, Any] = {
     "reorder_for_peak_memory": False,  # it would undo the order of the plan
     "allow_buffer_reuse": False,  # it keeps dead buffers for later ones of their size: up to 15 % over the prediction
 }
 """What Inductor is told to leave to the plan."""
-
-_IMAGES = 4  # dimensions of what has channels
 
 
 class Door:
@@ -98,9 +95,7 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward modules that run the plan."""
         kwargs.pop("compiler", None)
-        forward, backward = partition(gm, joint_inputs, task=self._task, **kwargs)
-        _save_as_given(forward, backward)
-        return forward, backward
+        return partition(gm, joint_inputs, task=self._task, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanPartitioner:
         """Itself: Inductor copies its settings for the key of its cache, and a captured graph is not for copying."""
@@ -192,50 +187,6 @@ def _planned(fitting: Fitting, capture: Capture) -> tuple[Graph, Result]:
         for getitem in member.getitems:
             getitem.meta["inductor_realize_to_strides"] = True
     return graph, result
-
-
-def _save_as_given(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Let a forward return its inputs themselves to the backward, and no copies of them; both are changed in place.
-
-    Inductor has convolutions read and make tensors with their channels last. An input that a convolution reads and that is saved
-    is copied so, and the copy saved: a second set of all weights, from the forward to the backward. What ``as_strided``
-    reads keeps its layout, and so what is returned is the input; the convolution's copy is gone after it. The backward
-    of a convolution gets a copy of its own: which code runs must not depend on what else a plan saves.
-    """
-    returned = forward.graph.output_node()
-    images = [n for n in forward.graph.find_nodes(op="placeholder") if returned in n.users and _is_image(n)]
-    if not forward.graph.find_nodes(op="call_function", target=aten.convolution.default):
-        return
-    for node in images:
-        readers = [user for user in node.users if user is not returned]
-        if readers:
-            value = node.meta["val"]
-            _put_between(node, readers, aten.as_strided.default, (node, value.shape, value.stride()), value)
-    for gradient in backward.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
-        for node in {node: None for node in gradient.args[1:3] if node.op == "placeholder" and _is_image(node)}:
-            value = node.meta["val"].contiguous(memory_format=torch.channels_last)
-            copy = _put_between(node, [gradient], aten.clone.default, (node,), value, memory_format=torch.channels_last)
-            copy.meta["inductor_realize_to_strides"] = True
-    forward.recompile()
-    backward.recompile()
-
-
-def _is_image(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.ndim == _IMAGES
-
-
-def _put_between(
-    node: fx.Node, readers: Sequence[fx.Node], op: Any, args: tuple[Any, ...], value: torch.Tensor, **kwargs: Any
-) -> fx.Node:
-    """A node that readers of another read instead."""
-    graph = node.graph
-    with graph.inserting_before(min(readers)):
-        made = graph.call_function(op, args, kwargs)
-    made.meta["val"] = value
-    for reader in readers:
-        reader.replace_input_with(node, made)
-    return made
 
 
 def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options) -> Compiled:
