@@ -269,6 +269,21 @@ def test_what_cannot_be_asked_is_refused(options: dict[str, object], said: str) 
         ask(**options)  # type: ignore[arg-type]
 
 
+def test_a_batch_of_one_is_like_no_other() -> None:
+    """What is a view at one is a copy at two: the lines go through two and four."""
+
+    class Turned(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.transpose(0, 1).reshape(-1, 64)).relu()
+
+    x, y = torch.randn(1, 512, 64), torch.ones(1)
+    answer = checkmate.torch.fits(
+        Turned(64, 64), lambda p, y: p.square().mean() * y.sum(), example=(x, y), device="A100", memory="2GiB", time_limit_s=30.0
+    )
+    assert answer.largest_batch is not None, answer.remarks
+    assert answer.largest_batch.batch > 100
+
+
 def test_time_that_is_short_leaves_questions_open_and_says_so() -> None:
     """Nothing is guessed."""
     answer = ask(time_limit_s=1.0)

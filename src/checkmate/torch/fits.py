@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError
+from checkmate.core.errors import CheckmateError, GraphError, InfeasibleBudgetError, OptionError
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Result
@@ -195,16 +195,15 @@ def _reserved(step: Traced, result: Result | None, memory_bytes: int, device: De
 def _largest(
     question: Question, step: Traced, available: int, remarks: list[str], what: str, dim: int, now: int
 ) -> MaxBatch | None:
-    """The largest size of a dimension, from two traces, confirmed by a third where there is time."""
+    """The largest size of a dimension, from lines through two traces, confirmed by another where there is time."""
     if step.update_bytes > available:
         return None
     if not question.has_time_for(2 * _SOLVE_S + question.trace_s):
         remarks.append(f"the largest {what} was not looked for: it takes another trace; raise time_limit_s")
         return None
-    small, large = (now // 2, now) if what == "sequence" and now > 1 else (now, 2 * now)
     try:
-        other = question.traced(dim, large if small == now else small).graph
-        lines = AffineGraph(step.graph, small, other, large) if small == now else AffineGraph(other, small, step.graph, large)
+        lines = _lines(question, step, what, dim, now)
+        small, large = lines.small_batch, lines.large_batch
         found = max_batch(lines, budget_bytes=available, limits=Limits(time_s=question.share_s(0.6)))
         if found.batch in (small, large):
             return found
@@ -221,6 +220,20 @@ def _largest(
             remarks.append(f"the largest {what} is not known: sizes do not grow in a line from {small} to {found.batch}")
         return confirmed
     return None
+
+
+def _lines(question: Question, step: Traced, what: str, dim: int, now: int) -> AffineGraph:
+    """Sizes as lines through two traces, of which one is there."""
+    if what == "sequence" and now > 1:
+        return AffineGraph(question.traced(dim, now // 2).graph, now // 2, step.graph, now)
+    double = question.traced(dim, 2 * now).graph
+    try:
+        return AffineGraph(step.graph, now, double, 2 * now)
+    except GraphError:
+        # One is a size like no other: it is broadcast, and its stride may be anything.
+        if now > 1 or not question.has_time_for(_SOLVE_S + question.trace_s):
+            raise
+        return AffineGraph(double, 2, question.traced(dim, 4).graph, 4)
 
 
 def _confirmed(question: Question, lines: AffineGraph, found: MaxBatch, available: int, dim: int) -> MaxBatch | None:
