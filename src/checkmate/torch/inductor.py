@@ -198,8 +198,7 @@ def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task
         return doors[which]
 
     partitioner = PlanPartitioner(task, options)
-    copy = fx.GraphModule(gm, fx.Graph())  # Inductor changes what it is given
-    copy.graph = _copied(gm)
+    copy = fx.GraphModule(gm, _copied(gm))  # Inductor changes what it is given
     copy.meta = dict(gm.meta)
     patches = {**PATCHES, "custom_partitioner_fn": partitioner}
     # The backward is compiled now and not at its first run: Dynamo is still at work, and its books of a compilation
