@@ -57,7 +57,7 @@ def cuda_rules() -> Iterator[None]:
 def lowered(device_type: str, tensors: Any) -> Any:
     """What an op of half precision reads, if autocast is on for a kind of device."""
     on = torch.is_autocast_enabled(device_type)
-    return _cast(tensors, torch.get_autocast_dtype(device_type)) if on else tensors
+    return cast(tensors, torch.get_autocast_dtype(device_type)) if on else tensors
 
 
 def _kernel(name: str) -> Callable[..., Any]:
@@ -74,19 +74,19 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _read_half(op: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
+    args, kwargs = cast((args, kwargs), torch.get_autocast_dtype("cpu"))
     return op(*args, **kwargs)
 
 
 def _read_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _cast((args, kwargs), torch.float32)
+    args, kwargs = cast((args, kwargs), torch.float32)
     return op(*args, **kwargs)
 
 
 def _read_widest(op: Any, *args: Any, **kwargs: Any) -> Any:
     half = torch.get_autocast_dtype("cpu")
     widest = torch.float32 if any(t.dtype != half for t in pytree.tree_leaves((args, kwargs)) if _eligible(t)) else half
-    args, kwargs = _cast((args, kwargs), widest)
+    args, kwargs = cast((args, kwargs), widest)
     return op(*args, **kwargs)
 
 
@@ -120,5 +120,6 @@ def _eligible(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """The same values with their floating-point tensors in a type, but for those in double precision."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if _eligible(t) and t.dtype != dtype else t, values)

@@ -27,7 +27,6 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.amp.autocast_mode import _enter_autocast as autocast_enter
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -47,7 +46,6 @@ __all__ = [
     "Unsupported",
     "aot_autograd",
     "as_boxed",
-    "autocast_enter",
     "bound_by_hint",
     "boxed",
     "default_partition",

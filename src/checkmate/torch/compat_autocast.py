@@ -1,4 +1,4 @@
-"""Private names of torch for the dispatcher's kernels of autocast."""
+"""Private names of torch for autocast: its regions in a graph, and its kernels in the dispatcher."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast as autocast_enter
+
+__all__ = ["autocast_enter", "autocast_kernels", "autocast_off", "replaced_autocast"]
 
 _NAMESPACE = "aten::"
 _OFF = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

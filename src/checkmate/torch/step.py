@@ -334,7 +334,7 @@ def recipe_of(
     whole: bool | None,
     micro_batches: int,
     clip_norm: float | None,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None,
 ) -> Recipe:
     """How a step is made and run, from what `compile` is given.
 

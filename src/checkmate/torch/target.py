@@ -6,7 +6,6 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -15,8 +14,10 @@ from torch.utils import _pytree as pytree
 from checkmate.core.errors import OptionError
 from checkmate.cost.device import Device
 from checkmate.torch.attention import attention_on
+from checkmate.torch.autocast import cast
 from checkmate.torch.capture import OpCost
-from checkmate.torch.compat import FakeTensor, autocast_enter, fake_on
+from checkmate.torch.compat import FakeTensor, fake_on
+from checkmate.torch.compat_autocast import autocast_enter
 from checkmate.torch.roofline import estimate_ns
 from checkmate.torch.workspace import modelled_bytes
 
@@ -73,7 +74,7 @@ class Target:
                 node.meta["val"] = node.args[0].meta["val"][node.args[1]]
                 continue
             if node.target in _STATISTICS:
-                value = (value[0], *(_in_float32(t) for t in value[1:]))
+                value = (value[0], *cast(value[1:], torch.float32))
             node.meta["val"] = pytree.tree_map_only(FakeTensor, lambda t: _moved(t, moved), value)
 
     def costs(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
@@ -112,8 +113,3 @@ def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor
         # The one that came is kept, so that its id is nobody else's.
         moved[id(tensor)] = (tensor, fake_on(tensor, "cuda"))
     return moved[id(tensor)][1]
-
-
-def _in_float32(tensor: Any) -> Any:
-    half = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.element_size() < 4
-    return tensor.to(torch.float32) if half else tensor
