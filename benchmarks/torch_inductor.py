@@ -2,10 +2,11 @@
 
 For every model one process that has all variants in it: stock Inductor, Inductor with torch's `activation_memory_budget` at
 several fractions, and ours through ``compiler="inductor"``: keeping everything, at 75, 50 and 35 % of what that was
-measured to take, and at every peak that one of the others reaches. Rounds of one step each are interleaved and the fastest
-counts, in time of the process on one thread. The promises checked: our measured peaks keep their budgets and are
-monotone in them; loss, gradients and buffers are equal to the bit at all budgets; at the measured peak of every other variant
-ours is not slower (3 % is left for the clock). Exit status 1 if one breaks.
+measured to take, and at every peak that one of the others reaches. Where a budget is refused, the smallest that the
+refusal names is asked for. Rounds of one step each are interleaved and the fastest counts, in time of the process on one
+thread. The promises checked: our measured peaks keep their budgets and are monotone in them; loss, gradients and buffers are
+equal to the bit at all budgets; at the measured peak of every other variant ours is not slower (3 % is left for the clock).
+Exit status 1 if one breaks.
 
 `llama_4`, `llama_6` and `llama_8` are the Inductor rows of pytorch#197838 (see `torch_front.py`); there, ours also has to
 take less than each fraction within its step time.
@@ -42,7 +43,7 @@ def main() -> int:
 
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     """Child: all variants of a model."""
-    from checkmate import CheckmateError
+    from checkmate import InfeasibleBudgetError
 
     logging.disable(logging.WARNING)
     fractions = next(f for prefix, f in FRACTIONS.items() if name.startswith(prefix))
@@ -61,13 +62,17 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     keep.row |= {"budget_bytes": top, "compiler": "inductor"}
     say(name, keep)
     asked = {top * share // 100 for share in SHARES} | {v.row["peak_bytes"] for v in others if v.row["peak_bytes"] < top}
-    mine = [keep]
+    mine, refused, resident = [keep], [], keep.row["resident_bytes"]
     for peak in sorted(asked, reverse=True):
         try:
-            variant = ours(name, keep.row["resident_bytes"] + peak, time_limit_s)
-        except CheckmateError as failed:  # refused: nothing keeps it, and the peak of the other variant stays without an answer
+            variant = ours(name, resident + peak, time_limit_s)
+        except InfeasibleBudgetError as failed:
             print(f"{name}: {mib(peak)} MiB: {failed}", file=sys.stderr, flush=True)
-            continue
+            refused.append({"budget_bytes": peak, "floor_bytes": failed.floor_bytes - resident, "op": failed.binding_op})
+            if len(refused) > 1 or failed.smallest_bytes is None:
+                continue
+            peak = failed.smallest_bytes - resident  # the smallest that a refusal names has to be kept
+            variant = ours(name, resident + peak, time_limit_s)
         observe(variant)
         variant.row |= {"budget_bytes": peak, "error": error(gradients_of(variant), reference)}
         say(name, variant)
@@ -78,9 +83,10 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     timed([*others, *mine], rounds)
     drop = ("bits", "own_bits")
     return {
+        "refused": refused,
         "variants": [
             {"name": v.name, "kind": v.kind, **{k: x for k, x in v.row.items() if k not in drop}} for v in (*others, *mine)
-        ]
+        ],
     }
 
 
@@ -225,6 +231,11 @@ def section(name: str, row: dict[str, Any]) -> list[str]:
         )
         right = "yes" if v["identical"] else "NO"
         lines.append(f"| {mib(v['budget_bytes'])} | {figures} | {right} | {v['compile_s']:.0f} |")
+    for no in row.get("refused", ()):
+        lines += [
+            "",
+            f"{mib(no['budget_bytes'])} MiB is refused: no plan of single ops takes less than {mib(no['floor_bytes'])}.",
+        ]
     return [*lines, ""]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from checkmate.core.errors import CheckmateError, OptionError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
+from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch.compat import BoxedRun, Carrier, aot_autograd, boxed, functorch_config
 from checkmate.torch.compilation import Compilation, Hooks
 from checkmate.torch.options import Options
@@ -72,8 +73,30 @@ def compile_graph(
                 run = _as_planned(gm, example_inputs, compilation)
             compilation.agree_to_run()
             return run
+    except (InfeasibleBudgetError, PlanNotFoundError) as error:
+        least = compilation.least_fused_bytes
+        raise Carrier(error if least is None else _beside_fused(error, least)) from error
     except CheckmateError as error:
         raise Carrier(error) from error
+
+
+def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes: int) -> CheckmateError:
+    """The refusal of a budget that no compiled step kept either: one may take less than any plan of single ops."""
+    least = format_bytes(least_bytes)
+    message = (
+        f"no step that Inductor compiled kept the budget, and the least that one takes is {least}; op by op: {error.message}"
+    )
+    if isinstance(error, PlanNotFoundError):
+        return PlanNotFoundError(message, hint=f"raise the budget to {least}, or give more time: {error.hint}")
+    smallest = least_bytes if error.smallest_bytes is None else min(least_bytes, error.smallest_bytes)
+    return InfeasibleBudgetError(
+        message,
+        hint=f"raise the budget to at least {format_at_least(smallest)}, or lower the batch size",
+        budget_bytes=error.budget_bytes,
+        floor_bytes=min(error.floor_bytes, least_bytes),
+        smallest_bytes=smallest,
+        binding_op=error.binding_op,
+    )
 
 
 def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any]:

@@ -71,6 +71,7 @@ class Compilation:
         options: As given.
         hooks: As given.
         ranks: Those that plan together, if there are several.
+        least_fused_bytes: The smallest budget that a step compiled by Inductor would have kept, where none kept the one asked for.
     """
 
     def __init__(self, example_inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
@@ -86,6 +87,7 @@ class Compilation:
         self._elsewhere_bytes = max(known, elsewhere_bytes(example_inputs, options))
         self._accounts: list[Account] = []
         self._forget = forgetting_this_frame()
+        self.least_fused_bytes: int | None = None
 
     @functools.cached_property
     def task(self) -> Task:

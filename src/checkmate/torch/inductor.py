@@ -26,11 +26,19 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch.capture import BOUNDARY, Capture
 from checkmate.torch.compat import BoxedRun, FakeTensor, functorch_config
-from checkmate.torch.compat_inductor import CustomPartitionerFn, chosen_by, compile_fx, compile_fx_inner, inductor_config
+from checkmate.torch.compat_inductor import (
+    CustomPartitionerFn,
+    chosen_by,
+    compile_fx,
+    compile_fx_inner,
+    inductor_config,
+    prefers_channels_last,
+)
 from checkmate.torch.compilation import Compilation
 from checkmate.torch.division import Choice
 from checkmate.torch.dry import DryStep, measured_step
 from checkmate.torch.fitting import Fitting
+from checkmate.torch.layout import with_channels_last
 from checkmate.torch.options import Options
 from checkmate.torch.partition import Task, partition
 from checkmate.torch.scheduling import PlanChoices
@@ -95,7 +103,8 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward modules that run the plan."""
         kwargs.pop("compiler", None)
-        return partition(gm, joint_inputs, task=self._task, **kwargs)
+        task = dataclasses.replace(self._task, lay_out=with_channels_last) if prefers_channels_last(gm) else self._task
+        return partition(gm, joint_inputs, task=task, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanPartitioner:
         """Itself: Inductor copies its settings for the key of its cache, and a captured graph is not for copying."""
@@ -161,6 +170,7 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
             hint=f"raise the budget by at least {format_at_least(peaks[0] - fitting.room_bytes)}, or leave out `plan`",
         )
     if best is None:
+        compilation.least_fused_bytes = fitting.fused.graph.resident_bytes + min(peaks)
         _log.warning(
             "none of %d plans that Inductor compiled kept the %s that the budget leaves above what is resident (the least "
             "that was measured is %s): compiled by 'eager' instead, whose peak is the planned one",
@@ -194,7 +204,9 @@ def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Door:
         which = "backward" if kwargs.get("is_backward") else "forward"
-        doors[which] = Door(compile_fx_inner(module, inputs, **kwargs))
+        # What was planned has its layouts already.
+        with inductor_config.patch(layout_optimization=inductor_config.layout_optimization and kwargs.get("is_inference")):
+            doors[which] = Door(compile_fx_inner(module, inputs, **kwargs))
         return doors[which]
 
     partitioner = PlanPartitioner(task, options)

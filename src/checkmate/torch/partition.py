@@ -40,6 +40,7 @@ class Task:
         extra_resident_bytes: What is resident besides the graph's inputs.
         on_planned: Told the captured graph and its plan before anything runs.
         relabel: Makes a graph's traced tensors those of another device, in place.
+        lay_out: A graph with other layouts of its tensors.
     """
 
     costs: Costs
@@ -51,6 +52,7 @@ class Task:
     extra_resident_bytes: int
     on_planned: Callable[[Capture, Result], None]
     relabel: Callable[[fx.Graph], None] = lambda graph: None
+    lay_out: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
 
 
 def partition(
@@ -81,7 +83,13 @@ def partition(
             hint="take the higher-order op out of what is compiled",
         )
     began = time.perf_counter()
-    prepared = prepare(joint, split_convolutions=task.split_convolutions, respect=task.respect, no_recompute=task.no_recompute)
+    prepared = prepare(
+        joint,
+        split_convolutions=task.split_convolutions,
+        respect=task.respect,
+        no_recompute=task.no_recompute,
+        lay_out=task.lay_out,
+    )
     task.relabel(prepared.graph)
     capture = capture_joint(
         prepared,

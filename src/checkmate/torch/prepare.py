@@ -1,8 +1,9 @@
-"""Rewrites of a joint graph before it is planned: they change the choice of plans, and no bit."""
+"""Rewrites of a joint graph before it is planned: they change the choice of plans, and no bit, if layouts stay."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ def prepare(
     split_convolutions: bool,
     respect: bool = False,
     no_recompute: frozenset[str] = frozenset(),
+    lay_out: Callable[[fx.Graph], fx.Graph] = lambda graph: graph,
 ) -> fx.GraphModule:
     """A copy of a joint module with the rewrites applied; the original stays as it is, but for `_true_storages`.
 
@@ -34,11 +36,13 @@ def prepare(
         split_convolutions: See `_split_convolutions`.
         respect: Whether checkpointed regions are walls; see `respect_checkpoints`.
         no_recompute: Names of ops that run once.
+        lay_out: Gives tensors other layouts.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph = lay_out(graph)
     if split_convolutions:
         _split_convolutions(graph)
     if respect:
