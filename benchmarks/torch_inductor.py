@@ -232,10 +232,8 @@ def section(name: str, row: dict[str, Any]) -> list[str]:
         right = "yes" if v["identical"] else "NO"
         lines.append(f"| {mib(v['budget_bytes'])} | {figures} | {right} | {v['compile_s']:.0f} |")
     for no in row.get("refused", ()):
-        lines += [
-            "",
-            f"{mib(no['budget_bytes'])} MiB is refused: no plan of single ops takes less than {mib(no['floor_bytes'])}.",
-        ]
+        least = mib(no["floor_bytes"])
+        lines += ["", f"{mib(no['budget_bytes'])} MiB is refused: no plan of single ops takes less than {least}."]
     return [*lines, ""]
 
 

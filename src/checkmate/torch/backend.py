@@ -82,12 +82,11 @@ def compile_graph(
 
 def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes: int) -> CheckmateError:
     """The refusal of a budget that no compiled step kept either: one may take less than any plan of single ops."""
-    least = format_bytes(least_bytes)
-    message = (
-        f"no step that Inductor compiled kept the budget, and the least that one takes is {least}; op by op: {error.message}"
-    )
+    tried = f"no step that Inductor compiled kept the budget, and the least that one takes is {format_bytes(least_bytes)}"
+    message = f"{tried}; op by op: {error.message}"
     if isinstance(error, PlanNotFoundError):
-        return PlanNotFoundError(message, hint=f"raise the budget to {least}, or give more time: {error.hint}")
+        at_least = format_at_least(least_bytes)
+        return PlanNotFoundError(message, hint=f"raise the budget to at least {at_least}, or lower the batch size")
     smallest = least_bytes if error.smallest_bytes is None else min(least_bytes, error.smallest_bytes)
     return InfeasibleBudgetError(
         message,

@@ -71,7 +71,7 @@ class Compilation:
         options: As given.
         hooks: As given.
         ranks: Those that plan together, if there are several.
-        least_fused_bytes: The smallest budget that a step compiled by Inductor would have kept, where none kept the one asked for.
+        least_fused_bytes: The least budget that a step compiled by Inductor would have kept, where none kept what was asked for.
     """
 
     def __init__(self, example_inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -35,7 +35,7 @@ _BY_STRIDES = (
 )
 
 
-class _StridesError(Exception):
+class _StridesError(ValueError):
     """What somebody sees has strides that no copy of ours has."""
 
 
@@ -63,7 +63,7 @@ def with_channels_last(graph: fx.Graph) -> fx.Graph:
         with mode, torch.no_grad():
             for node in list(copy.nodes):
                 writer.visit(node)
-    except _StridesError as failed:
+    except (RuntimeError, ValueError) as failed:
         _log.debug("convolutions keep the layout that was traced: %s", failed)
         return graph
     return copy
@@ -82,7 +82,7 @@ class _Writer:
         before = list(node.all_input_nodes)
         activations = _CONVOLUTIONS.get(node.target, ())
         for position in activations:
-            self._read(node, node.args[position], torch.channels_last)
+            self._read(node, cast("fx.Node", node.args[position]), torch.channels_last)
         if _minds_strides(node):
             self._read_as_traced(node)
         elif before != node.all_input_nodes or any(n in self.traced for n in before):
@@ -92,13 +92,11 @@ class _Writer:
         try:
             value = _run(node)
         except (RuntimeError, ValueError):  # a view of what lies otherwise
-            self._read_as_traced(node)
-            try:
-                value = _run(node)
-            except (RuntimeError, ValueError) as failed:
-                raise _StridesError(f"{node.name}: {failed}") from failed
-        if _is_view(node) or _strides(value) != _strides(node.meta["val"]):
-            self.traced[node] = node.meta["val"]
+            for source in [n for n in node.all_input_nodes if n in self.traced]:
+                self._read(node, source, torch.contiguous_format)
+            value = _run(node)
+        if _is_view(node) or _strides(value) != _strides(node.meta.get("val")):
+            self.traced[node] = node.meta.get("val")
             node.meta["val"] = value
 
     def _read_as_traced(self, reader: fx.Node) -> None:
