@@ -204,8 +204,8 @@ def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Door:
         which = "backward" if kwargs.get("is_backward") else "forward"
-        # What was planned has its layouts already.
-        with inductor_config.patch(layout_optimization=inductor_config.layout_optimization and kwargs.get("is_inference")):
+        free = inductor_config.layout_optimization and bool(kwargs.get("is_inference"))  # what was planned has its layouts
+        with inductor_config.patch(layout_optimization=free):
             doors[which] = Door(compile_fx_inner(module, inputs, **kwargs))
         return doors[which]
 
