@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +30,27 @@ class Cnn(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return nn.functional.max_pool2d(x, 2)
+
+
+class Unet(nn.Module):
+    """What is around convolutions: norms of groups, pooling, skips, attention, upsampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.down = nn.Conv2d(8, 16, 3, padding=1)
+        self.batch_norm = nn.BatchNorm2d(16, track_running_stats=False)
+        self.qkv = nn.Conv2d(16, 48, 1)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.leave = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = F.silu(self.norm(self.enter(x.view(x.shape[0], 3, 8, 8))))
+        x = F.relu(self.batch_norm(self.down(F.max_pool2d(skip, 2))))
+        q, k, v = self.qkv(x).flatten(2).transpose(1, 2).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        return self.leave(torch.cat([self.up(x), skip], 1))
 
 
 class Transformer(nn.Module):
@@ -158,6 +180,7 @@ class Noise(nn.Module):
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "dropout": mlp,
     "batch_norm": Cnn,
+    "unet": Unet,
     "attention": Transformer,
     "tied": Tied,
     "in_place": InPlace,
@@ -178,4 +201,4 @@ def batch(rows: int = 128) -> torch.Tensor:
 def input_of(name: str, rows: int = 128) -> torch.Tensor:
     """The batch with the width that a network wants."""
     x = batch(rows)
-    return x if name == "batch_norm" else x[:, :64].contiguous()
+    return x if name in ("batch_norm", "unet") else x[:, :64].contiguous()

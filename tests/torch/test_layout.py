@@ -7,35 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from checkmate.torch.layout import with_channels_last
+from tests.torch.networks import Unet, batch
 
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-
-
-class Unet(nn.Module):
-    """What convolutional networks have around convolutions: norms, pooling, skips, attention, upsampling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.GroupNorm(2, 8)
-        self.down = nn.Conv2d(8, 16, 3, padding=1)
-        self.batch_norm = nn.BatchNorm2d(16, track_running_stats=False)
-        self.qkv = nn.Conv2d(16, 48, 1)
-        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
-        self.leave = nn.Conv2d(16, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip = F.silu(self.norm(self.enter(x)))
-        x = F.relu(self.batch_norm(self.down(F.max_pool2d(skip, 2))))
-        q, k, v = self.qkv(x).flatten(2).transpose(1, 2).chunk(3, -1)
-        x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        return self.leave(torch.cat([self.up(x), skip], 1))
 
 
 class Then(nn.Module):
@@ -90,7 +69,7 @@ class Watch(fx.Interpreter):
 def test_the_same_numbers_in_the_same_strides(name: str) -> None:
     """Every convolution reads its activations with channels last, and a caller sees nothing of it."""
     torch.manual_seed(0)
-    gm, inputs = joint(MODELS[name], images())
+    gm, inputs = joint(MODELS[name], batch(4) if name == "unet" else images())
     before = str(gm.graph)
     laid_out = with_channels_last(gm.graph)
     laid_out.lint()
