@@ -17,6 +17,7 @@ import checkmate.torch
 from checkmate import OptionError
 from checkmate.solvers.given import keep_everything
 from checkmate.torch import dry, measure_peak
+from checkmate.torch.compat import memory_trace
 from checkmate.torch.compat_inductor import inductor_config
 from checkmate.torch.dry import DryStep
 from tests.torch.networks import NETWORKS, input_of, mlp
@@ -85,6 +86,18 @@ def test_no_bit_depends_on_the_budget(name: str) -> None:
         assert reference.differs(observe(model, run)) == []
         assert peak_of(run, model) <= share * everything
         assert any("compiled by Inductor" in remark for remark in planned[-1][1].remarks)
+
+
+def test_weights_of_convolutions_are_not_held_twice() -> None:
+    """Inductor turns them to channels last for the forward; what the backward is handed are the weights themselves."""
+    model, x = nn.Sequential(*[nn.Conv2d(64, 64, 3, padding=1) for _ in range(3)]), torch.randn(2, 64, 8, 8)
+    run, _ = planned_loss(model, x, None)
+    run().backward()
+    with memory_trace() as trace:
+        loss = run()
+    held = sum(amount for what, amount in trace.events if what == "alloc")  # type: ignore[misc]
+    assert loss.requires_grad
+    assert held < sum(p.nbytes for p in model.parameters()) / 2
 
 
 @pytest.mark.parametrize("name", ["in_place", "views"])

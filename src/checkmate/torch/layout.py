@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from checkmate.torch.compat import OpOverload, detect_fake_mode
+from checkmate.torch.prepare import copied
 from checkmate.torch.sizes import leaves, storage_bytes, storage_key, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
@@ -55,9 +56,7 @@ def with_channels_last(graph: fx.Graph) -> fx.Graph:
     mode = detect_fake_mode(leaves([n.meta.get("val") for n in graph.nodes]))
     if mode is None or not _activations_outweigh_weights(graph):
         return graph
-    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        copies[node] = copy.node_copy(node, copies.__getitem__)
+    copy = copied(graph)
     writer = _Writer(copy)
     try:
         with mode, torch.no_grad():

@@ -38,11 +38,7 @@ def prepare(
         no_recompute: Names of ops that run once.
         lay_out: Gives tensors other layouts.
     """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in joint.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph = lay_out(graph)
+    graph = lay_out(copied(joint.graph))
     if split_convolutions:
         _split_convolutions(graph)
     if respect:
@@ -50,6 +46,14 @@ def prepare(
     _true_storages(graph)
     graph.lint()
     return fx.GraphModule(joint, graph)
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A graph with nodes of its own, metadata shared item by item."""
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+    return copy
 
 
 def _true_storages(graph: fx.Graph) -> None:
