@@ -41,6 +41,7 @@ from checkmate.torch.fitting import Fitting
 from checkmate.torch.layout import with_channels_last
 from checkmate.torch.options import Options
 from checkmate.torch.partition import Task, partition
+from checkmate.torch.prepare import copied
 from checkmate.torch.scheduling import PlanChoices
 
 _log = logging.getLogger("checkmate.torch")
@@ -210,7 +211,7 @@ def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task
         return doors[which]
 
     partitioner = PlanPartitioner(task, options)
-    copy = fx.GraphModule(gm, _copied(gm))  # Inductor changes what it is given
+    copy = fx.GraphModule(gm, copied(gm.graph))  # Inductor changes what it is given
     copy.meta = dict(gm.meta)
     patches = {**PATCHES, "custom_partitioner_fn": partitioner}
     # The backward is compiled now and not at its first run: Dynamo is still at work, and its books of a compilation
@@ -218,13 +219,6 @@ def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task
     with functorch_config.patch(force_non_lazy_backward_lowering=True), chosen_by(PlanChoices()):
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
     return Compiled(run, doors["forward"], doors.get("backward", doors["forward"]), partitioner.planned)
-
-
-def _copied(gm: fx.GraphModule) -> fx.Graph:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(gm.graph, copies))
-    return graph
 
 
 def _measured(compiled: Compiled, fitting: Fitting, step: DryStep) -> Compiled:
