@@ -1,8 +1,12 @@
-"""Orders of first computations to start from."""
+"""Orders of first computations to start from, and what no order needs."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from checkmate.core.graph import Graph
+from checkmate.core.problem import Problem
 
 
 def on_demand_ops(graph: Graph) -> frozenset[int]:
@@ -68,6 +72,32 @@ def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:
             done[o] = True
             out.append(o)
     return out
+
+
+def without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
+    """An order without the computations whose outputs nobody reads before they are made again.
+
+    It costs no more, and holds no more at any step. An op's first computation goes too where another is left, unless
+    the problem or the graph says before or after which others it comes.
+    """
+    graph = problem.graph
+    tied = {o for pair in graph.order for o in pair}
+    if not problem.reorder:
+        tied.update(o for o in order if o not in graph.view_ops)
+    earlier = Counter(order)
+    later = {v for v, value in enumerate(graph.values) if value.kept}  # values read before they are made again
+    needed: set[int] = set()
+    kept: list[int] = []
+    for o in reversed(order):
+        op = graph.ops[o]
+        earlier[o] -= 1
+        stays = not earlier[o] and (o in tied or o not in needed)
+        if stays or not later.isdisjoint(op.outputs):
+            needed.add(o)
+            later.difference_update(op.outputs)
+            later.update(op.inputs)
+            kept.append(o)
+    return kept[::-1]
 
 
 def _is_free(graph: Graph, o: int) -> bool:

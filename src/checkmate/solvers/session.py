@@ -13,6 +13,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Termination
 from checkmate.core.simulate import simulate
+from checkmate.solvers.orders import without_unread
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Session:
         return target is not None and ((self.cost is not None and self.cost <= target) or self.bound > target)
 
     def offer(self, order: Iterable[int]) -> bool:
-        """Take the plan of an order of computations if it keeps the budget and is the cheapest yet.
+        """Take the plan of an order, less what nobody reads, if it keeps the budget and is the cheapest yet.
 
         Raises:
             SolverError: The order cannot be run.
@@ -100,6 +101,9 @@ class Session:
             plan = Plan.from_order(self.problem.graph, order)
         except PlanError as error:
             raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
+        needed = without_unread(self.problem, plan.order)
+        if len(needed) < len(plan.order):
+            plan = Plan.from_order(self.problem.graph, needed)
         timeline = simulate(self.problem.graph, plan)
         if timeline.peak_bytes > self.problem.budget_bytes or (self.cost is not None and timeline.cost >= self.cost):
             return False

@@ -9,7 +9,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits
 from checkmate.core.simulate import simulate
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.orders import late_order
+from checkmate.solvers.orders import late_order, without_unread
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 from checkmate.solvers.targets import load_kernels, starts
@@ -68,7 +68,7 @@ def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int
             for search in searches:
                 search.set_budget(guess)
                 if search.first(tries, lambda: clock.left_s() <= 0, settle=True):
-                    plan = Plan.from_order(graph, fold.invert(search.order()))
+                    plan = Plan.from_order(graph, without_unread(problem, fold.invert(search.order())))
                     reached = simulate(graph, plan).peak_bytes
                     if reached < peak:
                         best, peak = plan, reached
