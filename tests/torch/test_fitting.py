@@ -108,3 +108,12 @@ def test_room_that_fusion_leaves_is_used() -> None:
     assert saving is not None
     assert saving.cost < exact.cost
     assert compilations > 1
+
+
+def test_what_a_compiler_adds_to_every_plan_is_learnt() -> None:
+    """A plan that shrinks by a byte need not shrink the step by one: the line through two plans says how far to go."""
+    graph = step_graph()
+    top = keep_all_bytes(graph)
+    tried, compilations = fitted(graph, int(0.82 * top), lambda planned, order: (7 * planned + 13 * top) // 20)
+    assert tried is not None
+    assert compilations <= MOST_COMPILATIONS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
@@ -31,10 +32,10 @@ _T = TypeVar("_T")
 MOST_COMPILATIONS = 4
 _SAFETY = 0.985
 """Share of the budget to aim at when what was learnt from one plan is used for the next."""
-_FULL = 0.93
-"""Share of the budget from which on another compilation buys too little: about a per cent of the time."""
-_CHEAP = 1.01
-"""Overhead up to which another compilation buys too little."""
+_LEAST_GAIN = 0.25
+"""Bytes that a compiled step is taken to lose at least for each byte that its plan loses."""
+_WORTH = 0.02
+"""Share of the cost that another compilation has to promise to save, once there is one that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +226,33 @@ class Fitting:
         asked = target
         fitting = [t for t in self.tried if t.step.peak_bytes <= target]
         over = [t for t in self.tried if t.step.peak_bytes > target]
-        if fitting:
-            best = min(fitting, key=lambda t: t.cost)
-            if best.step.peak_bytes >= _FULL * target or best.cost <= _CHEAP * graph.cost:
-                return None
+        worth = (1 - _WORTH) * min((t.cost for t in fitting), default=math.inf)  # cost up to which another plan is compiled
+        if graph.cost > worth or any(t.step.peak_bytes >= _SAFETY * target for t in fitting):
+            return None
         if self.tried:
             last = max(fitting, key=lambda t: t.predicted_bytes) if fitting else min(over, key=lambda t: t.predicted_bytes)
             asked = int(_SAFETY * target * last.predicted_bytes / max(1, last.step.peak_bytes))
             if fitting and over:  # between the two
                 asked = min(asked, (last.predicted_bytes + min(t.predicted_bytes for t in over)) // 2)
             elif over:
-                asked = min(asked, int(_SAFETY * last.predicted_bytes))
+                asked = min(asked, int(_SAFETY * last.predicted_bytes), _secant(over, _SAFETY * target))
         try:
             result = plan_graph(graph, replace(self._options, budget=graph.resident_bytes + asked, plan=None))
         except (InfeasibleBudgetError, PlanNotFoundError):
             if fitting:
                 return None
             result = min_budget(graph, limits=Limits(time_s=self._options.time_limit_s))
-        return None if result.plan is None else result.plan.order
+        return None if result.plan is None or result.cost is None or result.cost > worth else result.plan.order
+
+
+def _secant(over: Sequence[Tried], aim_bytes: float) -> int:
+    """The prediction at which the line through the two plans that came nearest would be measured to take what is aimed at.
+
+    What a compiler adds to a plan does not shrink with it, so that a share of the prediction falls short again and again.
+    """
+    low, *others = sorted(over, key=lambda t: t.predicted_bytes)
+    high = next((t for t in others if t.predicted_bytes > low.predicted_bytes), None)
+    if high is None:
+        return low.predicted_bytes
+    gain = (high.step.peak_bytes - low.step.peak_bytes) / (high.predicted_bytes - low.predicted_bytes)
+    return int(low.predicted_bytes - (low.step.peak_bytes - aim_bytes) / max(_LEAST_GAIN, min(1.0, gain)))
