@@ -34,7 +34,7 @@ _SAFETY = 0.985
 """Share of the budget to aim at when what was learnt from one plan is used for the next."""
 _LEAST_GAIN = 0.25
 """Bytes that a compiled step is taken to lose at least for each byte that its plan loses."""
-_WORTH = 0.02
+_WORTH = 0.01
 """Share of the cost that another compilation has to promise to save, once there is one that fits."""
 
 
@@ -255,4 +255,4 @@ def _secant(over: Sequence[Tried], aim_bytes: float) -> int:
     if high is None:
         return low.predicted_bytes
     gain = (high.step.peak_bytes - low.step.peak_bytes) / (high.predicted_bytes - low.predicted_bytes)
-    return int(low.predicted_bytes - (low.step.peak_bytes - aim_bytes) / max(_LEAST_GAIN, min(1.0, gain)))
+    return max(0, int(low.predicted_bytes - (low.step.peak_bytes - aim_bytes) / max(_LEAST_GAIN, min(1.0, gain))))
