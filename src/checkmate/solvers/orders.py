@@ -15,7 +15,7 @@ def on_demand_ops(graph: Graph) -> frozenset[int]:
     Only ops that no rule ties to a place are among them: recomputable, in no `order` pair,
     overwritten by nobody, random in no way, and with readers.
     """
-    tied = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
+    tied = _ordered(graph) | {c for op in graph.ops for c in op.clobbered_by}
     needed = [op.phase == "loss" for op in graph.ops]
     if not any(needed):
         return frozenset()
@@ -33,7 +33,7 @@ def late_sinks(graph: Graph) -> frozenset[int]:
 
     A weight gradient that is bigger than the activations it comes from is cheaper to hold as those.
     """
-    tied = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
+    tied = _ordered(graph) | {c for op in graph.ops for c in op.clobbered_by}
     sinks: set[int] = set()
     for o, op in enumerate(graph.ops):
         if o in tied or op.phase != "backward" or not _is_free(graph, o):
@@ -81,7 +81,7 @@ def without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
     the problem or the graph says before or after which others it comes.
     """
     graph = problem.graph
-    tied = {o for pair in graph.order for o in pair}
+    tied = _ordered(graph)
     if not problem.reorder:
         tied.update(o for o in order if o not in graph.view_ops)
     earlier = Counter(order)
@@ -98,6 +98,11 @@ def without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
             later.update(op.inputs)
             kept.append(o)
     return kept[::-1]
+
+
+def _ordered(graph: Graph) -> set[int]:
+    """Ops whose first computation the graph puts before or after that of another."""
+    return {o for pair in graph.order for o in pair}
 
 
 def _is_free(graph: Graph, o: int) -> bool:
