@@ -38,7 +38,7 @@ class Variant:
 
 def compiled_by_torch(model: Any) -> Callable[..., Any]:
     """What `torch.compile` is given: a function of its own for every variant, or Dynamo would count them as one."""
-    from checkmate.torch.programs import forward_program, own_code
+    from checkmate.torch.step.programs import forward_program, own_code
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, Any]:
         return None, model(*args, **kwargs)
@@ -67,7 +67,7 @@ def by_backend(case: Any, plan: Callable[[Any], Any], **options: Any) -> tuple[C
     import torch
 
     from checkmate.torch.backend import compile_graph
-    from checkmate.torch.compilation import Hooks
+    from checkmate.torch.compilation.compilation import Hooks
     from checkmate.torch.options import Options
 
     found: list[Any] = []

@@ -115,7 +115,7 @@ def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Vari
     """Ours at given peaks, at shares of keeping everything, and at the smallest peak."""
     from checkmate import Limits, PlanNotFoundError, Problem, min_budget, solve
     from checkmate.core.problem import keep_all_bytes
-    from checkmate.torch.capture import BOUNDARY
+    from checkmate.torch.joint.capture import BOUNDARY
 
     graph = captured(name)
     top = keep_all_bytes(graph) - graph.resident_bytes

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from checkmate.torch.coordinator import IN_FLIGHT
+from checkmate.torch.compilation.coordinator import IN_FLIGHT
 
 
 @pytest.fixture(autouse=True, scope="session")

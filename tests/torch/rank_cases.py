@@ -26,12 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate.torch
 from checkmate import CheckmateError, OptionError, Result
-from checkmate.torch import partition
+from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.backend import compile_graph
-from checkmate.torch.capture import Capture
-from checkmate.torch.compat import memory_trace
-from checkmate.torch.compilation import Hooks
+from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Options
+from checkmate.torch.partition import split as partition
 from tests.torch.networks import mlp
 
 WIDTH, ROWS = 256, 512

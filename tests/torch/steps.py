@@ -19,8 +19,8 @@ from checkmate import Problem, Result, Termination
 from checkmate.core.result import Reason
 from checkmate.solvers.session import Session
 from checkmate.torch.backend import compile_graph
-from checkmate.torch.capture import Capture
-from checkmate.torch.compilation import Hooks
+from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Options
 
 Planned = list[tuple[Capture, Result]]

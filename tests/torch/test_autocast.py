@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import checkmate
 from checkmate.core.errors import OptionError
 from checkmate.core.problem import keep_all_bytes
-from checkmate.torch.autocast import APPENDED, BANNED, LOWER, RESULT, WIDEST, cuda_rules
-from checkmate.torch.compat_autocast import autocast_kernels
+from checkmate.torch._compat.autocast import autocast_kernels
+from checkmate.torch.emulate.autocast import APPENDED, BANNED, LOWER, RESULT, WIDEST, cuda_rules
 from tests.torch.networks import input_of, mlp
 
 HEADER = Path(torch.__path__[0]) / "include" / "ATen" / "autocast_mode.h"

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import checkmate.torch
 from checkmate import OptionError
 from checkmate.torch import measure_peak
-from checkmate.torch.checkpoints import FORWARD_ONLY
+from checkmate.torch.graph.op_properties import FORWARD_ONLY
 from tests.torch.networks import Cnn, Transformer, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, Planned, close, compiled, observe, planned_bytes, recomputes
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import fx
 
-from checkmate.torch import measure_peak, profile
-from checkmate.torch.compilation import elsewhere_bytes
-from checkmate.torch.dry import DryStep, _measured_on_cuda, measured_step
+from checkmate.torch import measure_peak
 from checkmate.torch.integrations import PeakCallback
+from checkmate.torch.measure import profiler as profile
+from checkmate.torch.measure.resident import elsewhere_bytes
+from checkmate.torch.measure.trial_step import DryStep, _measured_on_cuda, measured_step
 from checkmate.torch.options import Options
 
 GRANULE, HAS = 512, 2**20

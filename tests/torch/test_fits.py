@@ -16,7 +16,7 @@ import checkmate
 from checkmate.core.errors import OptionError
 from checkmate.core.problem import keep_all_bytes
 from checkmate.cost import load_device
-from checkmate.torch.attention import choose
+from checkmate.torch.emulate.attention import choose
 from tests.torch.networks import NETWORKS, Cnn, input_of, mlp
 from tests.torch.steps import child
 
@@ -42,7 +42,7 @@ for name in {names!r}:
     loss = lambda p, y: p.square().mean() * y
     asked = dict(device="CPU", optimizer="{optimizer}", whole={whole}, time_limit_s=4)
     answer = checkmate.torch.fits(model, loss, example=(x, y), **asked)
-    from checkmate.torch.question import OPTIMIZERS
+    from checkmate.torch.forecast.tracer import OPTIMIZERS
     optimizer = OPTIMIZERS["{optimizer}"](model.parameters())
     torch._dynamo.reset()
     step = checkmate.torch.compile(model, loss, optimizer, example=(x, y), whole={whole})

@@ -10,9 +10,9 @@ import pytest
 
 from checkmate import Graph
 from checkmate.core.problem import keep_all_bytes
-from checkmate.torch.compilation import Compilation, Hooks
-from checkmate.torch.dry import DryStep
-from checkmate.torch.fitting import MOST_COMPILATIONS, Fitting, Tried
+from checkmate.torch.compilation.compilation import Compilation, Hooks
+from checkmate.torch.inductor.search import MOST_COMPILATIONS, Fitting, Tried
+from checkmate.torch.measure.trial_step import DryStep
 from checkmate.torch.options import Options
 
 Compiler = Callable[[int, tuple[int, ...]], int]

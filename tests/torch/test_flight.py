@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from checkmate import Graph, InfeasibleBudgetError, Op, Plan, Value
+from checkmate.studies.split_budget import Choice, divide, together
 from checkmate.torch import InFlightError, measure_peak
-from checkmate.torch.coordinator import IN_FLIGHT
-from checkmate.torch.division import Choice, divide, together
+from checkmate.torch.compilation.coordinator import IN_FLIGHT
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import close, compiled, observe, planned_bytes, recomputes
 

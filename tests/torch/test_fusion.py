@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate import Graph, Op, Plan, Value, validate
-from checkmate.torch.fusion import fuse
+from checkmate.torch.inductor.fusion import fuse
 from tests.strategies import random_graph, random_order
 
 KINDS = ("aten.mul.Tensor", "aten.exp.default", "aten.sum.dim_IntList", "aten.mm.default", "prims.inductor_random.default")

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from checkmate.torch.layout import with_channels_last
+from checkmate.torch.passes.channels_last import with_channels_last
 from tests.torch.networks import Unet, batch
 
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 import checkmate
-from checkmate.cost import CostStore, OpMeasure, cache_folder
+from checkmate.cost import CostStore, OpCost, cache_folder
 from checkmate.torch import measure_peak
-from checkmate.torch.compat import memory_trace
+from checkmate.torch._compat.profiler import memory_trace
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled
 
 _ADD = """
 import sys
-from checkmate.cost import CostStore, OpMeasure
+from checkmate.cost import CostStore, OpCost
 store, worker = CostStore(sys.argv[1]), int(sys.argv[2])
 for k in range(40):
-    store.add({f"op{k}": OpMeasure(worker, k), f"own{worker}.{k}": OpMeasure(worker, 0)})
+    store.add({f"op{k}": OpCost(worker, k), f"own{worker}.{k}": OpCost(worker, 0)})
 """
 
 
@@ -41,7 +41,7 @@ def test_processes_that_write_at_once_agree(tmp_path: Path) -> None:
 def test_more_keys_than_a_statement_takes(tmp_path: Path) -> None:
     """Large models ask for thousands."""
     store = CostStore(tmp_path / "costs.sqlite")
-    store.add({str(k): OpMeasure(k, 0) for k in range(2500)})
+    store.add({str(k): OpCost(k, 0) for k in range(2500)})
     assert len(store.get(str(k) for k in range(5000))) == 2500
 
 

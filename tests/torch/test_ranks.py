@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from checkmate import Graph, InfeasibleBudgetError, Op, Result, Value
 from checkmate.solvers.given import keep_everything
-from checkmate.torch import ranks as ranks_module
-from checkmate.torch.agreement import plan_together
-from checkmate.torch.ranks import RankError, Ranks, ranks_of_job, stopping_together
+from checkmate.torch.distributed import consensus as ranks_module
+from checkmate.torch.distributed.consensus import RankError, Ranks, ranks_of_job, stopping_together
+from checkmate.torch.distributed.plan_on_rank0 import plan_together
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkmate.torch import SplitError, partition
-from checkmate.torch.rewrite import impose
+from checkmate.torch import SplitError
+from checkmate.torch.partition import split as partition
+from checkmate.torch.partition.apply_plan import impose
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, compiled
 

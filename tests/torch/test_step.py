@@ -13,8 +13,8 @@ from torch import nn
 
 import checkmate
 from checkmate.torch import measure_peak
-from checkmate.torch.optimizers import state_bytes
-from checkmate.torch.sizes import leaves, unique_bytes
+from checkmate.torch.graph.storages import leaves, unique_bytes
+from checkmate.torch.measure.optimizer_state import state_bytes
 from tests.torch.networks import Cnn, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful
 

@@ -52,7 +52,7 @@ def without_memory(target: str, function: Callable[[], object]) -> tuple[Any, An
     Raises:
         OptionError: It raises, or returns something else.
     """
-    from checkmate.torch.compat import FakeTensorMode
+    from checkmate.torch._compat.dispatch import FakeTensorMode
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from checkmate.cost.device import Device, device_names, device_schema, load_device
 from checkmate.cost.roofline import roofline_ns
-from checkmate.cost.store import CostStore, OpMeasure, cache_folder, quantise
+from checkmate.cost.store import CostStore, OpCost, cache_folder, quantise
 
 __all__ = [
     "CostStore",
     "Device",
-    "OpMeasure",
+    "OpCost",
     "cache_folder",
     "device_names",
     "device_schema",

@@ -14,7 +14,7 @@ _SCHEMA = "CREATE TABLE IF NOT EXISTS measures (key TEXT PRIMARY KEY, cost_ns IN
 _BATCH = 500  # SQLite's limit on variables of one statement was 999 before 3.32
 
 
-class OpMeasure(NamedTuple):
+class OpCost(NamedTuple):
     """What one computation of an op was measured to take.
 
     Attributes:
@@ -35,28 +35,28 @@ class CostStore:
     Examples:
         >>> import tempfile
         >>> store = CostStore(Path(tempfile.mkdtemp()) / "costs.sqlite")
-        >>> store.add({"mm": OpMeasure(1200, 0)})
-        >>> store.add({"mm": OpMeasure(9999, 0)})
+        >>> store.add({"mm": OpCost(1200, 0)})
+        >>> store.add({"mm": OpCost(9999, 0)})
         >>> store.get(["mm", "add"])
-        {'mm': OpMeasure(cost_ns=1200, workspace_bytes=0)}
+        {'mm': OpCost(cost_ns=1200, workspace_bytes=0)}
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = Path(path) if path is not None else cache_folder() / "op_costs.sqlite"
 
-    def get(self, keys: Iterable[str]) -> dict[str, OpMeasure]:
+    def get(self, keys: Iterable[str]) -> dict[str, OpCost]:
         """Measures of those keys that are known."""
         wanted = list(dict.fromkeys(keys))
-        found: dict[str, OpMeasure] = {}
+        found: dict[str, OpCost] = {}
         with closing(self._connect()) as connection:
             for start in range(0, len(wanted), _BATCH):
                 batch = wanted[start : start + _BATCH]
                 marks = ",".join("?" * len(batch))
                 rows = connection.execute(f"SELECT key, cost_ns, workspace_bytes FROM measures WHERE key IN ({marks})", batch)
-                found.update((key, OpMeasure(cost, workspace)) for key, cost, workspace in rows)
+                found.update((key, OpCost(cost, workspace)) for key, cost, workspace in rows)
         return found
 
-    def add(self, measures: Mapping[str, OpMeasure]) -> None:
+    def add(self, measures: Mapping[str, OpCost]) -> None:
         """Keep measures whose keys are new."""
         with closing(self._connect()) as connection, connection:
             connection.executemany("INSERT OR IGNORE INTO measures VALUES (?, ?, ?)", [(k, *m) for k, m in measures.items()])

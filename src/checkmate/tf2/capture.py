@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph, Op, Value
-from checkmate.cost.store import OpMeasure
+from checkmate.cost.store import OpCost
 from checkmate.tf2.classify import (
     CALLS,
     CONTROL_FLOW,
@@ -29,7 +29,7 @@ from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
 
-Costs = Callable[[Sequence[tf.Operation]], Sequence[OpMeasure]]
+Costs = Callable[[Sequence[tf.Operation]], Sequence[OpCost]]
 """Costs of ops, in order."""
 
 
@@ -245,7 +245,7 @@ class _Builder:
                 values.append(Value(tensor.name, size, None if base is None else self.values[base], tensor.ref() in kept))
         return values
 
-    def _op(self, op: tf.Operation, measure: OpMeasure, where: Mapping[str, int], clobbers: Mapping[str, Sequence[str]]) -> Op:
+    def _op(self, op: tf.Operation, measure: OpCost, where: Mapping[str, int], clobbers: Mapping[str, Sequence[str]]) -> Op:
         return Op(
             name=op.name,
             inputs=tuple(self.values[s.name] for s in self._sources(op)),

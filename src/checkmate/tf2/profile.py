@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from checkmate.cost.store import CostStore, OpMeasure, quantise
+from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.tf2.classify import CALLS, CONTROL_FLOW, SMALL, estimate_ns, new_bytes, static_values
 from checkmate.tf2.compat import trace_events
 from checkmate.tf2.measure import counts, default_device
@@ -34,7 +34,7 @@ class Profiler:
     def __init__(self, store: CostStore | None = None) -> None:
         self.store = CostStore() if store is None else store
 
-    def __call__(self, ops: Sequence[tf.Operation]) -> list[OpMeasure]:
+    def __call__(self, ops: Sequence[tf.Operation]) -> list[OpCost]:
         """Cost of each op; ops of the same signature share one measure."""
         place = _place()
         keys = [signature(op, place) for op in ops]
@@ -45,16 +45,16 @@ class Profiler:
             began = time.perf_counter()
             measured = {k: m for k, op in missing.items() if (m := _measured(op)) is not None}
             self.store.add(measured)
-            known.update({k: OpMeasure(estimate_ns(op), 0) for k, op in missing.items()})
+            known.update({k: OpCost(estimate_ns(op), 0) for k, op in missing.items()})
             # Another process may have measured the same op meanwhile: what is in the store counts.
             known.update(self.store.get(missing))
             _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
-        return [OpMeasure(estimate_ns(op), 0) if k is None else known[k] for k, op in zip(keys, ops, strict=True)]
+        return [OpCost(estimate_ns(op), 0) if k is None else known[k] for k, op in zip(keys, ops, strict=True)]
 
 
-def estimated(ops: Sequence[tf.Operation]) -> list[OpMeasure]:
+def estimated(ops: Sequence[tf.Operation]) -> list[OpCost]:
     """Costs from bytes alone; nothing runs, and no workspace is known."""
-    return [OpMeasure(estimate_ns(op), 0) for op in ops]
+    return [OpCost(estimate_ns(op), 0) for op in ops]
 
 
 def signature(op: tf.Operation, place: str) -> str | None:
@@ -91,11 +91,11 @@ def _digest(value: Any) -> str:
     return "=" + hashlib.sha256(array.tobytes()).hexdigest()[:12]
 
 
-def _measured(op: tf.Operation) -> OpMeasure | None:
+def _measured(op: tf.Operation) -> OpCost | None:
     try:
         run = _prepared(op)
         run()
-        return OpMeasure(quantise(_time_ns(run)), _workspace_bytes(run))
+        return OpCost(quantise(_time_ns(run)), _workspace_bytes(run))
     except (tf.errors.OpError, TypeError, ValueError, AttributeError, NotImplementedError, StopIteration) as error:
         _log.info("%s (%s) could not be measured and is estimated: %s", op.name, op.type, str(error).splitlines()[0])
         return None

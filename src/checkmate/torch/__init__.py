@@ -13,15 +13,15 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
-from checkmate.torch.answers import Fits
-from checkmate.torch.coordinator import InFlightError
+from checkmate.studies.fit_report import Fits
+from checkmate.torch.compilation.coordinator import InFlightError
+from checkmate.torch.distributed.consensus import RankError
 from checkmate.torch.explain import Saved, StepExplanation, explain
-from checkmate.torch.fits import fits
-from checkmate.torch.measure import measure_peak
+from checkmate.torch.forecast.fits import fits
+from checkmate.torch.measure.peak import measure_peak
 from checkmate.torch.options import Options
-from checkmate.torch.ranks import RankError
-from checkmate.torch.recount import SplitError
-from checkmate.torch.step import GraphBreakError, Step, capture, compile  # noqa: A004 - torch's own word for it
+from checkmate.torch.partition.check_peak import SplitError
+from checkmate.torch.step.step import GraphBreakError, Step, capture, compile  # noqa: A004 - torch's own word for it
 
 __all__ = [
     "Fits",

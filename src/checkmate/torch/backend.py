@@ -10,13 +10,14 @@ from torch import fx
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.torch.compat import BoxedRun, Carrier, aot_autograd, boxed, functorch_config
-from checkmate.torch.compilation import Compilation, Hooks
+from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
+from checkmate.torch._compat.dynamo import Carrier
+from checkmate.torch.compilation.compilation import Compilation, Hooks
+from checkmate.torch.distributed.consensus import stopping_together
+from checkmate.torch.graph.symbolic import settle_shapes
 from checkmate.torch.options import Options
-from checkmate.torch.partition import partition, whole
-from checkmate.torch.ranks import stopping_together
-from checkmate.torch.regions import inline_regions
-from checkmate.torch.shapes import settle_shapes
+from checkmate.torch.partition.split import partition, whole
+from checkmate.torch.passes.inline_regions import inline_regions
 
 
 def checkmate(
@@ -120,7 +121,7 @@ def _without_backward(module: fx.GraphModule, compilation: Compilation) -> Boxed
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
     """The graph compiled by Inductor; None if nothing that it made keeps the budget."""
-    from checkmate.torch.inductor import compile_by_inductor  # takes a second, and nothing else needs it
+    from checkmate.torch.inductor.compile import compile_by_inductor  # takes a second, and nothing else needs it
 
     compiled = compile_by_inductor(gm, example_inputs, compilation)
     if compiled is None:

@@ -12,7 +12,7 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.units import format_bytes
 from checkmate.studies.explain import Explanation, Remat
 from checkmate.studies.explain import explain as explain_plan
-from checkmate.torch.step import Step
+from checkmate.torch.step.step import Step
 
 _SCALAR_BYTES = 16
 

@@ -1,0 +1,1 @@
+"""Private names of torch, one file a subsystem; nothing else in this package imports them."""

@@ -1,0 +1,45 @@
+"""Private names of torch's dispatcher: fake tensors, op types, higher-order ops.
+
+Seen and tested in torch 2.13.0; 2.11 is the declared floor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "COLLECTIVES",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "detect_fake_mode",
+    "fake_on",
+    "invoke_subgraph",
+    "no_dispatch",
+    "no_modes",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
+]
+
+COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
+
+
+"""Namespaces of ops that talk to other processes."""
+
+
+no_modes = _disable_current_modes
+
+
+def fake_on(tensor: FakeTensor, device: str) -> FakeTensor:
+    """The same traced tensor, of the same storage, as if on another device, which need not be there."""
+    mode = tensor.fake_mode
+    with in_kernel_invocation_manager(mode):
+        return FakeTensor(mode, torch.Tensor._make_subclass(torch.Tensor, tensor), torch.device(device))

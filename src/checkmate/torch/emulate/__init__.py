@@ -1,0 +1,1 @@
+"""A traced step as it would run on a device that is not there."""

@@ -1,0 +1,1 @@
+"""Whether a step fits a device that is not there."""

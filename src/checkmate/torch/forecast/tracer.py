@@ -1,0 +1,159 @@
+"""A step that is asked about: traced for a device, at the size of its example or another."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
+from checkmate.core.problem import keep_all_bytes
+from checkmate.torch.emulate.device import Target
+from checkmate.torch.emulate.fake_inputs import lent
+from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.measure.optimizer_state import state_bytes, state_is_known, step_temporary_bytes
+from checkmate.torch.options import Options
+from checkmate.torch.step.programs import Loss
+from checkmate.torch.step.step import Example, captured, recipe_of
+
+_LEAST_S = 1.0
+_MOST_S = 10.0  # over the limit
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+"""What an optimizer may be asked for by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A step as traced for a device.
+
+    Attributes:
+        graph: The step.
+        whole: Whether the updates are in it.
+        resident_sizes: Sizes in bytes of parameters and buffers, then of the optimizer's state.
+        parameter_bytes: Parameters and buffers.
+        state_bytes: State of the optimizer.
+        update_bytes: What the optimizer's step takes where it comes after the backward, resident bytes included; else 0.
+        stateless: Name of an optimizer whose state, still to be made, is not known and not counted; "" where it is.
+    """
+
+    graph: Graph
+    whole: bool
+    resident_sizes: tuple[int, ...]
+    parameter_bytes: int
+    state_bytes: int
+    update_bytes: int
+    stateless: str
+
+    @property
+    def keep_all_bytes(self) -> int:
+        """Peak of keeping everything."""
+        return max(keep_all_bytes(self.graph), self.update_bytes)
+
+
+class Question:
+    """What is asked about, and how much time is left.
+
+    Attributes:
+        trace_s: Seconds that the last trace took.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Loss | None,
+        example: Example,
+        optimizer: torch.optim.Optimizer | str | None,
+        whole: bool | None,
+        autocast: torch.dtype | None,
+        target: Target,
+        until: float,
+    ) -> None:
+        if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+            near = difflib.get_close_matches(optimizer, OPTIMIZERS, n=1, cutoff=0.0)[0]
+            raise OptionError(
+                f"no optimizer {optimizer!r} is known by name; the nearest known one is {near!r}",
+                hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer",
+            )
+        self.model, self.loss, self.example = model, loss, example
+        self.optimizer, self.whole, self.autocast, self.target = optimizer, whole, autocast, target
+        self.until = until
+        self.trace_s = 0.0
+
+    def share_s(self, share: float) -> float:
+        """A share of the seconds that are left; where tracing took them all, a part of what it took."""
+        return max(_LEAST_S, share * (self.until - time.perf_counter()), min(_MOST_S, self.trace_s / 4))
+
+    def has_time_for(self, seconds: float) -> bool:
+        """Whether so many seconds are left."""
+        return time.perf_counter() + seconds <= self.until
+
+    def size(self, dim: int) -> int | None:
+        """Size of a dimension that all tensors of the example that have it share, or None."""
+        sizes = {t.shape[dim] for t in _tensors(self.example) if t.ndim > dim}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def traced(self, dim: int = 0, size: int | None = None) -> Traced:
+        """The step for the device.
+
+        Args:
+            dim: A dimension of the example's tensors.
+            size: What its size is to be; that of the example by default.
+        """
+        began = time.perf_counter()
+        given = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
+        granule = self.target.device.granule_bytes
+        self.target.unknown.clear()
+        self.target.foreign.clear()
+        example = self.example if size is None else _resized(self.example, dim, size)
+        with lent(example, self.model, self.loss, given) as batch:
+            there = [*self.model.parameters(), *self.model.buffers()]
+            trained = [p for p in there if p.requires_grad]
+            sizes = {storage_key(t): _rounded(t, granule) for t in there}
+            moved = [_rounded(p, granule) for p in trained]
+            optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
+            state = 0 if optimizer is None else state_bytes(optimizer, granule)
+            recipe = recipe_of(self.model, self.loss, optimizer, batch, self.whole, 1, None, self.autocast)
+            graph = captured(recipe, batch, Options(reserve=state, costs="flops"), self.target)
+            update = 0
+            if optimizer is not None and not recipe.whole:
+                update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, self.target.device.kind)
+            stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
+        self.trace_s = time.perf_counter() - began
+        return Traced(
+            graph=graph,
+            whole=recipe.whole,
+            resident_sizes=(*sizes.values(), *moved * (state // max(1, sum(moved)))),
+            parameter_bytes=sum(sizes.values()),
+            state_bytes=state,
+            update_bytes=update,
+            stateless=stateless,
+        )
+
+
+def _tensors(example: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+
+
+def _resized(example: Any, dim: int, size: int) -> Any:
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        shape = [size if d == dim else n for d, n in enumerate(tensor.shape)]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return pytree.tree_map_only(torch.Tensor, resized, example)
+
+
+def _rounded(tensor: torch.Tensor, granule: int) -> int:
+    return -(-tensor.untyped_storage().nbytes() // granule) * granule

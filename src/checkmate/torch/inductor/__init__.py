@@ -1,0 +1,1 @@
+"""Plans whose ops are fused by Inductor, calibrated by measuring."""

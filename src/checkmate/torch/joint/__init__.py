@@ -1,0 +1,1 @@
+"""AOTAutograd's joint graph as a `checkmate.core.graph.Graph`."""

@@ -1,0 +1,259 @@
+"""A joint forward and backward FX graph as a `checkmate.Graph`: sole reader of the nodes' metadata."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from checkmate.core.errors import GraphError
+from checkmate.core.graph import Graph, Op
+from checkmate.cost.store import OpCost
+from checkmate.torch._compat.aot import is_tangent
+from checkmate.torch._compat.dispatch import run_with_rng_state
+from checkmate.torch.graph.mutations import Mutators, mutators, overwriters
+from checkmate.torch.graph.op_properties import FORWARD_ONLY, Facts, facts, names, reads, trains_batch_norm
+from checkmate.torch.graph.optimizer_ops import UPDATE
+from checkmate.torch.graph.provenance import source_of
+from checkmate.torch.graph.rng import state_bytes
+from checkmate.torch.graph.storages import leaves
+from checkmate.torch.joint.ordering import order_pairs
+from checkmate.torch.joint.values import Values
+
+BOUNDARY = "boundary"
+"""Kind of the op between forward and backward: it reads the forward's outputs and writes the tangents."""
+
+
+Costs = Callable[[Sequence[fx.Node]], Sequence[OpCost]]
+"""Costs of nodes, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An op of the graph and the nodes it stands for.
+
+    Attributes:
+        node: The ``call_function`` node, or None for the boundary.
+        getitems: Nodes that pick one of its outputs.
+    """
+
+    node: fx.Node | None
+    getitems: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Capture:
+    """A graph together with the joint FX graph that it describes.
+
+    Attributes:
+        graph: What planners see.
+        joint: The joint module, untouched.
+        members: Nodes of each op. Shape ``[op]``.
+        boundary: Index of the boundary op; None in the graph of a whole step.
+        num_fwd_outputs: How many of the joint outputs belong to the forward; all of them in a whole step.
+    """
+
+    graph: Graph
+    joint: fx.GraphModule
+    members: tuple[Member, ...]
+    boundary: int | None
+    num_fwd_outputs: int
+
+    @property
+    def forward_outputs(self) -> list[Any]:
+        """What the forward returns."""
+        return list(_outputs(self.joint)[: self.num_fwd_outputs])
+
+    @property
+    def backward_outputs(self) -> list[Any]:
+        """What the backward returns: the gradients."""
+        return list(_outputs(self.joint)[self.num_fwd_outputs :])
+
+
+def capture_joint(
+    joint: fx.GraphModule,
+    num_fwd_outputs: int | None,
+    costs: Costs,
+    *,
+    hold_outputs: bool = True,
+    no_recompute: frozenset[str] = frozenset(),
+    extra_resident_bytes: int = 0,
+    name: str = "",
+) -> Capture:
+    """The graph of a training step that AOTAutograd traced.
+
+    Args:
+        joint: The joint module; it is not changed.
+        num_fwd_outputs: How many of its outputs belong to the forward. None for a whole step, gradients and updates
+            in it: it has no boundary, and what it returns is there when it ends.
+        costs: Costs and workspace of nodes.
+        hold_outputs: Whether the caller holds the forward's outputs to the end of the step; otherwise
+            they are gone when the backward begins, unless it needs them.
+        no_recompute: Names of ops that run once, with or without their library's.
+        extra_resident_bytes: What is resident besides the inputs of the graph: gradients that are
+            there already, optimizer state.
+        name: Name of the graph.
+
+    Raises:
+        GraphError: A size depends on data, or a tensor is sparse.
+    """
+    return _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
+
+
+def _outputs(joint: fx.GraphModule) -> Sequence[Any]:
+    output = next(iter(reversed(joint.graph.nodes)))
+    return output.args[0]
+
+
+def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
+    for node in nodes:
+        if any(tensor.layout is not torch.strided for tensor in leaves(node.meta.get("val"))):
+            raise GraphError(
+                f"{node.name!r} ({source_of(node)}) is a sparse tensor: how much memory it takes depends on the data",
+                hint="make the gradients of embeddings dense: nn.Embedding(..., sparse=False); or keep what makes it out of "
+                "the graph, by torch.compiler.disable(embedding)",
+            )
+
+
+@dataclass(eq=False, slots=True)
+class _Draft:
+    node: fx.Node
+    facts: Facts
+    backward: bool
+    getitems: list[fx.Node] = field(default_factory=list)
+
+
+class _Builder:
+    def __init__(
+        self, joint: fx.GraphModule, num_fwd_outputs: int | None, hold_outputs: bool, no_recompute: frozenset[str]
+    ) -> None:
+        outputs = _outputs(joint)
+        self.joint = joint
+        self.whole = num_fwd_outputs is None
+        self.num_fwd_outputs = len(outputs) if num_fwd_outputs is None else num_fwd_outputs
+        self.hold_outputs = hold_outputs or self.whole
+        self.no_recompute = no_recompute
+        self.nodes = list(joint.graph.nodes)
+        self.forward_outputs = [o for o in outputs[: self.num_fwd_outputs] if isinstance(o, fx.Node)]
+        self.backward_outputs = [o for o in outputs[self.num_fwd_outputs :] if isinstance(o, fx.Node)]
+        self.drafts: dict[fx.Node, _Draft] = {}  # node, getitems included -> its op
+        self.values = Values()
+        self.boundary: int | None = None
+
+    def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
+        _refuse_sparse(self.nodes)
+        resident = self.values.externals(self.nodes) + extra_resident_bytes
+        self._draft()
+        needed = self._needed()
+        forward = [d for d in self._unique() if (self.whole or not d.backward) and d.node in needed]
+        backward = [d for d in self._unique() if not self.whole and d.backward and d.node in needed]
+        boundary = self.boundary = None if self.whole else len(forward)
+        made = [self.values.outputs(d.node, d.getitems) for d in forward]
+        tangents = self.values.tangents(self.nodes)
+        made += [self.values.outputs(d.node, d.getitems) for d in backward]
+        listed = [(i + (i >= len(forward)), d.node, d.facts) for i, d in enumerate(forward + backward)]
+        known = mutators(listed)
+        kept, single = self._kept()
+        ops = [
+            self._op(draft, o, outputs, cost, known, single)
+            for (o, _, _), draft, outputs, cost in zip(
+                listed, forward + backward, made, costs([node for _, node, _ in listed]), strict=True
+            )
+        ]
+        if boundary is not None:
+            ops.insert(boundary, self._boundary_op(tangents))
+        values = self.values.all(kept)
+        graph = Graph(
+            ops=tuple(ops),
+            values=values,
+            order=order_pairs(ops, values, listed, boundary, known),
+            resident_bytes=resident,
+            name=name,
+        )
+        members = [Member(d.node, tuple(d.getitems)) for d in forward + backward]
+        if boundary is not None:
+            members.insert(boundary, Member(None))
+        return Capture(graph, self.joint, tuple(members), boundary, self.num_fwd_outputs)
+
+    def _draft(self) -> None:
+        backward = {n for n in self.nodes if is_tangent(n)}
+        for node in self.nodes:
+            if node.op != "call_function":
+                continue
+            tag = str(node.meta.get("partitioner_tag", ""))
+            if self.whole:
+                in_backward = bool(node.meta.get("autograd_backward")) or node.target is UPDATE
+            else:
+                in_backward = "backward" in tag or any(i in backward for i in node.all_input_nodes)
+            if in_backward:
+                backward.add(node)
+            source = node.args[0] if node.target is operator.getitem else None
+            if source in self.drafts:
+                draft = self.drafts[source]  # type: ignore[index]
+                draft.getitems.append(node)
+            else:
+                draft = _Draft(node, facts(node), node in backward)
+            self.drafts[node] = draft
+
+    def _unique(self) -> list[_Draft]:
+        return [d for n, d in self.drafts.items() if n is d.node]
+
+    def _needed(self) -> set[fx.Node]:
+        """Nodes that an output, an effect or the random stream of the forward needs."""
+        stack = [*self.forward_outputs, *self.backward_outputs]
+        stack += [d.node for d in self._unique() if d.facts.effect or (d.facts.random and not d.backward)]
+        needed: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            draft = self.drafts.get(node)
+            if draft is None or draft.node in needed:
+                continue
+            needed.add(draft.node)
+            stack += reads(draft.node)
+        return needed
+
+    def _kept(self) -> tuple[set[int], set[int]]:
+        """Values live at the end, and those whose op may run only once.
+
+        What the caller holds is the storage that the forward returned, so its owner is never made again.
+        A view of it may be: it would hold the same storage.
+        """
+        held = {self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node} if self.hold_outputs else set()
+        gradients = {self.values.of_node[o] for o in self.backward_outputs if o in self.values.of_node}
+        return held | gradients | self.values.seeds, {self.values.root(v) for v in held}
+
+    def _op(self, draft: _Draft, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
+        node = draft.node
+        later = set[int]() if trains_batch_norm(node) else {o for o in overwriters(node, known) if o > me}
+        if node.meta.get(FORWARD_ONLY) and self.boundary is not None:
+            later.add(self.boundary)
+        replay = state_bytes(node) if draft.facts.random and not draft.facts.pinned else 0
+        replayed = state_bytes(node) if node.target is run_with_rng_state else 0
+        return Op(
+            name=node.name,
+            inputs=self.values.read_by(node),
+            outputs=outputs,
+            cost=cost.cost_ns,
+            # While a state is replayed the generator's own is put aside.
+            workspace_bytes=cost.workspace_bytes + replay + replayed,
+            replay_bytes=replay,
+            recomputable=not (
+                draft.facts.pinned
+                or any(v in single for v in outputs)
+                or not leaves(node.meta.get("val"))
+                or not self.no_recompute.isdisjoint(names(node))
+            ),
+            clobbered_by=tuple(sorted(later)),
+            phase="optimizer" if node.target is UPDATE else "backward" if draft.backward else "forward",
+            kind=str(node.target),
+            source=source_of(node),
+        )
+
+    def _boundary_op(self, tangents: tuple[int, ...]) -> Op:
+        known = self.values.of_node
+        returned = dict.fromkeys(known[o] for o in self.forward_outputs if o in known)
+        return Op(BOUNDARY, tuple(returned), tangents, cost=0, recomputable=False, phase="loss", kind=BOUNDARY)

@@ -1,0 +1,47 @@
+"""The true peak of allocated memory while something runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from checkmate.torch._compat.profiler import memory_trace, profiler_running
+from checkmate.torch.measure.errors import ProfilerBusyError
+
+
+def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None = None) -> int:
+    """Bytes that a call allocates at its peak, over what was there when it began.
+
+    On the CPU this is what the allocator reports to torch's profiler, on CUDA
+    ``torch.cuda.max_memory_allocated``; both are exact. Call a compiled function once or twice before
+    measuring it: the first call compiles.
+
+    Args:
+        fn: What to run, once.
+        device: Whose memory; CUDA if it is in use, else the CPU.
+
+    Raises:
+        ProfilerBusyError: On the CPU, another torch profiler is on.
+
+    Examples:
+        >>> import torch
+        >>> measure_peak(lambda: torch.ones(1000))
+        4000
+    """
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    where = torch.device(device) if device is not None else torch.device("cuda" if in_use else "cpu")
+    gc.collect()
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+        before = torch.cuda.memory_allocated(where)
+        torch.cuda.reset_peak_memory_stats(where)
+        fn()
+        torch.cuda.synchronize(where)
+        return torch.cuda.max_memory_allocated(where) - before
+    if profiler_running():
+        raise ProfilerBusyError("the peak cannot be measured while a torch profiler is on", hint="measure outside the profiler")
+    with memory_trace() as trace:
+        fn()
+    return trace.peak()

@@ -1,0 +1,259 @@
+"""Measured time and workspace of ops on the user's device, each distinct op once in a lifetime."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
+from checkmate.torch._compat.profiler import memory_trace, profiler_running
+from checkmate.torch._compat.symbolic import value_at_largest
+from checkmate.torch.graph.op_properties import is_collective, unused_arguments
+from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
+from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
+from checkmate.torch.measure.errors import ProfilerBusyError
+from checkmate.torch.measure.roofline import estimate_ns
+
+_log = logging.getLogger("checkmate.torch")
+_REPEATS = 5
+_ENOUGH_NS = 50_000_000
+_SLOW = 4.0  # times the estimate: perhaps the op, perhaps what else the machine was doing
+_SLOW_NS = 1_000_000
+_SLOW_REPEATS = 25
+_SLOW_ENOUGH_NS = 500_000_000
+_RANGE = "checkmate::op"
+
+
+class Profiler:
+    """Costs of FX nodes, measured or from the store.
+
+    Args:
+        store: Where measures are kept.
+    """
+
+    def __init__(self, store: CostStore | None = None) -> None:
+        self.store = CostStore() if store is None else store
+        self.known: dict[str, OpCost] = {}
+
+    def __call__(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
+        """Cost of each node; nodes of the same signature share one measure."""
+        keys = [signature(n) for n in nodes]
+        distinct = {k: n for k, n in zip(keys, nodes, strict=True) if k is not None}
+        missing = [k for k in distinct if k not in self.known]
+        if missing:
+            self.known.update(self.store.get(missing))
+            missing = [k for k in missing if k not in self.known]
+        if missing:
+            began = time.perf_counter()
+            measured = measure_nodes({k: distinct[k] for k in missing})
+            self.store.add(measured)
+            self.known.update({k: OpCost(estimate_ns(distinct[k]), 0) for k in missing})
+            # Another process may have measured the same op meanwhile: what is in the store counts.
+            self.known.update(self.store.get(missing))
+            _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
+        return [OpCost(*(self.known[k] if k is not None else _alone(n))) for k, n in zip(keys, nodes, strict=True)]
+
+
+def _alone(node: fx.Node) -> tuple[int, int]:
+    """Nanoseconds and workspace of what cannot be run alone: gloo, which serves the CPU, copies what a collective returns."""
+    copied = is_collective(node) and not _on_cuda(node)
+    return estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0
+
+
+def signature(node: fx.Node) -> str | None:
+    """What the cost of an op depends on, as text; None for what cannot be run alone."""
+    target, args, kwargs = _call(node)
+    if not isinstance(target, OpOverload) or is_collective(node):
+        return None
+    if target is UPDATE:
+        args = (*args[:2], updates_of(args[2]).describe(args[3]))
+    parts = [str(target), _describe(args), _describe(kwargs), f"threads={torch.get_num_threads()}", f"torch={torch.__version__}"]
+    devices = {t.device for t in _tensors(node, args, kwargs)}
+    parts += sorted(torch.cuda.get_device_name(d) for d in devices if d.type == "cuda")
+    return " ".join(parts)
+
+
+def measure_nodes(nodes: dict[str, fx.Node]) -> dict[str, OpCost]:
+    """Time and workspace of nodes by real runs; nodes that fail are logged and left out.
+
+    Raises:
+        ProfilerBusyError: Workspace on the CPU is to be measured while a torch profiler is on.
+    """
+    if profiler_running():
+        raise ProfilerBusyError(
+            f"the workspace of {len(nodes)} ops has to be measured, and a torch profiler is on already",
+            hint="call the compiled function once before profiling it: what is measured is kept",
+        )
+    cpu_state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    found: dict[str, OpCost] = {}
+    try:
+        with no_dispatch(), no_modes(), torch.no_grad():
+            times = {k: t for k, n in nodes.items() if (t := _tried(n, _time_ns)) is not None}
+            cpu = {k: nodes[k] for k in times if not _on_cuda(nodes[k])}
+            workspaces = _cpu_workspaces(cpu) if cpu else {}
+            for k in times:
+                if k not in cpu and (workspace := _tried(nodes[k], _cuda_workspace)) is not None:
+                    workspaces[k] = int(workspace)
+    finally:
+        torch.set_rng_state(cpu_state)
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
+    for k, workspace in workspaces.items():
+        found[k] = OpCost(quantise(times[k]), workspace)
+    return found
+
+
+def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What a node really calls: random ops that save or replay a state are looked through."""
+    if node.target is run_and_save_rng_state:
+        return node.args[0], tuple(node.args[1:]), dict(node.kwargs)
+    if node.target is run_with_rng_state:
+        return node.args[1], tuple(node.args[2:]), dict(node.kwargs)
+    skip = unused_arguments(node)
+    return node.target, tuple(None if i in skip else a for i, a in enumerate(node.args)), dict(node.kwargs)
+
+
+def _describe(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        value = argument.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            shape, stride = _layout(value)
+            return f"{value.dtype}{shape}{stride}@{value.device.type}"
+        return f"sym {_real(value)}"
+    if isinstance(argument, (list, tuple)):
+        return "(" + ",".join(_describe(a) for a in argument) + ")"
+    if isinstance(argument, dict):
+        return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in sorted(argument.items())) + "}"
+    return repr(argument)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    return [concrete(s) for s in tensor.shape], [concrete(s) for s in tensor.stride()]
+
+
+def _tensors(node: fx.Node, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found = leaves(node.meta.get("val"))
+    fx.map_arg((args, kwargs), lambda n: found.extend(leaves(n.meta.get("val"))))
+    return found
+
+
+def _on_cuda(node: fx.Node) -> bool:
+    return any(t.device.type == "cuda" for t in leaves(node.meta.get("val")))
+
+
+def _real(value: Any) -> Any:
+    """A real tensor with a traced one's layout, expanded dimensions included."""
+    if isinstance(value, torch.Tensor):
+        shape, stride = _layout(value)
+        extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
+        flat = torch.empty(extent, dtype=value.dtype, device=value.device)
+        # Values matter little: no denormals, no NaN, valid indices, nothing masked.
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            flat.fill_(0.5) if value.dtype.itemsize == 1 or value.dtype.is_complex else flat.uniform_(0.1, 0.9)
+        else:
+            flat.fill_(value.dtype is torch.bool)
+        return flat.as_strided(shape, stride)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        largest = value_at_largest(value)
+        return value.node.hint if largest is None else largest
+    if isinstance(value, (list, tuple)):
+        return type(value)(_real(v) for v in value)
+    return value
+
+
+def _prepared(node: fx.Node) -> Callable[[], Any]:
+    target, args, kwargs = _call(node)
+    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _real(n.meta.get("val")))
+    if target is UPDATE:
+        parameter, gradient, optimizer, which = real_args
+        update = updates_of(optimizer).rehearsed(which, parameter)
+        update(parameter, gradient)  # the first makes the state, which is resident
+        return lambda: update(parameter, gradient)
+    return lambda: target(*real_args, **real_kwargs)
+
+
+def _tried(node: fx.Node, measure: Callable[[fx.Node], float]) -> float | None:
+    try:
+        return measure(node)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
+        _log.warning("%s (%s) could not be measured and is estimated, with no workspace: %s", node.name, node.target, error)
+        return None
+
+
+def _time_ns(node: fx.Node) -> float:
+    run = _prepared(node)
+    run()
+    if _on_cuda(node):
+        return _cuda_time_ns(run)
+    # On one thread the time of the process is free of what others do on the machine. On several, a run waits
+    # for whichever thread was put aside, tens of milliseconds: what looks slow is run again until it is not.
+    clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+    slow = max(_SLOW * estimate_ns(node), _SLOW_NS)
+    took: list[int] = []
+    while True:
+        began = clock()
+        out = run()
+        took.append(clock() - began)
+        del out
+        patient = min(took) > slow
+        if len(took) >= (_SLOW_REPEATS if patient else _REPEATS) or sum(took) > (_SLOW_ENOUGH_NS if patient else _ENOUGH_NS):
+            return min(took)
+
+
+def _cuda_time_ns(run: Callable[[], Any]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    best = float("inf")
+    for _ in range(_REPEATS):
+        begin.record()
+        out = run()
+        end.record()
+        end.synchronize()
+        del out
+        best = min(best, begin.elapsed_time(end) * 1e6)
+    return best
+
+
+def _cuda_workspace(node: fx.Node) -> float:
+    run = _prepared(node)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del out
+    return max(0, peak - _new_bytes(node))
+
+
+def _new_bytes(node: fx.Node) -> int:
+    """Bytes that an op's outputs newly allocate by the account of the graph."""
+    _, args, kwargs = _call(node)
+    given: set[int] = set()
+    fx.map_arg((args, kwargs), lambda n: given.update(storage_key(t) for t in leaves(n.meta.get("val"))))
+    made = {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
+    return sum(size for key, size in made.items() if key not in given)
+
+
+def _cpu_workspaces(nodes: dict[str, fx.Node]) -> dict[str, int]:
+    """Peak of the CPU allocator during each op beyond its outputs, all in one profiler session."""
+    began: list[fx.Node] = []
+
+    def once(node: fx.Node) -> float:
+        run = _prepared(node)
+        began.append(node)
+        with torch.profiler.record_function(_RANGE):
+            out = run()
+        del out
+        return 0.0
+
+    with memory_trace() as trace:
+        ran = [k for k, node in nodes.items() if _tried(node, once) is not None]
+    peaks = dict(zip(began, trace.ranges(_RANGE), strict=True))
+    return {k: max(0, peaks[nodes[k]] - _new_bytes(nodes[k])) for k in ran}

@@ -1,0 +1,81 @@
+"""Estimated cost of an op from its arithmetic and its bytes, where it is not measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from checkmate.cost.device import Device, load_device
+from checkmate.cost.roofline import roofline_ns
+from checkmate.cost.store import OpCost
+from checkmate.torch._compat.dispatch import OpOverload
+from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
+
+_log = logging.getLogger("checkmate.torch")
+_VIEW_NS = 100  # no kernel, but an entry in the program all the same
+_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+
+
+def estimated(nodes: Sequence[fx.Node]) -> list[OpCost]:
+    """Costs of nodes on an ordinary processor without running any; their workspace counts as zero."""
+    return [OpCost(estimate_ns(n), 0) for n in nodes]
+
+
+def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
+    """Nanoseconds that an op takes at least: right in proportion, not in size.
+
+    Args:
+        node: The op.
+        device: Where it runs; an ordinary processor by default.
+    """
+    device = load_device("CPU") if device is None else device
+    given = {storage_key(t): storage_bytes(t) for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
+    made = {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
+    if made and made.keys() <= given.keys() and not _mutable(node):
+        return _VIEW_NS
+    moved = sum(given.values()) + sum(made.values())
+    return roofline_ns(device, flop=_flop(node), dtype=_dtype(node), moved_bytes=moved)
+
+
+def _mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _dtype(node: fx.Node) -> str:
+    """The type that an op computes in, as device profiles name it."""
+    read = [t.dtype for n in node.all_input_nodes for t in leaves(n.meta.get("val")) if t.dtype.is_floating_point]
+    dtype = str(read[0] if read else torch.float32).removeprefix("torch.")
+    if dtype != "float32":
+        return dtype
+    convolves = getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS
+    tf32 = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if tf32 else dtype
+
+
+def _flop(node: fx.Node) -> int:
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _shaped(n.meta.get("val")))
+    try:
+        return int(formula(*args, **kwargs, out_val=_shaped(node.meta.get("val"))))
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        _log.warning("no arithmetic known for %s: %s", node.target, error)
+        return 0
+
+
+def _shaped(value: Any) -> Any:
+    """Traced tensors with their sizes as integers: a formula that compared symbols would leave guards behind."""
+
+    def known(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.empty([concrete(n) for n in leaf.shape], dtype=leaf.dtype, device="meta")
+        return concrete(leaf) if isinstance(leaf, torch.SymInt) else leaf
+
+    return pytree.tree_map(known, value)

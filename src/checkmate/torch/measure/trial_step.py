@@ -1,0 +1,154 @@
+"""Dry steps: a compiled forward and backward run on the real batch, measured, and everything put back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkmate.torch._compat.aot import overwritten_inputs
+from checkmate.torch._compat.dispatch import no_modes
+from checkmate.torch._compat.profiler import memory_trace, profiler_running
+from checkmate.torch.graph.storages import storage_key, unique_bytes
+from checkmate.torch.measure.errors import ProfilerBusyError
+
+_log = logging.getLogger("checkmate.torch")
+_BACKWARD = "checkmate::backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryStep:
+    """What a step was measured to take above what is resident.
+
+    Attributes:
+        forward_peak_bytes: Peak of the forward.
+        held_bytes: What is held from the forward's end to the backward.
+        backward_peak_bytes: Peak from there on.
+        gradient_bytes: What the backward leaves behind.
+    """
+
+    forward_peak_bytes: int
+    held_bytes: int
+    backward_peak_bytes: int
+    gradient_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the step."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+
+def measured_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> DryStep:
+    """Run two steps, the first of which loads and allocates what stays, and measure the second.
+
+    Inputs are given as aliases that are leaves of their own: no gradient reaches a parameter, and no hook is called. What a
+    forward overwrites and the random state are put back.
+
+    Args:
+        run: A compiled forward with its backward.
+        inputs: What it was compiled for: real tensors, and numbers.
+        hold_outputs: Whether the caller holds what it returns until the backward is over.
+
+    Returns:
+        What the second step took; all that a CUDA device has, if a step ran out of it.
+
+    Raises:
+        ProfilerBusyError: On the CPU, another torch profiler is on.
+    """
+    if profiler_running():
+        raise ProfilerBusyError(
+            "a compiled step has to be measured, and a torch profiler is on already",
+            hint="call the compiled function once before profiling it",
+        )
+    with _put_back(inputs), no_modes(), torch.enable_grad():
+        try:
+            _step(run, inputs, hold_outputs)
+            return _measured(run, inputs, hold_outputs)
+        except torch.OutOfMemoryError as error:  # this plan is too large, and another may not be
+            _log.info("a measured step ran out of memory: %s", error)
+        return _all_of_it()
+
+
+def _all_of_it() -> DryStep:
+    torch.cuda.empty_cache()
+    _, everything = torch.cuda.mem_get_info()
+    return DryStep(forward_peak_bytes=everything, held_bytes=everything, backward_peak_bytes=everything, gradient_bytes=0)
+
+
+def _measured(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool) -> DryStep:
+    device = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)
+    if device is not None:
+        return _measured_on_cuda(run, inputs, hold_outputs, device)
+    with memory_trace() as trace:
+        gradients = _step(run, inputs, hold_outputs)
+    held = peak = forward = between = 0
+    for what, amount in trace.events:
+        if what == "push" and amount == _BACKWARD:
+            forward, between, peak = peak, held, held
+        elif what == "alloc":
+            held += amount  # type: ignore[operator]
+            peak = max(peak, held)
+    return DryStep(forward_peak_bytes=forward, held_bytes=between, backward_peak_bytes=peak, gradient_bytes=gradients)
+
+
+def _measured_on_cuda(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, device: torch.device) -> DryStep:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    found: dict[str, int] = {}
+
+    def between() -> None:
+        torch.cuda.synchronize(device)
+        found["forward"] = torch.cuda.max_memory_allocated(device) - before
+        found["held"] = torch.cuda.memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+
+    gradients = _step(run, inputs, hold_outputs, between)
+    torch.cuda.synchronize(device)
+    return DryStep(
+        forward_peak_bytes=found["forward"],
+        held_bytes=found["held"],
+        backward_peak_bytes=torch.cuda.max_memory_allocated(device) - before,
+        gradient_bytes=gradients,
+    )
+
+
+def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, between: Callable[[], None] | None = None) -> int:
+    """Run a forward and a backward; return the bytes of the gradients that the backward leaves."""
+    leaves = [t.data.requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in inputs]
+    results = [r for r in run(*leaves) if isinstance(r, torch.Tensor)]
+    losses = [r for r in results if r.requires_grad]
+    # A step has a loss: what it returns besides gets gradients of zeros from AOTAutograd itself. A part of a step has
+    # none, and its gradients come from what follows: expanded scalars take nothing until the backward reads them.
+    losses = [r for r in losses if not r.ndim] or losses
+    seeds = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in losses]
+    edges = [torch.autograd.graph.get_gradient_edge(r) for r in losses]
+    del losses
+    if not hold_outputs:
+        results.clear()
+    if between is not None:
+        between()
+    with torch.profiler.record_function(_BACKWARD):
+        torch.autograd.backward(edges, seeds)
+    return unique_bytes(t.grad for t in leaves if isinstance(t, torch.Tensor) and t.grad is not None)
+
+
+@contextmanager
+def _put_back(inputs: Sequence[Any]) -> Iterator[None]:
+    """Restore what a step overwrites, in storages, and the state of every random generator."""
+    written = overwritten_inputs(len(inputs))
+    chosen = [t for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and (written is None or i in written)]
+    storages = {storage_key(t): t.untyped_storage() for t in chosen}
+    saved = {key: storage.cpu() if storage.device.type == "cuda" else storage.clone() for key, storage in storages.items()}
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            # By storage: the version of a tensor that an earlier graph saved must stay what it is.
+            for key, storage in storages.items():
+                storage.copy_(saved[key])

@@ -1,0 +1,1 @@
+"""Rewrites of a joint FX graph before it is planned."""

@@ -1,0 +1,1 @@
+"""Whole training steps: `Step`, `compile` and `capture`."""
