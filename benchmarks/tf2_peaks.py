@@ -95,7 +95,7 @@ def build(name: str) -> tuple[Any, ...]:
 
 def observe(step: Callable[[Any, Any], Any], model: Any, optimizer: Any, x: Any, y: Any) -> dict[str, Any]:
     """Peak over resident and process time of a step, and a hash of all that some steps leave behind."""
-    from checkmate.tf2.measure import measure_peak
+    from checkmate.tf2.peak import measure_peak
 
     digest, peaks, times = hashlib.sha256(), [], []
 
@@ -116,9 +116,9 @@ def observe(step: Callable[[Any, Any], Any], model: Any, optimizer: Any, x: Any,
 def planned(name: str, budget: str, time_limit_s: str) -> dict[str, Any]:
     """Child: a planned step; without a budget it keeps everything."""
     import checkmate
-    from checkmate.tf2.compat import trace_events
-    from checkmate.tf2.measure import trace_allocations
-    from checkmate.tf2.rewrite import REMAT
+    from checkmate.tf2._compat import trace_events
+    from checkmate.tf2.apply_plan import REMAT
+    from checkmate.tf2.peak import trace_allocations
 
     model, loss, optimizer, x, y = build(name)
     began = time.perf_counter()

@@ -115,7 +115,6 @@ def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Vari
     """Ours at given peaks, at shares of keeping everything, and at the smallest peak."""
     from checkmate import Limits, PlanNotFoundError, Problem, min_budget, solve
     from checkmate.core.problem import keep_all_bytes
-    from checkmate.torch.joint.capture import BOUNDARY
 
     graph = captured(name)
     top = keep_all_bytes(graph) - graph.resident_bytes
@@ -140,7 +139,7 @@ def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Vari
             "bound_overhead": max(1.0, found[peak].bound / graph.cost) if peak in found else 1.0,
         }
         variants.append(_ours(name, f"ours, {mib(peak)}", result.plan, row))
-    tangents = sum(graph.values[v].size_bytes for op in graph.ops if op.kind == BOUNDARY for v in op.outputs)
+    tangents = sum(graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs)
     facts = {"ops": len(graph.ops), "keep_all_bytes": top, "floor_bytes": smallest.budget_bytes - graph.resident_bytes}
     return variants, {**facts, "smallest_bytes": floor, "tangent_bytes": tangents}
 

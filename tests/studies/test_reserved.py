@@ -7,10 +7,11 @@ import random
 import pytest
 
 from checkmate import Graph, Plan, simulate, solve
+from checkmate.allocators.heap import Chunk
+from checkmate.allocators.pytorch import CachingAllocator
 from checkmate.core.problem import Problem, keep_all_bytes
-from checkmate.cost.heap import Chunk
 from checkmate.studies.requests import requests
-from checkmate.studies.reserved import CachingAllocator, reserved_bytes
+from checkmate.studies.reserved import reserved_bytes
 
 KIB, MIB = 2**10, 2**20
 

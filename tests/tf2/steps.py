@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import checkmate
 from checkmate import Plan
-from checkmate.tf2.compat import grappler_off
+from checkmate.tf2._compat import grappler_off
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import checkmate
-from checkmate.tf2.allocator import Bfc
+from checkmate.allocators.tensorflow import Bfc
 from tests.tf2.steps import ROOT, differing, observe
 
 X = np.random.default_rng(0).normal(size=(32, 64)).astype("float32")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from checkmate.tf2.classify import FORWARDS
-from checkmate.tf2.compat import grappler_off
-from checkmate.tf2.measure import trace_allocations
+from checkmate.tf2._compat import grappler_off
+from checkmate.tf2.op_properties import FORWARDS
+from checkmate.tf2.peak import trace_allocations
 
 SIZE = 1 << 18
 UNARY = sorted(

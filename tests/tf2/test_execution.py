@@ -8,13 +8,13 @@ import pytest
 import tensorflow as tf
 
 import checkmate
-from checkmate.tf2.allocator import account
+from checkmate.tf2._compat import grappler_off, trace_events
+from checkmate.tf2.allocator_peaks import account
+from checkmate.tf2.apply_plan import REMAT, build_function
 from checkmate.tf2.calibrate import measure_plan
 from checkmate.tf2.capture import capture_trace
-from checkmate.tf2.compat import grappler_off, trace_events
-from checkmate.tf2.measure import measure_peak, trace_allocations
-from checkmate.tf2.profile import estimated
-from checkmate.tf2.rewrite import REMAT, build_function
+from checkmate.tf2.peak import measure_peak, trace_allocations
+from checkmate.tf2.profiler import estimated
 from checkmate.tf2.specs import specs_of
 from checkmate.tf2.trace import resolve_losses, trace_step
 from tests.tf2.networks import build

@@ -143,7 +143,7 @@ def test_nothing_that_is_to_be_computed_again_is_held() -> None:
         inside = {o for o, m in enumerate(members) if m.node is not None and m.node.meta.get(FORWARD_ONLY)}
         results = {o for o in inside if any(_region(u) != _region(members[o].node) for u in _users(members[o].node))}
         assert len(inside - results) >= 3, name
-        after = result.plan.order[result.plan.order.index(capture.boundary) + 1 :]
+        after = result.plan.order[result.plan.order.index(capture.graph.boundary) + 1 :]
         assert inside.isdisjoint(after), name
         held = {v for o in after for v in graph.ops[o].inputs if graph.producer[v] not in after}
         states = {graph.ops[o].outputs[0] for o in inside if "run_and_save_rng_state" in graph.ops[o].kind}

@@ -15,6 +15,9 @@ from checkmate.core.errors import GraphError
 _MOST_BYTES = 2**60
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 
+BOUNDARY = "boundary"
+"""Kind of the op between forward and backward, which reads the forward's outputs and writes their gradients (tangents)."""
+
 
 class Op(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One operation. Inputs and outputs are indices of values; what is resident is not listed.
@@ -220,6 +223,12 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
             if plain and o not in tied and self._only_views(op):
                 free.add(o)
         return frozenset(free)
+
+    @cached_property
+    def boundary(self) -> int | None:
+        """Op between forward and backward, the only one whose kind is `BOUNDARY`; None in the graph of a whole step."""
+        found = [o for o, op in enumerate(self.ops) if op.kind == BOUNDARY]
+        return found[0] if len(found) == 1 else None
 
     @property
     def cost(self) -> int:

@@ -46,8 +46,10 @@ class Choice:
     gradient_bytes: int
 
     @classmethod
-    def of(cls, graph: Graph, plan: Plan, boundary: int, passing_bytes: int = 0) -> Choice:
+    def of(cls, graph: Graph, plan: Plan, passing_bytes: int = 0) -> Choice:
         """What a plan of a graph with a boundary takes; ``passing_bytes`` of its gradients are gone when the backward is over."""
+        boundary = graph.boundary
+        assert boundary is not None
         timeline = simulate(graph, plan)
         above = timeline.bytes - graph.resident_bytes
         at = plan.steps.index(Compute(boundary))
@@ -63,12 +65,11 @@ class Choice:
         )
 
 
-def choices(graph: Graph, boundary: int, time_s: float, passing_bytes: int = 0) -> list[Choice]:
+def choices(graph: Graph, time_s: float, passing_bytes: int = 0) -> list[Choice]:
     """Plans of a graph between its smallest peak and keeping everything.
 
     Args:
         graph: The graph.
-        boundary: Its boundary op.
         time_s: Seconds that finding them may take, about.
         passing_bytes: Gradients that are gone when the backward is over.
     """
@@ -76,7 +77,7 @@ def choices(graph: Graph, boundary: int, time_s: float, passing_bytes: int = 0) 
     smallest = min_budget(graph, limits=Limits(time_s=max(4 * _LEAST_S, time_s / 2)))
     curve = pareto(graph, points=_POINTS, limits=Limits(time_s=max(_LEAST_S, time_s / 2 / _POINTS)))
     plans = [*([smallest.plan] if smallest.plan else []), *[point.plan for point in curve.points]]
-    return [Choice.of(graph, plan, boundary, passing_bytes) for plan in plans]
+    return [Choice.of(graph, plan, passing_bytes) for plan in plans]
 
 
 def together(sequence: Sequence[int], picked: Sequence[Choice]) -> int:

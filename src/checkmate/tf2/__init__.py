@@ -20,8 +20,8 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("tensorflow") is None:
     raise MissingExtraError("checkmate.tf2 needs TensorFlow, which is not installed", hint='pip install "checkmate-remat[tf2]"')
 
-from checkmate.tf2.allocator import Account
-from checkmate.tf2.measure import NoStatisticsError, measure_peak
+from checkmate.tf2.allocator_peaks import Account
+from checkmate.tf2.peak import NoStatisticsError, measure_peak
 from checkmate.tf2.step import TrainStep, capture, compile  # noqa: A004 - the word that the call was promised with
 from checkmate.tf2.trace import NotBuiltError
 

@@ -12,12 +12,12 @@ import tensorflow as tf
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.tf2.allocator import Account, account
+from checkmate.tf2._compat import grappler_off
+from checkmate.tf2.allocator_peaks import Account, account
+from checkmate.tf2.apply_plan import Runner, build_function
 from checkmate.tf2.capture import Capture
-from checkmate.tf2.classify import KERNEL_RANDOM
-from checkmate.tf2.compat import grappler_off
-from checkmate.tf2.measure import counts, default_device, measure_peak
-from checkmate.tf2.rewrite import Runner, build_function
+from checkmate.tf2.op_properties import KERNEL_RANDOM
+from checkmate.tf2.peak import counts, default_device, measure_peak
 
 _log = logging.getLogger("checkmate.tf2")
 _ROUNDS = 8

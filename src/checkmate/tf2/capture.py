@@ -12,7 +12,7 @@ import tensorflow as tf
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.cost.store import OpCost
-from checkmate.tf2.classify import (
+from checkmate.tf2.op_properties import (
     CALLS,
     CONTROL_FLOW,
     FORWARDS,

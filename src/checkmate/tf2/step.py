@@ -21,12 +21,12 @@ from checkmate.solvers.registry import by_name
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
-from checkmate.tf2.allocator import Account
+from checkmate.tf2._compat import grappler_off
+from checkmate.tf2.allocator_peaks import Account
 from checkmate.tf2.calibrate import Fitted, fit, run_once
 from checkmate.tf2.capture import Capture, capture_trace
-from checkmate.tf2.compat import grappler_off
-from checkmate.tf2.measure import available_bytes, default_device, measure_peak
-from checkmate.tf2.profile import Profiler, estimated
+from checkmate.tf2.peak import available_bytes, default_device, measure_peak
+from checkmate.tf2.profiler import Profiler, estimated
 from checkmate.tf2.specs import flat_batch, sample_batch, specs_like, specs_of
 from checkmate.tf2.trace import Loss, NotBuiltError, resolve_losses, resolve_optimizer, trace_step
 

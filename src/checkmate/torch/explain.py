@@ -99,8 +99,8 @@ def explain(step: Step | Graph, plan: Plan | None = None, *, curve: Curve | None
     if chosen is None:
         chosen = Plan.from_order(graph, range(len(graph.ops)))
     peak = explain_plan(graph, chosen, curve=curve)
-    boundary = [op for op in graph.ops if op.kind == "boundary"]
-    sizes = [graph.values[v].size_bytes for op in boundary for v in op.outputs]
+    tangents = () if graph.boundary is None else graph.ops[graph.boundary].outputs
+    sizes = [graph.values[v].size_bytes for v in tangents]
     return StepExplanation(
         saved=tuple(_saved(graph, chosen)),
         remats=peak.remats,
@@ -117,7 +117,7 @@ def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
     for p, step in enumerate(plan.steps):
         if isinstance(step, Compute):
             if p >= begins:
-                reads = () if graph.ops[step.op].kind == "boundary" else graph.ops[step.op].inputs
+                reads = () if step.op == graph.boundary else graph.ops[step.op].inputs
                 found.update((graph.root[v], None) for v in reads if v in live)
                 live.difference_update(graph.ops[step.op].outputs)
             else:
@@ -133,7 +133,7 @@ def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
 
 
 def _turns(graph: Graph, op: int) -> bool:
-    return graph.ops[op].kind == "boundary" or graph.ops[op].phase == "backward"
+    return op == graph.boundary or graph.ops[op].phase == "backward"
 
 
 def _at(source: str) -> str:

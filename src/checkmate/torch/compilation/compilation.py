@@ -123,16 +123,15 @@ class Compilation:
         """A compiled backward, guarded."""
         return as_boxed(lambda args: IN_FLIGHT.backward(run, args)) if self._accounts else run
 
-    def account(self, graph: Graph, boundary: int, choice: Choice) -> None:
+    def account(self, graph: Graph, choice: Choice) -> None:
         """Note what a graph takes while it is in flight."""
         budget = self.options.budget
         assert budget is not None
-        _mind_tangents(graph, boundary)
+        _mind_tangents(graph)
         share = IN_FLIGHT.share(graph, budget)
         self._accounts.append(
             Account(
                 graph=graph,
-                boundary=boundary,
                 choice=choice,
                 budget=budget,
                 budget_bytes=share.budget_bytes if share else Problem(graph, budget).budget_bytes,
@@ -210,16 +209,17 @@ class Compilation:
 
     def _planned(self, capture: Capture, result: Result) -> None:
         # A whole step is over when it returns: nothing of it is in flight.
-        if self.options.budget is not None and capture.boundary is not None:
+        if self.options.budget is not None and capture.graph.boundary is not None:
             assert result.plan is not None
-            choice = Choice.of(capture.graph, result.plan, capture.boundary, self._wrapped.passing_bytes)
-            self.account(capture.graph, capture.boundary, choice)
+            choice = Choice.of(capture.graph, result.plan, self._wrapped.passing_bytes)
+            self.account(capture.graph, choice)
         self.hooks.planned(capture, result)
 
 
-def _mind_tangents(graph: Graph, boundary: int) -> None:
+def _mind_tangents(graph: Graph) -> None:
     """Say what gradients of outputs beside a loss cost: AOTAutograd makes them even for outputs that nobody uses."""
-    sizes = [graph.values[v].size_bytes for v in graph.ops[boundary].outputs]
+    assert graph.boundary is not None
+    sizes = [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
     large = sum(size for size in sizes if size > _SCALAR_BYTES)
     if large and large < sum(sizes):
         _log.warning(

@@ -19,7 +19,6 @@ class Account:
 
     Attributes:
         graph: The graph.
-        boundary: Its boundary op.
         choice: Its plan, and what that takes.
         budget: The budget as it was asked for.
         budget_bytes: The budget it was planned for.
@@ -33,7 +32,6 @@ class Account:
     """
 
     graph: Graph
-    boundary: int
     choice: Choice
     budget: Amount
     budget_bytes: int

@@ -61,7 +61,7 @@ def division(took: Took, accounts: Sequence[Account]) -> Division:
         return Division(budget, took.most_bytes)
     first = accounts[0]
     time_s = (first.time_limit_s or _TIME_S) / len(accounts)
-    offers = [[a.choice, *choices(a.graph, a.boundary, time_s, a.passing_bytes)] for a in accounts]
+    offers = [[a.choice, *choices(a.graph, time_s, a.passing_bytes)] for a in accounts]
     if isinstance(first.budget, str) and first.budget.strip().endswith("%"):
         freest = [min(offer, key=lambda c: c.cost) for offer in offers]
         keep_all = took.resident_bytes + together(took.sequence, freest)

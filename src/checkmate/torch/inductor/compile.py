@@ -39,7 +39,7 @@ from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.graph.copy import copied
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import Fitting
-from checkmate.torch.joint.capture import BOUNDARY, Capture
+from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.trial_step import DryStep, measured_step
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import Task, partition
@@ -79,14 +79,14 @@ class Compiled:
         forward: The door of its forward.
         backward: The door of its backward; the same without gradients.
         planned: What was captured and its plan; None without gradients, where there is nothing to plan.
-        measured: The graph that was planned, its boundary, and its plan with what it was measured to take; None without a budget.
+        measured: The graph that was planned, and its plan with what it was measured to take; None without a budget.
     """
 
     run: Callable[..., Any]
     forward: Door
     backward: Door
     planned: tuple[Capture, Result] | None
-    measured: tuple[Graph, int, Choice] | None = None
+    measured: tuple[Graph, Choice] | None = None
 
 
 class PlanPartitioner(CustomPartitionerFn):
@@ -229,9 +229,8 @@ def _measured(compiled: Compiled, fitting: Fitting, step: DryStep) -> Compiled:
     said = f"compiled by Inductor (compilation {len(fitting.tried)}): {took} measured above what is resident"
     compiled.planned = (capture, msgspec.structs.replace(result, remarks=(*result.remarks, said)))
     graph, plan = fitting.current(capture.graph, result)
-    boundary = next(o for o, op in enumerate(graph.ops) if op.kind == BOUNDARY)
     taken = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-    compiled.measured = (graph, boundary, dataclasses.replace(Choice.of(graph, plan, boundary), **taken))
+    compiled.measured = (graph, dataclasses.replace(Choice.of(graph, plan), **taken))
     return compiled
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from checkmate.core.errors import GraphError
-from checkmate.core.graph import Graph, Op
+from checkmate.core.graph import BOUNDARY, Graph, Op
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
@@ -23,10 +23,6 @@ from checkmate.torch.graph.rng import state_bytes
 from checkmate.torch.graph.storages import leaves
 from checkmate.torch.joint.ordering import order_pairs
 from checkmate.torch.joint.values import Values
-
-BOUNDARY = "boundary"
-"""Kind of the op between forward and backward: it reads the forward's outputs and writes the tangents."""
-
 
 Costs = Callable[[Sequence[fx.Node]], Sequence[OpCost]]
 """Costs of nodes, in order."""
@@ -53,14 +49,12 @@ class Capture:
         graph: What planners see.
         joint: The joint module, untouched.
         members: Nodes of each op. Shape ``[op]``.
-        boundary: Index of the boundary op; None in the graph of a whole step.
         num_fwd_outputs: How many of the joint outputs belong to the forward; all of them in a whole step.
     """
 
     graph: Graph
     joint: fx.GraphModule
     members: tuple[Member, ...]
-    boundary: int | None
     num_fwd_outputs: int
 
     @property
@@ -177,7 +171,7 @@ class _Builder:
         members = [Member(d.node, tuple(d.getitems)) for d in forward + backward]
         if boundary is not None:
             members.insert(boundary, Member(None))
-        return Capture(graph, self.joint, tuple(members), boundary, self.num_fwd_outputs)
+        return Capture(graph, self.joint, tuple(members), self.num_fwd_outputs)
 
     def _draft(self) -> None:
         backward = {n for n in self.nodes if is_tangent(n)}

@@ -52,12 +52,12 @@ class _Writer:
         stats = self._stats_readers()
         returned: list[Any] = []
         for position, o in enumerate(self.order):
-            if o == self.capture.boundary:
+            if o == self.capture.graph.boundary:
                 returned = [self._now(out) for out in self.capture.forward_outputs]
                 self.backward = True
             else:
                 self._emit(o, self.capture.members[o], position in stats)
-        if self.capture.boundary is None:
+        if self.capture.graph.boundary is None:
             returned = [self._now(out) for out in self.capture.forward_outputs]
         returned += [self._now(out) for out in self.capture.backward_outputs]
         output = self.graph.output(tuple(returned))
@@ -105,7 +105,7 @@ class _Writer:
     def _tag(self, emitted: fx.Node, origin: fx.Node) -> None:
         for tag in _RECOMPUTE_TAGS:
             emitted.meta.pop(tag, None)
-        if self.capture.boundary is None:
+        if self.capture.graph.boundary is None:
             emitted.meta.pop("partitioner_tag", None)
             return
         old = str(origin.meta.get("partitioner_tag", ""))

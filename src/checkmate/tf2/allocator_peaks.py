@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from checkmate.allocators.heap import Chunk
+from checkmate.allocators.tensorflow import Bfc
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
-from checkmate.cost.heap import Chunk, Heap
 from checkmate.tf2.capture import Capture
-from checkmate.tf2.classify import BORROWS, FORWARDS, FORWARDS_TO_SECOND, tensor_bytes
-
-_ALIGNMENT = 256  # the allocator's smallest chunk; sizes are multiples of it
-_FIRST_REGION = 2 << 20
-_FRAGMENT = 128 << 20  # more than this is split off in any case
+from checkmate.tf2.op_properties import BORROWS, FORWARDS, FORWARDS_TO_SECOND, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +51,6 @@ def account(capture: Capture, plan: Plan, *, forwarding: bool = True) -> Account
     for _ in range(2):
         chunks = max(chunks, walk.run(heap))
     return Account(simulate(capture.graph, plan).peak_bytes, resident + walk.peak, resident + chunks)
-
-
-@dataclass(slots=True)
-class Bfc(Heap):
-    """TensorFlow's best-fit allocator with coalescing.
-
-    Examples:
-        >>> heap = Bfc()
-        >>> chunk = heap.allocate(3_000_000)
-        >>> heap.in_use
-        4194304
-    """
-
-    _region: int = _FIRST_REGION
-
-    def allocate(self, size_bytes: int) -> Chunk:
-        """Hand out the smallest free chunk that is large enough; its rest is split off if it is as large again."""
-        size = max(_ALIGNMENT, -(-size_bytes // _ALIGNMENT) * _ALIGNMENT)
-        chunk = self._smallest(size) or self._grow(size)
-        if chunk.size >= 2 * size or chunk.size - size >= _FRAGMENT:
-            self._cut(chunk, size)
-        return self._hand_out(chunk)
-
-    def _grow(self, size: int) -> Chunk:
-        doubled = False
-        while size > self._region:
-            self._region *= 2
-            doubled = True
-        chunk = self._extend(self._region)
-        if not doubled:
-            self._region *= 2
-        return chunk
 
 
 class _Walk:

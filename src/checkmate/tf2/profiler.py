@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.cost.store import CostStore, OpCost, quantise
-from checkmate.tf2.classify import CALLS, CONTROL_FLOW, SMALL, estimate_ns, new_bytes, static_values
-from checkmate.tf2.compat import trace_events
-from checkmate.tf2.measure import counts, default_device
+from checkmate.tf2._compat import trace_events
+from checkmate.tf2.op_properties import CALLS, CONTROL_FLOW, SMALL, estimate_ns, new_bytes, static_values
+from checkmate.tf2.peak import counts, default_device
 
 _log = logging.getLogger("checkmate.tf2")
 _REPEATS = 5

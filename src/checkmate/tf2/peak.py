@@ -11,7 +11,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from checkmate.core.errors import CheckmateError
-from checkmate.tf2.compat import TraceEvent, memory_limit_bytes, trace_events
+from checkmate.tf2._compat import TraceEvent, memory_limit_bytes, trace_events
 
 _HINT = "set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts: it then counts on the CPU too"
 

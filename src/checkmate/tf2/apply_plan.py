@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from checkmate.core.plan import Plan
 from checkmate.tf2.capture import Capture, base_tensor
-from checkmate.tf2.classify import SAME, static_values
+from checkmate.tf2.op_properties import SAME, static_values
 
 REMAT = "__remat"
 """Ends the name of a computation that is not its op's first, with a number."""
