@@ -21,7 +21,7 @@ from pathlib import Path
 
 import checkmate
 from checkmate import AffineGraph, Graph, Limits
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 
 HERE = Path(__file__).parent
 GRAPHS = HERE / "graphs"

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import checkmate
 from checkmate import Graph, Limits, Problem
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.registry import by_name
 

@@ -71,7 +71,7 @@ def by_backend(case: Any, plan: Callable[[Any], Any], **options: Any) -> tuple[C
     from checkmate.torch.options import Options
 
     found: list[Any] = []
-    hooks = Hooks(plan=plan, planned=lambda capture, result: found.append(capture))
+    hooks = Hooks(planner=plan, planned=lambda capture, result: found.append(capture))
     backend = functools.partial(compile_graph, options=Options(**options), hooks=hooks)
     program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False)
     with _put_back(case.model):

@@ -114,12 +114,11 @@ def knob(name: str, fraction: float) -> Variant:
 def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Variant], dict[str, Any]]:
     """Ours at given peaks, at shares of keeping everything, and at the smallest peak."""
     from checkmate import Limits, PlanNotFoundError, Problem, min_budget, solve
-    from checkmate.core.problem import keep_all_bytes
+    from checkmate.core.budget import keep_all_bytes
 
     graph = captured(name)
     top = keep_all_bytes(graph) - graph.resident_bytes
     smallest = min_budget(graph, limits=Limits(time_s=2 * time_limit_s))
-    assert smallest.peak_bytes is not None
     floor = smallest.peak_bytes - graph.resident_bytes
     asked = {floor, *[p for p in peaks if floor <= p < top], *[top * s // 100 for s in (50, 40, 25) if top * s // 100 > floor]}
     found = {floor: smallest}
@@ -140,14 +139,14 @@ def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Vari
         }
         variants.append(_ours(name, f"ours, {mib(peak)}", result.plan, row))
     tangents = sum(graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs)
-    facts = {"ops": len(graph.ops), "keep_all_bytes": top, "floor_bytes": smallest.budget_bytes - graph.resident_bytes}
+    facts = {"ops": len(graph.ops), "keep_all_bytes": top, "floor_bytes": smallest.floor_bytes - graph.resident_bytes}
     return variants, {**facts, "smallest_bytes": floor, "tangent_bytes": tangents}
 
 
 def captured(name: str) -> Any:
     """The graph that is planned."""
     import checkmate.torch
-    from checkmate.solvers.given import keep_everything
+    from checkmate.frontend.planner import keep_everything
 
     case = build(name)
     if not name.endswith(WHOLE):
@@ -157,11 +156,11 @@ def captured(name: str) -> Any:
 
 def _ours(name: str, label: str, plan: Any, row: dict[str, Any]) -> Variant:
     import checkmate.torch
-    from checkmate.solvers.given import keep_everything, run_order
+    from checkmate.frontend.planner import keep_everything, result_of_order
 
     case = build(name)
     if name.endswith(WHOLE):
-        step, _ = by_backend(case, keep_everything if plan is None else lambda graph: run_order(graph, plan.order))
+        step, _ = by_backend(case, keep_everything if plan is None else lambda graph: result_of_order(graph, plan.order))
         return Variant(label, "ours", step, case.model, row)
     compiled = checkmate.torch.compile(case.model, example=case.batch, plan=plan)
     return Variant(label, "ours", lambda: compiled(**case.batch)[1], case.model, row)

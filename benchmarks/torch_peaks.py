@@ -96,7 +96,7 @@ def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
     """Child: capture once, find the smallest budget, and plan for every budget."""
     import checkmate.torch
     from checkmate import Limits, PlanNotFoundError, Problem, min_budget, solve, write
-    from checkmate.core.problem import keep_all_bytes
+    from checkmate.core.budget import keep_all_bytes
 
     case = build(name)
     began = time.perf_counter()
@@ -105,7 +105,6 @@ def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
     limits = Limits(time_s=float(time_limit_s))
     smallest = min_budget(graph, limits=Limits(time_s=2 * float(time_limit_s)))
     assert smallest.plan is not None
-    assert smallest.peak_bytes is not None
     top = keep_all_bytes(graph)
     points: list[dict[str, Any]] = []
     above: Any = None
@@ -136,7 +135,7 @@ def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
         "ops": len(graph.ops),
         "resident_bytes": graph.resident_bytes,
         "planned_keep_all_bytes": top - graph.resident_bytes,
-        "floor_bytes": smallest.budget_bytes - graph.resident_bytes,
+        "floor_bytes": smallest.floor_bytes - graph.resident_bytes,
         "capture_s": captured,
         "points": points,
     }

@@ -63,7 +63,7 @@ def run(name: str, time_limit_s: float, rounds: int) -> list[dict[str, Any]]:
 def planned(name: str, kind: str, peak_bytes: int | None, time_limit_s: float) -> Variant:
     """A plan for a peak above what is resident; None keeps everything."""
     from checkmate import Limits, Problem, solve
-    from checkmate.solvers.given import keep_everything
+    from checkmate.frontend.planner import keep_everything
 
     case = build(name)
     row: dict[str, Any] = {"budget_bytes": peak_bytes}

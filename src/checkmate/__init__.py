@@ -6,6 +6,7 @@ import importlib
 import logging
 from typing import Any
 
+from checkmate.core.budget import Budget, ResidentMemory
 from checkmate.core.curve import Curve, CurvePoint
 from checkmate.core.errors import (
     CheckmateError,
@@ -20,11 +21,12 @@ from checkmate.core.errors import (
     UnitError,
     WrongGraphError,
 )
+from checkmate.core.evaluate import evaluate
 from checkmate.core.files import read, write
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Compute, Free, Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, Reason, Result, Termination
+from checkmate.core.result import Limits, MinBudget, NoPlan, Reason, Result, Termination
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
@@ -58,6 +60,7 @@ __all__ = [
     "AffineGraph",
     "Auto",
     "BruteForce",
+    "Budget",
     "ChainDP",
     "CheckmateError",
     "ChenGreedy",
@@ -82,7 +85,9 @@ __all__ = [
     "LpRounding",
     "MaxBatch",
     "Milp",
+    "MinBudget",
     "MissingExtraError",
+    "NoPlan",
     "Op",
     "OptionError",
     "Plan",
@@ -91,6 +96,7 @@ __all__ = [
     "Problem",
     "Reason",
     "Remat",
+    "ResidentMemory",
     "Result",
     "SolverError",
     "Termination",
@@ -101,6 +107,7 @@ __all__ = [
     "WrongGraphError",
     "compare",
     "device_names",
+    "evaluate",
     "explain",
     "format_bytes",
     "load_device",

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate import Graph, GraphError, Op, Problem, UnitError, Value, format_bytes, parse_bytes
-from checkmate.core.units import format_at_least, parse_budget
+from checkmate.core.budget import Budget
+from checkmate.core.units import format_at_least
 
 
 @pytest.mark.parametrize(
@@ -107,8 +108,8 @@ def test_amounts_that_cannot_be_read_are_refused_with_a_hint(amount):
 
 def test_a_share_counts_above_what_is_resident():
     """'50%' halves what a plan can change, not what is there anyway."""
-    assert parse_budget("50%", resident_bytes=100, keep_all_bytes=300) == 200
-    assert parse_budget(" 70 % ", resident_bytes=0, keep_all_bytes=10) == 7
+    assert Budget.parse("50%").within(resident_bytes=100, keep_all_bytes=300) == 200
+    assert Budget.parse(" 70 % ").within(resident_bytes=0, keep_all_bytes=10) == 7
     chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 4], edges=[(0, 1)], resident_bytes=10)
     assert Problem(chain, "50%").budget_bytes == 14
     with pytest.raises(UnitError):

@@ -14,7 +14,7 @@ SOLVE = """
 from numba.core.dispatcher import Dispatcher
 from benchmarks.generate import chain
 from checkmate import Auto, Limits, Problem, solve
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.evict import decode, reorder, repair, schedule
 from checkmate.solvers.states import exploration, kernel
 from checkmate.solvers.targets import load_kernels

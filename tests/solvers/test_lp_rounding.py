@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from checkmate import Limits, LpRounding, Milp, OptionError, Plan, Problem, Reason, simulate, solve, validate
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.stage_program import StageProgram
 from tests.solvers.chains import unit_chain

@@ -245,12 +245,12 @@ def test_min_budget_finds_a_plan_at_its_peak_and_names_the_binding_op():
     """The floor is proven, the peak is reached."""
     graph = transformer(3)
     smallest = checkmate.min_budget(graph)
-    assert smallest.budget_bytes <= smallest.peak_bytes
+    assert smallest.floor_bytes <= smallest.peak_bytes
     assert checkmate.validate(graph, smallest.plan, smallest.peak_bytes) == ()
-    assert smallest.termination.detail
+    assert smallest.why
     assert solve(Problem(graph, smallest.peak_bytes), raise_on_failure=False).plan is not None
     with pytest.raises(InfeasibleBudgetError):
-        solve(Problem(graph, smallest.budget_bytes - 1))
+        solve(Problem(graph, smallest.floor_bytes - 1))
 
 
 def test_time_limits_are_kept():
@@ -274,6 +274,6 @@ def test_a_kept_view_holds_its_storage_to_the_end(solver, recomputable):
     values += [Value("prediction", 0, base=6, kept=True), Value("tangent", 4)]
     values += [Value(f"g{i}", 100, kept=i == 5) for i in range(6)]
     graph = Graph((*forward, head, prediction, loss, first, *backward), tuple(values))
-    keep_all = checkmate.core.problem.keep_all_bytes(graph)
+    keep_all = checkmate.core.budget.keep_all_bytes(graph)
     for budget in range(keep_all, 500, -100):
         assert solve(Problem(graph, budget), solver).peak_bytes <= budget

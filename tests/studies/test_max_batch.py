@@ -29,7 +29,7 @@ from checkmate import (
     solve,
     validate,
 )
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 from tests.solvers.generators import transformer
 from tests.strategies import random_graph
 

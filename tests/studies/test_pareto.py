@@ -30,8 +30,8 @@ from checkmate import (
     solve,
     validate,
 )
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.files import read_as
-from checkmate.core.problem import keep_all_bytes
 from tests.solvers.generators import transformer
 from tests.strategies import random_graph
 

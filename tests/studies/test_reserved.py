@@ -9,7 +9,8 @@ import pytest
 from checkmate import Graph, Plan, simulate, solve
 from checkmate.allocators.heap import Chunk
 from checkmate.allocators.pytorch import CachingAllocator
-from checkmate.core.problem import Problem, keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
+from checkmate.core.problem import Problem
 from checkmate.studies.requests import requests
 from checkmate.studies.reserved import reserved_bytes
 

@@ -77,8 +77,8 @@ def point(name: str, budget: str, threads: int, references: list[str], time_limi
     found = {
         "budget_bytes": step.budget_bytes,
         "resident_bytes": resident,
-        "live_bytes": step.account.live_bytes,
-        "forwarded_bytes": step.account.forwarded_bytes,
+        "live_bytes": step.peaks.live_bytes,
+        "forwarded_bytes": step.peaks.forwarded_bytes,
         "asked_bytes": resident + allocated.asked_bytes,
         "chunk_bytes": resident + allocated.chunk_bytes,
         "calibrated_bytes": step.measured_bytes,

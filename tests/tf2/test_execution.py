@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import checkmate
 from checkmate.tf2._compat import grappler_off, trace_events
-from checkmate.tf2.allocator_peaks import account
+from checkmate.tf2.allocator_peaks import allocator_peaks
 from checkmate.tf2.apply_plan import REMAT, build_function
 from checkmate.tf2.calibrate import measure_plan
 from checkmate.tf2.capture import capture_trace
@@ -78,7 +78,7 @@ def test_what_is_made_of_constants_alone_is_freed_as_planned(planned):
     with grappler_off():
         function(*batch)
         asked = trace_allocations(lambda: function(*batch)).asked_bytes
-    assert asked == pytest.approx(account(capture, plan).forwarded_bytes - capture.graph.resident_bytes, rel=0.002)
+    assert asked == pytest.approx(allocator_peaks(capture, plan).forwarded_bytes - capture.graph.resident_bytes, rel=0.002)
 
 
 def test_a_step_takes_the_same_however_often_it_runs():

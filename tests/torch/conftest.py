@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from checkmate.torch.compilation.coordinator import IN_FLIGHT
+from checkmate.torch.compilation.coordinator import COORDINATOR
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -18,7 +18,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     torch._dynamo.reset()
-    IN_FLIGHT.forget_divisions()
+    COORDINATOR.forget_splits()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import checkmate
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
-from checkmate.core.problem import keep_all_bytes
 from checkmate.torch._compat.autocast import autocast_kernels
 from checkmate.torch.emulate.autocast import APPENDED, BANNED, LOWER, RESULT, WIDEST, cuda_rules
 from tests.torch.networks import input_of, mlp

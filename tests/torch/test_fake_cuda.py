@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import fx
 
+from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
 from checkmate.torch.integrations import PeakCallback
 from checkmate.torch.measure import profiler as profile
 from checkmate.torch.measure.resident import elsewhere_bytes
-from checkmate.torch.measure.trial_step import DryStep, _measured_on_cuda, measured_step
+from checkmate.torch.measure.trial_step import _measured_on_cuda, measured_step
 from checkmate.torch.options import Options
 
 GRANULE, HAS = 512, 2**20
@@ -98,7 +99,7 @@ def test_a_dry_step_is_measured_in_its_parts(cuda: Device) -> None:
     cuda.alloc(5 * GRANULE)
     x = torch.ones(4, requires_grad=True)
     found = _measured_on_cuda(step_on(cuda, 4096, 1024, 8192), [x], True, torch.device("cuda"))
-    assert found == DryStep(forward_peak_bytes=4096, held_bytes=1024, backward_peak_bytes=8192, gradient_bytes=16)
+    assert found == StepMemory(forward_peak_bytes=4096, saved_bytes=1024, backward_peak_bytes=8192, gradient_bytes=16)
     assert cuda.held == 5 * GRANULE
 
 

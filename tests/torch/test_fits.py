@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import checkmate
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
-from checkmate.core.problem import keep_all_bytes
 from checkmate.cost import load_device
 from checkmate.torch.emulate.attention import choose
 from tests.torch.networks import NETWORKS, Cnn, input_of, mlp

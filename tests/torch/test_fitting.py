@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from checkmate import Graph
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
+from checkmate.frontend.calibration import Proportional, Trial
+from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch.compilation.compilation import Compilation, Hooks
-from checkmate.torch.inductor.search import MOST_COMPILATIONS, Fitting, Tried
-from checkmate.torch.measure.trial_step import DryStep
+from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.options import Options
 
 Compiler = Callable[[int, tuple[int, ...]], int]
@@ -36,20 +37,18 @@ def step_graph(layers: int = 8) -> Graph:
     )
 
 
-def fitted(graph: Graph, budget: int, compiler: Compiler) -> tuple[Tried | None, int]:
+def fitted(graph: Graph, budget: int, compiler: Compiler) -> tuple[Trial | None, int]:
     """What a budget is answered with, and after how many compilations."""
     options = Options(budget=budget, compiler="inductor", time_limit_s=1)
-    fitting = Fitting(Compilation((), options, Hooks()), "some compiler")
+    search = CalibratedSearch(Compilation((), options, Hooks()), "some compiler")
     while True:
-        _, result = fitting.plan(graph)
-        assert result.plan is not None
-        assert result.peak_bytes is not None
+        _, result = search.plan(graph)
         peak = compiler(result.peak_bytes, result.plan.order)
-        fitting.learn(DryStep(forward_peak_bytes=0, held_bytes=0, backward_peak_bytes=peak, gradient_bytes=0))
-        if not fitting.again():
+        search.record(StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=peak, gradient_bytes=0))
+        if not search.next_candidate():
             break
-    best = fitting.best()
-    return None if best is None else fitting.tried[best], len(fitting.tried)
+    best = search.best()
+    return None if best is None else search.trials[best], len(search.trials)
 
 
 def fickle(seed: int) -> Compiler:
@@ -67,10 +66,10 @@ def test_a_smaller_budget_never_takes_more(seed: int) -> None:
     answers: dict[int, int] = {}
     for budget in budgets:
         tried, compilations = fitted(graph, budget, fickle(seed))
-        assert compilations <= MOST_COMPILATIONS
+        assert compilations <= Proportional().most_trials
         if tried is not None:
-            answers[budget] = tried.step.peak_bytes
-            assert tried.step.peak_bytes <= budget
+            answers[budget] = tried.needed_bytes
+            assert tried.needed_bytes <= budget
     assert len(answers) >= 4
     peaks = [answers[budget] for budget in sorted(answers)]
     assert peaks == sorted(peaks)
@@ -86,7 +85,7 @@ def test_what_was_measured_is_remembered() -> None:
     assert once == 1
     assert first is not None
     assert again is not None
-    assert first.order == again.order
+    assert first.outcome.order == again.outcome.order
 
 
 def test_a_compiler_that_always_takes_more_is_given_up() -> None:
@@ -95,7 +94,7 @@ def test_a_compiler_that_always_takes_more_is_given_up() -> None:
     budget = int(0.6 * keep_all_bytes(graph))
     tried, compilations = fitted(graph, budget, lambda planned, order: budget + 1)
     assert tried is None
-    assert compilations <= MOST_COMPILATIONS
+    assert compilations <= Proportional().most_trials
 
 
 def test_room_that_fusion_leaves_is_used() -> None:
@@ -116,4 +115,4 @@ def test_what_a_compiler_adds_to_every_plan_is_learnt() -> None:
     top = keep_all_bytes(graph)
     tried, compilations = fitted(graph, int(0.82 * top), lambda planned, order: (7 * planned + 13 * top) // 20)
     assert tried is not None
-    assert compilations <= MOST_COMPILATIONS
+    assert compilations <= Proportional().most_trials

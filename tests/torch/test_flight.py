@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from checkmate import Graph, InfeasibleBudgetError, Op, Plan, Value
-from checkmate.studies.split_budget import Choice, divide, together
+from checkmate.frontend.split_budget import Choice, divide, together
 from checkmate.torch import InFlightError, measure_peak
-from checkmate.torch.compilation.coordinator import IN_FLIGHT
+from checkmate.torch.compilation.coordinator import COORDINATOR
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import close, compiled, observe, planned_bytes, recomputes
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 @pytest.fixture(autouse=True)
 def _nothing_in_flight() -> None:
     gc.collect()  # what an error of the test before still holds
-    assert IN_FLIGHT.held_bytes() == 0
+    assert COORDINATOR.held_bytes() == 0
 
 
 def test_a_second_forward_within_the_budget_runs() -> None:
@@ -34,11 +34,11 @@ def test_a_second_forward_within_the_budget_runs() -> None:
     model, x = mlp(), input_of("dropout", 512)
     run, planned = compiled(lambda: model(x).mean(), budget="1GiB")
     first = run()
-    assert IN_FLIGHT.held_bytes() > planned_bytes(planned) // 2
+    assert COORDINATOR.held_bytes() > planned_bytes(planned) // 2
     second = run()
     second.backward()
     first.backward()
-    assert IN_FLIGHT.held_bytes() == 0
+    assert COORDINATOR.held_bytes() == 0
 
 
 def test_two_forwards_share_a_budget_from_the_second_step_on(caplog: pytest.LogCaptureFixture) -> None:

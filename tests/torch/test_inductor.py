@@ -15,12 +15,12 @@ from torch import nn
 
 import checkmate.torch
 from checkmate import OptionError
-from checkmate.solvers.given import keep_everything
+from checkmate.frontend.planner import keep_everything
+from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
 from checkmate.torch._compat.inductor import inductor_config
 from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.measure import trial_step as dry
-from checkmate.torch.measure.trial_step import DryStep
 from tests.torch.networks import NETWORKS, input_of, mlp
 from tests.torch.steps import Planned, compiled, observe, recomputes
 
@@ -33,7 +33,7 @@ Run = Callable[[], Any]
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests measured must not answer for these; op costs are shared, as everywhere."""
-    monkeypatch.setattr("checkmate.cost.plan_store.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("checkmate.frontend.plan_store.cache_folder", lambda: tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -153,13 +153,13 @@ def test_dry_steps_leave_nothing_behind() -> None:
     assert not hooked
     assert versions == (weight._version, buffer._version)
     assert torch.equal(before, torch.get_rng_state())
-    assert step.peak_bytes >= step.held_bytes >= step.gradient_bytes == 16
+    assert step.peak_bytes >= step.saved_bytes >= step.gradient_bytes == 16
 
 
 @pytest.mark.slow
 def test_where_nothing_measured_fits_eager_takes_over(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget is a promise: what could not be kept by a compiled step is kept by an exact one, and said."""
-    over = DryStep(forward_peak_bytes=0, held_bytes=0, backward_peak_bytes=2**40, gradient_bytes=0)
+    over = StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=2**40, gradient_bytes=0)
     monkeypatch.setattr("checkmate.torch.inductor.compile.measured_step", lambda *args, **kwargs: over)
     model, x = mlp(depth=3), input_of("dropout", ROWS)
     with caplog.at_level(logging.WARNING, "checkmate.torch"):

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from checkmate import Graph, InfeasibleBudgetError, Op, Result, Value
-from checkmate.solvers.given import keep_everything
+from checkmate.frontend.planner import keep_everything
 from checkmate.torch.distributed import consensus as ranks_module
 from checkmate.torch.distributed.consensus import RankError, Ranks, ranks_of_job, stopping_together
 from checkmate.torch.distributed.plan_on_rank0 import plan_together

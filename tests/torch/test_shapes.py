@@ -13,7 +13,7 @@ from torch import nn
 import checkmate.torch
 from checkmate import InfeasibleBudgetError
 from checkmate.torch import measure_peak
-from checkmate.torch.compilation.coordinator import IN_FLIGHT
+from checkmate.torch.compilation.coordinator import COORDINATOR
 from tests.torch.networks import NETWORKS, Transformer, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, close, compiled, observe, planned_bytes, recomputes
 
@@ -192,7 +192,7 @@ def test_graphs_that_share_a_budget_share_it_at_every_size() -> None:
     assert [r.differs(f) for r, f in zip(references, found, strict=True)] == [[], [], []]
     assert measure_peak(lambda: run(x).backward()) <= int(0.75 * peak)
     assert len(planned) == count == 4
-    assert IN_FLIGHT.held_bytes() == 0
+    assert COORDINATOR.held_bytes() == 0
 
 
 @pytest.mark.parametrize("whole", [True, False])

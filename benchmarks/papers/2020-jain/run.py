@@ -23,7 +23,7 @@ from benchmarks import max_batch
 from benchmarks.networks import training_step
 from benchmarks.papers.record import run
 from checkmate import AffineGraph, ChenGreedy, ChenSqrtN, Graph, Griewank, Limits, LpRounding, Milp, Problem
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.session import Solver
 

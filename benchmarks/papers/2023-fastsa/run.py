@@ -20,7 +20,7 @@ from benchmarks.generate import gpt_of
 from benchmarks.networks import training_step
 from benchmarks.papers.record import markdown, ratio, run, said
 from checkmate import Auto, Graph, Limits, Problem
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 
 NAME = "2023-fastsa"
 SHARES = (0.5, 0.25)

@@ -18,7 +18,7 @@ from benchmarks.generate import layered
 from benchmarks.networks import training_step
 from benchmarks.papers.record import markdown, ratio, run, said
 from checkmate import Auto, Graph, Intervals, Limits, Problem
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.session import Solver
 
 NAME = "2023-moccasin"

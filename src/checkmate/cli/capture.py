@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkmate.cli import amounts, files, targets, terminal
 from checkmate.cli.extras import needs
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.units import format_bytes, format_cost
 
 

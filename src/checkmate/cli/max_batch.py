@@ -8,9 +8,9 @@ from typing import Literal
 from checkmate.cli import amounts, files, terminal
 from checkmate.cli.progress import drawn
 from checkmate.cli.solvers import solver_named
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
-from checkmate.core.problem import keep_all_bytes
 from checkmate.core.result import Limits
 from checkmate.core.units import format_bytes
 from checkmate.studies.affine import AffineGraph

@@ -9,9 +9,8 @@ from cyclopts import Parameter
 
 from checkmate.cli import amounts, files, terminal
 from checkmate.cli.progress import drawn
-from checkmate.core.errors import PlanNotFoundError
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.graph import Graph
-from checkmate.core.problem import keep_all_bytes
 from checkmate.core.result import Limits
 from checkmate.core.units import format_at_least, format_bytes, format_cost
 from checkmate.studies.min_budget import min_budget as smallest_budget
@@ -43,14 +42,9 @@ def min_budget(
     target = files.load(graph, Graph)
     with drawn("looking for the smallest peak"):
         result = smallest_budget(target, limits=Limits(time_s=time_limit, seed=seed), reorder=reorder)
-    floor, plan, peak = result.budget_bytes, result.plan, result.peak_bytes
-    if plan is None or peak is None:
-        raise PlanNotFoundError(
-            f"no plan was found; no plan of any order takes less than {format_bytes(floor)}: {result.termination.detail}",
-            hint="raise --time-limit",
-        )
+    floor, peak = result.floor_bytes, result.peak_bytes
     where = out or files.beside(graph, "-min.plan.json")
-    files.save(plan, where)
+    files.save(result.plan, where)
     if json:
         terminal.emit(
             {
@@ -59,8 +53,8 @@ def min_budget(
                 "plan": str(where),
                 "smallest_bytes": peak,
                 "floor_bytes": floor,
-                "proven": peak <= floor,
-                "why": result.termination.detail,
+                "proven": result.proven,
+                "why": result.why,
                 "keep_all_bytes": keep_all_bytes(target),
                 "resident_bytes": target.resident_bytes,
                 "cost": result.cost,
@@ -74,11 +68,11 @@ def min_budget(
         [
             ("graph", amounts.describe_graph(target, graph)),
             ("smallest", amounts.describe_budget(peak, keep_all_bytes(target))),
-            ("floor", f"{format_bytes(floor)}: {result.termination.detail}"),
-            ("cost", f"{format_cost(result.cost or 0, target.cost_unit)}, {result.overhead or 1.0:.3f}x: the first found"),
+            ("floor", f"{format_bytes(floor)}: {result.why}"),
+            ("cost", f"{format_cost(result.cost, target.cost_unit)}, {result.overhead:.3f}x: the first found"),
         ]
     )
-    proven = "no plan of any order takes less" if peak <= floor else "no plan is proven to take less than the floor"
+    proven = "no plan of any order takes less" if result.proven else "no plan is proven to take less than the floor"
     terminal.data().print(f"\n{proven}", soft_wrap=True)
     terminal.closing([where], f"get the cheapest plan in it with `checkmate plan {graph} --budget {format_at_least(peak)}`")
     return 0

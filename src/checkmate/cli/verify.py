@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from checkmate.cli import amounts, files, terminal
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import PlanError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.problem import Problem, keep_all_bytes
+from checkmate.core.problem import Problem
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.core.validate import Violation, validate

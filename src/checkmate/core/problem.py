@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
-from checkmate.core.simulate import simulate
-from checkmate.core.units import Amount, parse_budget
-
-
-def keep_all_bytes(graph: Graph) -> int:
-    """Peak of computing every op once in the graph's own order, resident bytes included."""
-    return simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+from checkmate.core.units import Amount, parse_bytes
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -39,14 +33,14 @@ class Problem:
     reorder: bool
 
     def __init__(
-        self, graph: Graph, budget_bytes: Amount, recompute: Literal["all", "forward"] = "all", reorder: bool = True
+        self, graph: Graph, budget_bytes: Amount | Budget, recompute: Literal["all", "forward"] = "all", reorder: bool = True
     ) -> None:
         """Make a problem.
 
         Args:
             graph: The graph.
-            budget_bytes: Bytes, or text: ``"8GiB"`` is a total, resident bytes included; ``"70%"``
-                is resident bytes plus 70 % of what keeping everything takes above them.
+            budget_bytes: A budget, or what `Budget.parse` reads: ``"8GiB"`` is a total, resident bytes included;
+                ``"70%"`` is the resident bytes plus 70 % of what keeping everything needs above them.
             recompute: Which ops may be computed again.
             reorder: Whether first computations may leave the graph's own order.
 
@@ -56,11 +50,10 @@ class Problem:
         """
         if recompute not in ("all", "forward"):
             raise OptionError(f"recompute={recompute!r} is neither 'all' nor 'forward'")
-        share = isinstance(budget_bytes, str) and "%" in budget_bytes
-        budget = parse_budget(
-            budget_bytes, resident_bytes=graph.resident_bytes, keep_all_bytes=keep_all_bytes(graph) if share else 0
-        )
-        for name, value in (("graph", graph), ("budget_bytes", budget), ("recompute", recompute), ("reorder", bool(reorder))):
+        if isinstance(budget_bytes, str):
+            budget_bytes = Budget.parse(budget_bytes)
+        resolved = budget_bytes.resolve(graph) if isinstance(budget_bytes, Budget) else parse_bytes(budget_bytes)
+        for name, value in (("graph", graph), ("budget_bytes", resolved), ("recompute", recompute), ("reorder", bool(reorder))):
             object.__setattr__(self, name, value)
 
     def replace_budget(self, budget_bytes: int) -> Problem:

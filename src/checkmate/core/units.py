@@ -39,30 +39,20 @@ def parse_bytes(amount: Amount) -> int:
     return _whole(amount)
 
 
-def parse_budget(amount: Amount, *, resident_bytes: int, keep_all_bytes: int) -> int:
-    """Bytes of a budget: as `parse_bytes`, and ``"70%"`` of what keeping everything takes.
-
-    A share counts above what is resident anyway: ``"70%"`` is ``resident_bytes`` plus 70 % of
-    ``keep_all_bytes - resident_bytes``, rounded down.
-
-    Args:
-        amount: The budget as the user wrote it.
-        resident_bytes: What is there before and after and no plan can change.
-        keep_all_bytes: Peak of keeping everything, resident bytes included.
+def parse_percentage(text: str) -> float:
+    """Per cent of a share: 70.0 for ``"70%"``.
 
     Raises:
-        UnitError: The text cannot be read, or the amount is negative or not whole.
+        UnitError: The text cannot be read as a share.
 
     Examples:
-        >>> parse_budget("50%", resident_bytes=100, keep_all_bytes=300)
-        200
+        >>> parse_percentage("70%")
+        70.0
     """
-    if isinstance(amount, str) and amount.strip().endswith("%"):
-        share, unit = _split(amount)
-        if unit != "%":
-            raise UnitError(f"cannot read {amount!r} as a share", hint=_HINT)
-        return resident_bytes + int((keep_all_bytes - resident_bytes) * share / 100)
-    return parse_bytes(amount)
+    number, unit = _split(text)
+    if unit != "%":
+        raise UnitError(f"cannot read {text!r} as a share", hint=_HINT)
+    return number
 
 
 def format_bytes(size_bytes: int) -> str:

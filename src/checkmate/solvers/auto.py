@@ -180,8 +180,7 @@ class _Run:
             return
         limits = Limits(time_s=0.3 * min(60.0, session.left_s()), seed=session.limits.seed)
         smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
-        if smallest.plan is not None:
-            session.offer(smallest.plan.order)
+        session.offer(smallest.plan.order)
 
     def _best_single(self, model: CutModel, searches: list[Search]) -> int | None:
         """Bound by single events where the plans are fullest; returns the event that proves most."""

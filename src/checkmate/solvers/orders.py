@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 
 
@@ -72,6 +73,17 @@ def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:
             done[o] = True
             out.append(o)
     return out
+
+
+def plan_of_needed(problem: Problem, order: Sequence[int]) -> Plan:
+    """The plan of an order less the computations that `without_unread` leaves out, every value freed at its earliest place.
+
+    Raises:
+        PlanError: An op of the order reads what no earlier op of it has made.
+    """
+    plan = Plan.from_order(problem.graph, order)
+    needed = without_unread(problem, plan.order)
+    return plan if len(needed) == len(plan.order) else Plan.from_order(problem.graph, needed)
 
 
 def without_unread(problem: Problem, order: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Termination
 from checkmate.core.simulate import simulate
-from checkmate.solvers.orders import without_unread
+from checkmate.solvers.orders import plan_of_needed
 
 _log = logging.getLogger(__name__)
 
@@ -98,12 +98,9 @@ class Session:
             SolverError: The order cannot be run.
         """
         try:
-            plan = Plan.from_order(self.problem.graph, order)
+            plan = plan_of_needed(self.problem, tuple(order))
         except PlanError as error:
             raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
-        needed = without_unread(self.problem, plan.order)
-        if len(needed) < len(plan.order):
-            plan = Plan.from_order(self.problem.graph, needed)
         timeline = simulate(self.problem.graph, plan)
         if timeline.peak_bytes > self.problem.budget_bytes or (self.cost is not None and timeline.cost >= self.cost):
             return False

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits
+from checkmate.core.result import Limits, MinBudget
 from checkmate.core.simulate import simulate
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.orders import late_order, without_unread
@@ -18,26 +16,7 @@ _TRIES = (1, 5, 40)
 """Attempts at a budget in each bisection: one that fails takes a second on a thousand ops, and near the floor most fail."""
 
 
-@dataclass(frozen=True, slots=True)
-class Smallest:
-    """The smallest budget.
-
-    Attributes:
-        plan: A plan with the smallest peak found, or None.
-        peak_bytes: Its peak, resident bytes included, or None.
-        floor_bytes: Proven: no plan of any order peaks lower.
-        binding_op: Name of the op that sets the floor, or "" if the kept values do.
-        why: What the floor is made of, in words.
-    """
-
-    plan: Plan | None
-    peak_bytes: int | None
-    floor_bytes: int
-    binding_op: str
-    why: str
-
-
-def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int = 0) -> Smallest:
+def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int = 0) -> MinBudget:
     """Bisect the budget down to the floor with the first plans of a local search.
 
     Args:
@@ -78,10 +57,14 @@ def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int
             if peak - low <= max(1, (peak - graph.resident_bytes) // 1000):
                 break
             guess = (low + peak) // 2
-    return Smallest(
+    cost = simulate(graph, best).cost
+    return MinBudget(
         plan=best,
+        cost=cost,
+        overhead=cost / graph.cost if graph.cost else 1.0,
         peak_bytes=peak,
         floor_bytes=lowest.peak_bytes,
         binding_op="" if lowest.op is None else graph.ops[lowest.op].name,
         why=lowest.why,
+        elapsed_s=clock.elapsed_s(),
     )

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, NoReturn, overload
 
 from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFoundError, SolverError
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, Reason, Result, Termination
+from checkmate.core.result import Limits, MinBudget, NoPlan, Reason, Result, Termination
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.core.validate import validate
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.session import OnProgress, Session, Solver
-from checkmate.solvers.smallest import Smallest, smallest_peak
+from checkmate.solvers.smallest import smallest_peak
 
 _PROOF_TOLERANCE = 2e-6
 """Gap that counts as none: engines prove to a millionth."""
 
 
+@overload
+def solve(
+    problem: Problem,
+    solver: Solver | None = None,
+    *,
+    limits: Limits | None = None,
+    initial: Plan | None = None,
+    on_progress: OnProgress | None = None,
+    raise_on_failure: Literal[True] = True,
+) -> Result: ...
+@overload
+def solve(
+    problem: Problem,
+    solver: Solver | None = None,
+    *,
+    limits: Limits | None = None,
+    initial: Plan | None = None,
+    on_progress: OnProgress | None = None,
+    raise_on_failure: bool,
+) -> Result | NoPlan: ...
 def solve(
     problem: Problem,
     solver: Solver | None = None,
@@ -27,7 +48,7 @@ def solve(
     initial: Plan | None = None,
     on_progress: OnProgress | None = None,
     raise_on_failure: bool = True,
-) -> Result:
+) -> Result | NoPlan:
     """The cheapest plan that a solver finds, checked, with a proof of how far from the best it is.
 
     What a solver says is a claim: its plan is validated and simulated here, and every number of the
@@ -39,7 +60,7 @@ def solve(
         limits: Time, gap, threads and seed.
         initial: A plan to start from, such as one of a smaller budget; it counts as found if it keeps the budget.
         on_progress: Called with every improvement of the cost or the bound.
-        raise_on_failure: Whether no plan is an exception; otherwise ``result.plan`` is None.
+        raise_on_failure: Whether no plan is an exception; otherwise a `NoPlan` is returned.
 
     Returns:
         The result.
@@ -66,10 +87,12 @@ def solve(
         if session.plan is None:
             raise
         termination = Termination(Reason.FEASIBLE, limit="interrupt", detail="interrupted; the best plan so far")
-    result = _checked(problem, solver, session, termination)
-    if result.plan is None and raise_on_failure:
-        _refuse(problem, result)
-    return result
+    if session.plan is not None:
+        return _checked(problem, solver, session, session.plan, termination)
+    failure = _failed(problem, solver, session, termination)
+    if raise_on_failure:
+        _refuse(problem, failure)
+    return failure
 
 
 def _offer(initial: Plan, session: Session) -> None:
@@ -80,38 +103,44 @@ def _offer(initial: Plan, session: Session) -> None:
     session.offer(initial.order)
 
 
-def _checked(problem: Problem, solver: Solver, session: Session, termination: Termination) -> Result:
-    graph, plan = problem.graph, session.plan
-    cost = peak = overhead = gap = None
-    if plan is not None:
-        broken = validate(graph, plan, problem.budget_bytes, recompute=problem.recompute, reorder=problem.reorder)
-        if broken:
-            error = SolverError(f"{solver!r} returned a plan that does not hold: {broken[0].message}")
-            error.add_note(f"graph {graph.digest}, budget {problem.budget_bytes}; {len(broken)} violations")
-            raise error
-        timeline = simulate(graph, plan)
-        cost, peak = timeline.cost, timeline.peak_bytes
-        if session.bound > cost:
-            raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of its own plan")
-        overhead = cost / graph.cost if graph.cost else 1.0
-        gap = session.gap
-        proven = cost - session.bound < 1 or session.gap <= _PROOF_TOLERANCE
-        reason = Reason.OPTIMAL if proven else Reason.FEASIBLE
-        limit = "" if reason is Reason.OPTIMAL else termination.limit or _limit_met(session)
-        termination = Termination(reason, limit, termination.detail)
-    elif math.isinf(session.bound):
-        termination = Termination(Reason.INFEASIBLE, "", termination.detail)
-    elif termination.reason is not Reason.NOT_FOUND:
-        termination = Termination(Reason.NOT_FOUND, termination.limit, termination.detail)
+def _checked(problem: Problem, solver: Solver, session: Session, plan: Plan, termination: Termination) -> Result:
+    graph = problem.graph
+    broken = validate(graph, plan, problem.budget_bytes, recompute=problem.recompute, reorder=problem.reorder)
+    if broken:
+        error = SolverError(f"{solver!r} returned a plan that does not hold: {broken[0].message}")
+        error.add_note(f"graph {graph.digest}, budget {problem.budget_bytes}; {len(broken)} violations")
+        raise error
+    timeline = simulate(graph, plan)
+    cost = timeline.cost
+    if session.bound > cost:
+        raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of its own plan")
+    proven = cost - session.bound < 1 or session.gap <= _PROOF_TOLERANCE
+    reason = Reason.OPTIMAL if proven else Reason.FEASIBLE
+    limit = "" if reason is Reason.OPTIMAL else termination.limit or _limit_met(session)
     return Result(
         plan=plan,
         cost=cost,
-        overhead=overhead,
-        peak_bytes=peak,
+        overhead=cost / graph.cost if graph.cost else 1.0,
+        peak_bytes=timeline.peak_bytes,
         budget_bytes=problem.budget_bytes,
         bound=session.bound,
-        gap=gap,
-        termination=termination,
+        gap=session.gap,
+        termination=Termination(reason, limit, termination.detail),
+        solver=repr(solver),
+        elapsed_s=session.elapsed_s(),
+        history=tuple(session.history),
+        remarks=tuple(session.remarks),
+    )
+
+
+def _failed(problem: Problem, solver: Solver, session: Session, termination: Termination) -> NoPlan:
+    infeasible = math.isinf(session.bound)
+    return NoPlan(
+        budget_bytes=problem.budget_bytes,
+        bound=session.bound,
+        termination=Termination(
+            Reason.INFEASIBLE if infeasible else Reason.NOT_FOUND, "" if infeasible else termination.limit, termination.detail
+        ),
         solver=repr(solver),
         elapsed_s=session.elapsed_s(),
         history=tuple(session.history),
@@ -127,33 +156,24 @@ def _limit_met(session: Session) -> str:
     return "time" if session.left_s() <= 0 else ""
 
 
-def _refuse(problem: Problem, result: Result) -> None:
+def _refuse(problem: Problem, failure: NoPlan) -> NoReturn:
     smallest = smallest_peak(problem)
-    budget = format_bytes(problem.budget_bytes)
-    found = (
-        f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
-        if smallest.peak_bytes is not None
-        else "no plan was found for any budget"
-    )
-    floor = f"no plan of any order takes less than {format_bytes(smallest.floor_bytes)}: {smallest.why}"
-    hint = (
-        f"raise the budget to at least {format_at_least(smallest.peak_bytes)}, or lower the batch size"
-        if smallest.peak_bytes is not None
-        else "lower the batch size"
-    )
-    if result.termination.reason is Reason.INFEASIBLE:
-        below = _below(problem.budget_bytes, smallest)
+    budget, least = format_bytes(problem.budget_bytes), format_bytes(smallest.floor_bytes)
+    found = f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
+    floor = f"no plan of any order takes less than {least}: {smallest.why}"
+    hint = f"raise the budget to at least {format_at_least(smallest.peak_bytes)}, or lower the batch size"
+    if failure.termination.reason is Reason.INFEASIBLE:
         raise InfeasibleBudgetError(
-            f"budget {budget} is {below}; {found}; {floor}",
+            f"budget {budget} is {_below(problem.budget_bytes, smallest)}; {found}; {floor}",
             hint=hint,
             budget_bytes=problem.budget_bytes,
             floor_bytes=smallest.floor_bytes,
             smallest_bytes=smallest.peak_bytes,
             binding_op=smallest.binding_op,
         )
-    detail = f" ({result.termination.detail})" if result.termination.detail else ""
-    raise PlanNotFoundError(f"no plan was found within {budget} by {result.solver}{detail}; {found}; {floor}", hint=hint)
+    detail = f" ({failure.termination.detail})" if failure.termination.detail else ""
+    raise PlanNotFoundError(f"no plan was found within {budget} by {failure.solver}{detail}; {found}; {floor}", hint=hint)
 
 
-def _below(budget_bytes: int, smallest: Smallest) -> str:
+def _below(budget_bytes: int, smallest: MinBudget) -> str:
     return "below the smallest possible peak" if budget_bytes < smallest.floor_bytes else "proven too small"

@@ -97,7 +97,7 @@ class Fits:
         return facts
 
     def _price(self) -> str:
-        if self.result is None or self.result.cost is None or self.result.peak_bytes is None:
+        if self.result is None:
             return ""
         time = format_cost(self.result.cost, self.graph.cost_unit)
         return f": {self.result.overhead:.3f}x of keeping everything, {format_bytes(self.result.peak_bytes)}; at least {time}"

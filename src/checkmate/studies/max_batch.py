@@ -192,7 +192,6 @@ class _Hunt:
         last_s = None if math.isinf(self.slice_s) else max(0.05, min(self.slice_s, self.clock.left_s()))
         last_limits = replace(self.limits, time_s=last_s)
         last = solve(self.question.problem(self.batch), self.solver, limits=last_limits, initial=self.plan)
-        assert last.plan is not None
         return MaxBatch(
             batch=self.batch,
             plan=last.plan,
@@ -250,7 +249,7 @@ class _Hunt:
             result = solve(
                 self.question.problem(batch, recompute), self.solver, limits=self._limits(most), raise_on_failure=False
             )
-            found = result.plan is not None and result.cost is not None and result.cost <= most
+            found = isinstance(result, Result) and result.cost <= most
             if found:
                 self.batch, self.plan = batch, result.plan
             if result.termination.limit == "interrupt":

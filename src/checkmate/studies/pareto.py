@@ -7,12 +7,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.curve import Curve, CurvePoint
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.problem import Problem, keep_all_bytes
-from checkmate.core.result import Limits, Result
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, NoPlan, Result
 from checkmate.core.simulate import simulate
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.session import Solver
@@ -65,13 +66,13 @@ def pareto(
     solver = Auto() if solver is None else solver
     smallest = smallest_peak(Problem(graph, graph.resident_bytes, reorder=reorder), limits)
     high = keep_all_bytes(graph)
-    low = high if smallest.peak_bytes is None else min(high, smallest.peak_bytes)
+    low = min(high, smallest.peak_bytes)
     budgets = sorted({low + (high - low) * k // (points - 1) for k in range(points)})
     keep_all = _Known.of(graph, Plan.from_order(graph, range(len(graph.ops))))
-    start = keep_all if smallest.plan is None else _Known.of(graph, smallest.plan)
+    start = _Known.of(graph, smallest.plan)
     known = [*(start for _ in budgets[:-1]), keep_all]
     _spread(known)
-    run: Callable[[Iterable[_Task]], Iterator[Result]] = (
+    run: Callable[[Iterable[_Task]], Iterator[Result | NoPlan]] = (
         _serial if executor is None else lambda tasks: executor.map(_solve, tasks)
     )
     done = 0
@@ -112,11 +113,11 @@ class _Task(NamedTuple):
     initial: Plan
 
 
-def _solve(task: _Task) -> Result:
+def _solve(task: _Task) -> Result | NoPlan:
     return solve(task.problem, task.solver, limits=task.limits, initial=task.initial, raise_on_failure=False)
 
 
-def _serial(tasks: Iterable[_Task]) -> Iterator[Result]:
+def _serial(tasks: Iterable[_Task]) -> Iterator[Result | NoPlan]:
     """Solve one after another, up to the one that the user interrupts."""
     for task in tasks:
         result = _solve(task)
@@ -144,10 +145,10 @@ class _Known:
     def gap(self) -> float:
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
 
-    def improved(self, result: Result) -> _Known:
+    def improved(self, result: Result | NoPlan) -> _Known:
         """With what a solve found; it started from this plan, so that it found one."""
         known = replace(self, bound=max(self.bound, result.bound), elapsed_s=result.elapsed_s)
-        if result.plan is None or result.cost is None or result.peak_bytes is None or result.cost >= self.cost:
+        if isinstance(result, NoPlan) or result.cost >= self.cost:
             return known
         return replace(known, plan=result.plan, cost=result.cost, peak_bytes=result.peak_bytes)
 

@@ -19,7 +19,7 @@ from checkmate.tf2.op_properties import BORROWS, FORWARDS, FORWARDS_TO_SECOND, t
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class AllocatorPeaks:
     """The peak of a plan by three accounts, resident bytes included.
 
     Attributes:
@@ -33,7 +33,7 @@ class Account:
     chunk_bytes: int
 
 
-def account(capture: Capture, plan: Plan, *, forwarding: bool = True) -> Account:
+def allocator_peaks(capture: Capture, plan: Plan) -> AllocatorPeaks:
     """The peak of a plan as TensorFlow's allocator will see it.
 
     The allocator is taken to be empty but for what is resident, and the step to run twice: the second finds the chunks
@@ -42,25 +42,23 @@ def account(capture: Capture, plan: Plan, *, forwarding: bool = True) -> Account
     Args:
         capture: The step.
         plan: A plan of it.
-        forwarding: False counts every output as new.
     """
     resident = capture.graph.resident_bytes
     heap = Bfc()
-    walk = _Walk(capture, plan, forwarding)
+    walk = _Walk(capture, plan)
     chunks = 0
     for _ in range(2):
         chunks = max(chunks, walk.run(heap))
-    return Account(simulate(capture.graph, plan).peak_bytes, resident + walk.peak, resident + chunks)
+    return AllocatorPeaks(simulate(capture.graph, plan).peak_bytes, resident + walk.peak, resident + chunks)
 
 
 class _Walk:
     """A plan as allocations and releases."""
 
-    def __init__(self, capture: Capture, plan: Plan, forwarding: bool) -> None:
+    def __init__(self, capture: Capture, plan: Plan) -> None:
         self.capture = capture
         self.graph = capture.graph
         self.steps = self._grouped(plan)
-        self.forwarding = forwarding
         self.peak = 0  # bytes asked for, forwarding included
         self.size = {v: tensor_bytes(t) for op in capture.members for t in op.outputs if (v := capture.value_of(t)) is not None}
 
@@ -71,7 +69,7 @@ class _Walk:
         asked = 0
         for o, dying in self.steps:
             op = self.graph.ops[o]
-            taken = self._taken(o, dying, held) if self.forwarding else None
+            taken = self._taken(o, dying, held)
             fresh: dict[int, tuple[Chunk, int]] = {}
             for v in op.outputs:
                 size = self.graph.values[v].size_bytes
@@ -129,7 +127,7 @@ class _Walk:
     def _workspace_bytes(self, o: int, dying: list[int], held: dict[int, tuple[Chunk, int]]) -> int:
         op, member = self.graph.ops[o], self.capture.members[o]
         place = BORROWS.get(member.type)
-        v = None if place is None or not self.forwarding else self.capture.value_of(member.inputs[place])
+        v = None if place is None else self.capture.value_of(member.inputs[place])
         return op.workspace_bytes - (held[v][1] if v is not None and v in dying and v in held else 0)
 
     def _drop(self, heap: Bfc, held: dict[int, tuple[Chunk, int]], v: int) -> int:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import keras
 import tensorflow as tf
 
-from checkmate.core.errors import GraphError, OptionError, PlanNotFoundError
+from checkmate.core.budget import Budget, keep_all_bytes
+from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.problem import Problem, keep_all_bytes
-from checkmate.core.result import Limits, Result
-from checkmate.core.units import Amount, format_bytes, parse_budget
-from checkmate.solvers.given import check_given, keep_everything, load_plan
-from checkmate.solvers.registry import by_name
+from checkmate.core.result import Result
+from checkmate.core.units import Amount, format_bytes
+from checkmate.frontend.options import PlanningOptions, PlanSource
+from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything
 from checkmate.solvers.session import Solver
-from checkmate.solvers.solve import solve
-from checkmate.studies.min_budget import min_budget
 from checkmate.tf2._compat import grappler_off
-from checkmate.tf2.allocator_peaks import Account
+from checkmate.tf2.allocator_peaks import AllocatorPeaks
 from checkmate.tf2.calibrate import Fitted, fit, run_once
 from checkmate.tf2.capture import Capture, capture_trace
 from checkmate.tf2.peak import available_bytes, default_device, measure_peak
@@ -34,15 +30,10 @@ _log = logging.getLogger("checkmate.tf2")
 _AMPLE = 0.5  # a step that takes less than this share of a device when keeping everything needs no measuring
 _WATCHED = 4  # first steps whose peak is compared with the budget
 
+_TIME_SHARES = (0.5, 0.25)
+"""Shares of the time limit for the first plan, and for each that measuring calls for."""
+
 CostSource = Literal["measured", "bytes"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    budget: Amount | None
-    solver: Solver | None
-    time_limit_s: float | None
-    plan: Plan | None
 
 
 class TrainStep:
@@ -55,7 +46,7 @@ class TrainStep:
         plan: The plan that runs it.
         result: What the solver found, with its proof.
         budget_bytes: The budget that was asked for, in bytes, or None.
-        account: The plan's peak as planned and as TensorFlow allocates it.
+        peaks: The plan's peak as planned and as TensorFlow allocates it.
         measured_bytes: The plan's measured peak, resident bytes included; None if it was not measured.
     """
 
@@ -63,11 +54,11 @@ class TrainStep:
     plan: Plan
     result: Result
     budget_bytes: int | None
-    account: Account
+    peaks: AllocatorPeaks
     measured_bytes: int | None
 
     def __init__(
-        self, model: keras.Model, losses: Any, optimizer: keras.Optimizer, specs: Any, batch: Any, options: _Options
+        self, model: keras.Model, losses: Any, optimizer: keras.Optimizer, specs: Any, batch: Any, options: PlanningOptions
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._losses, self._specs, self._options = losses, specs, options
@@ -75,9 +66,8 @@ class TrainStep:
         self._fitted: dict[tuple[Any, ...], Fitted] = {}
         first = self._prepare(specs, batch)
         self._watch = _WATCHED if first.measured_bytes is not None else 0
-        assert first.result.plan is not None
         self.graph, self.plan, self.result = first.capture.graph, first.result.plan, first.result
-        self.account, self.measured_bytes = first.account, first.measured_bytes
+        self.peaks, self.measured_bytes = first.peaks, first.measured_bytes
 
     def __call__(self, inputs: Any, labels: Any) -> tuple[Any, tf.Tensor]:
         """Run one step: forward, loss, backward and optimizer.
@@ -103,7 +93,7 @@ class TrainStep:
         fitted = self._fitted.get(_key(flat))
         if fitted is None:
             fitted = self._prepare(specs_like(self._specs, flat), flat)
-            peak = format_bytes(fitted.account.live_bytes)
+            peak = format_bytes(fitted.peaks.live_bytes)
             _log.warning("a new batch size was planned: %s, peak %s", flat[0].shape if flat else (), peak)
         made = self._watched(fitted, flat) if self._watch else self._run(fitted, flat)
         return tf.nest.pack_sequence_as(fitted.capture.trace.function.structured_outputs, made, expand_composites=True)
@@ -131,17 +121,17 @@ class TrainStep:
         options = self._options
         # A plan that was given is the first batch's; batches of other sizes are planned.
         if options.plan is not None and not self._fitted:
-            fitted = run_once(captured, check_given(captured.graph, options.plan, options.budget))
+            fitted = run_once(captured, GivenPlan(options.plan, options.budget)(captured.graph))
         elif options.budget is None:
             has = captured.graph.resident_bytes + available_bytes(default_device())
             if keep_all_bytes(captured.graph) <= _AMPLE * has:
                 fitted = run_once(captured, keep_everything(captured.graph))
             else:
-                fitted = fit(captured, has, _Asker(captured.graph, options), batch)
+                fitted = fit(captured, has, Replanner(captured.graph, options, _TIME_SHARES), batch)
         else:
             if self.budget_bytes is None:  # a share is one of the first batch
-                self.budget_bytes = Problem(captured.graph, options.budget).budget_bytes
-            fitted = fit(captured, self.budget_bytes, _Asker(captured.graph, options), batch)
+                self.budget_bytes = options.budget.resolve(captured.graph)
+            fitted = fit(captured, self.budget_bytes, Replanner(captured.graph, options, _TIME_SHARES), batch)
         self._fitted[_key(captured.trace.arguments)] = fitted
         return fitted
 
@@ -153,10 +143,10 @@ def compile(  # noqa: A001 - the word that the call was promised with
     input_spec: Any,
     label_spec: Any,
     *,
-    budget: Amount | None = None,
+    budget: Amount | Budget | None = None,
     solver: Solver | str | None = None,
     time_limit_s: float | None = 60.0,
-    plan: Plan | str | os.PathLike[str] | None = None,
+    plan: PlanSource | None = None,
 ) -> TrainStep:
     """A training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
 
@@ -199,16 +189,7 @@ def compile(  # noqa: A001 - the word that the call was promised with
         (TensorShape([3, 2]), 1.0)
     """
     _check_world(model)
-    if time_limit_s is not None and not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
-        raise OptionError(f"time_limit_s={time_limit_s!r} is not a time", hint="give seconds above zero, or None for no limit")
-    if budget is not None:  # unreadable text is refused before anything is traced
-        parse_budget(budget, resident_bytes=0, keep_all_bytes=0)
-    options = _Options(
-        budget=budget,
-        solver=by_name(solver) if isinstance(solver, str) else solver,
-        time_limit_s=time_limit_s,
-        plan=None if plan is None else load_plan(plan),
-    )
+    options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
     specs = (specs_of(input_spec, "input_spec"), specs_of(label_spec, "label_spec"))
     batch = sample_batch(specs, input_spec, label_spec)
     return TrainStep(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs, batch, options)
@@ -241,41 +222,6 @@ def capture(
     return _captured(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs, source).graph
 
 
-class _Asker:
-    """Plans within an amount of live bytes. Each plan found is where the search for a smaller amount may start."""
-
-    def __init__(self, graph: Graph, options: _Options) -> None:
-        self.graph = graph
-        self.options = options
-        self.found: list[Result] = []
-        self.share = 0.5  # of the time: the first search has half of it, and each that measuring calls for a quarter
-
-    def __call__(self, budget_bytes: int) -> Result:
-        problem = Problem(self.graph, budget_bytes)
-        limits = self._limits(self.share)
-        self.share = 0.25
-        try:
-            result = solve(problem, self.options.solver, limits=limits, initial=self._start(budget_bytes))
-        except PlanNotFoundError:
-            # Searching for the smallest peak comes by plans that a search for this one misses.
-            self.found.append(min_budget(self.graph, limits=limits))
-            if self._start(budget_bytes) is None:
-                raise
-            result = solve(problem, self.options.solver, limits=limits, initial=self._start(budget_bytes))
-        self.found.append(result)
-        _log.info("planned %d ops in %.1f s, gap %.2f %%", len(self.graph.ops), result.elapsed_s, 100 * (result.gap or 0.0))
-        return result
-
-    def _limits(self, share: float) -> Limits:
-        limit = self.options.time_limit_s
-        return Limits(time_s=None if limit is None else share * limit)
-
-    def _start(self, budget_bytes: int) -> Plan | None:
-        """The cheapest plan so far that keeps a budget."""
-        fits = [r for r in self.found if r.plan is not None and (r.peak_bytes or 0) <= budget_bytes]
-        return min(fits, key=lambda r: r.cost or 0).plan if fits else None
-
-
 def _captured(model: keras.Model, losses: Any, optimizer: keras.Optimizer, specs: Any, costs: Any) -> Capture:
     return capture_trace(trace_step(model, losses, optimizer, specs), costs, model.name)
 
@@ -292,7 +238,8 @@ def _check_world(model: keras.Model) -> None:
         raise NotBuiltError(f"model {model.name!r} is not built: it has no variables yet", hint="call it once on a batch")
     if tf.distribute.has_strategy():
         raise OptionError(
-            "a step is planned for one device, and this is inside the scope of a tf.distribute strategy", hint="leave it"
+            "a step is planned for one device, and this is inside the scope of a tf.distribute strategy",
+            hint="call checkmate.tf2.compile outside of `strategy.scope()`",
         )
     if tf.config.functions_run_eagerly():
         raise OptionError(

@@ -130,7 +130,7 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation:
         compilation.refuse_inference()
         return compiled.run
     if compiled.measured is not None:
-        compilation.account(*compiled.measured)
+        compilation.guard(*compiled.measured)
     compiled.forward.run = compilation.forward(compiled.forward.run)
     compiled.backward.run = compilation.backward(compiled.backward.run)
     compilation.hooks.planned(*compiled.planned)

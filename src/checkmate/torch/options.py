@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
-from checkmate.core.plan import Plan
-from checkmate.core.units import Amount, parse_budget, parse_bytes
-from checkmate.solvers.registry import by_name
+from checkmate.core.units import Amount, parse_bytes
+from checkmate.frontend.options import PlanningOptions, PlanSource
 from checkmate.solvers.session import Solver
 
 Compiler = Literal["eager", "inductor"]
@@ -52,11 +51,11 @@ class Options:
         costs: ``"measured"`` on the device, or ``"flops"``: estimated, with no workspace.
     """
 
-    budget: Amount | None = None
+    budget: Amount | Budget | None = None
     compiler: Compiler = "eager"
     solver: Solver | str | None = None
     time_limit_s: float | None = 30.0
-    plan: Plan | str | os.PathLike[str] | None = None
+    plan: PlanSource | None = None
     device: str | None = None
     outputs: Outputs = "held"
     reserve: Amount = 0
@@ -72,17 +71,19 @@ class Options:
         for name, kind in kinds.items():
             if getattr(self, name) not in get_args(kind):
                 raise OptionError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}")
-        if self.time_limit_s is not None and not (isinstance(self.time_limit_s, (int, float)) and self.time_limit_s > 0):
-            raise OptionError(f"time_limit_s={self.time_limit_s!r} must be more than zero seconds, or None")
-        if self.budget is not None:  # unreadable text is refused before anything is traced
-            parse_budget(self.budget, resident_bytes=0, keep_all_bytes=0)
+        planning = self.planning  # unreadable text is refused before anything is traced
+        for name in ("budget", "solver", "plan"):
+            object.__setattr__(self, name, getattr(planning, name))
         parse_bytes(self.reserve)
         names = self.no_recompute
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise OptionError(f"no_recompute={names!r} is not a sequence of names", hint="give ('my_library::op',)")
         object.__setattr__(self, "no_recompute", tuple(names))
-        if isinstance(self.solver, str):
-            object.__setattr__(self, "solver", by_name(self.solver))
+
+    @property
+    def planning(self) -> PlanningOptions:
+        """Which plan to look for."""
+        return PlanningOptions.of(budget=self.budget, solver=self.solver, time_limit_s=self.time_limit_s, plan=self.plan)
 
     @property
     def reserve_bytes(self) -> int:

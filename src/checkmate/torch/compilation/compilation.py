@@ -1,4 +1,4 @@
-"""One graph of Dynamo on its way to a compiled step: what it is planned beside, how, and what guards its runs."""
+"""Compiles one Dynamo graph: computes its resident memory, plans it, and wraps the result in budget checks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
+from checkmate.core.budget import ResidentMemory
 from checkmate.core.errors import GraphError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
-from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
-from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
-from checkmate.solvers.given import run_order
+from checkmate.frontend.planner import Planner, planner_for, result_of_order
+from checkmate.frontend.split_budget import PlanFootprint
 from checkmate.studies.min_budget import min_budget
-from checkmate.studies.split_budget import Choice
 from checkmate.torch._compat.aot import BoxedRun, as_boxed
 from checkmate.torch._compat.dynamo import forgetting_this_frame
-from checkmate.torch.compilation.coordinator import IN_FLIGHT
-from checkmate.torch.compilation.planned_graph import Account
-from checkmate.torch.compilation.planning import plan_graph
+from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.compilation.planned_graph import PlannedGraph
 from checkmate.torch.distributed.consensus import ranks_of_job
 from checkmate.torch.distributed.plan_on_rank0 import plan_together
 from checkmate.torch.distributed.wrappers import beside
@@ -42,7 +42,7 @@ class Hooks:
     """How a caller inside this package takes part in a compilation.
 
     Attributes:
-        plan: Finds the plan of a graph instead of the options.
+        planner: Plans a graph instead of the options.
         planned: Told the graph and its plan before anything runs.
         gate: Called before every run of a forward; may raise.
         inference: Whether graphs without gradients are compiled; otherwise they are refused.
@@ -50,7 +50,7 @@ class Hooks:
         target: The device that the step is planned for, where that is not the one at hand.
     """
 
-    plan: Callable[[Graph], Result] | None = None
+    planner: Planner | None = None
     planned: Callable[[Capture, Result], None] = lambda capture, result: None
     gate: Callable[[], None] | None = None
     inference: bool = True
@@ -63,29 +63,36 @@ class Compilation:
 
     Args:
         example_inputs: Its inputs.
-        options: What is asked for.
+        options: The user's options.
         hooks: How a caller inside this package takes part.
 
     Attributes:
         options: As given.
         hooks: As given.
-        ranks: Those that plan together, if there are several.
+        ranks: The ranks that plan together, if there are several.
+        resident: Memory beside the graph's own inputs that no plan can change.
         least_fused_bytes: The least budget that a step compiled by Inductor would have kept, where none kept what was asked for.
     """
 
     def __init__(self, example_inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
         self.options = options
         self.hooks = hooks
-        budgeted = options.budget is not None
-        self.ranks = ranks_of_job() if options.ranks == "together" and budgeted and hooks.plan is None else None
-        self._gradient_bytes = gradient_bytes(example_inputs, options.accumulate)
+        self.budget = options.planning.budget
+        self.ranks = ranks_of_job() if options.ranks == "together" and self.budget is not None and hooks.planner is None else None
         self._wrapped = beside(example_inputs, options.accumulate)
-        self._in_flight_bytes = IN_FLIGHT.held_bytes() if budgeted else 0
+        in_flight = 0 if self.budget is None else COORDINATOR.held_bytes()
         # On CUDA what is in flight, or held by wrappers, is among what is allocated.
-        known = self._in_flight_bytes + self._wrapped.held_bytes
-        self._elsewhere_bytes = max(known, elsewhere_bytes(example_inputs, options))
-        self._accounts: list[Account] = []
-        self._forget = forgetting_this_frame()
+        known = in_flight + self._wrapped.held_bytes
+        self.resident = ResidentMemory(
+            gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
+            wrappers_bytes=self._wrapped.held_bytes,
+            in_flight_bytes=in_flight,
+            reserve_bytes=options.reserve_bytes,
+            other_bytes=max(0, elsewhere_bytes(example_inputs, options) - known),
+        )
+        self._in_flight_bytes = in_flight
+        self._planned_graphs: list[PlannedGraph] = []
+        self._recompile = forgetting_this_frame()
         self.least_fused_bytes: int | None = None
 
     @functools.cached_property
@@ -99,7 +106,7 @@ class Compilation:
             split_convolutions=options.split_convolutions,
             respect=options.checkpoints == "respected",
             no_recompute=frozenset(options.no_recompute),
-            extra_resident_bytes=options.reserve_bytes + self._gradient_bytes + self._elsewhere_bytes,
+            extra_resident_bytes=self.resident.total_bytes,
             on_planned=self._planned,
         )
         if target is None:
@@ -115,38 +122,43 @@ class Compilation:
                 self.hooks.gate()
             if self.ranks is not None:
                 self.ranks.forward_begins()
-            return IN_FLIGHT.forward(self._accounts[0], run, args) if self._accounts else run(args)
+            return COORDINATOR.forward(self._planned_graphs[0], run, args) if self._planned_graphs else run(args)
 
         return as_boxed(guarded)
 
     def backward(self, run: BoxedRun) -> BoxedRun:
         """A compiled backward, guarded."""
-        return as_boxed(lambda args: IN_FLIGHT.backward(run, args)) if self._accounts else run
+        return as_boxed(lambda args: COORDINATOR.backward(run, args)) if self._planned_graphs else run
 
-    def account(self, graph: Graph, choice: Choice) -> None:
-        """Note what a graph takes while it is in flight."""
-        budget = self.options.budget
-        assert budget is not None
-        _mind_tangents(graph)
-        share = IN_FLIGHT.share(graph, budget)
-        self._accounts.append(
-            Account(
+    def guard(self, graph: Graph, footprint: PlanFootprint, budget_bytes: int) -> None:
+        """Check every run of a graph against a budget.
+
+        Args:
+            graph: The graph that was planned.
+            footprint: Its plan, and the memory of that.
+            budget_bytes: The budget that it was planned for.
+        """
+        assert self.budget is not None
+        _warn_of_tangents(graph)
+        share = COORDINATOR.share(graph, self.budget)
+        self._planned_graphs.append(
+            PlannedGraph(
                 graph=graph,
-                choice=choice,
-                budget=budget,
-                budget_bytes=share.budget_bytes if share else Problem(graph, budget).budget_bytes,
+                footprint=footprint,
+                budget=self.budget,
+                budget_bytes=share.budget_bytes if share else budget_bytes,
                 resident_bytes=graph.resident_bytes - self._in_flight_bytes,
-                planned_gradient_bytes=self._gradient_bytes + self._wrapped.view_bytes,
-                passing_bytes=self._wrapped.passing_bytes,
+                planned_gradient_bytes=self.resident.gradients_bytes + self._wrapped.view_bytes,
+                transient_gradient_bytes=self._wrapped.passing_bytes,
                 time_limit_s=self.options.time_limit_s,
-                forget=self._forget,
+                recompile=self._recompile,
                 ranks=self.ranks,
             )
         )
 
     def shared_order(self, graph: Graph) -> tuple[int, ...] | None:
         """The order that a division over several graphs gave a graph, if there was one."""
-        share = IN_FLIGHT.share(graph, self.options.budget) if self.options.budget is not None else None
+        share = COORDINATOR.share(graph, self.budget) if self.budget is not None else None
         return share.order if share is not None else None
 
     def agreed(self, graph: Graph, plan: Callable[[Graph, int], Result]) -> tuple[Graph, Result]:
@@ -158,7 +170,7 @@ class Compilation:
         """
         if self.ranks is None:
             return graph, plan(graph, self._in_flight_bytes)
-        wanted = f"a budget of {self.options.budget}"
+        wanted = f"a budget of {self.budget}"
         agreed = plan_together(self.ranks, graph, self._in_flight_bytes, wanted, plan)
         self._in_flight_bytes = agreed.in_flight_bytes
         return agreed.graph, agreed.result
@@ -169,7 +181,7 @@ class Compilation:
         Raises:
             RankError: One has not.
         """
-        if self.ranks is not None and (self._accounts or self.hooks.whole):
+        if self.ranks is not None and (self._planned_graphs or self.hooks.whole):
             self.ranks.decide("running it", b"", lambda said: b"")
 
     def refuse_inference(self) -> None:
@@ -185,38 +197,38 @@ class Compilation:
             )
 
     def _plan(self, capture: Capture) -> tuple[Graph, Result]:
-        if self.hooks.plan is not None:
-            return capture.graph, self.hooks.plan(capture.graph)
-        return self.agreed(capture.graph, self._plan_alone)
+        if self.hooks.planner is not None:
+            return capture.graph, self.hooks.planner(capture.graph)
+        return self.agreed(capture.graph, self._plan_beside)
 
-    def _plan_alone(self, graph: Graph, in_flight_bytes: int) -> Result:
+    def _plan_beside(self, graph: Graph, in_flight_bytes: int) -> Result:
         """The plan that a division gave a graph, else one for it alone beside what is in flight."""
         order = self.shared_order(graph)
         if order is not None:
-            return run_order(graph, order)
+            return result_of_order(graph, order)
         try:
-            return plan_graph(graph, self.options)
+            return planner_for(self.options.planning)(graph)
         except (InfeasibleBudgetError, PlanNotFoundError):
             if not in_flight_bytes:
                 raise
             # Too much is in flight, which a division will mend once the step is over.
             smallest = min_budget(graph, limits=Limits(time_s=self.options.time_limit_s))
-            assert self.options.budget is not None
-            budget = Problem(graph, self.options.budget).budget_bytes
-            if smallest.plan is None or simulate(graph, smallest.plan).peak_bytes - in_flight_bytes > budget:
+            assert self.budget is not None
+            limit = self.budget.resolve(graph)
+            if smallest.peak_bytes - in_flight_bytes > limit:
                 raise
-            return run_order(graph, smallest.plan.order)
+            return msgspec.structs.replace(result_of_order(graph, smallest.plan.order), budget_bytes=limit)
 
     def _planned(self, capture: Capture, result: Result) -> None:
         # A whole step is over when it returns: nothing of it is in flight.
-        if self.options.budget is not None and capture.graph.boundary is not None:
-            assert result.plan is not None
-            choice = Choice.of(capture.graph, result.plan, self._wrapped.passing_bytes)
-            self.account(capture.graph, choice)
+        if self.budget is not None and capture.graph.boundary is not None:
+            footprint = PlanFootprint.of(capture.graph, result.plan, self._wrapped.passing_bytes)
+            self.guard(capture.graph, footprint, result.budget_bytes)
+        _log.info("%s, of it beside the graph's inputs: %s", format_bytes(capture.graph.resident_bytes), self.resident)
         self.hooks.planned(capture, result)
 
 
-def _mind_tangents(graph: Graph) -> None:
+def _warn_of_tangents(graph: Graph) -> None:
     """Say what gradients of outputs beside a loss cost: AOTAutograd makes them even for outputs that nobody uses."""
     assert graph.boundary is not None
     sizes = [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError
 from checkmate.core.graph import Graph
-from checkmate.core.units import Amount, format_at_least, format_bytes
-from checkmate.torch.compilation.planned_graph import Account, key_of
-from checkmate.torch.compilation.rebalance import Took, divide_together
+from checkmate.core.units import format_at_least, format_bytes
+from checkmate.torch.compilation.planned_graph import PlannedGraph, key_of
+from checkmate.torch.compilation.rebalance import StepUsage, split_on_rank0
 from checkmate.torch.distributed.wrappers import unsharded
 from checkmate.torch.graph.storages import storage_bytes, storage_key
 
@@ -47,8 +48,8 @@ class Share:
 
 
 @dataclass(eq=False, slots=True)
-class _Flight:
-    account: Account
+class _PendingBackward:
+    planned: PlannedGraph
     inputs: dict[int, int]  # storage -> bytes
     gradients: int  # bytes of gradients that were there when its forward began
     held: dict[int, int] = field(default_factory=dict)
@@ -59,24 +60,24 @@ class Coordinator:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._flights: list[_Flight] = []
-        self._step: list[_Flight] = []  # forwards since nothing was in flight
-        self._most_bytes = 0  # what a moment of this step was to take
+        self._flights: list[_PendingBackward] = []
+        self._step: list[_PendingBackward] = []  # forwards since nothing was in flight
+        self._peak_bytes = 0  # what a moment of this step was to take
         self._shares: dict[str, Share] = {}
-        self._settled: set[str] = set()
+        self._rebalanced: set[str] = set()
 
-    def forget_divisions(self) -> None:
+    def forget_splits(self) -> None:
         """Divide anew from the next step on, as in a fresh process."""
         with self._lock:
             self._shares.clear()
-            self._settled.clear()
+            self._rebalanced.clear()
 
     @property
     def step_bytes(self) -> int | None:
         """The most that a moment of the newest step was to take, resident bytes included; None before the first."""
-        return self._most_bytes or None
+        return self._peak_bytes or None
 
-    def share(self, graph: Graph, budget: Amount) -> Share | None:
+    def share(self, graph: Graph, budget: Budget) -> Share | None:
         """What a division gave a graph, if there was one."""
         return self._shares.get(key_of(graph, budget))
 
@@ -85,18 +86,18 @@ class Coordinator:
         with self._lock:
             return sum(_union(self._flights).values())
 
-    def forward(self, account: Account, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    def forward(self, planned: PlannedGraph, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """Run a planned forward if it fits beside what is in flight.
 
         Raises:
             InFlightError: It would not.
         """
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        flight = _Flight(account, _without(_storages(tensors), unsharded()), _gradients(tensors))
+        flight = _PendingBackward(planned, _without(_storages(tensors), unsharded()), _gradients(tensors))
         del tensors
         with self._lock:
             if not self._flights:
-                self._step, self._most_bytes = [], 0
+                self._step, self._peak_bytes = [], 0
             self._check([*self._flights, flight])
             self._step.append(flight)
         results = run(args)
@@ -111,40 +112,40 @@ class Coordinator:
         results = run(args)
         with self._lock:
             for flight in over[-1:]:
-                self._land(flight)
+                self._retire(flight)
             if over and not self._flights:
-                self._settle()
+                self._rebalance_after_step()
         return results
 
-    def _register(self, flight: _Flight, results: Sequence[Any]) -> None:
+    def _register(self, flight: _PendingBackward, results: Sequence[Any]) -> None:
         made = [t for t in results if isinstance(t, torch.Tensor) and storage_key(t) not in flight.inputs]
         flight.held = _storages(made)
         if not made:
             return
         # Saved tensors come last. When the last of them dies without a backward, the step was given up.
-        weakref.finalize(made[-1].untyped_storage(), self._land, flight).atexit = False
+        weakref.finalize(made[-1].untyped_storage(), self._retire, flight).atexit = False
         with self._lock:
             self._flights.append(flight)
 
-    def _land(self, flight: _Flight) -> None:
+    def _retire(self, flight: _PendingBackward) -> None:
         with self._lock:
             if flight in self._flights:
                 self._flights.remove(flight)
 
-    def _check(self, flights: list[_Flight]) -> None:
+    def _check(self, flights: list[_PendingBackward]) -> None:
         """Refuse the last of some flights if any moment of them together breaks the budget."""
         now, earlier = flights[-1], flights[:-1]
-        unplanned = max(0, now.gradients - now.account.planned_gradient_bytes)
+        unplanned = max(0, now.gradients - now.planned.planned_gradient_bytes)
         inputs = _union(flights, inputs_only=True)
-        resident = now.account.resident_bytes + unplanned + sum(size for key, size in inputs.items() if key not in now.inputs)
-        budget = max(f.account.budget_bytes for f in flights)
-        worst = resident + now.account.choice.forward_peak_bytes + _held_beside(earlier, inputs)
+        resident = now.planned.resident_bytes + unplanned + sum(size for key, size in inputs.items() if key not in now.inputs)
+        budget = max(f.planned.budget_bytes for f in flights)
+        worst = resident + now.planned.footprint.memory.forward_peak_bytes + _held_beside(earlier, inputs)
         for position, flight in enumerate(flights):
             # Backwards run from the last flight to the first, and leave their gradients.
-            later = sum(f.account.choice.gradient_bytes for f in flights[position + 1 :])
+            later = sum(f.planned.footprint.memory.gradient_bytes for f in flights[position + 1 :])
             held = _held_beside(flights[:position], inputs)
-            worst = max(worst, resident + held + flight.account.choice.backward_peak_bytes + later)
-        self._most_bytes = max(self._most_bytes, worst)
+            worst = max(worst, resident + held + flight.planned.footprint.memory.backward_peak_bytes + later)
+        self._peak_bytes = max(self._peak_bytes, worst)
         if worst <= budget:
             return
         if len(flights) == 1:
@@ -153,8 +154,8 @@ class Coordinator:
                 f"{format_bytes(unplanned)} of gradients are there already that were not when it was planned",
                 hint="call zero_grad(set_to_none=True) before the forward, or plan with room for them: accumulate=True",
             )
-        if not all(f.account.key in self._settled or f.account.forget is None for f in flights):
-            return  # the first of its kind: `_settle` says what it took
+        if not all(f.planned.key in self._rebalanced or f.planned.recompile is None for f in flights):
+            return  # the first of its kind: `_rebalance_after_step` says what it took
         raise InFlightError(
             f"{len(flights)} planned graphs in flight together would take {format_bytes(worst)}, and the budget is "
             f"{format_bytes(budget)}: a graph break, or a forward before the backward of the one before",
@@ -162,23 +163,23 @@ class Coordinator:
             f"the budget to at least {format_at_least(worst)}",
         )
 
-    def _settle(self) -> None:
+    def _rebalance_after_step(self) -> None:
         """Divide the budget over the graphs of a step that is over, if that was not done and there is something to gain."""
         step, self._step = self._step, []
-        accounts = {f.account.key: f.account for f in step}
-        if len(step) < 2 or self._settled.issuperset(accounts) or any(a.forget is None for a in accounts.values()):
+        graphs = {f.planned.key: f.planned for f in step}
+        if len(step) < 2 or self._rebalanced.issuperset(graphs) or any(a.recompile is None for a in graphs.values()):
             return
-        self._settled.update(accounts)
-        keys = list(accounts)
-        sequence = tuple(keys.index(f.account.key) for f in step)
-        took = Took(tuple(keys), sequence, self._most_bytes, _resident_bytes(step))
-        found = divide_together(took, list(accounts.values()))
+        self._rebalanced.update(graphs)
+        keys = list(graphs)
+        sequence = tuple(keys.index(f.planned.key) for f in step)
+        usage = StepUsage(tuple(keys), sequence, self._peak_bytes, _resident_bytes(step))
+        found = split_on_rank0(usage, list(graphs.values()))
         if found.orders is None:
             _log.warning(
                 "%d graphs were in flight together, and this first step took up to %s; no division of %s over them was found, so "
                 "that the next is refused",
                 len(step),
-                format_bytes(found.most_bytes),
+                format_bytes(found.before_bytes),
                 format_bytes(found.budget_bytes),
             )
         if not found.orders:
@@ -187,17 +188,17 @@ class Coordinator:
             "%d graphs were in flight together, and this first step took up to %s; with the budget of %s divided over them "
             "the next takes up to %s",
             len(step),
-            format_bytes(found.most_bytes),
+            format_bytes(found.before_bytes),
             format_bytes(found.budget_bytes),
             format_bytes(found.peak_bytes),
         )
-        for account, order in zip(accounts.values(), found.orders, strict=True):
-            self._shares[account.key] = Share(order, found.budget_bytes)
-            assert account.forget is not None
-            account.forget()
+        for planned, order in zip(graphs.values(), found.orders, strict=True):
+            self._shares[planned.key] = Share(order, found.budget_bytes)
+            assert planned.recompile is not None
+            planned.recompile()
 
 
-IN_FLIGHT = Coordinator()
+COORDINATOR = Coordinator()
 """The coordinator of this process."""
 
 
@@ -214,7 +215,7 @@ def _gradients(tensors: Iterable[torch.Tensor]) -> int:
     return sum(_storages(t.grad for t in tensors if t.is_leaf and t.grad is not None).values())
 
 
-def _union(flights: Iterable[_Flight], *, inputs_only: bool = False) -> dict[int, int]:
+def _union(flights: Iterable[_PendingBackward], *, inputs_only: bool = False) -> dict[int, int]:
     found: dict[int, int] = {}
     for flight in flights:
         found.update(flight.inputs)
@@ -223,13 +224,13 @@ def _union(flights: Iterable[_Flight], *, inputs_only: bool = False) -> dict[int
     return found
 
 
-def _resident_bytes(step: Sequence[_Flight]) -> int:
+def _resident_bytes(step: Sequence[_PendingBackward]) -> int:
     """What is resident beside the graphs of a step: the inputs that none of them made, and what was planned beside."""
     first = step[0]
     made = {key for flight in step for key in flight.held}
     outside = sum(size for key, size in _union(step, inputs_only=True).items() if key not in made)
-    return outside + first.account.resident_bytes - sum(first.inputs.values())
+    return outside + first.planned.resident_bytes - sum(first.inputs.values())
 
 
-def _held_beside(flights: Iterable[_Flight], inputs: dict[int, int]) -> int:
+def _held_beside(flights: Iterable[_PendingBackward], inputs: dict[int, int]) -> int:
     return sum(size for key, size in _union(flights).items() if key not in inputs)

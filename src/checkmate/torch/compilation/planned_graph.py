@@ -1,4 +1,4 @@
-"""What a planned graph takes while it is in flight."""
+"""A planned graph that is ready to run, with all that is needed to check its runs and to plan it again."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from checkmate.core.budget import Budget
 from checkmate.core.graph import Graph
-from checkmate.core.units import Amount
-from checkmate.studies.split_budget import Choice
+from checkmate.frontend.split_budget import PlanFootprint
 from checkmate.torch.distributed.consensus import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Account:
-    """What one planned graph takes above what is resident, and what it takes to plan it anew.
+class PlannedGraph:
+    """One planned graph, the memory of its plan and the memory that it was planned beside.
 
     Attributes:
         graph: The graph.
-        choice: Its plan, and what that takes.
+        footprint: Its plan, with the cost and memory of that.
         budget: The budget as it was asked for.
-        budget_bytes: The budget it was planned for.
-        resident_bytes: What it was planned beside, but for what was in flight then.
-        planned_gradient_bytes: Gradients among that: there when it was planned, or expected.
-        passing_bytes: Gradients that are gone when its backward is over.
+        budget_bytes: The budget that its plan keeps.
+        resident_bytes: Resident bytes of the graph, less what other graphs held then for their backward passes.
+        planned_gradient_bytes: Gradients among the resident bytes: they existed when it was planned, or were expected.
+        transient_gradient_bytes: Gradients that are gone when its backward is over.
         time_limit_s: Seconds that planning may take.
-        forget: Makes torch compile it anew; None if nothing can.
-        ranks: Those that plan together, if there are several.
+        recompile: Makes torch compile it again at its next call; None if nothing can.
+        ranks: The ranks that plan together, if there are several.
         key: See `key_of`.
     """
 
     graph: Graph
-    choice: Choice
-    budget: Amount
+    footprint: PlanFootprint
+    budget: Budget
     budget_bytes: int
     resident_bytes: int
     planned_gradient_bytes: int
-    passing_bytes: int
+    transient_gradient_bytes: int
     time_limit_s: float | None
-    forget: Callable[[], None] | None
+    recompile: Callable[[], None] | None
     ranks: Ranks | None
     key: str = field(init=False)
 
@@ -47,6 +47,6 @@ class Account:
         object.__setattr__(self, "key", key_of(self.graph, self.budget))
 
 
-def key_of(graph: Graph, budget: Amount) -> str:
-    """What is divided: a graph, whatever is resident beside it, and a budget as it was asked for."""
+def key_of(graph: Graph, budget: Budget) -> str:
+    """Key of a graph and the budget that was asked for; resident bytes are ignored."""
     return f"{budget} {msgspec.structs.replace(graph, resident_bytes=0).digest}"

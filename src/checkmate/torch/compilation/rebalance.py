@@ -1,4 +1,4 @@
-"""What a step over several graphs took, and how its budget is divided from then on."""
+"""Divide one budget over the graphs of a step, from the memory that a finished step needed."""
 
 from __future__ import annotations
 
@@ -6,93 +6,92 @@ from collections.abc import Sequence
 
 import msgspec
 
-from checkmate.core.units import parse_budget
-from checkmate.studies.split_budget import choices, divide, together
-from checkmate.torch.compilation.planned_graph import Account
+from checkmate.frontend.split_budget import candidates, divide, step_peak_bytes
+from checkmate.torch.compilation.planned_graph import PlannedGraph
 
 _TIME_S = 30.0  # for the plans to choose from, where there is no limit
 
 
-class Took(msgspec.Struct, frozen=True):
-    """What a step took.
+class StepUsage(msgspec.Struct, frozen=True):
+    """Memory of a finished step over several graphs.
 
     Attributes:
-        keys: Keys of its graphs, in the order in which they came.
+        keys: Keys of its graphs, in the order of their first forwards.
         sequence: Graph of each forward.
-        most_bytes: What a moment of it was to take.
-        resident_bytes: What is resident beside its graphs.
+        peak_bytes: Predicted peak, resident bytes included.
+        resident_bytes: Bytes that are resident beside its graphs.
     """
 
     keys: tuple[str, ...]
     sequence: tuple[int, ...]
-    most_bytes: int
+    peak_bytes: int
     resident_bytes: int
 
 
-class Division(msgspec.Struct, frozen=True):
-    """A budget over the graphs of a step.
+class BudgetSplit(msgspec.Struct, frozen=True):
+    """One budget divided over the graphs of a step.
 
     Attributes:
         budget_bytes: The budget of all of them together.
-        most_bytes: What a moment of the step took before.
-        peak_bytes: What one takes with the orders.
+        before_bytes: Peak of the step before it was divided.
+        peak_bytes: Peak of a step with the new orders.
         orders: Order of each graph; None if no division keeps the budget, empty if none is needed.
     """
 
     budget_bytes: int
-    most_bytes: int
+    before_bytes: int
     peak_bytes: int = 0
     orders: tuple[tuple[int, ...], ...] | None = ()
 
 
-_READ_TOOK = msgspec.msgpack.Decoder(Took)
-_READ_DIVISION = msgspec.msgpack.Decoder(Division)
+_READ_USAGE = msgspec.msgpack.Decoder(StepUsage)
+_READ_SPLIT = msgspec.msgpack.Decoder(BudgetSplit)
 
 
-def division(took: Took, accounts: Sequence[Account]) -> Division:
+def split_budget(usage: StepUsage, graphs: Sequence[PlannedGraph]) -> BudgetSplit:
     """The budget of a step divided over its graphs.
 
     Args:
-        took: The step.
-        accounts: Its graphs, as in ``took.keys``.
+        usage: Memory of the step.
+        graphs: Its graphs, in the order of ``usage.keys``.
     """
-    budget = max(a.budget_bytes for a in accounts)
-    if took.most_bytes <= budget and all(a.choice.cost == a.graph.cost for a in accounts):
-        return Division(budget, took.most_bytes)
-    first = accounts[0]
-    time_s = (first.time_limit_s or _TIME_S) / len(accounts)
-    offers = [[a.choice, *choices(a.graph, time_s, a.passing_bytes)] for a in accounts]
-    if isinstance(first.budget, str) and first.budget.strip().endswith("%"):
-        freest = [min(offer, key=lambda c: c.cost) for offer in offers]
-        keep_all = took.resident_bytes + together(took.sequence, freest)
-        budget = parse_budget(first.budget, resident_bytes=took.resident_bytes, keep_all_bytes=keep_all)
-    picked = divide(took.sequence, offers, budget - took.resident_bytes)
+    limit = max(g.budget_bytes for g in graphs)
+    if usage.peak_bytes <= limit and all(g.footprint.cost == g.graph.cost for g in graphs):
+        return BudgetSplit(limit, usage.peak_bytes)
+    first = graphs[0]
+    time_s = (first.time_limit_s or _TIME_S) / len(graphs)
+    offers = [[g.footprint, *candidates(g.graph, time_s, g.transient_gradient_bytes)] for g in graphs]
+    if first.budget.percentage is not None:
+        cheapest = [min(offer, key=lambda c: c.cost) for offer in offers]
+        keep_all = usage.resident_bytes + step_peak_bytes(usage.sequence, cheapest)
+        limit = first.budget.within(resident_bytes=usage.resident_bytes, keep_all_bytes=keep_all)
+    picked = divide(usage.sequence, offers, limit - usage.resident_bytes)
     if picked is None:
-        return Division(budget, took.most_bytes, orders=None)
+        return BudgetSplit(limit, usage.peak_bytes, orders=None)
     chosen = [offer[c] for offer, c in zip(offers, picked, strict=True)]
-    peak = took.resident_bytes + together(took.sequence, chosen)
-    return Division(budget, took.most_bytes, peak, tuple(tuple(c.plan.order) for c in chosen))
+    peak = usage.resident_bytes + step_peak_bytes(usage.sequence, chosen)
+    return BudgetSplit(limit, usage.peak_bytes, peak, tuple(tuple(c.plan.order) for c in chosen))
 
 
-def divide_together(took: Took, accounts: Sequence[Account]) -> Division:
-    """The division that every rank runs: that of rank 0, for the most that any of them took.
+def split_on_rank0(usage: StepUsage, graphs: Sequence[PlannedGraph]) -> BudgetSplit:
+    """The division that every rank runs: that of rank 0, for the largest usage of all ranks.
 
     Raises:
         RankError: A rank failed, or the ranks ran different steps.
     """
-    ranks = accounts[0].ranks
+    ranks = graphs[0].ranks
     if ranks is None:
-        return division(took, accounts)
+        return split_budget(usage, graphs)
 
     def decide(said: Sequence[bytes]) -> bytes:
-        all_took = [_READ_TOOK.decode(each) for each in said]
-        most = msgspec.structs.replace(
-            took,
-            most_bytes=max(t.most_bytes for t in all_took),
-            resident_bytes=max(t.resident_bytes for t in all_took),
+        usages = [_READ_USAGE.decode(each) for each in said]
+        largest = msgspec.structs.replace(
+            usage,
+            peak_bytes=max(u.peak_bytes for u in usages),
+            resident_bytes=max(u.resident_bytes for u in usages),
         )
-        return msgspec.msgpack.encode(division(most, accounts))
+        return msgspec.msgpack.encode(split_budget(largest, graphs))
 
     # Steps of other graphs differ in their topics.
-    topic = f"a division over the graphs {took.sequence}"
-    return _READ_DIVISION.decode(ranks.decide(topic, msgspec.msgpack.encode(took), decide))
+    topic = f"a division over the graphs {usage.sequence}"
+    return _READ_SPLIT.decode(ranks.decide(topic, msgspec.msgpack.encode(usage), decide))

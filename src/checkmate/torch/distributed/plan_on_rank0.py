@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
-from checkmate.solvers.given import check_given
 from checkmate.torch.distributed.consensus import RankError, Ranks
 
 
@@ -99,8 +99,7 @@ def plan_together(ranks: Ranks, graph: Graph, in_flight_bytes: int, wanted: str,
     body = ranks.decide("the plan of a graph", msgspec.msgpack.encode(ask), decide)
     answer = _READ_ANSWER.decode(body)
     agreed = answer.memory.onto(graph, answer.costs)
-    assert answer.result.plan is not None
-    check_given(agreed, answer.result.plan, None)  # its digest, and both accounts of memory, on every rank
+    evaluate(agreed, answer.result.plan)  # its digest, and both accounts of memory, on every rank
     return Agreed(agreed, answer.memory.in_flight_bytes, answer.result)
 
 

@@ -12,11 +12,11 @@ import torch
 from checkmate.core.errors import CheckmateError, GraphError, InfeasibleBudgetError, OptionError
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, Reason, Result
+from checkmate.core.result import Limits, MinBudget, Reason, Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import Amount, format_bytes, parse_bytes
 from checkmate.cost.device import Device, load_device
-from checkmate.solvers.given import keep_everything, run_order
+from checkmate.frontend.planner import keep_everything, result_of_order
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import AffineGraph
 from checkmate.studies.fit_report import Fits, Verdict
@@ -106,7 +106,7 @@ def fits(
     verdict, result = _best(step, smallest, available, question, remarks)
     batch = question.size(0)
     hunt = functools.partial(_largest, question, step, available, remarks)
-    floor_bytes = max(smallest.budget_bytes, step.update_bytes)
+    floor_bytes = max(smallest.floor_bytes, step.update_bytes)
     reserved = _reserved(step, result, memory_bytes, target.device, remarks)
     return Fits(
         verdict=verdict,
@@ -119,9 +119,9 @@ def fits(
         parameter_bytes=step.parameter_bytes,
         state_bytes=step.state_bytes,
         keep_all_bytes=step.keep_all_bytes,
-        smallest_bytes=max(smallest.peak_bytes or step.keep_all_bytes, step.update_bytes),
+        smallest_bytes=max(smallest.peak_bytes, step.update_bytes),
         floor_bytes=floor_bytes,
-        why="the optimizer's step needs all gradients" if floor_bytes == step.update_bytes else smallest.termination.detail,
+        why="the optimizer's step needs all gradients" if floor_bytes == step.update_bytes else smallest.why,
         result=result,
         reserved_bytes=reserved,
         batch=batch,
@@ -158,18 +158,18 @@ def _caveats(target: Target, step: Traced) -> list[str]:
 
 
 def _best(
-    step: Traced, smallest: Result, available: int, question: Question, remarks: list[str]
+    step: Traced, smallest: MinBudget, available: int, question: Question, remarks: list[str]
 ) -> tuple[Verdict, Result | None]:
     """The answer for what is available, and the cheapest plan found."""
     graph = step.graph
     if step.keep_all_bytes <= available:
         return "keeps everything", keep_everything(graph)
-    if max(smallest.budget_bytes, step.update_bytes) > available:
+    if max(smallest.floor_bytes, step.update_bytes) > available:
         return "does not fit", None
-    known = smallest.plan if smallest.peak_bytes is not None and smallest.peak_bytes <= available else None
+    known = smallest.plan if smallest.peak_bytes <= available else None
     limits = Limits(time_s=question.share_s(0.5))
     result = solve(Problem(graph, available), limits=limits, initial=known, raise_on_failure=False)
-    if result.plan is not None:
+    if isinstance(result, Result):
         return "fits with recomputation", result
     if result.termination.reason is Reason.INFEASIBLE:
         remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
@@ -247,7 +247,6 @@ def _confirmed(question: Question, lines: AffineGraph, found: MaxBatch, availabl
         if peak > _NEAR * available or fewer < 1:
             return None
         fewer -= fewer % _ROWS if fewer > _ROWS else 0
-        result = run_order(lines(fewer), found.plan.order)
-        assert result.plan is not None
+        result = result_of_order(lines(fewer), found.plan.order)
         found = replace(found, batch=fewer, plan=result.plan, result=result)
     return None

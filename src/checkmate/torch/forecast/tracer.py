@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
-from checkmate.core.problem import keep_all_bytes
 from checkmate.torch.emulate.device import Target
 from checkmate.torch.emulate.fake_inputs import lent
 from checkmate.torch.graph.storages import storage_key

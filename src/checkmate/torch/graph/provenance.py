@@ -12,7 +12,7 @@ from torch import fx
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\['(\w+)'\]\.?")
 _CLOSURE = re.compile(r"^.*\bcell_contents\b\.?")  # how a module in a closure of a closure is named
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def source_of(node: fx.Node) -> str:

@@ -23,8 +23,10 @@ import checkmate
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
+from checkmate.core.simulate import simulate
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.studies.split_budget import Choice
+from checkmate.frontend.split_budget import PlanFootprint
+from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, functorch_config
 from checkmate.torch._compat.dispatch import FakeTensor
 from checkmate.torch._compat.inductor import (
@@ -38,24 +40,24 @@ from checkmate.torch._compat.inductor import (
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.graph.copy import copied
 from checkmate.torch.inductor.scheduler import PlanChoices
-from checkmate.torch.inductor.search import Fitting
+from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.trial_step import DryStep, measured_step
+from checkmate.torch.measure.trial_step import measured_step
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import Task, partition
 from checkmate.torch.passes.channels_last import with_channels_last
 
 _log = logging.getLogger("checkmate.torch")
 
-PATCHES: dict[str, Any] = {
+INDUCTOR_CONFIG: dict[str, Any] = {
     "reorder_for_peak_memory": False,  # it would undo the order of the plan
     "allow_buffer_reuse": False,  # it keeps dead buffers for later ones of their size: up to 15 % over the prediction
 }
 """What Inductor is told to leave to the plan."""
 
 
-class Door:
-    """What AOTAutograd calls: a compiled module, and later what stands before it.
+class ReplaceableCallable:
+    """A callable whose implementation can be replaced after AOTAutograd holds a reference to it.
 
     Attributes:
         run: Takes its arguments as one list and empties it.
@@ -66,7 +68,7 @@ class Door:
         self._boxed_call = True  # of the instance: who wraps it copies what an instance has
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run what is behind."""
+        """Call the implementation."""
         return self.run(args)
 
 
@@ -76,17 +78,17 @@ class Compiled:
 
     Attributes:
         run: The compiled graph.
-        forward: The door of its forward.
-        backward: The door of its backward; the same without gradients.
+        forward: Its forward.
+        backward: Its backward; the forward again without gradients.
         planned: What was captured and its plan; None without gradients, where there is nothing to plan.
-        measured: The graph that was planned, and its plan with what it was measured to take; None without a budget.
+        measured: The graph that was planned, its plan with its measured memory, and the budget in bytes; None without a budget.
     """
 
     run: Callable[..., Any]
-    forward: Door
-    backward: Door
+    forward: ReplaceableCallable
+    backward: ReplaceableCallable
     planned: tuple[Capture, Result] | None
-    measured: tuple[Graph, Choice] | None = None
+    measured: tuple[Graph, PlanFootprint, int] | None = None
 
 
 class PlanPartitioner(CustomPartitionerFn):
@@ -124,7 +126,6 @@ class PlanPartitioner(CustomPartitionerFn):
         if self.planned is None:
             return None
         capture, result = self.planned
-        assert result.plan is not None
         text = f"{self._facts} {capture.graph.digest} {result.plan.order}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -149,48 +150,48 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
     """
     _refuse_symbols(example_inputs)
     task, options = compilation.task, compilation.options
-    fitting = Fitting(compilation, _how(example_inputs, options))
+    search = CalibratedSearch(compilation, _compiler_fingerprint(example_inputs, options))
     best: Compiled | None = None
     while True:
-        fitted = dataclasses.replace(task, plan=functools.partial(_planned, fitting))
+        fitted = dataclasses.replace(task, plan=functools.partial(_planned, search))
         compiled = _compiled_once(gm, example_inputs, fitted, options)
-        if compiled.planned is None or not fitting.measures:
+        if compiled.planned is None or not search.measures:
             return compiled
         step = measured_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
-        step = fitting.learn(step)
-        chosen = fitting.best()
-        if chosen == len(fitting.tried) - 1:
-            best = _measured(compiled, fitting, step)
+        step = search.record(step)
+        chosen = search.best()
+        if chosen == len(search.trials) - 1:
+            best = _measured(compiled, search, step)
         del compiled
-        if not fitting.again():
+        if not search.next_candidate():
             break
-    peaks = [t.step.peak_bytes for t in fitting.tried]
+    peaks = [t.outcome.memory.peak_bytes for t in search.trials]
     if best is None and options.plan is not None:
         raise OptionError(
             f"the plan that was given was measured to take {format_bytes(peaks[0])} above what is resident, and the budget "
-            f"leaves {format_bytes(fitting.room_bytes)}",
-            hint=f"raise the budget by at least {format_at_least(peaks[0] - fitting.room_bytes)}, or leave out `plan`",
+            f"leaves {format_bytes(search.limit_bytes)}",
+            hint=f"raise the budget by at least {format_at_least(peaks[0] - search.limit_bytes)}, or leave out `plan`",
         )
     if best is None:
-        compilation.least_fused_bytes = fitting.fused.graph.resident_bytes + min(peaks)
+        compilation.least_fused_bytes = search.fused.graph.resident_bytes + min(peaks)
         _log.warning(
             "none of %d plans that Inductor compiled kept the %s that the budget leaves above what is resident (the least "
             "that was measured is %s): compiled by 'eager' instead, whose peak is the planned one",
             len(peaks),
-            format_bytes(fitting.room_bytes),
+            format_bytes(search.limit_bytes),
             format_bytes(min(peaks)),
         )
     return best
 
 
-def _planned(fitting: Fitting, capture: Capture) -> tuple[Graph, Result]:
+def _planned(search: CalibratedSearch, capture: Capture) -> tuple[Graph, Result]:
     """The plan that is to be compiled; what it counts as stored is marked to be stored.
 
     Otherwise Inductor computes a pointwise op where it is first read, and as often as it is read unless it thinks better of it:
     other memory than planned, and sums that are taken over other loops, and so in another order, in every plan.
     """
-    graph, result = fitting.plan(capture.graph)
-    for o in fitting.fused.stored:
+    graph, result = search.plan(capture.graph)
+    for o in search.fused.stored:
         node = capture.members[o].node
         assert node is not None
         if node.all_input_nodes:  # what is made of nothing is cheaper made where it is read
@@ -202,35 +203,35 @@ def _planned(fitting: Fitting, capture: Capture) -> tuple[Graph, Result]:
 
 
 def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options) -> Compiled:
-    doors: dict[str, Door] = {}
+    callables: dict[str, ReplaceableCallable] = {}
 
-    def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Door:
+    def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> ReplaceableCallable:
         which = "backward" if kwargs.get("is_backward") else "forward"
         free = inductor_config.layout_optimization and bool(kwargs.get("is_inference"))  # what was planned has its layouts
         with inductor_config.patch(layout_optimization=free):
-            doors[which] = Door(compile_fx_inner(module, inputs, **kwargs))
-        return doors[which]
+            callables[which] = ReplaceableCallable(compile_fx_inner(module, inputs, **kwargs))
+        return callables[which]
 
     partitioner = PlanPartitioner(task, options)
     copy = fx.GraphModule(gm, copied(gm.graph))  # Inductor changes what it is given
     copy.meta = dict(gm.meta)
-    patches = {**PATCHES, "custom_partitioner_fn": partitioner}
+    patches = {**INDUCTOR_CONFIG, "custom_partitioner_fn": partitioner}
     # The backward is compiled now and not at its first run: Dynamo is still at work, and its books of a compilation
     # are kept once.
     with functorch_config.patch(force_non_lazy_backward_lowering=True), chosen_by(PlanChoices()):
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
-    return Compiled(run, doors["forward"], doors.get("backward", doors["forward"]), partitioner.planned)
+    return Compiled(run, callables["forward"], callables.get("backward", callables["forward"]), partitioner.planned)
 
 
-def _measured(compiled: Compiled, fitting: Fitting, step: DryStep) -> Compiled:
+def _measured(compiled: Compiled, search: CalibratedSearch, step: StepMemory) -> Compiled:
     assert compiled.planned is not None
     capture, result = compiled.planned
     took = format_bytes(step.peak_bytes)
-    said = f"compiled by Inductor (compilation {len(fitting.tried)}): {took} measured above what is resident"
+    said = f"compiled by Inductor (compilation {len(search.trials)}): {took} measured above what is resident"
     compiled.planned = (capture, msgspec.structs.replace(result, remarks=(*result.remarks, said)))
-    graph, plan = fitting.current(capture.graph, result)
-    taken = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-    compiled.measured = (graph, dataclasses.replace(Choice.of(graph, plan), **taken))
+    graph, plan = search.current(capture.graph, result)
+    footprint = PlanFootprint(plan=plan, cost=simulate(graph, plan).cost, memory=step)
+    compiled.measured = (graph, footprint, graph.resident_bytes + search.limit_bytes)
     return compiled
 
 
@@ -250,7 +251,7 @@ def _refuse_symbols(inputs: Sequence[Any]) -> None:
             )
 
 
-def _how(inputs: Sequence[Any], options: Options) -> str:
+def _compiler_fingerprint(inputs: Sequence[Any], options: Options) -> str:
     """All besides a graph that decides what a compiled step takes, as text."""
     devices = {t.device for t in inputs if isinstance(t, torch.Tensor)}
     facts = {

@@ -16,7 +16,7 @@ import torch
 from checkmate.core.errors import MissingExtraError
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
-from checkmate.torch.compilation.coordinator import IN_FLIGHT
+from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph.storages import leaves, unique_bytes
 
 try:
@@ -72,7 +72,7 @@ class PeakCallback(TrainerCallback):
             return
         self._running.close()
         self.measured_bytes, self._peak = self._peak(), None
-        self.planned_bytes = IN_FLIGHT.step_bytes
+        self.planned_bytes = COORDINATOR.step_bytes
         planned = "nothing" if self.planned_bytes is None else format_bytes(self.planned_bytes)
         _log.info("step %d: planned %s, measured %s", self.step, planned, format_bytes(self.measured_bytes))
 

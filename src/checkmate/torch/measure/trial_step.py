@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import overwritten_inputs
 from checkmate.torch._compat.dispatch import no_modes
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
@@ -20,29 +20,7 @@ _log = logging.getLogger("checkmate.torch")
 _BACKWARD = "checkmate::backward"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DryStep:
-    """What a step was measured to take above what is resident.
-
-    Attributes:
-        forward_peak_bytes: Peak of the forward.
-        held_bytes: What is held from the forward's end to the backward.
-        backward_peak_bytes: Peak from there on.
-        gradient_bytes: What the backward leaves behind.
-    """
-
-    forward_peak_bytes: int
-    held_bytes: int
-    backward_peak_bytes: int
-    gradient_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak of the step."""
-        return max(self.forward_peak_bytes, self.backward_peak_bytes)
-
-
-def measured_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> DryStep:
+def measured_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> StepMemory:
     """Run two steps, the first of which loads and allocates what stays, and measure the second.
 
     Inputs are given as aliases that are leaves of their own: no gradient reaches a parameter, and no hook is called. What a
@@ -73,13 +51,13 @@ def measured_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_output
         return _all_of_it()
 
 
-def _all_of_it() -> DryStep:
+def _all_of_it() -> StepMemory:
     torch.cuda.empty_cache()
     _, everything = torch.cuda.mem_get_info()
-    return DryStep(forward_peak_bytes=everything, held_bytes=everything, backward_peak_bytes=everything, gradient_bytes=0)
+    return StepMemory(forward_peak_bytes=everything, saved_bytes=everything, backward_peak_bytes=everything, gradient_bytes=0)
 
 
-def _measured(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool) -> DryStep:
+def _measured(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool) -> StepMemory:
     device = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)
     if device is not None:
         return _measured_on_cuda(run, inputs, hold_outputs, device)
@@ -92,10 +70,10 @@ def _measured(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool
         elif what == "alloc":
             held += amount  # type: ignore[operator]
             peak = max(peak, held)
-    return DryStep(forward_peak_bytes=forward, held_bytes=between, backward_peak_bytes=peak, gradient_bytes=gradients)
+    return StepMemory(forward_peak_bytes=forward, saved_bytes=between, backward_peak_bytes=peak, gradient_bytes=gradients)
 
 
-def _measured_on_cuda(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, device: torch.device) -> DryStep:
+def _measured_on_cuda(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, device: torch.device) -> StepMemory:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -109,9 +87,9 @@ def _measured_on_cuda(run: Callable[..., Any], inputs: Sequence[Any], hold_outpu
 
     gradients = _step(run, inputs, hold_outputs, between)
     torch.cuda.synchronize(device)
-    return DryStep(
+    return StepMemory(
         forward_peak_bytes=found["forward"],
-        held_bytes=found["held"],
+        saved_bytes=found["held"],
         backward_peak_bytes=torch.cuda.max_memory_allocated(device) - before,
         gradient_bytes=gradients,
     )

@@ -100,7 +100,6 @@ def partition(
         extra_resident_bytes=task.extra_resident_bytes,
     )
     capture, result = _planned(capture, task)
-    assert result.plan is not None
     imposed = impose(capture, result.plan)
     forward, backward = default_partition(imposed, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     strip_dead_random(backward)
@@ -128,7 +127,6 @@ def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
         prepared, None, task.costs, no_recompute=task.no_recompute, extra_resident_bytes=task.extra_resident_bytes
     )
     capture, result = _planned(capture, task)
-    assert result.plan is not None
     imposed = impose(capture, result.plan)
     _compare(capture, result, recount_whole(imposed, task.costs))
     task.on_planned(capture, result)
@@ -141,7 +139,6 @@ def _planned(capture: Capture, task: Task) -> tuple[Capture, Result]:
 
 
 def _compare(capture: Capture, result: Result, counted: int) -> None:
-    assert result.peak_bytes is not None
     planned = result.peak_bytes - capture.graph.resident_bytes
     if counted > planned + _SLACK_BYTES:
         raise SplitError(

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
+from checkmate.frontend.options import PlanSource
 from checkmate.solvers.session import Solver
 from checkmate.torch._compat.distributed import DistributedDataParallel, inside_data_parallel, is_sharded
 from checkmate.torch._compat.dynamo import Carrier, Unsupported, dynamo_config
@@ -113,7 +115,6 @@ class Step:
         if recipe.wrapped is not None:
             self._run = through(recipe.wrapped, self._run)
         capture, result = self._planned[0]
-        assert result.plan is not None
         self.graph, self.plan, self.result = capture.graph, result.plan, result
         self._armed = True
 
@@ -144,7 +145,6 @@ class Step:
 
     def _note(self, capture: Capture, result: Result) -> None:
         if self._planned:
-            assert result.peak_bytes is not None
             peak = format_bytes(result.peak_bytes)
             _log.warning("a new shape was compiled and planned in %.1f s: peak %s", result.elapsed_s, peak)
         self._planned.append((capture, result))
@@ -156,7 +156,7 @@ def compile(  # noqa: A001 - torch's own word for it
     optimizer: torch.optim.Optimizer | None = None,
     *,
     example: Example,
-    budget: Amount | None = None,
+    budget: Amount | Budget | None = None,
     compiler: Compiler = "eager",
     whole: bool | None = None,
     micro_batches: int = 1,
@@ -164,7 +164,7 @@ def compile(  # noqa: A001 - torch's own word for it
     autocast: torch.dtype | None = None,
     solver: Solver | str | None = None,
     time_limit_s: float | None = 30.0,
-    plan: Plan | str | None = None,
+    plan: PlanSource | None = None,
     outputs: Outputs = "held",
     reserve: Amount = 0,
     accumulate: bool = False,
@@ -314,7 +314,7 @@ def captured(recipe: Recipe, batch: Example, options: Options, target: Target | 
         done.graph = graph
         raise Carrier(done)
 
-    hooks = Hooks(plan=stop, inference=False, whole=recipe.whole, target=target)
+    hooks = Hooks(planner=stop, inference=False, whole=recipe.whole, target=target)
     backend = functools.partial(compile_graph, options=options, hooks=hooks)
     run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})

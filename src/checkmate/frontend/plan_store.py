@@ -1,7 +1,7 @@
-"""Plans whose compiled steps were measured, in a SQLite file of the user's cache folder.
+"""Measured peaks of compiled plans, in a SQLite file of the user's cache folder.
 
-What a compiler makes of a plan is known only when it has run. Plans that were measured are therefore kept, with what they
-took, and so is which of them was given for which budget: a smaller budget is never answered with a larger peak.
+The peak of a compiled plan is known only when it has run. Measured plans are therefore kept with their peaks, and so is which of
+them was the answer to which budget: a smaller budget is never answered with a larger peak.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MeasuredPlan:
     peak_bytes: int
 
 
-class MeasuredPlans:
+class PlanStore:
     """Measured plans of one graph, compiled one way.
 
     Args:
@@ -44,10 +44,10 @@ class MeasuredPlans:
 
     Examples:
         >>> import tempfile
-        >>> plans = MeasuredPlans("graph", Path(tempfile.mkdtemp()) / "plans.sqlite")
+        >>> plans = PlanStore("graph", Path(tempfile.mkdtemp()) / "plans.sqlite")
         >>> plans.add(MeasuredPlan((0, 1, 2), 900))
-        >>> plans.answer(1000, 900)
-        >>> plans.window(800), plans.window(1200)
+        >>> plans.record_answer(1000, 900)
+        >>> plans.monotone_bounds(800), plans.monotone_bounds(1200)
         ((0, 800), (900, 1200))
     """
 
@@ -67,13 +67,13 @@ class MeasuredPlans:
         with closing(self._connect()) as connection, connection:
             connection.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", row)
 
-    def answer(self, budget_bytes: int, peak_bytes: int) -> None:
-        """Note what the plan takes that a budget was answered with."""
+    def record_answer(self, budget_bytes: int, peak_bytes: int) -> None:
+        """Record the measured peak of the plan that a budget was answered with."""
         with closing(self._connect()) as connection, connection:
             connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (self.key, budget_bytes, peak_bytes))
 
-    def window(self, budget_bytes: int) -> tuple[int, int]:
-        """Least and most that the plan for a budget may take, so that all answers are monotone in their budgets."""
+    def monotone_bounds(self, budget_bytes: int) -> tuple[int, int]:
+        """Least and most bytes that the plan for a budget may need, so that no smaller budget ever gets a larger peak."""
         with closing(self._connect()) as connection:
             query = "SELECT budget_bytes, peak_bytes FROM answers WHERE key = ? AND budget_bytes != ?"
             rows = list(connection.execute(query, (self.key, budget_bytes)))

@@ -1,0 +1,123 @@
+"""A memory budget, from the text that a user writes to an exact number of bytes, and what it has to leave room for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.simulate import simulate
+from checkmate.core.units import Amount, format_bytes, parse_bytes, parse_percentage
+
+
+def keep_all_bytes(graph: Graph) -> int:
+    """Peak of computing every op once in the graph's own order, resident bytes included."""
+    return simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A memory budget as it was asked for: a total, or a share of what keeping everything needs.
+
+    Text is parsed once, where it comes in (`parse`), and becomes bytes once, when the graph is known (`resolve`).
+
+    Attributes:
+        text: The budget as it was written.
+        total_bytes: The total in bytes, resident bytes included; None for a share.
+        percentage: The share in per cent; None for a total.
+
+    Examples:
+        >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], resident_bytes=10)
+        >>> Budget.parse("1KiB").resolve(chain), Budget.parse("50%").resolve(chain)
+        (1024, 13)
+    """
+
+    text: str
+    total_bytes: int | None = None
+    percentage: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.total_bytes is None) == (self.percentage is None):
+            raise OptionError("a budget is either a total or a share", hint="use Budget.parse('8GiB') or Budget.parse('70%')")
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def parse(cls, amount: Amount) -> Budget:
+        """The budget that a text or a number stands for.
+
+        Args:
+            amount: Bytes, or text: ``"8GiB"`` is a total, resident bytes included; ``"70%"`` is the resident bytes
+                plus 70 % of what keeping everything needs above them.
+
+        Raises:
+            UnitError: The text cannot be read, or the amount is negative or not whole.
+        """
+        if isinstance(amount, str) and amount.strip().endswith("%"):
+            return cls(amount.strip(), percentage=parse_percentage(amount))
+        total = parse_bytes(amount)
+        return cls(amount.strip() if isinstance(amount, str) else f"{total} bytes", total_bytes=total)
+
+    def resolve(self, graph: Graph) -> int:
+        """Bytes of the budget for a graph, resident bytes included; a share is rounded down."""
+        if self.total_bytes is not None:
+            return self.total_bytes
+        return self.within(resident_bytes=graph.resident_bytes, keep_all_bytes=keep_all_bytes(graph))
+
+    def within(self, *, resident_bytes: int, keep_all_bytes: int) -> int:
+        """Bytes of the budget where the two amounts that a share refers to are known.
+
+        Args:
+            resident_bytes: Bytes that are allocated before and after and that no plan can change.
+            keep_all_bytes: Peak of keeping everything, resident bytes included.
+
+        Examples:
+            >>> Budget.parse("50%").within(resident_bytes=100, keep_all_bytes=300)
+            200
+        """
+        if self.total_bytes is not None:
+            return self.total_bytes
+        assert self.percentage is not None
+        return resident_bytes + int((keep_all_bytes - resident_bytes) * self.percentage / 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentMemory:
+    """Bytes that are allocated before, during and after a step and that no plan can change, by what they are for.
+
+    Attributes:
+        parameters_bytes: Parameters of the model.
+        inputs_bytes: Buffers of the model, the batch and all else that the graph reads.
+        gradients_bytes: Gradients that exist when a step begins.
+        optimizer_bytes: State of the optimizer, that of its first step included.
+        wrappers_bytes: Buckets and gathered parameters of DistributedDataParallel and FSDP.
+        in_flight_bytes: Tensors that other graphs hold for their backward passes.
+        reserve_bytes: Bytes that the user asked to leave free.
+        other_bytes: Bytes allocated on the device that belong to none of these.
+
+    Examples:
+        >>> memory = ResidentMemory(parameters_bytes=3 * 2**20, gradients_bytes=2**20)
+        >>> memory.total_bytes, str(memory)
+        (4194304, '4.00 MiB resident: parameters 3.00 MiB, gradients 1.00 MiB')
+    """
+
+    parameters_bytes: int = 0
+    inputs_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    wrappers_bytes: int = 0
+    in_flight_bytes: int = 0
+    reserve_bytes: int = 0
+    other_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    def __str__(self) -> str:
+        parts = [(part.name.removesuffix("_bytes").replace("_", " "), getattr(self, part.name)) for part in fields(self)]
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
+        return f"{format_bytes(self.total_bytes)} resident" + (f": {listed}" if listed else "")

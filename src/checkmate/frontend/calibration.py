@@ -1,0 +1,206 @@
+"""Plan, run, measure and plan again, where what a framework makes of a plan is known only by measuring it.
+
+A compiler fuses ops, and an allocator rounds and splits, so that the measured peak of a step differs from the planned one. The
+loop is the same for every framework, and pure: a policy looks at the trials so far and says within how many live bytes to plan
+next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial(Generic[T]):
+    """A plan that was tried.
+
+    Attributes:
+        target_bytes: Live bytes within which it was planned.
+        planned_bytes: Its planned peak; None if no plan was found within the target.
+        needed_bytes: Its peak as measured, or as a model of the allocator predicts it where it was not worth running; None
+            without a plan.
+        cost: Its cost; infinite without a plan.
+        overhead: Its cost over that of keeping everything.
+        measured: Whether ``needed_bytes`` was measured.
+        outcome: The front end's own record of the trial.
+    """
+
+    target_bytes: int
+    planned_bytes: int | None
+    needed_bytes: int | None
+    cost: float
+    overhead: float = 1.0
+    measured: bool = True
+    outcome: T
+
+    def within(self, limit_bytes: int) -> bool:
+        """Whether it was found to need no more than a limit."""
+        return self.needed_bytes is not None and self.needed_bytes <= limit_bytes
+
+
+class Policy(Protocol):
+    """Chooses the target of the next trial."""
+
+    def next_target(self, trials: Sequence[Trial[Any]], limit_bytes: int) -> int | None:
+        """Live bytes to plan within next, or None if another trial is not worth its time.
+
+        Args:
+            trials: Trials so far, in order.
+            limit_bytes: The most that a measured peak may be.
+        """
+        ...
+
+
+class Calibration(Generic[T]):
+    """The trials of one graph.
+
+    Args:
+        limit_bytes: The most that a measured peak may be.
+        policy: Chooses targets.
+
+    Attributes:
+        trials: Trials so far, in order.
+
+    Examples:
+        >>> calibration = Calibration[str](100, Offset())
+        >>> calibration.next_target()
+        100
+        >>> calibration.record(Trial(target_bytes=100, planned_bytes=98, needed_bytes=110, cost=5, outcome="too large"))
+        >>> calibration.next_target()
+        82
+        >>> calibration.record(Trial(target_bytes=82, planned_bytes=80, needed_bytes=93, cost=6, outcome="fits"))
+        >>> calibration.next_target(), calibration.best().outcome
+        (None, 'fits')
+    """
+
+    def __init__(self, limit_bytes: int, policy: Policy) -> None:
+        self.limit_bytes = limit_bytes
+        self.policy = policy
+        self.trials: list[Trial[T]] = []
+
+    def next_target(self) -> int | None:
+        """Live bytes to plan within next, or None if another trial is not worth its time."""
+        return self.policy.next_target(self.trials, self.limit_bytes)
+
+    def record(self, trial: Trial[T]) -> None:
+        """Note a trial."""
+        self.trials.append(trial)
+
+    def best(self, limit_bytes: int | None = None) -> Trial[T] | None:
+        """The cheapest trial within the limit, or within another one that is given; the first of equals."""
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        return min((t for t in self.trials if t.within(limit)), key=lambda t: t.cost, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offset:
+    """A policy for needs that differ from the plan by an amount: what chunks of an allocator add.
+
+    Attributes:
+        resident_bytes: Bytes of the limit that no plan can change.
+        most_trials: The most plans that are tried. Eight bisections leave less than half a per cent of the budget undivided.
+        headroom: Share of the limit above the resident bytes to leave free: chunks fall otherwise from step to step, by up to
+            6 % in 40 steps of VGG19.
+        least_room: Room left, as a share of the limit above the resident bytes, that is not worth another trial.
+        least_step: Difference of targets, as a share of the limit, that is not worth dividing.
+        small_overhead: Overhead at which a cheaper plan is not worth another trial.
+        uses_room: Whether room that a plan leaves is used for a cheaper one.
+    """
+
+    resident_bytes: int = 0
+    most_trials: int = 8
+    headroom: float = 0.06
+    least_room: float = 0.02
+    least_step: float = 0.01
+    small_overhead: float = 1.005
+    uses_room: bool = True
+
+    def aim_bytes(self, limit_bytes: int) -> int:
+        """The need to aim at."""
+        return limit_bytes - max(0, int(self.headroom * (limit_bytes - self.resident_bytes)))
+
+    def next_target(self, trials: Sequence[Trial[Any]], limit_bytes: int) -> int | None:
+        """Correct the target of the last trial by the difference between its need and the aim; halve where no plan was found."""
+        if not trials:
+            return limit_bytes
+        if len(trials) >= self.most_trials:
+            return None
+        aim, last, earlier = self.aim_bytes(limit_bytes), trials[-1], trials[:-1]
+        cheapest = min((t.cost for t in earlier if t.within(aim)), default=math.inf)
+        if last.within(aim) and last.cost < cheapest:
+            assert last.needed_bytes is not None
+            room = aim - last.needed_bytes
+            worth = room > self.least_room * (limit_bytes - self.resident_bytes) and last.overhead > self.small_overhead
+            return last.target_bytes + room if worth and self.uses_room and last.measured else None
+        if cheapest < math.inf or last.within(aim):
+            return None
+        # For `above` there is a plan, and what it needs is over the aim.
+        above = min((min(t.target_bytes, t.planned_bytes) for t in trials if t.planned_bytes is not None), default=limit_bytes)
+        if last.needed_bytes is None:
+            return None if above - last.target_bytes <= self.least_step * limit_bytes else (last.target_bytes + above) // 2
+        return above - (last.needed_bytes - aim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proportional:
+    """A policy for needs that are about a share of the plan: what fusing and reusing buffers takes away or adds.
+
+    Attributes:
+        least_cost: Cost of keeping everything: no plan is cheaper.
+        most_trials: The most plans that are tried, since each is a compilation of seconds to a minute.
+        aim: Share of the limit to aim at when the last trial is used to predict the next.
+        least_gain: Bytes that the need is taken to lose at least for each byte that the plan loses.
+        least_saving: Share of the cost that another trial has to promise to save, once one fits.
+    """
+
+    least_cost: int = 0
+    most_trials: int = 4
+    aim: float = 0.985
+    least_gain: float = 0.25
+    least_saving: float = 0.01
+
+    def worthwhile_cost(self, trials: Sequence[Trial[Any]], limit_bytes: int) -> float:
+        """Cost up to which another plan is worth trying."""
+        return (1 - self.least_saving) * min((t.cost for t in trials if t.within(limit_bytes)), default=math.inf)
+
+    def next_target(self, trials: Sequence[Trial[Any]], limit_bytes: int) -> int | None:
+        """Scale the last target by need over plan; between a trial that fits and one that does not, at most their middle."""
+        if not trials:
+            return limit_bytes
+        fitting = [t for t in trials if t.within(limit_bytes)]
+        over = [t for t in trials if not t.within(limit_bytes)]
+        full = any(_needed(t) >= self.aim * limit_bytes for t in fitting)
+        if len(trials) >= self.most_trials or full or self.least_cost > self.worthwhile_cost(trials, limit_bytes):
+            return None
+        last = max(fitting, key=_planned) if fitting else min(over, key=_planned)
+        target = int(self.aim * limit_bytes * _planned(last) / max(1, _needed(last)))
+        if fitting and over:
+            return min(target, (_planned(last) + min(map(_planned, over))) // 2)
+        if over:
+            return min(target, int(self.aim * _planned(last)), self._secant(over, self.aim * limit_bytes))
+        return target
+
+    def _secant(self, over: Sequence[Trial[Any]], aim_bytes: float) -> int:
+        """The plan at which the line through the two trials that came nearest would need what is aimed at.
+
+        What a compiler adds to a plan does not shrink with it, so that a share of the plan falls short again and again.
+        """
+        low, *others = sorted(over, key=_planned)
+        high = next((t for t in others if _planned(t) > _planned(low)), None)
+        if high is None:
+            return _planned(low)
+        gain = (_needed(high) - _needed(low)) / (_planned(high) - _planned(low))
+        return max(0, int(_planned(low) - (_needed(low) - aim_bytes) / max(self.least_gain, min(1.0, gain))))
+
+
+def _planned(trial: Trial[Any]) -> int:
+    return 0 if trial.planned_bytes is None else trial.planned_bytes
+
+
+def _needed(trial: Trial[Any]) -> int:
+    return 0 if trial.needed_bytes is None else trial.needed_bytes

@@ -1,0 +1,98 @@
+"""Options that say which plan a front end looks for, checked once, where the user's call comes in."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from checkmate.core.budget import Budget
+from checkmate.core.errors import OptionError
+from checkmate.core.files import read
+from checkmate.core.plan import Plan
+from checkmate.core.result import Result
+from checkmate.core.units import Amount
+from checkmate.solvers.registry import by_name
+from checkmate.solvers.session import Solver
+
+PlanSource = Plan | str | os.PathLike[str]
+"""A plan, or the path of a file with a plan or a result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningOptions:
+    """Which plan to look for.
+
+    Attributes:
+        budget: The most memory that a step may need, everything included; None keeps everything.
+        solver: The solver; `Auto` by default.
+        time_limit_s: Seconds of wall time for planning one graph, or None for no limit.
+        plan: A plan to run instead of looking for one.
+    """
+
+    budget: Budget | None = None
+    solver: Solver | None = None
+    time_limit_s: float | None = None
+    plan: Plan | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        budget: Amount | Budget | None,
+        solver: Solver | str | None,
+        time_limit_s: float | None,
+        plan: PlanSource | None,
+    ) -> PlanningOptions:
+        """Options from what a user wrote. This is where the text of a budget is parsed.
+
+        Raises:
+            UnitError: The budget cannot be read.
+            OptionError: The time limit is not above zero, no solver has that name, or the file holds no plan.
+            FileFormatError: The plan's file is truncated, foreign or of an unknown version.
+        """
+        if time_limit_s is not None and not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise OptionError(
+                f"time_limit_s={time_limit_s!r} must be more than zero seconds, or None",
+                hint="give a number of seconds such as time_limit_s=30, or None for no limit",
+            )
+        return cls(
+            budget=parsed(budget),
+            solver=by_name(solver) if isinstance(solver, str) else solver,
+            time_limit_s=time_limit_s,
+            plan=None if plan is None else load_plan(plan),
+        )
+
+
+def parsed(budget: Amount | Budget | None) -> Budget | None:
+    """A budget as a value; one that is a value already stays as it is.
+
+    Raises:
+        UnitError: The budget cannot be read.
+    """
+    return budget if budget is None or isinstance(budget, Budget) else Budget.parse(budget)
+
+
+def load_plan(plan: PlanSource) -> Plan:
+    """A plan, or that of a file with a plan or a result.
+
+    Raises:
+        OptionError: The file cannot be opened, or holds neither.
+        FileFormatError: The file is truncated, foreign or of an unknown version.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    try:
+        content = read(plan)
+    except OSError as error:
+        raise OptionError(
+            f"plan={os.fspath(plan)!r} cannot be opened: {error.strerror or error}",
+            hint="give a file that `checkmate plan` or `checkmate.write` wrote",
+        ) from error
+    if isinstance(content, Result):
+        return content.plan
+    if not isinstance(content, Plan):
+        raise OptionError(
+            f"plan={os.fspath(plan)!r} holds a {type(content).__name__.lower()}, not a plan",
+            hint="give the file that `checkmate plan --out` wrote",
+        )
+    return content

@@ -1,0 +1,197 @@
+"""Planners: callables that make the plan of a captured graph.
+
+Frameworks call back with a graph while they compile, so that a front end is handed a planner instead of calling one. A planner
+can be decorated: by one that asks rank 0 of a distributed job, or by one that shares a budget between graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from checkmate.core.budget import Budget
+from checkmate.core.errors import PlanError, PlanNotFoundError
+from checkmate.core.evaluate import evaluate
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Compute, Free, Plan
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Result
+from checkmate.core.units import format_bytes
+from checkmate.frontend.options import PlanningOptions
+from checkmate.solvers.orders import plan_of_needed
+from checkmate.solvers.session import Solver
+from checkmate.solvers.solve import solve
+from checkmate.studies.min_budget import min_budget
+
+_log = logging.getLogger("checkmate.frontend")
+
+
+class Planner(Protocol):
+    """Makes the plan of a graph."""
+
+    def __call__(self, graph: Graph) -> Result:
+        """The plan to run, checked.
+
+        Raises:
+            InfeasibleBudgetError: No plan keeps the budget.
+            PlanNotFoundError: No plan was found in time.
+            PlanError: The plan that was given does not hold for the graph.
+        """
+        ...
+
+
+def planner_for(options: PlanningOptions) -> Planner:
+    """The planner that options ask for: the given plan, else the cheapest within the budget, else keeping everything."""
+    if options.plan is not None:
+        return GivenPlan(options.plan, options.budget)
+    if options.budget is not None:
+        return CheapestWithin(options.budget, options.solver, options.time_limit_s)
+    return keep_everything
+
+
+def keep_everything(graph: Graph) -> Result:
+    """The result of computing every op once, in the graph's own order; a `Planner`."""
+    return evaluate(graph, Plan.from_order(graph, range(len(graph.ops))))
+
+
+@dataclass(frozen=True, slots=True)
+class CheapestWithin:
+    """A planner that solves for the cheapest plan within a budget.
+
+    Attributes:
+        budget: The budget; here it becomes bytes, once per graph.
+        solver: The solver; `Auto` by default.
+        time_limit_s: Seconds of wall time, or None.
+    """
+
+    budget: Budget
+    solver: Solver | None = None
+    time_limit_s: float | None = None
+
+    def __call__(self, graph: Graph) -> Result:
+        """The cheapest plan that the solver finds."""
+        result = solve(Problem(graph, self.budget), self.solver, limits=Limits(time_s=self.time_limit_s))
+        log_planned(graph, result)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPlan:
+    """A planner that returns a plan exactly as it was given, or refuses it.
+
+    Attributes:
+        plan: The plan.
+        budget: The budget that it has to keep, if any.
+    """
+
+    plan: Plan
+    budget: Budget | None = None
+
+    def __call__(self, graph: Graph) -> Result:
+        """The figures of the plan."""
+        result = evaluate(graph, self.plan, self.budget)
+        refuse_unexecutable(graph, self.plan)
+        return result
+
+
+class Replanner:
+    """Plans of one graph within several budgets. Each plan found is where the search within a smaller budget may start.
+
+    Args:
+        graph: The graph.
+        options: Solver and time limit.
+        time_shares: Share of the time limit for the first solve, and for each that follows.
+
+    Attributes:
+        found: Plans found so far.
+    """
+
+    def __init__(self, graph: Graph, options: PlanningOptions, time_shares: tuple[float, float] = (1.0, 1.0)) -> None:
+        self.graph = graph
+        self.found: list[Result] = []
+        self._options = options
+        self._share, self._next_share = time_shares
+
+    def __call__(self, budget_bytes: int) -> Result:
+        """The cheapest plan within an amount of live bytes, resident bytes included.
+
+        Raises:
+            InfeasibleBudgetError: No plan keeps it.
+            PlanNotFoundError: No plan was found in time.
+        """
+        problem, solver = Problem(self.graph, budget_bytes), self._options.solver
+        limits = self._limits()
+        self._share = self._next_share
+        try:
+            result = solve(problem, solver, limits=limits, initial=self._start(budget_bytes))
+        except PlanNotFoundError:
+            # The search for the smallest peak finds plans that a search within this budget misses.
+            smallest = min_budget(self.graph, limits=limits)
+            self.found.append(evaluate(self.graph, smallest.plan))
+            if self._start(budget_bytes) is None:
+                raise
+            result = solve(problem, solver, limits=limits, initial=self._start(budget_bytes))
+        self.found.append(result)
+        log_planned(self.graph, result)
+        return result
+
+    def _limits(self) -> Limits:
+        limit = self._options.time_limit_s
+        return Limits(time_s=None if limit is None else self._share * limit)
+
+    def _start(self, budget_bytes: int) -> Plan | None:
+        """The cheapest plan so far that keeps a budget."""
+        fits = [r for r in self.found if r.peak_bytes <= budget_bytes]
+        return min(fits, key=lambda r: r.cost).plan if fits else None
+
+
+def result_of_order(graph: Graph, order: Sequence[int]) -> Result:
+    """The result of an order that was found before, less the computations whose outputs are never read."""
+    peak = Plan.from_order(graph, order)
+    return evaluate(graph, plan_of_needed(Problem(graph, evaluate(graph, peak).peak_bytes), order))
+
+
+def refuse_unexecutable(graph: Graph, plan: Plan) -> None:
+    """Refuse a plan that a compiled program would not run as it is.
+
+    Programs drop computations whose outputs are never read, and free every value after its last read. A plan with such a
+    computation, or that holds a value longer, would run as another plan with another peak.
+
+    Raises:
+        PlanError: The plan has a computation that is never read, or holds a value longer than it is read.
+    """
+    needed = plan_of_needed(Problem(graph, graph.resident_bytes), plan.order)
+    if _grouped(needed) == _grouped(plan):
+        return
+    dropped = len(plan.order) - len(needed.order)
+    what = f"{dropped} computations whose outputs are never read" if dropped else "values that it holds after their last read"
+    raise PlanError(
+        f"the plan has {what}: a compiled step leaves those out, and would not run as the plan says",
+        hint="leave them out of the plan: Plan.from_order(graph, order) frees every value right after its last read",
+    )
+
+
+def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
+    """Each computation with the values that are freed before the next one."""
+    groups: list[tuple[int, set[int]]] = []
+    for step in plan.steps:
+        if isinstance(step, Compute):
+            groups.append((step.op, set()))
+        elif isinstance(step, Free) and groups:  # pyright: ignore[reportUnnecessaryIsInstance]
+            groups[-1][1].add(step.value)
+    return [(op, frozenset(freed)) for op, freed in groups]
+
+
+def log_planned(graph: Graph, result: Result) -> None:
+    """Log what a solve found."""
+    _log.info(
+        "planned %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",
+        len(graph.ops),
+        result.elapsed_s,
+        format_bytes(result.peak_bytes),
+        format_bytes(result.budget_bytes),
+        result.overhead,
+        100 * result.gap,
+    )

@@ -1,0 +1,55 @@
+"""Memory of one training step, split where the backward begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Compute, Plan
+from checkmate.core.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Bytes that a step needs above what is resident, measured or predicted from a plan.
+
+    Attributes:
+        forward_peak_bytes: Peak of the forward.
+        saved_bytes: Bytes held from the end of the forward to the beginning of the backward.
+        backward_peak_bytes: Peak from there on.
+        gradient_bytes: Bytes of the gradients that the backward leaves.
+    """
+
+    forward_peak_bytes: int
+    saved_bytes: int
+    backward_peak_bytes: int
+    gradient_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the step."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+    @classmethod
+    def of(cls, graph: Graph, plan: Plan, transient_gradient_bytes: int = 0) -> StepMemory:
+        """Memory of a plan for a graph with a boundary between forward and backward, by `simulate`.
+
+        Args:
+            graph: The graph.
+            plan: Its plan.
+            transient_gradient_bytes: Bytes of gradients that are gone when the backward is over, such as those that FSDP shards.
+        """
+        boundary = graph.boundary
+        if boundary is None:
+            raise ValueError(f"graph {graph.name!r} has no boundary between forward and backward")
+        above = simulate(graph, plan).bytes - graph.resident_bytes
+        at = plan.steps.index(Compute(boundary))
+        made = {v for op in graph.ops if op.phase == "backward" for v in op.outputs if graph.values[v].kept}
+        gradients = sum(graph.values[v].size_bytes for v in {graph.root[v] for v in made})
+        tangents = sum(graph.values[v].size_bytes for v in graph.ops[boundary].outputs)
+        return cls(
+            forward_peak_bytes=int(above[: at + 1].max()),
+            saved_bytes=int(above[at]) - tangents,
+            backward_peak_bytes=int(above[at:].max()),
+            gradient_bytes=max(0, gradients - transient_gradient_bytes),
+        )
