@@ -95,7 +95,7 @@ def test_an_action_has_one_version():
     assert len(found) == len({name.partition("@")[0] for name in found})
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=name_of)
+@pytest.mark.parametrize("path", [*WORKFLOWS, OFFERED], ids=name_of)
 def test_a_workflow_may_only_read(path):
     """A job that may do more says so itself; what is not said is whatever the repository's settings are."""
     workflow = yaml.safe_load(path.read_text())

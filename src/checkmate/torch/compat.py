@@ -1,6 +1,6 @@
 """Every private name of torch that this package uses, in one place.
 
-Seen and tested in 2.13.0; 2.11 is the declared floor. A release that moves one of them breaks here, at
+Seen and tested in 2.13.0; 2.12 is the declared floor. A release that moves one of them breaks here, at
 import, and nowhere else.
 """
 
