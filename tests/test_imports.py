@@ -53,9 +53,3 @@ def test_public_names_are_documented(module):
 def test_public_names_exist():
     """`from checkmate import *` works."""
     assert all(hasattr(checkmate, name) for name in checkmate.__all__)
-
-
-def test_version_is_the_distributions():
-    """One version, in the code and in the metadata."""
-    text = (ROOT / "pyproject.toml").read_text()
-    assert f'version = "{checkmate.__version__}"' in text
