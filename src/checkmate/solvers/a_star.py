@@ -34,15 +34,15 @@ class AStar:
     def run(self, problem: Problem, session: Session) -> Termination:
         """Expand states in the order of the least cost of a plan through them."""
         from checkmate.solvers.states.exploration import Exploration, load_kernels
-        from checkmate.solvers.states.facts import facts_of
+        from checkmate.solvers.states.packed_problem import pack
 
         fold = FoldViews.of(problem.graph, priced=problem.reorder)
         folded = fold.apply(problem)
-        facts = facts_of(folded)
-        if isinstance(facts, str):
-            return Termination(Reason.NOT_FOUND, detail=facts)
+        packed = pack(folded)
+        if isinstance(packed, str):
+            return Termination(Reason.NOT_FOUND, detail=packed)
         session.prepare(load_kernels)
-        exploration = Exploration(fold, facts, session, self.max_states)
+        exploration = Exploration(fold, packed, session, self.max_states)
         exploration.run(lambda: session.left_s() <= 0)
         reason = Reason.NOT_FOUND if session.cost is None else Reason.FEASIBLE
         return exploration.ended or Termination(reason, limit="time")

@@ -110,7 +110,7 @@ class ForwardPass:
             for v in self.graph.ops[o].outputs:
                 if self._instance.evictable[v]:
                     self._search.evict(code, v, self._touched[o] + 1, min(stop, stages) - 1)
-        length: int = kernels.decode(self._instance, self._scratch, *code)
+        length: int = kernels.decode(self._instance, self._scratch, code)
         if length < 0:
             return None
         measured: tuple[float, float, int] = kernels.measure(self._instance, self._scratch, length)

@@ -67,7 +67,7 @@ def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int
             reached = None
             for search in searches:
                 search.set_budget(guess)
-                if search.first(tries, lambda: clock.left_s() <= 0, settle=True):
+                if search.first(tries, lambda: clock.left_s() <= 0, stop_at_first=True):
                     plan = Plan.from_order(graph, without_unread(problem, fold.invert(search.order())))
                     reached = simulate(graph, plan).peak_bytes
                     if reached < peak:
