@@ -68,13 +68,13 @@ class ForwardPass:
 
     def __init__(self, problem: Problem, on_demand: frozenset[int]) -> None:
         from checkmate.solvers.evict.instance import build_scratch
-        from checkmate.solvers.evict.search import Search
+        from checkmate.solvers.evict.search import PARAMETERS, Search
 
         self.graph = graph = problem.graph
         self.ops = [o for o, op in enumerate(graph.ops) if op.phase == "forward" and o not in on_demand]
         self._search = Search(problem, on_demand, seed=0)
         self._instance: Any = self._search.instance
-        self._scratch: Any = build_scratch(self._instance)
+        self._scratch: Any = build_scratch(self._instance, PARAMETERS.stretch)
         stage = self._search.stage
         forward = set(self.ops)
         self.asked = [NEVER] * len(graph.ops)

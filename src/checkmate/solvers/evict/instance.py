@@ -11,7 +11,7 @@ The kernels are compiled by numba, which takes NamedTuples of arrays but no clas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -226,23 +226,16 @@ class Scratch(NamedTuple):
     noise: Floats
 
 
-LONGEST_SEQUENCE = 8
-"""Computations in a plan, as a multiple of the number of ops, for which scratch arrays have room, beside `_SMALL_GRAPH`.
-
-A code that decodes to more counts as no plan. Of the plans of ``docs/benchmarks/solvers.md`` the longest computes 8.6
-times as many ops as its graph has (a unit chain of 32 layers at 3 % of the range of budgets), the next longest 4.6 times.
-"""
-
-_SMALL_GRAPH = 64
-"""Computations added to that, since small graphs have the plans with the largest multiples."""
+_SMALL_GRAPH: Final = 64
+"""Room for computations beside the multiple of the number of ops: plans of small graphs have the largest multiples."""
 
 
-def build_scratch(instance: Instance, stretch: int = LONGEST_SEQUENCE) -> Scratch:
+def build_scratch(instance: Instance, stretch: int) -> Scratch:
     """Working arrays for an instance.
 
     Args:
         instance: The instance.
-        stretch: Longest sequence, as a multiple of the number of ops.
+        stretch: Longest sequence for which there is room, as a multiple of the number of ops.
     """
     ops, values, stages = len(instance.cost), len(instance.size), len(instance.targets)
     length = stretch * ops + _SMALL_GRAPH

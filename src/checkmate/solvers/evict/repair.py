@@ -86,7 +86,7 @@ class RuinParameters(NamedTuple):
         threshold: Largest rise in cost that may be accepted, as a multiple of the temperature.
         rounds: Rounds of one repair beside one for each value.
         restart_period: Iterations after which the search goes back to the best code if it is far from it.
-        restart_excess: Cost over the best that counts as far, as a factor.
+        restart_excess: Cost over the best that counts as far, as a share of it.
     """
 
     most_values: int = 12
@@ -101,7 +101,7 @@ class RuinParameters(NamedTuple):
     threshold: float = 3.0
     rounds: int = 200
     restart_period: int = 200
-    restart_excess: float = 1.003
+    restart_excess: float = 0.003
 
 
 class _Excess(NamedTuple):
@@ -486,7 +486,7 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
                 best_cost = current_cost
                 _copy(trial, best)
         iteration += 1
-        if iteration % parameters.restart_period == 0 and current_cost > best_cost * parameters.restart_excess:
+        if iteration % parameters.restart_period == 0 and current_cost > best_cost * (1 + parameters.restart_excess):
             current_cost = best_cost
             _copy(best, current)
     return Improved(current_cost, best_cost, decodes)

@@ -47,6 +47,9 @@ class EvictionSearchParameters:
         start_exponent: Duration exponent when a given code is repaired; such codes are nearly within the budget.
         slots: Intervals of absence that a value can have, which limits how often it is computed again for a later stage. Each
             takes 8 bytes a value in each of three codes.
+        stretch: Longest plan, as a multiple of the number of ops; a code that decodes to more counts as no plan. Of the plans of
+            ``docs/benchmarks/solvers.md`` the longest computes 8.6 times as many ops as its graph has, a unit chain of 32
+            layers at 3 % of its range of budgets (`build_scratch` adds room for small graphs), the next longest 4.6 times.
         checks: How often `improve` looks at the clock and lowers the temperature.
         least_decodes: Fewest sequences between two looks.
         ruin: Choices of the kernel.
@@ -68,6 +71,7 @@ class EvictionSearchParameters:
     rounds_per_value: int = 20
     start_exponent: float = 0.3
     slots: int = 24
+    stretch: int = 8
     checks: int = 20
     least_decodes: int = 8
     ruin: RuinParameters = field(default_factory=RuinParameters)
@@ -98,7 +102,7 @@ class Search:
         self.best_cost = math.inf
         self.order_bound = -math.inf
         self._budget = float(problem.budget_bytes - problem.graph.resident_bytes)
-        self._scratch: Any = build_scratch(self.instance)
+        self._scratch: Any = build_scratch(self.instance, PARAMETERS.stretch)
         self._current, self._best, self._trial = self.empty_code(), self.empty_code(), self.empty_code()
         self._random = np.zeros(1, dtype=np.uint64)
         seed_random(self._random, seed)
