@@ -1,4 +1,4 @@
-"""The exact optimum, or a bound, by best-first search over what is live."""
+"""The exact optimum, or a bound, by best-first search over sets of live values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class AStar:
             raise OptionError(f"max_states={self.max_states!r} must be one or more")
 
     def run(self, problem: Problem, session: Session) -> Termination:
-        """Expand states in the order of the least cost of a plan through them."""
+        """Expand states in the order of the least cost of a plan through them.
+
+        A graph with more than 128 bits of state, views tied to a place or replay bytes is refused.
+        """
         from checkmate.solvers.states.exploration import Exploration, load_kernels
         from checkmate.solvers.states.packed_problem import pack
 

@@ -1,4 +1,4 @@
-"""A plan that somebody has already, checked like any other."""
+"""Plans that exist already, checked like those of a solver."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_given(graph: Graph, plan: Plan, budget: Amount | None) -> Result:
     Args:
         graph: The graph that it is for.
         plan: The plan.
-        budget: What it has to keep, if anything.
+        budget: Budget that it has to keep, or None.
 
     Raises:
         WrongGraphError: It is of another graph.
@@ -71,7 +71,7 @@ def check_given(graph: Graph, plan: Plan, budget: Amount | None) -> Result:
         raise WrongGraphError(
             f"the plan was made for another graph ({plan.graph_digest[:15]}, not {graph.digest[:15]}): other shapes, "
             "another model, other options or another version of the framework",
-            hint="plan anew: give a budget and leave out `plan`",
+            hint="make a new plan: give a budget and leave out `plan`",
         )
     peak = simulate(graph, plan).peak_bytes
     if budget is not None and peak > (limit := Problem(graph, budget).budget_bytes):
