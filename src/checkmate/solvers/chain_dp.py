@@ -176,7 +176,7 @@ class _Table:
         return (option for option in self._all_options(state) if option.peak <= self.budget)
 
     def _all_options(self, state: _State) -> Iterator[_Option]:
-        """Run the next step if its layers are there; else compute the layers up to one below the top, or to the top, and hold it."""
+        """Run the next step if its layers are there; else compute up to a layer below the top, or to the top, and hold that."""
         chain, (low, k, has_top) = self.chain, state
         top = chain.top[k]
         missing = {i for i in chain.reads[k] if i > low and not (has_top and i == top)}

@@ -1,4 +1,4 @@
-"""The smallest budget that a graph can be run in."""
+"""The smallest budget within which a graph can be run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = Tr
 
     Args:
         graph: The graph.
-        limits: Time and seed; twenty seconds by default.
+        limits: Time and seed; 20 seconds by default.
         reorder: Whether first computations may leave the graph's own order.
 
     Returns:
         A result whose ``peak_bytes`` is the smallest budget found, whose ``budget_bytes`` is the proven
-        floor, and whose ``termination.detail`` names what binds. The plan is cheap only by chance:
-        solve for its peak to get a cheaper one.
+        floor, and whose ``termination.detail`` names the op that sets it. The plan's cost is not minimised:
+        solve with its peak as the budget to get a cheaper one.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])
