@@ -274,8 +274,8 @@ def _make(graph: Graph, outputs: tuple[int, ...], step: int, storage: dict[int, 
 def _prices(curve: Curve, peak_bytes: int, cost: int) -> tuple[float | None, float | None]:
     """Cost of one MiB less and saving of one MiB more, by the next plans of a curve.
 
-    Plans whose peaks differ by less than half a per cent are skipped: both cost and peak of a heuristic's plan scatter by
-    about as much, and a slope between them would be noise.
+    Plans whose peaks differ by less than half a per cent are skipped: plans of a search differ by as much by chance, and a
+    slope between them would be noise.
     """
     near = peak_bytes // _SAME_PEAK
     lower = [p for p in curve.points if p.peak_bytes < peak_bytes - near and p.cost >= cost]

@@ -33,7 +33,7 @@ class MaxBatchParameters:
 
     Attributes:
         rounds: Bisections, each with twice the time a solve and another seed. A search that finds no plan proves nothing, and
-            under it feasibility is not monotone in the batch: ResNet-50 has a plan at batches above some without.
+            may find one for a larger batch.
         solves: Solves for which the time would do, each with the time of the first round: about two bisections of a range
             of 1,000 batches with two solves a batch.
         last_share: Part of the time, as one in so many, that is left for the last solve, at the batch found.
@@ -122,9 +122,9 @@ def max_batch(
         (8, 8)
     """
     limits = Limits() if limits is None else limits
-    problem_at = _BatchProblem(graph_at, parse_bytes(budget_bytes), _factor(max_overhead))
+    problems = _BatchProblem(graph_at, parse_bytes(budget_bytes), _factor(max_overhead))
     return _BatchSearch(
-        problem_at, limits, Auto() if solver is None else solver, on_progress or (lambda _batch, _upper: None)
+        problems, limits, Auto() if solver is None else solver, on_progress or (lambda _batch, _upper: None)
     ).run()
 
 
@@ -193,12 +193,12 @@ class _BatchProblem:
 class _BatchSearch:
     """One search for the largest batch: the best batch found, the upper bound, and the clock."""
 
-    def __init__(self, problem_at: _BatchProblem, limits: Limits, solver: Solver, say: Callable[[int, int], None]) -> None:
+    def __init__(self, problems: _BatchProblem, limits: Limits, solver: Solver, say: Callable[[int, int], None]) -> None:
         self.say = say
-        self.problem_at = problem_at
+        self.problems = problems
         self.limits = limits
         self.solver = solver
-        self.clock = Session(problem_at.problem(1), limits)
+        self.clock = Session(problems.problem(1), limits)
         self.clock.prepare(load_kernels)
         self.batch = 0
         self.plan: Plan | None = None
@@ -217,7 +217,7 @@ class _BatchSearch:
             self._refuse()
         last_s = None if math.isinf(self.slice_s) else max(PARAMETERS.least_time_s, min(self.slice_s, self.clock.left_s()))
         last_limits = replace(self.limits, time_s=last_s)
-        last = solve(self.problem_at.problem(self.batch), self.solver, limits=last_limits, initial=self.plan)
+        last = solve(self.problems.problem(self.batch), self.solver, limits=last_limits, initial=self.plan)
         assert last.plan is not None
         return MaxBatch(
             batch=self.batch,
@@ -242,11 +242,11 @@ class _BatchSearch:
 
     def _memory_bound(self) -> tuple[int, str]:
         """The largest batch at which no op and no kept values alone exceed the budget."""
-        problem_at = self.problem_at
-        if not problem_at.fits(1):
+        problems = self.problems
+        if not problems.fits(1):
             raise self._infeasible()
         low, high = 1, 2
-        while problem_at.fits(high):
+        while problems.fits(high):
             low, high = high, 2 * high
             if high > PARAMETERS.largest:
                 raise GraphError(
@@ -255,8 +255,8 @@ class _BatchSearch:
                 )
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if problem_at.fits(middle) else (low, middle)
-        return low, f"at batch {high}, {floor(problem_at.graph(high)).why}"
+            low, high = (middle, high) if problems.fits(middle) else (low, middle)
+        return low, f"at batch {high}, {floor(problems.graph(high)).why}"
 
     def _bisect(self, guess: int) -> None:
         low, high = self.batch, self.upper
@@ -274,12 +274,12 @@ class _BatchSearch:
         There are fewer of these, and the search goes wrong in fewer ways: on ResNet-50 above batch 860 it finds plans in
         0.5 s, and none in 20 s if it may compute all ops again.
         """
-        graph = self.problem_at.graph(batch)
-        most = self.problem_at.most(graph)
+        graph = self.problems.graph(batch)
+        most = self.problems.most(graph)
         for recompute in ("all", "forward"):
             self.say(self.batch, self.upper)
             result = solve(
-                self.problem_at.problem(batch, recompute), self.solver, limits=self._limits(most), raise_on_failure=False
+                self.problems.problem(batch, recompute), self.solver, limits=self._limits(most), raise_on_failure=False
             )
             found = result.plan is not None and result.cost is not None and result.cost <= most
             if found:
@@ -299,8 +299,8 @@ class _BatchSearch:
         """Try to prove that a batch, and every larger one, is too large."""
         if batch > self.upper:
             return
-        most = self.problem_at.most(self.problem_at.graph(batch))
-        bound = self._cut_bound(self.problem_at.problem(batch), self._limits(most))
+        most = self.problems.most(self.problems.graph(batch))
+        bound = self._cut_bound(self.problems.problem(batch), self._limits(most))
         if bound > most and self._holds_above(batch, bound):
             self._prove(batch, bound)
 
@@ -308,14 +308,14 @@ class _BatchSearch:
         """Whether a bound above the limit at a batch excludes every larger batch too."""
         if math.isinf(bound):
             return True
-        graph, rising = self.problem_at.graph(batch), self.problem_at.rising(batch)
+        graph, rising = self.problems.graph(batch), self.problems.rising(batch)
         if rising is None:
             return False
         if all(a.cost == b.cost for a, b in zip(graph.ops, rising.ops, strict=True)):
             return True
-        factor = self.problem_at.factor
-        most = self.problem_at.most(rising) if factor is None else math.ceil(factor * rising.cost)
-        problem = Problem(rising, self.problem_at.budget_bytes)
+        factor = self.problems.factor
+        most = self.problems.most(rising) if factor is None else math.ceil(factor * rising.cost)
+        problem = Problem(rising, self.problems.budget_bytes)
         return self._cut_bound(problem, self._limits(most)) >= most
 
     def _prove(self, batch: int, bound: float) -> None:
@@ -323,7 +323,7 @@ class _BatchSearch:
         if math.isinf(bound):
             self.why = f"no plan keeps the budget at batch {batch}"
         else:
-            share = bound / max(1, self.problem_at.graph(batch).cost)
+            share = bound / max(1, self.problems.graph(batch).cost)
             self.why = f"at batch {batch} every plan within the budget has an overhead of {share:.4f} or more"
 
     def _cut_bound(self, problem: Problem, limits: Limits) -> float:
@@ -347,27 +347,27 @@ class _BatchSearch:
         return replace(self.limits, time_s=time_s, seed=self.seed, target_cost=most)
 
     def _infeasible(self) -> InfeasibleBudgetError:
-        lowest = floor(self.problem_at.graph(1))
-        budget = format_bytes(self.problem_at.budget_bytes)
+        lowest = floor(self.problems.graph(1))
+        budget = format_bytes(self.problems.budget_bytes)
         return InfeasibleBudgetError(
             f"not even a batch of one keeps {budget}: no plan of any order takes less than {format_bytes(lowest.peak_bytes)}: "
             f"{lowest.why}",
             hint=f"raise the budget to at least {format_bytes(lowest.peak_bytes)}",
-            budget_bytes=self.problem_at.budget_bytes,
+            budget_bytes=self.problems.budget_bytes,
             floor_bytes=lowest.peak_bytes,
-            binding_op="" if lowest.op is None else self.problem_at.graph(1).ops[lowest.op].name,
+            binding_op="" if lowest.op is None else self.problems.graph(1).ops[lowest.op].name,
         )
 
     def _refuse(self) -> None:
         if self.upper < 1:
             raise InfeasibleBudgetError(
-                f"not even a batch of one has a plan within {format_bytes(self.problem_at.budget_bytes)} and the limit on its "
+                f"not even a batch of one has a plan within {format_bytes(self.problems.budget_bytes)} and the limit on its "
                 f"cost: {self.why}",
                 hint="raise the budget or `max_overhead`",
-                budget_bytes=self.problem_at.budget_bytes,
+                budget_bytes=self.problems.budget_bytes,
             )
         raise PlanNotFoundError(
-            f"no plan was found for any batch from 1 to {self.upper} within {format_bytes(self.problem_at.budget_bytes)} and the "
+            f"no plan was found for any batch from 1 to {self.upper} within {format_bytes(self.problems.budget_bytes)} and the "
             f"limit on its cost",
             hint="raise the budget, `max_overhead` or the time limit",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
@@ -12,7 +13,7 @@ from checkmate.studies.requests import requests
 
 _MIB: Final = 2**20
 
-# PyTorch's constants, under its names: c10/core/AllocatorConfig.h, PyTorch 2.13. They are part of its behaviour, not ours to choose.
+# PyTorch's constants, with its names: c10/core/AllocatorConfig.h, PyTorch 2.13. They are part of what is simulated.
 _MIN_BLOCK: Final = 512
 """kMinBlockSize: every size is rounded up to a multiple of it."""
 _SMALL_SIZE: Final = 1 * _MIB
@@ -27,7 +28,7 @@ _ROUND_LARGE: Final = 2 * _MIB
 """kRoundLarge: other segments are rounded up to a multiple of it."""
 
 _STEPS: Final = 3
-"""Runs of the plan. The first starts from an empty cache and the second from what that left; none changed in a third."""
+"""Runs of the plan. The first starts without cached segments; the second reaches the layout that later runs keep."""
 
 
 def reserved_bytes(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> int:
