@@ -254,6 +254,7 @@ class _Run:
                 return searches
         if session.plan is None:
             self._tight_budget_start()
+        # Every search starts from the best plan known, not only the one that found it.
         for search in searches:
             if session.plan is not None:
                 search.start_from_order(self.fold.apply_order(session.plan.order))
@@ -333,6 +334,7 @@ class _Run:
             before = (session.cost, session.bound)
             place = k % len(searches)
             search = searches[place]
+            # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
             if self.folded.reorder:
                 floating = self._quick_bound(search, events)[1]
                 events = self._refine_once(self.any_order, search, events, phase, floating=floating)
@@ -348,6 +350,7 @@ class _Run:
                 cuts = self._refine_once(model, search, [first], Phase.OWN_ORDER, floating=True)
                 if session.done:
                     return
+                # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
                 other = chain_of(self.any_order, [*cuts, event])
                 events = max(events, other, key=lambda chain: self._quick_bound(search, chain)[0])
                 phase = Phase.ANY_ORDER_AGAIN
@@ -394,6 +397,7 @@ class _Run:
             other.start_from_order(order)
             if other.improve(decodes, PARAMETERS.temperature, out_of_time):
                 self.offer(other.order())
+            # Also at equal cost: the new order is lower, and the next search starts from it.
             if other.best_cost <= before:
                 search = other
             without_gain = 0 if search.best_cost < before else without_gain + 1

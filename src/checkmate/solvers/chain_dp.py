@@ -138,6 +138,7 @@ class _Table:
 
     def fill(self, session: Session) -> bool:
         """Compute the frontiers of all states that can be reached from the first; False if time is up."""
+        # Top-down for the states that matter, bottom-up for their values: plain recursion would be as deep as the chain is long.
         states, todo = {_START}, [_START]
         while todo:
             for option in self._options(todo.pop()):
@@ -162,11 +163,14 @@ class _Table:
             if state.step >= self.ends[state.layer]:
                 continue
             cost = self.frontiers[state].at(limit)
+            # The first option with the cost of the frontier. Storing the choice with each point would take more memory than the
+            # frontiers themselves.
             option = next(option for option in self._options(state) if self._value(option).at(limit) == cost)
             out += [chain.layers[i] for i in option.computed]
             if option.ran > 0:
                 out.append(chain.steps[option.ran])
             todo.append((option.after, limit))
+            # The stack runs the inner part first. Within it the layer that is held outside takes its bytes of the limit.
             if option.inner is not None:
                 todo.append((option.inner, limit - chain.sizes[option.inner.layer]))
         return out
@@ -186,6 +190,7 @@ class _Table:
             dead = chain.sizes[low] if has_top and chain.below[k] < low else 0
             yield _Option(range(0), k, chain.during[k] + held - dead, None, self._next(low, k + 1, has_top, top))
             return
+        # ``reached`` is the peak of computing up to a layer while nothing but the layer below it is held.
         reached = 0
         for middle in range(low + 1, top):
             reached = max(reached, self._during(low, middle))
@@ -228,6 +233,7 @@ class _Table:
         """Points that no other one is as low and as cheap as."""
         peak = np.concatenate([np.zeros(0, dtype=np.int64), *(f.peak for f in frontiers)])
         cost = np.concatenate([np.zeros(0, dtype=np.int64), *(f.cost for f in frontiers)])
+        # By peak, then cost: a point stays if it is cheaper than all before it.
         order = np.lexsort((cost, peak))
         peak, cost = peak[order], cost[order]
         best_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], cost]))[:-1]
@@ -235,6 +241,7 @@ class _Table:
         peak, cost = peak[better], cost[better]
         if len(peak) > self.max_points:
             self.thinned = True
+            # Evenly spaced, both ends among them: the least peak decides feasibility, the least cost what a large budget gives.
             places = np.linspace(0, len(peak) - 1, self.max_points).round().astype(np.int64)
             peak, cost = peak[places], cost[places]
         return _Frontier(peak, cost)

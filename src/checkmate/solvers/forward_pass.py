@@ -91,6 +91,7 @@ class ForwardPass:
         forward = set(self.ops)
         self.first_backward_read = [NEVER] * len(graph.ops)
         self._touched = [stage.get(o, NEVER) for o in range(len(graph.ops))]
+        # Values are dropped after the last forward read. Readers on demand have no stage; they run when a target needs them.
         for o in self.ops:
             readers = {r for v in graph.ops[o].outputs for r in graph.readers[v] if r in stage}
             self._touched[o] = max([stage[o], *(stage[r] for r in readers if r in forward)])
@@ -163,6 +164,7 @@ def sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], I
     folded = fold.apply(problem)
     if all(op.phase == "forward" for op in folded.graph.ops):
         return Termination(Reason.NOT_FOUND, detail="the graph has no backward ops, so there is no forward pass to cut")
+    # The lowest peak of any setting is for the message only.
     lowest = math.inf
     for late in target_lists(folded):
         forward = ForwardPass(folded, late)
@@ -215,6 +217,7 @@ def articulation_points(graph: Graph, ops: Iterable[int]) -> list[int]:
         if start in found_at:
             continue
         found_at[start] = lowest[start] = len(found_at)
+        # Each entry: op, the op it was found from, and an iterator over its neighbours, which is the state of the recursion.
         branches = 0
         stack = [(start, -1, iter(beside[start]))]
         while stack:

@@ -68,6 +68,7 @@ def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:
     late = on_demand_ops(graph) | deferred_weight_gradients(graph) if late is None else late
     out: list[int] = []
     done = [False] * len(graph.ops)
+    # Depth first from the targets, with an explicit stack: whatever a target needs and was moved comes right before it.
     for target in [*(o for o in range(len(graph.ops)) if o not in late), *sorted(late)]:
         stack = [target]
         while stack:
@@ -104,9 +105,11 @@ def without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
     later = {v for v, value in enumerate(graph.values) if value.kept}  # values read before they are made again
     needed: set[int] = set()
     kept: list[int] = []
+    # Backwards, as dead code elimination goes: whether a computation is read depends on what comes after it.
     for o in reversed(order):
         op = graph.ops[o]
         earlier[o] -= 1
+        # The first computation of an op that has its place prescribed stays, and so does the only one of an op.
         stays = not earlier[o] and (o in tied or o not in needed)
         if stays or not later.isdisjoint(op.outputs):
             needed.add(o)

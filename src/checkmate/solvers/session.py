@@ -123,6 +123,7 @@ class Session:
             plan = Plan.from_order(self.problem.graph, order)
         except PlanError as error:
             raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
+        # Whatever a solver claims, cost and peak are those of the simulated plan.
         needed = without_unread(self.problem, plan.order)
         if len(needed) < len(plan.order):
             plan = Plan.from_order(self.problem.graph, needed)

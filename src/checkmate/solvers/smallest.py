@@ -82,6 +82,7 @@ def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int
     folded = fold.apply(problem.replace_budget(peak))
     searches = [Search(folded, late, limits.seed, order) for order, late in starts(folded, limits.seed)]
     for tries in PARAMETERS.tries:
+        # The floor itself first: many graphs have a plan there, which ends the search at once.
         guess = low = lowest.peak_bytes
         while max(low, enough) < peak and clock.left_s() > 0:
             reached = None

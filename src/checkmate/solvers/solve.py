@@ -93,6 +93,7 @@ def _checked(problem: Problem, solver: Solver, session: Session, termination: Te
             raise error
         timeline = simulate(graph, plan)
         cost, peak = timeline.cost, timeline.peak_bytes
+        # A bound above a valid plan's cost is wrong: an error is better than a false proof of optimality.
         if session.bound > cost:
             raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of its own plan")
         overhead = cost / graph.cost if graph.cost else 1.0

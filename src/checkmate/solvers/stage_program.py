@@ -119,9 +119,11 @@ class StageProgram:
             if t < self.ops:
                 allowed.append(t)
             self.R[t, allowed] = self.builder.add_columns([graph.ops[o].cost / scale for o in allowed])
+            # A column fixed to 1 keeps the rows of all stages alike; presolve removes it.
             if t < self.ops:
                 self._fix(self.R[t, t : t + 1], 1.0)
         for t in range(1, self.stages + 1):
+            # Only values that exist by then, and that something can still read: the others would be 0 in every cheapest plan.
             held = [v for v in range(len(graph.values)) if graph.producer[v] < t and self._useful(v, t)]
             self.S[t, held] = self.builder.add_columns(np.zeros(len(held)))
         kept = np.array([v for v, value in enumerate(graph.values) if value.kept], dtype=np.int64)
@@ -162,6 +164,8 @@ class StageProgram:
             if column >= 0 and i < width:
                 terms[i][column] = terms[i].get(column, 0.0) + size / b
 
+        # From the beginning of the stage to the place of its producer a value is there if it was held; there the new instance
+        # takes over, and after each reader it stays only if a later one runs, or the next stage begins with it.
         for v, value in enumerate(graph.values):
             p = graph.producer[v]
             if p >= width or not value.size_bytes:
@@ -180,11 +184,13 @@ class StageProgram:
                 add(r + 1, held[position], -size)
                 add(r + 1, held[position + 1], size)
         self._add_replays(t, add)
+        # One continuous column a place for the bytes held there; its row has only what changes at the place.
         level = self.builder.add_columns(np.zeros(width), integral=False)
         for i in range(width):
             columns = np.array([*terms[i], level[i], *([level[i - 1]] if i else [])], dtype=np.int64)
             entries = np.array([*terms[i].values(), -1.0, *([1.0] if i else [])])
             self.builder.add_row(columns, entries, low=0.0, high=0.0)
+            # An op that does not run in this stage has no workspace there.
             workspace = graph.ops[i].workspace_bytes / b
             run = int(self.R[t, i])
             self.builder.add_row(
@@ -246,6 +252,7 @@ class StageProgram:
         """
         start = np.full(self.builder.columns, np.nan)
         start[self.R[self.R >= 0]] = 0.0
+        # In stage form ops ascend within a stage, and a stage ends with the first computation of its op.
         t, previous = 0, -1
         for o in order:
             if o <= previous or self.R[t, o] < 0:
@@ -281,6 +288,7 @@ class StageProgram:
             if not self.again[p] or self.last[p] < self.ops or value.base is not None or v in shared:
                 held[p + 1 :, v] = True
             held[self.stages, v] |= value.kept
+        # From the last op of the stage to the first: an input has a smaller index than its reader, so one pass collects all.
         order: list[int] = []
         for t in range(self.stages):
             wanted = {graph.producer[v] for v in np.flatnonzero(held[t + 1] & ~held[t])} | ({t} & set(range(self.ops)))

@@ -64,6 +64,7 @@ class TrainingChain:
         """The chain with some ops as its layers."""
         graph = problem.graph
         layer_of = {graph.ops[o].outputs[0]: i for i, o in enumerate(row, start=1)}
+        # All other ops are steps, which run once in the given order: the class of plans that the program is exact in.
         steps = range(len(row), len(graph.ops))
         reads = [frozenset(layer_of[v] for v in graph.ops[o].inputs if v in layer_of) for o in steps]
         if not row:
@@ -74,6 +75,7 @@ class TrainingChain:
             if _is_lost_layer(problem, o):
                 return f"forward op {o} ({graph.ops[o].name!r}) is no layer, and the backward pass reads it"
         reads.insert(0, frozenset({len(row)}))
+        # From the last step back: the highest layer still to be read, and the highest one under it.
         top, below = [0], list[int]()
         for read in reversed(reads):
             highest = max(top[-1], max(read, default=0))
@@ -119,6 +121,7 @@ def _row(problem: Problem) -> list[int]:
         if not plain or graph.values[op.outputs[0]].kept or tuple(dict.fromkeys(op.inputs)) != before:
             break
         row.append(o)
+    # Layers at the end of the row that only layers read are not read back: they are steps.
     while row and all(r in row for r in graph.readers[graph.ops[row[-1]].outputs[0]]):
         row.pop()
     return row

@@ -124,6 +124,7 @@ def decode(g, w, code):
         Length of the sequence, END included; `OVERFLOW` or `STUCK`.
     """
     low, high, used = code.low, code.high, code.used
+    # Nothing of an earlier decoding may show: these arrays are read before they are written.
     stages = len(g.targets)
     w.live[:] = 0
     w.bucket_head[:] = -1
@@ -136,6 +137,8 @@ def decode(g, w, code):
         while b >= 0:
             w.live[w.bucket_value[b]] = 0
             b = w.bucket_next[b]
+        # A depth-first search with an explicit stack, since chains of missing values are deeper than a call stack. An op stays on
+        # it until all its inputs are live; its place in its list of inputs is kept beside it.
         touched = 0
         depth = 1
         w.stack_op[0] = g.targets[t]
@@ -148,6 +151,7 @@ def decode(g, w, code):
                 v = g.reads[k]
                 if not w.live[v]:
                     p = g.producer[v]
+                    # Its first computation is always allowed: the graph's rules about it hold by the order of the targets.
                     if w.computed_at[p] >= 0 and (g.once[p] or t > g.last_stage[p]):
                         return STUCK
                     if depth >= len(w.stack_op):
@@ -174,6 +178,7 @@ def decode(g, w, code):
                         w.touched_at[v] = t
                         w.touched[touched] = v
                         touched += 1
+        # Only what was touched can have a new next drop, so the lists grow with the reads.
         # Whatever the stage touched is live now, also in an interval of absence, where it was computed for this stage alone:
         # the next stage of the interval drops it.
         for k in range(touched):
@@ -218,17 +223,20 @@ def measure(g, w, length):
         cost += g.cost[o]
         w.read_offset[p] = reads
         w.first_instance[p] = instances
+        # Checked before each op instead of in every loop below.
         if reads + g.read_start[o + 1] - g.read_start[o] >= len(w.read_instance):
             return -1.0, 0.0, 0
         if instances + g.write_start[o + 1] - g.write_start[o] >= len(w.value_of):
             return -1.0, 0.0, 0
         for k in range(g.read_start[o], g.read_start[o + 1]):
             x = w.newest[g.reads[k]]
+            # Positions ascend, so the last one written is the last read.
             w.last_read[x] = p
             w.read_instance[reads] = x
             reads += 1
             w.use_start[x + 1] += 1
         for k in range(g.write_start[o], g.write_start[o + 1]):
+            # An output that is never read is freed right after its op; END reads what is kept, so that this is all.
             w.newest[g.writes[k]] = instances
             w.value_of[instances] = g.writes[k]
             w.last_read[instances] = p
@@ -257,6 +265,8 @@ def measure(g, w, length):
     for o in range(len(g.cost)):
         if g.replay[o] > 0 and w.first_run[o] >= 0 and w.last_run[o] > w.first_run[o]:
             w.released[w.last_run[o] + 1] += g.replay[o]
+    # While an op runs its inputs, its outputs and its workspace are there: bytes whose last reader ran before are subtracted
+    # first, and outputs added. Among equal peaks the first counts.
     held = 0.0
     peak = -1.0
     at = 0

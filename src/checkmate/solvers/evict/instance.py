@@ -100,6 +100,7 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
     writes: list[Sequence[int]] = [*(op.outputs for op in graph.ops), ()]
     targets = [o for o in (range(count) if order is None else order) if o not in on_demand] + [count]
     stage = {o: t for t, o in enumerate(targets)}
+    # An op may run in the stage of the op that overwrites its inputs, which is computed last in it, but not after.
     last_stage = np.full(count + 1, NEVER, dtype=np.int64)
     for o, op in enumerate(graph.ops):
         if op.clobbered_by:
@@ -107,6 +108,7 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
     once = [not may_run_again(problem, o) for o in range(len(graph.ops))]
     read_start, read_values = rows(reads)
     write_start, written_values = rows(writes)
+    # Instances are numbered op run by op run, so the instance of a value is that of the run plus its slot.
     slot = np.zeros(len(graph.values), dtype=np.int64)
     for op in graph.ops:
         for place, v in enumerate(op.outputs):

@@ -195,27 +195,36 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage):
             w.seen_value[v] = mark
             p = g.producer[v]
             made = _run_before(w, p, need_at)
+            # Not computed before: it is an op on demand, and the plan pays for its first computation in any case.
             if made < 0:
                 continue
             x = w.first_instance[made] + g.slot[v]
             last = w.last_read[x]
+            # A later op reads this instance, so it is live at ``need_at``.
             if last >= need_at:
                 continue
             # Whether the code holds the value from its last read to the stage that needs it, so that it is there then.
             held = next_gap(code.low[v], code.high[v], code.used[v], w.stage_of[last] + 1) > need_stage
+            # Read after the peak and held from there on: at the peak in any case, so reading it once more is free.
             if held and last >= peak_at:
                 continue
+            # Cannot be made again, or not any more at that stage. Held by the code, it would only live longer: over the peak
+            # if it was made before it, which takes its bytes off the gain. Not held, nothing can bring it back.
             if g.once[p] or need_stage > g.last_stage[p]:
                 if not held:
                     return _Remake(IMPOSSIBLE, 0.0, 0)
                 if made < peak_at:
                     pinned += g.size[v]
                 continue
+            # Its last read is before the peak, and the code would hold it over the peak now that the eviction gives it a new
+            # reader. Evicted with the value, it is computed again as well: a chain of cheap ops goes as a whole.
             if held and made < peak_at:
                 w.group[group] = x
                 group += 1
+            # Made between the peak and the read: holding it a little longer costs nothing at the peak.
             elif held:
                 continue
+            # An op with several outputs is paid once.
             if w.seen_op[p] == mark:
                 continue
             w.seen_op[p] = mark
@@ -240,6 +249,7 @@ def _evict(w, code, value, last_touch, peak_stage):
 @njit(cache=True, error_model="numpy")
 def _index_runs(g, w, length, budget):
     """Positions at which each op runs, and the number of positions over the budget before each position."""
+    # Counting sort by op, stable in the position: `_run_before` finds the instance that a position reads by bisection.
     w.run_start[:] = 0
     for p in range(length):
         w.run_start[w.sequence[p] + 1] += 1
@@ -266,15 +276,19 @@ def _price(g, w, code, v, peak, exponent):
     if made < 0:
         return nothing
     x = w.first_instance[made] + g.slot[v]
+    # Dead at the peak, or read there for the last time: nothing to gain.
     if w.last_read[x] <= peak.position:
         return nothing
     first = w.use_start[x]
     use = _first_from(w.use_position, first, w.use_start[x + 1], peak.position)
     touch = w.use_position[use - 1] if use > first else made
+    # The op at the peak reads it.
     if use >= w.use_start[x + 1] or w.use_position[use] == peak.position:
         return nothing
     need_at = w.use_position[use]
     need_stage = w.stage_of[need_at]
+    # Within a stage nothing is dropped, so a value touched and read in the stage of the peak stays; and an op whose inputs are
+    # overwritten by the next read cannot run again.
     if (w.stage_of[touch] == peak.stage and need_stage == peak.stage) or need_stage > g.last_stage[p]:
         return nothing
     w.stamp[0] += 1
@@ -301,6 +315,8 @@ def _evict_at_peak(g, w, code, length, peak, settings, random):
         False if there is no candidate, or no room for its interval.
     """
     _index_runs(g, w, length, settings.budget)
+    # Every evictable value is priced once for each peak. The rest of the round looks at the ranked candidates alone; a linear
+    # search for the cheapest is as fast as a heap, as a round takes few of them.
     candidates = 0
     for v in range(len(g.size)):
         if g.evictable[v]:
@@ -310,6 +326,8 @@ def _evict_at_peak(g, w, code, length, peak, settings, random):
                 w.noise[candidates] = np.exp(settings.noise * (next_random(random) - 0.5) * 2) if settings.noise > 0 else 1.0
                 w.score[candidates] = price.score * w.noise[candidates]
                 candidates += 1
+    # The noise of a candidate is drawn once: drawn again with each price, the comparison with the stored score would fail
+    # at random, and the loop might not end.
     fits = candidates > 0
     first = True
     excess = peak.excess
@@ -331,6 +349,7 @@ def _evict_at_peak(g, w, code, length, peak, settings, random):
             else:
                 w.score[best] = score
             continue
+        # Candidates are removed by moving the last one into their place.
         fits = _evict(w, code, v, price.last_touch, peak.stage)
         for k in range(price.group):
             x = w.group[k]
@@ -372,6 +391,7 @@ def repair(g, w, code, settings, random):
         decodes += 1
         if peak <= settings.budget:
             return Repaired(cost < settings.cutoff, cost, length, decodes)
+        # Evictions add computations, so a plan that costs too much already does not come back below the cutoff.
         if cost > settings.cutoff or decodes > settings.rounds:
             return Repaired(False, cost, length, decodes)
         moment = _Excess(peak_at, int(w.stage_of[peak_at]), peak - settings.budget)
@@ -470,8 +490,10 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
                 n += 1
         if n == 0:  # nothing is evicted: the plan computes every op once
             break
+        # Only intervals are cleared, so a repair starts from a plan that costs less and holds more than the current one.
         _copy(current, trial)
         _ruin(trial, evicted, n, stages, parameters, random)
+        # Each repair with its own price: a fixed one would return to the plan that was ruined.
         exponent = random_below(random, parameters.exponents) * parameters.exponent_step
         noise = parameters.high_noise if random_below(random, 2) else parameters.low_noise
         batch = random_below(random, parameters.batches) * parameters.batch_step
@@ -485,6 +507,7 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
             if current_cost < best_cost:
                 best_cost = current_cost
                 _copy(trial, best)
+        # The threshold lets the cost drift upwards by small steps; from far above the best it seldom returns.
         iteration += 1
         if iteration % parameters.restart_period == 0 and current_cost > best_cost * (1 + parameters.restart_excess):
             current_cost = best_cost

@@ -66,6 +66,7 @@ def low_order(graph: Graph, seed: int) -> list[int]:
         Every op once.
     """
     count = len(graph.ops)
+    # Liveness is that of storages: a view reads as its owner, and makes nothing.
     inputs = [list(dict.fromkeys(graph.root[v] for v in op.inputs)) for op in graph.ops]
     outputs = [[v for v in op.outputs if graph.values[v].base is None] for op in graph.ops]
     before: list[set[int]] = [{graph.producer[v] for v in (*op.inputs, *own)} for op, own in zip(graph.ops, inputs, strict=True)]
@@ -78,6 +79,7 @@ def low_order(graph: Graph, seed: int) -> list[int]:
     for o, above in enumerate(before):
         for p in sorted(above):
             after[p].append(o)
+    # A kept value has one reader more, which never runs: it is never freed.
     readers = np.zeros(len(graph.values), dtype=np.int64)
     for own in inputs:
         readers[own] += 1
@@ -155,6 +157,7 @@ def lowest_peak(g, rating_noise, tries, random, best_order):
             if waits[o] == 0:
                 ready[many] = o
                 many += 1
+        # All ready ops are rated at each place: ratings change with every op that runs, and few are ready at a time.
         held = 0.0
         peak = 0.0
         for place in range(count):

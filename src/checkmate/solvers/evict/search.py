@@ -103,6 +103,7 @@ class Search:
         self.order_bound = -math.inf
         self._budget = float(problem.budget_bytes - problem.graph.resident_bytes)
         self._scratch: Any = build_scratch(self.instance, PARAMETERS.stretch)
+        # Codes and scratch are allocated once; the kernels copy rows between them and allocate next to nothing.
         self._current, self._best, self._trial = self.empty_code(), self.empty_code(), self.empty_code()
         self._random = np.zeros(1, dtype=np.uint64)
         seed_random(self._random, seed)
@@ -150,6 +151,7 @@ class Search:
         for k in range(p.first_tries if tries is None else tries):
             if (math.isfinite(self.best_cost) and (stop_at_first or k >= plain)) or out_of_time():
                 break
+            # Each attempt starts from the code that holds everything, and is given up where it costs as much as the best.
             exponent, batch = attempts[k % plain]
             self._trial.used[:] = 0
             self._repair(exponent, 0.0 if k < plain else p.first_noise + p.first_noise_step * (k // plain), batch)
@@ -193,8 +195,10 @@ class Search:
         if not math.isfinite(self.best_cost):
             return False
         before = self.best_cost
+        # A search starts from the best code even if an earlier one ended elsewhere: its temperature starts high again.
         for own, best in zip(self._current, self._best, strict=True):
             own[:] = best
+        # The kernel cannot call back, so the clock is looked at and the temperature lowered between chunks of work.
         chunk = max(PARAMETERS.least_decodes, decodes // PARAMETERS.checks)
         state = Improved(before, before, 0)
         while state.decodes < decodes and state.best_cost > 0 and not out_of_time():
@@ -243,6 +247,7 @@ class Search:
         at another place in it, and the repair sees to the bytes.
         """
         instance, code = self.instance, self.empty_code()
+        # A computation belongs to the stage of the next target that is computed for the first time, itself included.
         first = {o: p for p, o in reversed(list(enumerate(order)))}
         stages: list[int] = []
         stage = len(instance.targets) - 1
@@ -255,6 +260,7 @@ class Search:
             for v in instance.reads[instance.read_start[o] : instance.read_start[o + 1]].tolist():
                 touched[v] = stage
             for v in instance.writes[instance.write_start[o] : instance.write_start[o + 1]].tolist():
+                # Made again, so it was not held since it was last read or made.
                 if v in touched:
                     self.evict(code, v, touched[v] + 1, stage)
                 touched[v] = stage

@@ -127,6 +127,7 @@ def _pop(store, counters):
 @njit(cache=True, error_model="numpy")
 def _reach(p, store, counters, limit, low, high, cost, parent, op):
     """Store and queue a state if it is new or was reached at a lower cost, and can lead to a plan below the limit."""
+    # A state is stored at most once, with the least cost known; whether its queue entry is current is seen when it is taken.
     slot = _place(store.table, store.states, low, high)
     entry = store.table[slot]
     if entry != 0:
@@ -136,6 +137,7 @@ def _reach(p, store, counters, limit, low, high, cost, parent, op):
         left = store.left[state]
     else:
         left = _least_left(p, low, high)
+        # Not even stored: most states of a graph are too expensive, and memory is what ends this search.
         if cost + left >= limit:
             return
         state = counters[FOUND]
@@ -179,12 +181,15 @@ def _compute(p, store, counters, limit, state, o, chosen):
             if p.size[v] > 0 and not _has(p.reads[o, 0], p.reads[o, 1], v):
                 chosen[count] = v
                 count += 1
+    # For an op that is too large even alone no set below frees enough, and no state follows.
     excess = held - p.budget
     if excess <= 0:
         _reach(p, store, counters, limit, low | p.makes[o, 0], high | p.makes[o, 1], cost, state, o)
         return
     # Depth first over subsets, the largest values first: a set that frees enough is least if it frees too little without its
     # smallest value, which is the one added last. A branch ends where all values left would be too little.
+    # The stack of picked values, their state words and the bytes freed are changed and restored as one walks the tree, so
+    # that no set is copied.
     picked = chosen[len(p.size) :]  # stack of positions in ``chosen``
     rest = chosen[2 * len(p.size) + 1 :]  # bytes of the values from a position on
     rest[count] = 0
@@ -253,11 +258,13 @@ def expand(p, store, counters, limit, most, chosen):
         state = _pop(store, counters)
         if key != store.cost[state] + store.left[state]:
             continue  # reached at a lower cost after this entry was queued; there is another entry
+        # Keys never fall from one expansion to the next, as the estimate is consistent: this is a bound on every plan.
         counters[LEAST] = key
         low, high = store.states[state, 0], store.states[state, 1]
         if p.goal[0] & ~low == _ZERO and p.goal[1] & ~high == _ZERO:
             counters[GOAL] = state
             return
+        # An op can run if its inputs are live and the rules about its place hold.
         counters[EXPANDED] += 1
         for o in range(len(p.cost)):
             if p.reads[o, 0] & ~low != _ZERO or p.reads[o, 1] & ~high != _ZERO:
