@@ -67,7 +67,7 @@ CASES = {
     "report-in-no-folder": (("report", "chain.graph.json", "made.plan.json", "--out", "none/r.html"), "cannot write none/r.html"),
     "report-budget": (("report", "chain.graph.json", "made.plan.json", "--budget", "lots"), "cannot read 'lots'"),
     "devices-unknown": (("devices", "H1OO"), "the nearest known one is 'H100'"),
-    "devices-no-profile": (("devices", "foreign.json"), "foreign.json: no device profile"),
+    "devices-no-profile": (("devices", "foreign.json"), "foreign.json: not a device profile"),
     "devices-no-file": (("devices", "none.json"), "none.json: No such file"),
     "fits-no-device": (("fits", "model.py:two"), "--device"),
     "fits-device-unknown": (("fits", "model.py:two", "--device", "RTX 409"), "the nearest known one is 'RTX 4090'"),

@@ -90,7 +90,7 @@ def test_a_broken_profile_is_refused_in_words(tmp_path: Path, what: str) -> None
     """The file is named, and where to look for what it should be."""
     path = tmp_path / "broken.json"
     path.write_bytes(BROKEN[what].encode("utf-8", "surrogateescape"))
-    with pytest.raises(FileFormatError, match=r"broken\.json: no device profile") as error:
+    with pytest.raises(FileFormatError, match=r"broken\.json: not a device profile") as error:
         load_device(path)
     assert "device.1.json" in error.value.hint
 

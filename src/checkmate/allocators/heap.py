@@ -1,4 +1,9 @@
-"""Best fit with coalescing, by sizes alone: what the allocators of PyTorch and TensorFlow have in common."""
+"""Best-fit allocation with coalescing, simulated on sizes: the part that PyTorch's and TensorFlow's allocators share.
+
+PyTorch's caching allocator (c10/cuda/CUDACachingAllocator.cpp) and TensorFlow's BFC allocator (bfc_allocator.cc) both cut
+regions of device memory into chunks, hand out the smallest free chunk that is large enough and join free neighbours. They
+differ in rounding, in the size of regions and in when a chunk is split.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,11 @@ class Chunk:
 
     Attributes:
         size: Its bytes.
-        address: Where it begins.
-        pool: Which chunks it is among when it is free.
-        before: The chunk that ends where it begins, in the same region.
-        after: The chunk that begins where it ends.
-        used: Whether it is handed out.
+        address: Its first byte, counted over all regions in the order in which they were made.
+        pool: Key of the free list it belongs to.
+        before: The chunk that ends where it begins, in the same region, or None.
+        after: The chunk that begins where it ends, in the same region, or None.
+        used: Whether it is allocated.
     """
 
     size: int
@@ -30,22 +35,26 @@ class Chunk:
 
 @dataclass(slots=True)
 class Heap:
-    """Regions that are cut into chunks, and joined again. What is asked for, and cut, is a subclass's to decide.
+    """Regions of memory, cut into chunks. Subclasses define rounding, splitting and the size of regions.
 
     Attributes:
-        held: Bytes of all regions.
-        in_use: Bytes of the chunks that are handed out.
-        peak: The most there ever were.
+        held: Bytes of all regions, free chunks included.
+        in_use: Bytes of the allocated chunks.
+        peak: Peak of ``in_use``.
     """
 
     held: int = 0
     in_use: int = 0
     peak: int = 0
-    # By size, then address.
+    # Sorted by size, then address: the first that fits is the smallest, and ties break as in both allocators.
     _free: dict[Hashable, list[tuple[int, int, Chunk]]] = field(default_factory=dict[Hashable, list[tuple[int, int, Chunk]]])
 
     def release(self, chunk: Chunk) -> None:
-        """Take a chunk back and join it with free neighbours."""
+        """Free a chunk and join it with its free neighbours.
+
+        Args:
+            chunk: An allocated chunk of this heap. It may be part of another one afterwards.
+        """
         chunk.used = False
         self.in_use -= chunk.size
         if chunk.after is not None and not chunk.after.used:
@@ -59,19 +68,19 @@ class Heap:
         self._insert(chunk)
 
     def _smallest(self, size: int, pool: Hashable = None) -> Chunk | None:
-        """The smallest free chunk of a pool that is no smaller, taken out of it."""
+        """Remove the smallest free chunk of at least so many bytes from a pool; None if there is none."""
         free = self._free.setdefault(pool, [])
         at = bisect.bisect_left(free, (size, 0))
         return free.pop(at)[2] if at < len(free) else None
 
     def _extend(self, size: int, pool: Hashable = None) -> Chunk:
-        """A new region as one chunk."""
+        """Make a region of one chunk."""
         chunk = Chunk(size, self.held, pool)
         self.held += size
         return chunk
 
     def _cut(self, chunk: Chunk, size: int) -> None:
-        """Leave so many bytes of a chunk and put the rest back."""
+        """Shorten a chunk to so many bytes and free the rest."""
         rest = Chunk(chunk.size - size, chunk.address + size, chunk.pool, chunk, chunk.after)
         if chunk.after is not None:
             chunk.after.before = rest
@@ -79,6 +88,7 @@ class Heap:
         self._insert(rest)
 
     def _hand_out(self, chunk: Chunk) -> Chunk:
+        """Mark a chunk as allocated."""
         chunk.used = True
         self.in_use += chunk.size
         self.peak = max(self.peak, self.in_use)

@@ -1,4 +1,4 @@
-"""Device profiles: what a device has and how fast it is, by name or from a file, with the source of every figure."""
+"""Device profiles: memory and speed of devices, by name or from a file, with the source of every figure."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Amount = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What planning for a device needs to know of it.
+    """Properties of a device that planning depends on.
 
     Attributes:
-        name: What it is asked for by.
-        about: Which one of that name, in words.
-        kind: What PyTorch calls it; ROCm's devices are ``"cuda"`` there too.
+        name: Name by which `load_device` finds it.
+        about: The exact model, in words.
+        kind: PyTorch's device type; ROCm's devices are ``"cuda"`` there too.
         compute_capability: Major and minor version of a CUDA device; None for others.
-        memory_bytes: Memory that a process can see, in all.
-        context_bytes: Of it, what the runtime takes before the first tensor.
-        blas_workspace_bytes: What the matrix library allocates with the first product and keeps.
-        granule_bytes: Bytes to which the allocator rounds a request up.
+        memory_bytes: Memory that a process can see, in total.
+        context_bytes: Part of it that the runtime takes before the first tensor.
+        blas_workspace_bytes: Workspace that the matrix library allocates at the first product and keeps.
+        granule_bytes: Alignment: the allocator rounds requests up to a multiple of it.
         peak_flop_per_s: Floating-point operations per second, dense, by type; ``"tf32"`` is float32 on tensor cores.
         bytes_per_s: Memory traffic per second.
         launch_ns: Least time from the start of one op to the start of the next.
@@ -85,7 +85,7 @@ def load_device(name: str | os.PathLike[str] | Device) -> Device:
 
     Raises:
         OptionError: No device of that name is known, or the file cannot be opened.
-        FileFormatError: The file is no device profile.
+        FileFormatError: The file is not a device profile.
 
     Examples:
         >>> load_device("rtx-4090").name, load_device("H100").peak_flop_per_s["bfloat16"] / 1e12
@@ -103,7 +103,7 @@ def load_device(name: str | os.PathLike[str] | Device) -> Device:
         nearest = known[near[0]].name if near else device_names()[0]
         raise OptionError(
             f"no device {text!r} is known; the nearest known one is {nearest!r}",
-            hint=f"known devices: {', '.join(device_names())}; or give the path of a profile of your own, a .json file",
+            hint=f"choose one of {', '.join(device_names())}, or give the path of a device profile, a .json file",
         )
     return found
 
@@ -132,15 +132,15 @@ def _decoded(data: bytes, where: str) -> Device:
     try:
         body = msgspec.json.decode(data, type=dict[str, Any])
         if body.pop("format", None) != FORMAT:
-            raise FileFormatError(f"{where}: no device profile: `format` is not {FORMAT!r}", hint=_HINT)
+            raise FileFormatError(f"{where}: not a device profile: `format` is not {FORMAT!r}", hint=_HINT)
         return msgspec.convert(body, type=Device)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
         if isinstance(error, FileFormatError):
             raise
-        raise FileFormatError(f"{where}: no device profile: {error}", hint=_HINT) from None
+        raise FileFormatError(f"{where}: not a device profile: {error}", hint=_HINT) from None
 
 
-_HINT = "see docs/schemas/device.1.json; `checkmate devices H100 --json` prints a profile to start from"
+_HINT = "start from the profile that `checkmate devices H100 --json` prints; docs/schemas/device.1.json describes all fields"
 
 
 def _plain(name: str) -> str:

@@ -6,13 +6,13 @@ from checkmate.cost.device import Device
 
 
 def roofline_ns(device: Device, *, flop: int, dtype: str, moved_bytes: int) -> int:
-    """Nanoseconds that an op takes at least: its launch, then its arithmetic or its traffic, whichever takes longer.
+    """Least nanoseconds of an op: its launch, then its arithmetic or its memory traffic, whichever takes longer.
 
-    The roofline of Williams, Waterman and Patterson (2009) with a launch before it. No kernel is faster; many are slower
-    by a factor of two. Of two ops the one that takes longer is told well, and that is what plans need.
+    The roofline model of Williams, Waterman and Patterson (2009), plus the launch. No kernel is faster; many are slower
+    by a factor of two. Plans depend on which of two ops is the more expensive, and that the model tells well.
 
     Args:
-        device: Where it runs.
+        device: The device.
         flop: Floating-point operations.
         dtype: Their type, as a key of ``device.peak_flop_per_s``.
         moved_bytes: Bytes read and written.

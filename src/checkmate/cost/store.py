@@ -8,14 +8,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS measures (key TEXT PRIMARY KEY, cost_ns INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL)"
-_BATCH = 500  # SQLite's limit on variables of one statement was 999 before 3.32
+_BATCH: Final = 500
+"""Keys in one statement. SQLite's limit on its variables was 999 before version 3.32."""
+_WAIT_S: Final = 60
+"""Seconds that a process waits for another one's write: writes take milliseconds, unless a network file system is slow."""
 
 
 class OpCost(NamedTuple):
-    """What one computation of an op was measured to take.
+    """Measured cost of one computation of an op.
 
     Attributes:
         cost_ns: Nanoseconds.
@@ -45,7 +48,11 @@ class CostStore:
         self.path = Path(path) if path is not None else cache_folder() / "op_costs.sqlite"
 
     def get(self, keys: Iterable[str]) -> dict[str, OpCost]:
-        """Measures of those keys that are known."""
+        """Measures of those keys that are in the store.
+
+        Args:
+            keys: Signatures of ops, as `add` was given them.
+        """
         wanted = list(dict.fromkeys(keys))
         found: dict[str, OpCost] = {}
         with closing(self._connect()) as connection:
@@ -57,7 +64,11 @@ class CostStore:
         return found
 
     def add(self, measures: Mapping[str, OpCost]) -> None:
-        """Keep measures whose keys are new."""
+        """Store measures whose keys are new; others stay as they are.
+
+        Args:
+            measures: Signature of an op -> its measure.
+        """
         with closing(self._connect()) as connection, connection:
             connection.executemany("INSERT OR IGNORE INTO measures VALUES (?, ?, ?)", [(k, *m) for k, m in measures.items()])
 
@@ -66,22 +77,23 @@ class CostStore:
 
 
 def connected(path: Path, schema: str) -> sqlite3.Connection:
-    """A connection to a file that every process of a user shares: readers and one writer at a time, the others wait a minute.
+    """A connection to a file that all processes of a user share, with concurrent readers and one writer at a time.
 
     Args:
-        path: The file; it and its folder are made if they are not there.
-        schema: Statements that make its tables where they are not there yet.
+        path: The file; it and its folder are made if they do not exist.
+        schema: SQL statements that make its tables if they do not exist.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    connection = sqlite3.connect(path, timeout=60.0)
-    connection.execute("PRAGMA busy_timeout = 60000")
+    connection = sqlite3.connect(path, timeout=_WAIT_S)
+    connection.execute(f"PRAGMA busy_timeout = {1000 * _WAIT_S}")
+    # Readers do not wait for a writer, and a process that dies while it writes leaves the file consistent.
     connection.execute("PRAGMA journal_mode = WAL")
     connection.executescript(schema)
     return connection
 
 
 def cache_folder() -> Path:
-    """The user's cache folder of Checkmate: ``CHECKMATE_CACHE``, or what the platform has for it."""
+    """The user's cache folder of Checkmate: ``CHECKMATE_CACHE`` if set, else a folder in the platform's cache directory."""
     if chosen := os.environ.get("CHECKMATE_CACHE"):
         return Path(chosen)
     if sys.platform == "win32":
@@ -94,7 +106,11 @@ def cache_folder() -> Path:
 
 
 def quantise(cost: float, digits: int = 3) -> int:
-    """A cost to so many significant digits: more would be noise, and would change plans from run to run.
+    """A cost rounded to some significant digits, one or more. More would be noise, and would change plans from run to run.
+
+    Args:
+        cost: The cost.
+        digits: Significant digits to keep.
 
     Examples:
         >>> quantise(123456.7), quantise(9.4), quantise(0.2)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from checkmate.core.plan import Compute
 from checkmate.core.simulate import Timeline
 from checkmate.plot import style
-from checkmate.studies.lives import CATEGORIES, by_category
+from checkmate.studies.lifetimes import CATEGORIES, by_category
 
 
 def memory_by_category(

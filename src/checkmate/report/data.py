@@ -9,7 +9,7 @@ import msgspec
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
-from checkmate.studies.lives import CATEGORIES, lives, replays
+from checkmate.studies.lifetimes import CATEGORIES, replays, storage_lifetimes
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 
@@ -65,7 +65,7 @@ def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> s
 
 def _run(graph: Graph, run: Run) -> dict[str, Any]:
     timeline = simulate(graph, run.plan)
-    made = lives(graph, run.plan)
+    made = storage_lifetimes(graph, run.plan)
     return {
         "name": run.name,
         "peak": timeline.peak_bytes,

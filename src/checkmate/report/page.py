@@ -18,7 +18,7 @@ from checkmate.report.curve_svg import curve_svg
 from checkmate.report.data import Run, embedded
 from checkmate.report.sections import compared, computed_again, curve_table, facts_of, table
 from checkmate.studies.compare import compare
-from checkmate.studies.lives import CATEGORIES, by_category
+from checkmate.studies.lifetimes import CATEGORIES, by_category
 
 _SCRIPTS = ("model.js", "memory.js", "schedule.js", "detail.js", "main.js")
 _LABELS = {

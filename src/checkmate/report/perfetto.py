@@ -7,7 +7,7 @@ from typing import Any
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
-from checkmate.studies.lives import CATEGORIES, by_category
+from checkmate.studies.lifetimes import CATEGORIES, by_category
 
 _MICROSECONDS = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 _FIRST, _AGAIN = 1, 2

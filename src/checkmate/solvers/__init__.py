@@ -1,4 +1,4 @@
-"""Solvers: each a frozen dataclass of its own options, in one file."""
+"""Solvers: each a frozen dataclass of its options, in one file."""
 
 from checkmate.solvers.a_star import AStar
 from checkmate.solvers.auto import Auto

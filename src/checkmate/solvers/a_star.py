@@ -1,4 +1,4 @@
-"""The exact optimum, or a bound, by best-first search over what is live."""
+"""The exact optimum, or a bound, by best-first search over sets of live values."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ class AStar:
             raise OptionError(f"max_states={self.max_states!r} must be one or more")
 
     def run(self, problem: Problem, session: Session) -> Termination:
-        """Expand states in the order of the least cost of a plan through them."""
+        """Expand states in the order of the least cost of a plan through them.
+
+        A graph with more than 128 bits of state, views tied to a place or replay bytes is refused.
+        """
         from checkmate.solvers.states.exploration import Exploration, load_kernels
-        from checkmate.solvers.states.facts import facts_of
+        from checkmate.solvers.states.packed_problem import pack
 
         fold = FoldViews.of(problem.graph, priced=problem.reorder)
         folded = fold.apply(problem)
-        facts = facts_of(folded)
-        if isinstance(facts, str):
-            return Termination(Reason.NOT_FOUND, detail=facts)
+        packed = pack(folded)
+        if isinstance(packed, str):
+            return Termination(Reason.NOT_FOUND, detail=packed)
         session.prepare(load_kernels)
-        exploration = Exploration(fold, facts, session, self.max_states)
+        exploration = Exploration(fold, packed, session, self.max_states)
         exploration.run(lambda: session.left_s() <= 0)
         reason = Reason.NOT_FOUND if session.cost is None else Reason.FEASIBLE
         return exploration.ended or Termination(reason, limit="time")

@@ -1,10 +1,18 @@
-"""The default: reduce, bound, search, and let bound and search feed each other until the gap is met."""
+"""The default solver: local search and event cuts take turns until the gap is met.
+
+Neither is enough alone. Search finds no proof, and its plans can be far off: ResNet-50 at half of its memory stayed at an
+overhead of 1.249 until the solution of an integer program with a few event cuts gave a start at 1.131. The cuts find no
+plan where memory binds between events. Each round of `_Run.run` gives one what the other found; ``docs/decisions/0004``
+and ``0005`` have the measurements behind the order of the phases.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
@@ -20,24 +28,109 @@ if TYPE_CHECKING:
     from checkmate.solvers.evict.search import Search
     from checkmate.solvers.states.exploration import Exploration
 
+_log = logging.getLogger(__name__)
 
-_CLOSE = 0.75
-"""Share of what a plan costs beyond computing every op once, above which a proof by one event is close."""
-_PATIENCE = 4
-"""Orders without gain after which a walk ends."""
-_DECODES = 750
-"""Sequences to try in each order of a walk."""
-_ROOMS = (0.85, 0.9, 0.95, 0.97, 1.0)
-"""Shares of the room that a plan may fill at no penalty when it is put in another order."""
-_FEW_OPS = 500
-"""On larger graphs a search from a new order seldom comes near the best."""
-_STATES = 1 << 22
-"""Most states to store for a small graph."""
+
+class Phase(StrEnum):
+    """Parts of a run, in the order in which they begin first. Each that begins is logged at level DEBUG with its seconds."""
+
+    FIRST_PLANS = "greedy plans"
+    TIGHT_BUDGET = "plans for a tight budget"
+    FIRST_SEARCH = "first search"
+    SINGLE_EVENTS = "bounds of single events"
+    STATES = "search over states"
+    ANY_ORDER = "event cuts for any order"
+    ANY_ORDER_CLOSE = "event cuts for any order, close to the proof"
+    OWN_ORDER = "event cuts for the order of the search"
+    ROUND_SEARCH = "search after event cuts"
+    ANY_ORDER_AGAIN = "event cuts for any order, again"
+    STATES_AGAIN = "search over states, continued"
+
+
+PHASES: Mapping[Phase, float] = {
+    # From each start (`targets.starts`). The first plan is offered at once; the other attempts may fail slowly.
+    Phase.FIRST_PLANS: 0.05,
+    # Only if there is no plan. Twice: for plans that recompute forward ops alone, and for the smallest peak.
+    Phase.TIGHT_BUDGET: 0.3,
+    # From each start that has a plan, so that the events are taken from good plans.
+    Phase.FIRST_SEARCH: 0.05,
+    # Linear programs of one event each; at moderate budgets they close the gap, which ends the run.
+    Phase.SINGLE_EVENTS: 0.2,
+    # A* on a graph that is small enough: where it ends, it ends at once.
+    Phase.STATES: 0.05,
+    # Integer programs of a few events. Little where the plan may be what lacks ...
+    Phase.ANY_ORDER: 0.2,
+    # ... and more where the proof is (`AutoParameters.close_share`).
+    Phase.ANY_ORDER_CLOSE: 0.5,
+    # Their programs are easier, and their solutions make the best starts for the search.
+    Phase.OWN_ORDER: 0.35,
+    # Local search; after it, for the same share, search in other orders.
+    Phase.ROUND_SEARCH: 0.15,
+    # In later rounds, from the better events of the two kinds of cuts: the search has had its part.
+    Phase.ANY_ORDER_AGAIN: 0.6,
+    # After one round, because it is all or nothing.
+    Phase.STATES_AGAIN: 0.8,
+}
+"""Share of the time left, and of a minute at most (`AutoParameters.horizon_s`), that a phase may take when it begins.
+
+Most phases end earlier, by the work that they are given. Chosen on the graphs of ``docs/benchmarks/solvers.md``; how much each
+matters is in ``docs/benchmarks/solver_parameters.md``. The final search takes what they leave.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoParameters:
+    """Parameters of `Auto` beside `PHASES`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+
+    Attributes:
+        close_share: Share of what the best plan costs beyond computing every op once that one event has to prove for
+            the proof to count as close.
+        patience: Orders, or final searches, without gain after which to stop. Gains get rarer, and the time is the user's.
+        order_decodes: Sequences to try in each order of `_Run._reorder_search`: many orders for a moment each, since an order
+            that comes near the best does so early.
+        rooms: Shares of the budget that a plan may fill at no penalty when it is put in another order, one drawn for each.
+            Less than all leaves the search something to spend on cheaper plans.
+        few_ops: Graphs on which the final search also tries new orders. On larger ones a search from a new order seldom
+            comes near the best.
+        max_states: Most states to store in A*, of about 100 bytes each: 400 MB.
+        first_divisor: The first search takes one part in so many of `suggested_decodes`.
+        round_divisor: The same for the search in each round and in the final search.
+        least_round_decodes: Sequences in a round's search on the largest graphs.
+        temperature: Start of the temperature of a search, as a share of the cost: about one cheap op of a thousand.
+        final_temperature: The same in the final search on large graphs, where the best plan has been searched around already.
+        gap_divisor: Integer programs stop at one part in so many of the session's gap: bounds add up with what the search leaves.
+        least_gap: Smallest gap of an integer program, as a share: near the engine's tolerance of 1e-6 nothing is gained.
+        plans_for_events: Plans, beside keeping everything, whose peaks are candidates for events.
+        horizon_s: Shares of `PHASES` are of so many seconds at most, so that a phase that does not help ends in time also
+            where the limit is an hour, or there is none.
+    """
+
+    close_share: float = 0.75
+    patience: int = 4
+    order_decodes: int = 750
+    rooms: tuple[float, ...] = (0.85, 0.9, 0.95, 0.97, 1.0)
+    few_ops: int = 500
+    max_states: int = 1 << 22
+    first_divisor: int = 10
+    round_divisor: int = 4
+    least_round_decodes: int = 200
+    temperature: float = 2e-4
+    final_temperature: float = 1e-3
+    gap_divisor: float = 4.0
+    least_gap: float = 2e-5
+    plans_for_events: int = 2
+    horizon_s: float = 60.0
+
+
+PARAMETERS = AutoParameters()
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
     """Local search for plans and event cuts for the proof, each started from what the other found.
+
+    Small graphs are also searched over states (`AStar`), and plans are put in other orders. Which phases run, and for how
+    long, is in `PHASES`; set the logger ``checkmate.solvers.auto`` to DEBUG to see it.
 
     Attributes:
         rounds: Most rounds of refinement; each costs some seconds on a thousand ops.
@@ -66,7 +159,11 @@ class Auto:
 
 
 class _Run:
-    """One run of `Auto` on a folded problem."""
+    """One run of `Auto` on a folded problem.
+
+    Bounds and gaps are handled as *shares*: extra cost over that of computing each op of the folded graph once. So numbers are
+    near 1, as engines want them, and do not depend on the cost unit.
+    """
 
     def __init__(self, problem: Problem, session: Session) -> None:
         from checkmate.solvers.bounds.event_cuts import CutModel
@@ -89,11 +186,12 @@ class _Run:
         exploration = self._explore()
         if self.session.done:
             return
+        # A* may still close the gap; one round gives it a better plan, and so a lower limit.
         under_way = exploration is not None and exploration.ended is None
         self._refine(searches, event, 1 if under_way else rounds)
         if exploration is not None and not self.session.done:
-            exploration.run(self._after(0.8))
-        self._polish(searches)
+            exploration.run(self._begin(Phase.STATES_AGAIN))
+        self._final_search(searches)
         best = min(searches, key=lambda search: search.best_cost)
         if best.order_bound > 0 and self.folded.reorder:
             least = 1 + best.order_bound
@@ -122,16 +220,21 @@ class _Run:
     def out_of_time(self) -> bool:
         return self.session.left_s() <= 0
 
-    def _after(self, share: float) -> Callable[[], bool]:
-        """Whether a share of the time that is left now, of a minute at most, is used up."""
-        until = self._until(share)
+    def _begin(self, phase: Phase) -> Callable[[], bool]:
+        """Log a phase; what is returned says whether its time is used up."""
+        until = self._until(phase)
         return lambda: self.session.elapsed_s() > until
 
-    def _until(self, share: float) -> float:
-        return self.session.elapsed_s() + share * min(60.0, self.session.left_s())
+    def _until(self, phase: Phase) -> float:
+        """Log a phase; returns when it has to end, on the session's clock."""
+        now = self.session.elapsed_s()
+        seconds = PHASES[phase] * min(PARAMETERS.horizon_s, self.session.left_s())
+        _log.debug("%.2f s: %s, for %.2f s at most; cost %s, bound %.0f", now, phase, seconds, self.session.cost,
+                   self.session.bound)  # fmt: skip
+        return now + seconds
 
     def _first_plans(self) -> list[Search]:
-        """A search for each list of targets, those with a plan first."""
+        """A search for each start (`targets.starts`), the cheapest plan first."""
         from checkmate.solvers.evict.search import Search
         from checkmate.solvers.local_search import suggested_decodes
         from checkmate.solvers.targets import starts
@@ -142,86 +245,98 @@ class _Run:
         for order, on_demand in starts(self.folded, seed):
             search = Search(self.folded, on_demand, seed, order)
             searches.append(search)
-            late = self._after(0.05)
-            if search.first(out_of_time=late, settle=True):
+            late = self._begin(Phase.FIRST_PLANS)
+            if search.first(out_of_time=late, stop_at_first=True):
                 self.offer(search.order())
                 search.first(out_of_time=late)
                 self.offer(search.order())
             if session.done:
                 return searches
         if session.plan is None:
-            self._squeeze()
+            self._tight_budget_start()
+        # Every search starts from the best plan known, not only the one that found it.
         for search in searches:
             if session.plan is not None:
                 search.start_from_order(self.fold.apply_order(session.plan.order))
             if math.isfinite(search.best_cost) and not session.done:
-                search.improve(suggested_decodes(len(self.graph.ops)) // 10, 2e-4, self._after(0.05))
+                decodes = suggested_decodes(len(self.graph.ops)) // PARAMETERS.first_divisor
+                search.improve(decodes, PARAMETERS.temperature, self._begin(Phase.FIRST_SEARCH))
                 self.offer(search.order())
         return sorted(searches, key=lambda search: search.best_cost)
 
-    def _squeeze(self) -> None:
-        """Look for a plan where few are.
+    def _tight_budget_start(self) -> None:
+        """Look for a plan where there are few.
 
-        Which ops to compute again is easier to choose among the forward ones alone; and a search for lower and lower
-        peaks comes by some plans that one for this budget misses.
+        The greedy search has fewer ways to go wrong if only forward ops may be computed again: on ResNet-50 above batch 860
+        it finds plans in 0.5 s there, and none with all ops in 20 s. And the search for the smallest peak, which starts
+        from plans that fit larger budgets, comes by plans that a search for this budget misses.
         """
         from checkmate.solvers.evict.search import Search
         from checkmate.solvers.smallest import smallest_peak
         from checkmate.solvers.targets import starts
 
         session = self.session
-        late = self._after(0.3)
+        late = self._begin(Phase.TIGHT_BUDGET)
         forward = Problem(self.graph, self.folded.budget_bytes, "forward", self.folded.reorder)
         for order, on_demand in starts(forward, session.limits.seed):
             search = Search(forward, on_demand, session.limits.seed, order)
-            if late() or (search.first(out_of_time=late, settle=True) and self.offer(search.order())):
+            if late() or (search.first(out_of_time=late, stop_at_first=True) and self.offer(search.order())):
                 break
-        if session.plan is not None or session.left_s() <= 0:  # a limit of no time at all is refused
+        if session.plan is not None or session.left_s() <= 0:  # `Limits` refuses a time of zero
             return
-        limits = Limits(time_s=0.3 * min(60.0, session.left_s()), seed=session.limits.seed)
+        most_s = PHASES[Phase.TIGHT_BUDGET] * min(PARAMETERS.horizon_s, session.left_s())
+        limits = Limits(time_s=most_s, seed=session.limits.seed)
         smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
         session.offer(smallest.plan.order)
 
     def _best_single(self, model: CutModel, searches: list[Search]) -> int | None:
-        """Bound by single events where the plans are fullest; returns the event that proves most."""
+        """Bound by single events where the plans hold most; returns the event that proves most."""
         from checkmate.solvers.bounds.refine import promising_events, single_cuts
 
         plans = [search.order() for search in searches if math.isfinite(search.best_cost)]
-        events = promising_events(self.graph, [range(len(self.graph.ops)), *plans[:2]])
-        late = self._after(0.2)
+        events = promising_events(self.graph, [range(len(self.graph.ops)), *plans[: PARAMETERS.plans_for_events]])
+        late = self._begin(Phase.SINGLE_EVENTS)
         return single_cuts(model, events, partial(self.prove, searches[0]), lambda: self.session.done or late())
 
     def _explore(self) -> Exploration | None:
-        """Look through the states of a small graph, for a moment at first."""
+        """Search the states of a small graph for a moment; None for graphs that it does not take."""
         from checkmate.solvers.states.exploration import Exploration, load_kernels
-        from checkmate.solvers.states.facts import facts_of
+        from checkmate.solvers.states.packed_problem import pack
 
-        facts = facts_of(self.folded)
-        if isinstance(facts, str):
+        packed = pack(self.folded)
+        if isinstance(packed, str):
             return None
         self.session.prepare(load_kernels)
-        exploration = Exploration(self.fold, facts, self.session, _STATES)
-        exploration.run(self._after(0.05))
+        exploration = Exploration(self.fold, packed, self.session, PARAMETERS.max_states)
+        exploration.run(self._begin(Phase.STATES))
         return exploration
 
     def _refine(self, searches: list[Search], event: int, rounds: int) -> None:
-        """Cut any order; cut the search's own order, which makes better plans; cut any order where either proves more."""
+        """Rounds of refinement: any order; the search's own order; search; and any order again from the better events.
+
+        Args:
+            searches: Searches with their plans; a round takes one, the next round the next, and replaces it by where its
+                search in other orders ended.
+            event: The event that proves most alone.
+            rounds: Most rounds.
+        """
         from checkmate.solvers.bounds.event_cuts import CutModel
         from checkmate.solvers.bounds.refine import chain_of
         from checkmate.solvers.local_search import suggested_decodes
 
         session = self.session
         work = suggested_decodes(len(self.graph.ops))
-        # Where one event proves most of what the plan costs it is the proof that lacks; else the plan may.
-        bound = self.session.bound - self.fold.original.cost
-        events, share = [event], 0.5 if bound > _CLOSE * self.once * self.best_share() else 0.2
+        proven = self.session.bound - self.fold.original.cost
+        close = proven > PARAMETERS.close_share * self.once * self.best_share()
+        events, phase = [event], Phase.ANY_ORDER_CLOSE if close else Phase.ANY_ORDER
         for k in range(rounds):
             before = (session.cost, session.bound)
             place = k % len(searches)
             search = searches[place]
+            # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
             if self.folded.reorder:
                 floating = self._quick_bound(search, events)[1]
-                events = self._refine_once(self.any_order, search, events, share, floating=floating)
+                events = self._refine_once(self.any_order, search, events, phase, floating=floating)
                 if session.done:
                     return
             model = CutModel(self.folded, tuple(search.targets))
@@ -229,15 +344,19 @@ class _Run:
             if session.done:
                 return
             if first is not None:
-                cuts = self._refine_once(model, search, [first], 0.35, floating=True)
+                # Floating ops always: those on demand float, and without variables for them a solution may drop what one of
+                # them still needs, and is no plan.
+                cuts = self._refine_once(model, search, [first], Phase.OWN_ORDER, floating=True)
                 if session.done:
                     return
+                # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
                 other = chain_of(self.any_order, [*cuts, event])
                 events = max(events, other, key=lambda chain: self._quick_bound(search, chain)[0])
-                share = 0.6
-            if search.improve(max(200, work // 4), 2e-4, self._after(0.15)):
+                phase = Phase.ANY_ORDER_AGAIN
+            decodes = max(PARAMETERS.least_round_decodes, work // PARAMETERS.round_divisor)
+            if search.improve(decodes, PARAMETERS.temperature, self._begin(Phase.ROUND_SEARCH)):
                 self.offer(search.order())
-            searches[place] = self._walk(search, _PATIENCE, self._after(0.15))
+            searches[place] = self._reorder_search(search, self._begin(Phase.ROUND_SEARCH))
             if session.done:
                 return
             if (session.cost, session.bound) == before and k >= len(searches):
@@ -245,25 +364,29 @@ class _Run:
                 return
 
     def _quick_bound(self, search: Search, events: list[int]) -> tuple[float, bool]:
+        """As `bounds.refine.quick_bound`, for any order; the bound is kept."""
         from checkmate.solvers.bounds.refine import quick_bound
 
         bound, floating = quick_bound(self.any_order, events)
         self.prove(search, bound, True)
         return bound, floating
 
-    def _walk(self, search: Search, patience: int, out_of_time: Callable[[], bool]) -> Search:
-        """Search, put the plan in an order that holds less, search there, and so on; returns where that ends.
+    def _reorder_search(self, search: Search, out_of_time: Callable[[], bool]) -> Search:
+        """Alternate memory-aware reordering and local search until several orders in a row bring no gain.
 
         Args:
             search: A search with a plan.
-            patience: Orders without gain after which it ends.
-            out_of_time: Asked often.
+            out_of_time: Called between steps of the search.
+
+        Returns:
+            The search with the cheapest plan; the newest among equals, as equal plans in other orders lead on.
         """
         from checkmate.solvers.evict.reorder import first_computations, reorder
         from checkmate.solvers.evict.search import Search
         from checkmate.solvers.local_search import suggested_decodes
 
-        decodes = min(_DECODES, suggested_decodes(len(self.graph.ops)))
+        patience = PARAMETERS.patience
+        decodes = min(PARAMETERS.order_decodes, suggested_decodes(len(self.graph.ops)))
         without_gain = 0 if self.folded.reorder and math.isfinite(search.best_cost) else patience
         while without_gain < patience and not (self.session.done or out_of_time()):
             before = search.best_cost
@@ -271,25 +394,30 @@ class _Run:
             order = reorder(self.graph, search.order(), self._room(), seed)
             other = Search(self.folded, frozenset(), seed, first_computations(order))
             other.start_from_order(order)
-            if other.improve(decodes, 2e-4, out_of_time):
+            if other.improve(decodes, PARAMETERS.temperature, out_of_time):
                 self.offer(other.order())
+            # Also at equal cost: the new order is lower, and the next search starts from it.
             if other.best_cost <= before:
                 search = other
             without_gain = 0 if search.best_cost < before else without_gain + 1
         return search
 
-    def _polish(self, searches: list[Search]) -> None:
-        """Search on from the best plan, and on a small graph from new ones, until nothing is gained."""
+    def _final_search(self, searches: list[Search]) -> None:
+        """Search on from the best plan, and on a small graph from new orders, until nothing is gained or time is up.
+
+        Args:
+            searches: Searches with their plans.
+        """
         from checkmate.solvers.local_search import suggested_decodes
 
         work = suggested_decodes(len(self.graph.ops))
         best = min(searches, key=lambda search: search.best_cost)
         without_gain = 0
-        while math.isfinite(best.best_cost) and without_gain < _PATIENCE and not self.session.done:
-            others = [self._walk(best, _PATIENCE, self.out_of_time)]
-            if len(self.graph.ops) <= _FEW_OPS and self.folded.reorder:
-                others.append(self._walk(self._from_new_order(), _PATIENCE, self.out_of_time))
-            elif best.improve(work // 4, 1e-3, self.out_of_time):
+        while math.isfinite(best.best_cost) and without_gain < PARAMETERS.patience and not self.session.done:
+            others = [self._reorder_search(best, self.out_of_time)]
+            if len(self.graph.ops) <= PARAMETERS.few_ops and self.folded.reorder:
+                others.append(self._reorder_search(self._from_new_order(), self.out_of_time))
+            elif best.improve(work // PARAMETERS.round_divisor, PARAMETERS.final_temperature, self.out_of_time):
                 self.offer(best.order())
             other = min(*others, best, key=lambda search: search.best_cost)
             without_gain += 1
@@ -299,7 +427,7 @@ class _Run:
             best = other
 
     def _from_new_order(self) -> Search:
-        """A search in the given order, annealed anew."""
+        """A search in the graph's own order after one more annealing of it, with greedy plans."""
         from checkmate.solvers.evict.reorder import reorder
         from checkmate.solvers.evict.search import Search
 
@@ -310,16 +438,16 @@ class _Run:
         return search
 
     def _room(self) -> float:
-        """Bytes that a plan may hold at no penalty when it is put in another order: all or a little less, at random."""
-        return self.random.choice(_ROOMS) * (self.folded.budget_bytes - self.graph.resident_bytes)
+        """Bytes that a plan may hold at no penalty when it is put in another order: the budget or a little less, at random."""
+        return self.random.choice(PARAMETERS.rooms) * (self.folded.budget_bytes - self.graph.resident_bytes)
 
-    def _refine_once(self, model: CutModel, search: Search, first: list[int], share: float, *, floating: bool) -> list[int]:
-        """Refine from some events for a share of the time that is left; returns the events it came to."""
+    def _refine_once(self, model: CutModel, search: Search, first: list[int], phase: Phase, *, floating: bool) -> list[int]:
+        """Refine from some events for the time of a phase; returns the events it came to."""
         from checkmate.solvers.bounds.refine import Refinement
 
         session = self.session
-        until = self._until(share)
-        gap = max(2e-5, session.limits.gap / 4)
+        until = self._until(phase)
+        gap = max(PARAMETERS.least_gap, session.limits.gap / PARAMETERS.gap_divisor)
 
         def left_s() -> float:
             return 0.0 if session.done else until - session.elapsed_s()

@@ -22,7 +22,9 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BruteForce:
-    """Exact for any order and any number of recomputations, by Dijkstra over what is computed and live.
+    """Exact for any order and any number of recomputations, by Dijkstra's algorithm over sets of computed ops and live values.
+
+    It knows every rule of a graph, views and random states included, and shares no code with other solvers.
 
     Attributes:
         max_ops: Larger graphs are refused.

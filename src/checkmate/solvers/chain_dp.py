@@ -1,10 +1,16 @@
-"""Dynamic programming over a training chain whose layers differ in cost and size."""
+"""Dynamic programming over a training chain whose layers differ in cost and size (Beaumont et al. 2019).
+
+The recursion: with the input of a part of the chain held, either compute up to some layer, hold that one, do the part above it
+first and then the part below; or keep the top layer and run the next backward step. A part is a `_State`; the choice of the
+layer to hold next is an `_Option`. Optimal substructure needs persistence: a held value is not dropped before its last
+read, so that the part above and the part below do not share memory in any other way than by the values held between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +24,18 @@ from checkmate.solvers.training_chain import TrainingChain
 
 Ints = npt.NDArray[np.int64]
 
-_NOTHING = -(1 << 60)
-"""Peak of doing nothing."""
+_NOTHING: Final = -(1 << 60)
+"""Peak of doing nothing: below any other, and with room to add bytes without overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainDP:
     """The cheapest persistent plan of a `TrainingChain`, exact to the byte.
 
-    Beaumont et al. (2019), "Optimal checkpointing for heterogeneous chains", with frontiers of (peak, cost)
-    instead of a table over rounded memory, so that one run answers every budget. Exact among the
-    plans that
+    Beaumont et al. (2019), "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
+    memory", with frontiers of (peak, cost) in place of a table over memory rounded to slots: rounding either
+    breaks the budget or wastes a part of it, and one run with frontiers answers every budget below its own.
+    Exact among the plans that
 
     - compute the first of all layers, and the steps after them, in the given order, each step once, and
     - are persistent: a layer's value that is held beyond the computation of the next layer is held until it
@@ -40,7 +47,7 @@ class ChainDP:
     that are still to be read, no others.
 
     Attributes:
-        max_points: A frontier with more points is thinned, after which plans are no longer exact.
+        max_points: A frontier with more points is thinned, after which plans may not be the cheapest.
     """
 
     max_points: int = 4096
@@ -70,7 +77,7 @@ class ChainDP:
 
 
 class _State(NamedTuple):
-    """What is left to do: all steps from one on that read above a layer, which is held and not counted.
+    """A part of the problem: all steps from one on that read above a layer, which is held and not counted.
 
     Attributes:
         layer: The layer; none of those above it is held, but perhaps the highest.
@@ -87,14 +94,14 @@ _START = _State(0, 0, False)
 
 
 class _Option(NamedTuple):
-    """One way on from a state: layers computed, perhaps one of them held for a part of the rest, or a step run.
+    """A choice in a state: compute layers and hold the last of them for a part of the rest, or run a step.
 
     Attributes:
         computed: Layers computed.
         ran: Step that is run, or -1.
         peak: Most bytes while that happens.
-        inner: What is done while the last of the computed layers is held outside, or None.
-        after: What is left then.
+        inner: Part that is done first, while the last of the computed layers is held and not counted in it; or None.
+        after: Part that is done afterwards.
     """
 
     computed: range
@@ -105,7 +112,7 @@ class _Option(NamedTuple):
 
 
 class _Frontier(NamedTuple):
-    """Ways to finish, cheaper at higher peaks. Shapes ``[point]``."""
+    """Pareto frontier of the ways to finish a part: peaks ascend, costs fall. Shapes ``[point]``."""
 
     peak: Ints
     cost: Ints
@@ -130,7 +137,8 @@ class _Table:
         self.paid = np.cumsum(chain.costs).tolist()
 
     def fill(self, session: Session) -> bool:
-        """Compute the frontiers of all states that the first one leads to; False if time is up."""
+        """Compute the frontiers of all states that can be reached from the first; False if time is up."""
+        # Top-down for the states that matter, bottom-up for their values: plain recursion would be as deep as the chain is long.
         states, todo = {_START}, [_START]
         while todo:
             for option in self._options(todo.pop()):
@@ -138,6 +146,8 @@ class _Table:
                     if state is not None and state not in states and state.step < self.ends[state.layer]:
                         states.add(state)
                         todo.append(state)
+        # An option leads to a state with a higher layer, a later step, or the top held: all larger as tuples, so they are
+        # filled before it.
         for state in sorted(states, reverse=True):
             if session.left_s() <= 0:
                 return False
@@ -153,11 +163,14 @@ class _Table:
             if state.step >= self.ends[state.layer]:
                 continue
             cost = self.frontiers[state].at(limit)
+            # The first option with the cost of the frontier. Storing the choice with each point would take more memory than the
+            # frontiers themselves.
             option = next(option for option in self._options(state) if self._value(option).at(limit) == cost)
             out += [chain.layers[i] for i in option.computed]
             if option.ran > 0:
                 out.append(chain.steps[option.ran])
             todo.append((option.after, limit))
+            # The stack runs the inner part first. Within it the layer that is held outside takes its bytes of the limit.
             if option.inner is not None:
                 todo.append((option.inner, limit - chain.sizes[option.inner.layer]))
         return out
@@ -167,6 +180,7 @@ class _Table:
         return (option for option in self._all_options(state) if option.peak <= self.budget)
 
     def _all_options(self, state: _State) -> Iterator[_Option]:
+        """Run the next step if its layers are there; else compute up to a layer below the top, or to the top, and hold that."""
         chain, (low, k, has_top) = self.chain, state
         top = chain.top[k]
         missing = {i for i in chain.reads[k] if i > low and not (has_top and i == top)}
@@ -176,6 +190,7 @@ class _Table:
             dead = chain.sizes[low] if has_top and chain.below[k] < low else 0
             yield _Option(range(0), k, chain.during[k] + held - dead, None, self._next(low, k + 1, has_top, top))
             return
+        # ``reached`` is the peak of computing up to a layer while nothing but the layer below it is held.
         reached = 0
         for middle in range(low + 1, top):
             reached = max(reached, self._during(low, middle))
@@ -195,6 +210,7 @@ class _Table:
         return (chain.sizes[layer - 1] if layer - 1 > low else 0) + chain.sizes[layer] + chain.workspaces[layer]
 
     def _value(self, option: _Option) -> _Frontier:
+        """Frontier of an option: peaks of its parts by maximum, costs by sum."""
         cost = self.paid[option.computed.stop - 1] - self.paid[option.computed.start - 1] if option.computed else 0
         rest = self._frontier_of(option.after)
         if option.inner is None:
@@ -217,6 +233,7 @@ class _Table:
         """Points that no other one is as low and as cheap as."""
         peak = np.concatenate([np.zeros(0, dtype=np.int64), *(f.peak for f in frontiers)])
         cost = np.concatenate([np.zeros(0, dtype=np.int64), *(f.cost for f in frontiers)])
+        # By peak, then cost: a point stays if it is cheaper than all before it.
         order = np.lexsort((cost, peak))
         peak, cost = peak[order], cost[order]
         best_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], cost]))[:-1]
@@ -224,6 +241,7 @@ class _Table:
         peak, cost = peak[better], cost[better]
         if len(peak) > self.max_points:
             self.thinned = True
+            # Evenly spaced, both ends among them: the least peak decides feasibility, the least cost what a large budget gives.
             places = np.linspace(0, len(peak) - 1, self.max_points).round().astype(np.int64)
             peak, cost = peak[places], cost[places]
         return _Frontier(peak, cost)

@@ -17,7 +17,7 @@ class ChenSqrtN:
 
     Chen et al. (2016), section 4.1, which takes the square root of the number of layers; here the number
     is swept and the cheapest plan within the budget kept. ``points`` are the generalisations of Jain et
-    al. (2020), table 1, to graphs that are no chains.
+    al. (2020), table 1, to graphs that are not chains.
 
     Attributes:
         points: Where the forward pass may be cut: at its ``"articulation"`` points, or anywhere in its
@@ -72,6 +72,7 @@ class ChenGreedy:
 
 
 def _greedy_ends(forward: ForwardPass, points: set[int], threshold_bytes: int) -> Iterator[int]:
+    """Points after which more than so many bytes have been made since the last one."""
     made = 0
     for o in forward.ops:
         made += forward.size_bytes(o)
@@ -81,10 +82,14 @@ def _greedy_ends(forward: ForwardPass, points: set[int], threshold_bytes: int) -
 
 
 def drops_between(forward: ForwardPass, ends: Sequence[int]) -> Drops:
-    """What is dropped if only the points at the ends of segments are kept.
+    """Drops that keep only the points at the ends of segments.
 
-    A segment is held again from the first backward stage that asks for any of it. The last one is never
+    A segment is held again from the first backward stage that reads any of it. The last one is never
     dropped: its backward comes next.
+
+    Args:
+        forward: The forward pass.
+        ends: Last op of each segment but the last one.
     """
     kept = set(ends)
     segments: list[list[int]] = [[]]
@@ -95,6 +100,6 @@ def drops_between(forward: ForwardPass, ends: Sequence[int]) -> Drops:
             segments[-1].append(o)
     until: dict[int, int] = {}
     for segment in segments[:-1]:
-        asked = min((forward.asked[o] for o in segment), default=NEVER)
-        until.update(dict.fromkeys(segment, asked))
+        first_read = min((forward.first_backward_read[o] for o in segment), default=NEVER)
+        until.update(dict.fromkeys(segment, first_read))
     return until

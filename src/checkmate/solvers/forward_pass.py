@@ -1,4 +1,10 @@
-"""The forward pass as the segment heuristics see it: points to cut at, and plans from what is dropped until when."""
+"""The forward pass for the checkpointing heuristics: points to cut at, and plans from which values are dropped until when.
+
+Chen et al. (2016) and Griewank and Walther (2000) are stated for chains of layers, each of which runs forward once and
+backward once. On a graph with skips, several outputs and views their rules still say which forward values to drop and from
+when on to hold them again; the decoder of the eviction search turns that into an order, whatever the graph. So all
+of them share one account of memory, and their plans compare with those of the other solvers byte by byte.
+"""
 
 # The kernels of the eviction search are compiled by numba and have no types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -8,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
@@ -20,23 +26,29 @@ from checkmate.solvers.session import Session
 
 Points = Literal["articulation", "linearized"]
 
-NEVER = 1 << 30
-"""A stage that is never reached."""
+NEVER: Final = 1 << 30
+"""A stage that is never reached; fits the kernels' int32."""
 
 
 def check_points(points: str) -> None:
-    """Refuse what names no kind of points.
+    """Check the name of a kind of points.
+
+    Args:
+        points: The name.
 
     Raises:
         OptionError: ``points`` is neither ``"articulation"`` nor ``"linearized"``.
     """
     if points not in ("articulation", "linearized"):
-        raise OptionError(f"points={points!r} is neither 'articulation' nor 'linearized'")
+        raise OptionError(
+            f"points={points!r} is neither 'articulation' nor 'linearized'",
+            hint="'articulation' cuts where every path passes, 'linearized' anywhere in the graph's order",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a code gives.
+    """A decoded plan, measured.
 
     Attributes:
         cost: Cost of all computations.
@@ -50,67 +62,77 @@ class Schedule:
 
 
 class ForwardPass:
-    """Forward ops in order, when the backward pass asks for each, and the plan of dropping some until then.
+    """Forward ops in order, the stage at which the backward pass first reads each, and plans that drop some until then.
 
-    All segment heuristics reduce to this: a value that is not dropped is held from its op to its last
-    use; one that is dropped goes after its last forward use and is computed again on demand, for
-    that stage alone before a given stage and to be held from then on. Values that may not be computed
-    again are never dropped.
+    All checkpointing heuristics reduce to this: a value that is not dropped is held from its op to its last
+    use. One that is dropped is freed after its last forward use and computed again on demand: for one stage alone
+    before a given stage, and to be held from that stage on. Values that may not be computed again are never dropped.
 
     Args:
         problem: A problem whose views are folded.
-        on_demand: Ops that run only when somebody asks; they take no part in the segments.
+        on_demand: Ops that are computed when another op needs them; they take no part in the segments.
 
     Attributes:
         ops: Forward ops in order.
-        asked: First stage outside the forward pass that reads an output of each op, or `NEVER`. Shape ``[op]``.
+        first_backward_read: First stage outside the forward pass that reads an output of each op, or `NEVER`; for outputs that
+            are only kept, the last stage. Shape ``[op]``.
     """
 
     def __init__(self, problem: Problem, on_demand: frozenset[int]) -> None:
         from checkmate.solvers.evict.instance import build_scratch
-        from checkmate.solvers.evict.search import Search
+        from checkmate.solvers.evict.search import PARAMETERS, Search
 
         self.graph = graph = problem.graph
         self.ops = [o for o, op in enumerate(graph.ops) if op.phase == "forward" and o not in on_demand]
         self._search = Search(problem, on_demand, seed=0)
         self._instance: Any = self._search.instance
-        self._scratch: Any = build_scratch(self._instance)
+        self._scratch: Any = build_scratch(self._instance, PARAMETERS.stretch)
         stage = self._search.stage
         forward = set(self.ops)
-        self.asked = [NEVER] * len(graph.ops)
+        self.first_backward_read = [NEVER] * len(graph.ops)
         self._touched = [stage.get(o, NEVER) for o in range(len(graph.ops))]
+        # Values are dropped after the last forward read. Readers on demand have no stage; they run when a target needs them.
         for o in self.ops:
             readers = {r for v in graph.ops[o].outputs for r in graph.readers[v] if r in stage}
             self._touched[o] = max([stage[o], *(stage[r] for r in readers if r in forward)])
-            self.asked[o] = min((stage[r] for r in readers - forward), default=NEVER)
-            if self.asked[o] == NEVER and any(graph.values[v].kept for v in graph.ops[o].outputs):
-                self.asked[o] = len(stage) - 1
+            self.first_backward_read[o] = min((stage[r] for r in readers - forward), default=NEVER)
+            if self.first_backward_read[o] == NEVER and any(graph.values[v].kept for v in graph.ops[o].outputs):
+                self.first_backward_read[o] = len(stage) - 1
 
     def size_bytes(self, o: int) -> int:
-        """Bytes of an op's outputs."""
+        """Bytes of an op's outputs.
+
+        Args:
+            o: Index of the op.
+        """
         return sum(self.graph.values[v].size_bytes for v in self.graph.ops[o].outputs)
 
     def points(self, kind: Points) -> list[int]:
-        """Forward ops at which the pass may be cut, in order."""
+        """Forward ops at which the pass may be cut, in order.
+
+        Args:
+            kind: ``"linearized"`` for all, ``"articulation"`` for those through which every path goes.
+        """
         return list(self.ops) if kind == "linearized" else articulation_points(self.graph, self.ops)
 
     def schedule(self, until: Mapping[int, int]) -> Schedule | None:
-        """Plan that drops the outputs of some ops until a stage; None if it becomes too long.
+        """Plan that drops the outputs of some ops until a stage; None if it is longer than the kernels' arrays.
 
         Args:
-            until: Stage from which the outputs of each dropped op are held again.
+            until: Dropped op -> stage from which its outputs are held again.
         """
         from checkmate.solvers.evict import decode as kernels
 
         stages = len(self._instance.targets)
         code = self._search.empty_code()
         for o, stop in until.items():
+            # Overwritten inputs: it could be computed again up to a stage only, and these rules do not look at which.
             if self._instance.last_stage[o] <= stages:
                 continue
             for v in self.graph.ops[o].outputs:
                 if self._instance.evictable[v]:
                     self._search.evict(code, v, self._touched[o] + 1, min(stop, stages) - 1)
-        length: int = kernels.decode(self._instance, self._scratch, *code)
+        length: int = kernels.decode(self._instance, self._scratch, code)
         if length < 0:
             return None
         measured: tuple[float, float, int] = kernels.measure(self._instance, self._scratch, length)
@@ -121,16 +143,19 @@ class ForwardPass:
 
 
 Drops = Mapping[int, int]
-"""Stage until which the outputs of each dropped op are not held."""
+"""Dropped op -> stage from which its outputs are held again."""
 
 
 def sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], Iterable[Drops]]) -> Termination:
-    """Offer the plans that a heuristic finds within the budget, trying every setting of its parameter.
+    """Offer the plans that a heuristic finds within the budget, for every setting of its parameter.
+
+    The papers choose the parameter by a formula, such as the square root of the number of layers, that holds for equal
+    layers. Decoding a plan takes milliseconds, so that here all are tried and the cheapest within the budget is kept.
 
     Args:
         problem: The problem.
         session: The session.
-        choices: What to drop until when, for each setting.
+        choices: Gives the drops of each setting.
     """
     from checkmate.solvers.targets import load_kernels, target_lists
 
@@ -139,6 +164,7 @@ def sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], I
     folded = fold.apply(problem)
     if all(op.phase == "forward" for op in folded.graph.ops):
         return Termination(Reason.NOT_FOUND, detail="the graph has no backward ops, so there is no forward pass to cut")
+    # The lowest peak of any setting is for the message only.
     lowest = math.inf
     for late in target_lists(folded):
         forward = ForwardPass(folded, late)
@@ -161,7 +187,14 @@ def sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], I
 
 
 def articulation_points(graph: Graph, ops: Iterable[int]) -> list[int]:
-    """Ops whose removal disconnects the undirected graph of some ops, in order (Tarjan 1972).
+    """Ops whose removal disconnects the undirected graph of some ops, in order (Hopcroft and Tarjan 1973).
+
+    A depth-first search without recursion, as graphs are deeper than Python's stack: an op is an articulation point if a
+    branch below it reaches nothing above it, and the root if it has several branches.
+
+    Args:
+        graph: The graph.
+        ops: The ops; edges to others do not count.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 1), (1, 2), (2, 3)])
@@ -184,6 +217,7 @@ def articulation_points(graph: Graph, ops: Iterable[int]) -> list[int]:
         if start in found_at:
             continue
         found_at[start] = lowest[start] = len(found_at)
+        # Each entry: op, the op it was found from, and an iterator over its neighbours, which is the state of the recursion.
         branches = 0
         stack = [(start, -1, iter(beside[start]))]
         while stack:

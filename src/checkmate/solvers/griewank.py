@@ -1,4 +1,4 @@
-"""Binomial checkpointing (revolve)."""
+"""Binomial checkpointing (revolve) of Griewank and Walther (2000)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Griewank:
     """Binomial checkpointing of a chain of steps with c states held at once; c is swept.
 
     Griewank and Walther (2000), algorithm 799 (revolve): the fewest forward steps for reversing a chain of
-    equal steps. A step is what lies between two points of the forward pass; for graphs that are no
+    equal steps. A step is what lies between two points of the forward pass; for graphs that are not
     chains these are its articulation points, or all ops in order, the generalisations of Jain et al.
     (2020), table 1. Steps are counted as equal, whatever they cost and hold.
 
@@ -44,7 +44,14 @@ class Griewank:
 
 
 def fewest_steps(steps: int, states: int) -> int:
-    """Forward steps that reverse a chain with some states held beside the first: t(l, c) of Griewank and Walther.
+    """Forward steps that reverse a chain with some states held beside the first.
+
+    t(l, c) = r l - binomial(c + r, r - 1), where r is the least number with binomial(c + r, c) >= l (Griewank and Walther
+    2000). Their c counts the first state.
+
+    Args:
+        steps: Length l of the chain.
+        states: States held at once beside the first, c - 1.
 
     Examples:
         >>> [fewest_steps(10, states) for states in (0, 1, 2, 3, 9)]
@@ -57,7 +64,15 @@ def fewest_steps(steps: int, states: int) -> int:
 
 
 def first_state(steps: int, states: int) -> int:
-    """Step after which to hold the first state, so that the whole takes `fewest_steps`."""
+    """Step after which to hold the first state, so that the whole takes `fewest_steps`.
+
+    Several splits are optimal. With c slots and r repetitions this one is at most binomial(c + r - 1, c), the longest chain
+    that r - 1 repetitions can reverse, and leaves at least binomial(c + r - 2, c - 1) steps to the rest.
+
+    Args:
+        steps: Length of the chain.
+        states: States held at once beside the first, one or more.
+    """
     slots = states + 1
     repetitions = _repetitions(steps, slots)
     return max(1, min(comb(slots + repetitions - 1, slots), steps - comb(slots + repetitions - 2, slots - 1)))
@@ -86,7 +101,7 @@ def held_states(steps: int, states: int) -> dict[int, int]:
 
 
 def _repetitions(steps: int, slots: int) -> int:
-    """Fewest r for which slots can reverse so many steps, none computed more than r times."""
+    """Fewest r such that a chain of so many steps can be reversed with some slots, no step computed more than r times."""
     repetitions = 0
     while comb(slots + repetitions, slots) < steps:
         repetitions += 1
@@ -105,22 +120,23 @@ def _steps(forward: ForwardPass, points: list[int]) -> list[list[int]]:
 
 
 def _drops(forward: ForwardPass, steps: list[list[int]], held_from: dict[int, int], *, early: bool) -> Drops:
-    """What is dropped until when.
+    """Drops for one setting.
 
     Args:
         forward: The forward pass.
         steps: Ops of each step.
         held_from: `held_states`.
-        early: Whether a state that is held for nothing else is held from the reversal of the step that starts from it.
+        early: Whether a state that is not among ``held_from`` is held from the reversal of the step after it, which starts
+            from it, and not only from that of its own step. Which is cheaper depends on what the step's ops read.
     """
     count = len(steps)
     begins = [NEVER] * (count + 1)  # stage at which the reversal of step 1..count begins
     earliest = 0
     for j in range(count, 0, -1):
         inside = steps[j - 1][:-1] or steps[j - 1]
-        asked = min(forward.asked[o] for o in inside)
-        if asked < NEVER:
-            earliest = max(earliest, asked)
+        first_read = min(forward.first_backward_read[o] for o in inside)
+        if first_read < NEVER:
+            earliest = max(earliest, first_read)
         begins[j] = earliest
     until: dict[int, int] = {}
     for j, step in enumerate(steps[:-1], start=1):

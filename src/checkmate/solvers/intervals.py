@@ -25,7 +25,7 @@ class Intervals:
     Moccasin (Bartan et al. 2023): each op is computed at most a given number of times, each time at a place in
     the stages of the graph's own order, and its value retained from there to an end. Exact in that class,
     which leaves out other orders, so its bound is reported by name. CP-SAT comes with OR-Tools (``pip
-    install "checkmate-remat[solvers]"``) and runs in a process of its own, which is ended at the time limit.
+    install "checkmate-remat[solvers]"``) and runs in a child process, which is ended at the time limit.
 
     Attributes:
         max_recomputes: Most times an op is computed again.
@@ -39,7 +39,7 @@ class Intervals:
 
     def __post_init__(self) -> None:
         if self.max_recomputes < 0:
-            raise OptionError(f"max_recomputes={self.max_recomputes!r} must be zero or more")
+            raise OptionError(f"max_recomputes={self.max_recomputes!r} must be zero or more", hint="0 computes every op once")
 
     def run(self, problem: Problem, session: Session) -> Termination:
         """Start from a quick plan and take what the engine finds, to the limits.

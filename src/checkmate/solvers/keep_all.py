@@ -1,4 +1,4 @@
-"""Every op once: what training without recomputation takes."""
+"""Every op once: training without recomputation."""
 
 from __future__ import annotations
 

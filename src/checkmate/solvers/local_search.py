@@ -10,21 +10,46 @@ from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class LocalSearch:
-    """Evict at the peak what is cheapest to remake per byte, then ruin some of it and repair.
-
-    Anytime; recomputes any op any number of times, and first computes what only the backward pass
-    needs when it asks. It proves nothing. Found here, not in the literature that we know.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSearchParameters:
+    """Parameters of `LocalSearch`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
 
     Attributes:
-        decodes: Sequences to try, or None for what the size of the graph suggests.
+        work: Sequences times ops that are worth trying: decoding takes time in proportion to the ops, about a microsecond
+            each, so that this is about ten seconds of one core. On the graphs of 70 to 9,000 ops first tried, a search came
+            to its final cost in 0.5 to 3 s.
+        least_decodes: Sequences to try on the largest graphs.
+        most_decodes: Sequences to try on the smallest.
+        parts: The work is done in so many searches, each from the best plan and with the temperature at its start again.
+        temperature: Start of the temperature, as a share of the cost.
+    """
+
+    work: int = 12_000_000
+    least_decodes: int = 400
+    most_decodes: int = 60_000
+    parts: int = 4
+    temperature: float = 2e-4
+
+
+PARAMETERS = LocalSearchParameters()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSearch:
+    """Evict at the peak what is cheapest to compute again per byte, then undo some evictions and repair.
+
+    Anytime: the first plan is there in a fraction of a second, better ones follow. Any op may be computed any number of
+    times, and forward ops that only the backward pass needs are first computed there. It proves nothing. The neighbourhood
+    is ruin and recreate (Schrimpf et al. 2000); the code by intervals of absence is our own, see `checkmate.solvers.evict`.
+
+    Attributes:
+        decodes: Sequences to try, or None for as many as `suggested_decodes`.
     """
 
     decodes: int | None = None
 
     def run(self, problem: Problem, session: Session) -> Termination:
-        """Search from every list of targets until the work or the time is used up."""
+        """Search from every start (`targets.starts`) until the work or the time is used up."""
         from checkmate.solvers.evict.search import Search
         from checkmate.solvers.targets import load_kernels, starts
 
@@ -39,10 +64,10 @@ class LocalSearch:
             found = True
             session.offer(fold.invert(search.order()))
             decodes = suggested_decodes(len(folded.graph.ops)) if self.decodes is None else self.decodes
-            for _ in range(4):
+            for _ in range(PARAMETERS.parts):
                 if session.left_s() <= 0 or session.gap <= 0:
                     break
-                if search.improve(decodes // 4, 2e-4, lambda: session.left_s() <= 0):
+                if search.improve(decodes // PARAMETERS.parts, PARAMETERS.temperature, lambda: session.left_s() <= 0):
                     session.offer(fold.invert(search.order()))
         if session.plan is None:
             detail = "the plans found do not fit" if found else "no eviction brought the peak within the budget"
@@ -51,5 +76,9 @@ class LocalSearch:
 
 
 def suggested_decodes(ops: int) -> int:
-    """Sequences worth trying for a graph: about ten seconds of one core at most."""
-    return max(400, min(60_000, 12_000_000 // max(1, ops)))
+    """Sequences worth trying for a graph: about ten seconds of one core at most.
+
+    Args:
+        ops: Number of ops, views not counted.
+    """
+    return max(PARAMETERS.least_decodes, min(PARAMETERS.most_decodes, PARAMETERS.work // max(1, ops)))

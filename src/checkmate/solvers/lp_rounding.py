@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +19,20 @@ from checkmate.solvers.stage_program import StageProgram
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats
 
-_SWEEP = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9)
+_SWEEP: Final = (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.1, 0.9)
+"""Thresholds, the paper's first; lower ones hold more and recompute less, and are likelier to break the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class LpRounding:
-    """Solve the relaxation of `Milp`'s program, round what is held, compute what is then missing.
+    """Solve the relaxation of `Milp`'s program, round which values are held, and compute what is then missing.
 
     Jain et al. (2020), section 5.1 and algorithm 2: S is rounded, at a threshold or at random with S as the
-    probability, and R has the fewest computations for it. Rounding loses the budget, so the relaxation is
-    solved at a share of the budget; the paper's 0.9 is one of those that are swept here, from the
-    whole budget down.
+    probability, and R has the fewest computations for it. A rounded plan may break the budget, so the relaxation is
+    solved at a share of it; the paper's 0.9 is one of those that are swept here, from the whole budget down.
 
     Attributes:
-        threshold: What is held from it on; None sweeps 0.1, 0.2, ... 0.9.
+        threshold: Share of S from which on a value is held; None sweeps 0.1, 0.2, ... 0.9.
         samples: Random roundings for each share, from the seed of the limits.
         shares: Shares of the budget at which the relaxation is solved.
         max_ops: Larger graphs (views not counted) are refused: the program grows with the square.
@@ -80,7 +80,7 @@ class LpRounding:
         return Termination(Reason.NOT_FOUND, limit, "no rounding keeps the budget")
 
     def _roundings(self, share_held: Floats, random: np.random.Generator) -> Iterator[npt.NDArray[np.bool_]]:
-        """What is held, for each threshold and each sample."""
+        """Whether each value is held at each stage, for each threshold and each sample. Shapes ``[stage + 1, value]``."""
         for threshold in _SWEEP if self.threshold is None else (self.threshold,):
             yield share_held >= threshold
         for _ in range(self.samples):

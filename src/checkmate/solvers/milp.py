@@ -1,4 +1,4 @@
-"""The stage formulation of the paper as an integer program, on a choice of engines."""
+"""The integer program of Jain et al. (2020), on a choice of engines."""
 
 from __future__ import annotations
 
@@ -18,18 +18,35 @@ if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats, Solved
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MilpParameters:
+    """Parameters of `Milp`.
+
+    Attributes:
+        bound_s: Seconds for the any-order bound by single events before the engine starts; it closes many moderate budgets.
+        least_gap: Smallest absolute gap given to an engine, whose own tolerances are ten times as large.
+    """
+
+    bound_s: float = 5.0
+    least_gap: float = 1e-7
+
+
+PARAMETERS = MilpParameters()
+
+
 @dataclass(frozen=True, slots=True)
 class Milp:
     """Frontier-advancing stages as a mixed-integer program: exact in its class.
 
     Stage t ends with the first computation of op t in the graph's order and before it may compute any
-    earlier op again, once, ascending. That is the class of Jain et al. (2020), eq. 9; their bound on it
-    is no bound on plans of other orders, so it is reported by name and ``Result.bound`` comes from event
-    cuts. A view that a rule ties to its place is taken to need its storage's owner too, which can only
-    rule plans out. Liveness is modelled by the last reader in a stage instead of by FREE, which is tighter.
+    earlier op again, once, ascending. That is the class of Jain et al. (2020), eq. 9. A bound on it is not a bound on
+    plans of other orders, so it is reported by name, and ``Result.bound`` comes from event cuts. A view that a rule ties to
+    its place is taken to need its storage's owner too, which can only rule plans out. Liveness is modelled by the last
+    reader in a stage instead of by FREE, which is tighter. The engine starts from a plan of the local search, which took
+    MobileNet (185 ops) from 8.3 to 1.0 s.
 
     Attributes:
-        backend: Engine: ``"highs"``, or ``"scip"`` from OR-Tools, which runs in a process of its own and needs
+        backend: Engine: ``"highs"``, or ``"scip"`` from OR-Tools, which runs in a child process and needs
             ``pip install "checkmate-remat[solvers]"``.
         max_ops: Larger graphs (views not counted) are refused: the program grows with the square.
     """
@@ -75,7 +92,7 @@ class Milp:
         solved = solve_integer(
             program,
             time_s=session.left_s(),
-            absolute_gap=max(1e-7, min(gap, 0.5 / scale)) if session.limits.gap == 0 else max(1e-7, gap),
+            absolute_gap=max(PARAMETERS.least_gap, gap),
             threads=session.limits.threads,
             start=None if quick is None else stages.solution(quick),
             on_solution=take,
@@ -85,13 +102,14 @@ class Milp:
         if math.isinf(solved.bound) and solved.bound > 0:
             return Termination(Reason.NOT_FOUND, detail="proven: no plan in stages of the graph's own order keeps the budget")
         if math.isfinite(solved.bound) and all(value.base is None for value in folded.graph.values):
-            bound = solved.bound * scale + fold.cost_offset  # the program counts first computations too
+            # The program's objective includes first computations, unlike that of event cuts.
+            bound = solved.bound * scale + fold.cost_offset
             session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
         limit = "" if solved.finished or solved.detail else "time"
         return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit, solved.detail)
 
     def _engine(self) -> Callable[..., Solved]:
-        """What solves integer programs; refused before any work if it is not installed."""
+        """The function that solves integer programs; raises before any work if its engine is not installed."""
         if self.backend == "highs":
             from checkmate.solvers.backends.highs import solve_integer
 
@@ -103,6 +121,7 @@ class Milp:
         return solve_through_mathopt
 
     def _prove_any_order(self, folded: Problem, session: Session, fold: FoldViews) -> None:
+        """Prove the bounds of single events."""
         from checkmate.solvers.bounds.event_cuts import CutModel
         from checkmate.solvers.bounds.refine import promising_events, single_cuts
 
@@ -110,6 +129,6 @@ class Milp:
             if any_order and share >= 0:
                 session.prove(fold.original.cost + share * max(1, folded.graph.cost))
 
-        until = session.elapsed_s() + 5.0
+        until = session.elapsed_s() + PARAMETERS.bound_s
         events = promising_events(folded.graph, [range(len(folded.graph.ops))])
         single_cuts(CutModel(folded), events, prove, lambda: session.elapsed_s() > until)

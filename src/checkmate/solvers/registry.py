@@ -18,7 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 def available() -> dict[str, type[Solver]]:
-    """Solver classes by name, in alphabetical order; one that cannot be imported is left out, and the log says why."""
+    """Solver classes by name, in alphabetical order.
+
+    One that cannot be imported is left out, with a warning in the log.
+    """
     found: dict[str, type[Solver]] = {}
     for name, entry in _entries().items():
         try:
@@ -30,6 +33,9 @@ def available() -> dict[str, type[Solver]]:
 
 def by_name(name: str) -> Solver:
     """A solver with its default options.
+
+    Args:
+        name: Name of its entry point, such as ``"auto"``; `available` lists them.
 
     Raises:
         OptionError: There is no such solver, or it cannot be imported.
@@ -51,5 +57,6 @@ def _load(entry: EntryPoint) -> type[Solver]:
         return entry.load()
     except Exception as error:  # whatever a plug-in does when it is imported
         raise OptionError(
-            f"solver {entry.name!r} cannot be imported from {entry.value}: {error}", hint="mend or uninstall its package"
+            f"solver {entry.name!r} cannot be imported from {entry.value}: {error}",
+            hint="update, reinstall or uninstall the package that provides it",
         ) from error

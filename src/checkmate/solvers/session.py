@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 from checkmate.core.errors import PlanError, SolverError
 from checkmate.core.plan import Plan
@@ -17,23 +17,33 @@ from checkmate.solvers.orders import plan_of_needed
 
 _log = logging.getLogger(__name__)
 
+_ROUNDING: Final = 1e-6
+"""Share by which bounds are lowered before they are rounded up: the tolerance of engines."""
+
 OnProgress = Callable[[Progress], None]
 
 
 class Solver(Protocol):
-    """Anything that looks for plans: a frozen dataclass of its own options."""
+    """Interface of solvers: a frozen dataclass of options with a method `run`."""
 
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search until a limit of the session is met.
 
-        Plans go to `Session.offer` and proven bounds to `Session.prove` as soon as they are there, so
-        that nothing is lost when the user interrupts. What is returned says only why it ended.
+        Plans go to `Session.offer` and proven bounds to `Session.prove` as soon as they are found, so
+        that nothing is lost when the user interrupts.
+
+        Args:
+            problem: The problem.
+            session: Takes plans and bounds, and knows the limits.
+
+        Returns:
+            Why the search ended.
         """
         ...
 
 
 class Session:
-    """What a solver tells of its search, and what it may still use.
+    """A solve in progress: takes a solver's plans and bounds, and tells it when to stop.
 
     Attributes:
         problem: The problem.
@@ -42,7 +52,7 @@ class Session:
         cost: Its cost, or None.
         bound: The best proven lower bound so far; infinite if no plan keeps the budget.
         history: Improvements so far.
-        remarks: What a solver wants to say, in words.
+        remarks: Notes of the solver for the user.
     """
 
     def __init__(self, problem: Problem, limits: Limits, on_progress: OnProgress | None = None) -> None:
@@ -61,7 +71,11 @@ class Session:
         return time.perf_counter() - self._started
 
     def prepare(self, load: Callable[[], object]) -> None:
-        """Do what is done once in a process, such as compiling kernels, while the clock stands still."""
+        """Do work that is needed once in a process, such as compiling kernels, without counting its time.
+
+        Args:
+            load: Does it; called once.
+        """
         began = time.perf_counter()
         load()
         took = time.perf_counter() - began
@@ -75,7 +89,7 @@ class Session:
 
     @property
     def gap(self) -> float:
-        """Share of the best cost that may be left to gain; 1 without a plan."""
+        """Largest share of the best cost that another plan can save, by the bound; 1 without a plan."""
         if self.cost is None:
             return 1.0
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
@@ -92,7 +106,15 @@ class Session:
         return target is not None and ((self.cost is not None and self.cost <= target) or self.bound > target)
 
     def offer(self, order: Iterable[int]) -> bool:
-        """Take the plan of an order, less what nobody reads, if it keeps the budget and is the cheapest yet.
+        """Take the plan of an order if it keeps the budget and is the cheapest so far.
+
+        Computations whose outputs are not read are left out first (`orders.without_unread`).
+
+        Args:
+            order: Ops in the order of their computations.
+
+        Returns:
+            Whether it was taken.
 
         Raises:
             SolverError: The order cannot be run.
@@ -101,6 +123,7 @@ class Session:
             plan = plan_of_needed(self.problem, tuple(order))
         except PlanError as error:
             raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
+        # Whatever a solver claims, cost and peak are those of the simulated plan.
         timeline = simulate(self.problem.graph, plan)
         if timeline.peak_bytes > self.problem.budget_bytes or (self.cost is not None and timeline.cost >= self.cost):
             return False
@@ -109,18 +132,26 @@ class Session:
         return True
 
     def prove(self, bound: float) -> None:
-        """Note a proven lower bound on every plan's cost; infinite: no plan keeps the budget.
+        """Take a proven lower bound on the cost of every plan; infinite if no plan keeps the budget.
 
-        Costs are whole, so a bound is rounded up, less a millionth for the arithmetic behind it.
+        Costs are whole, so a bound is rounded up. Before that it is lowered by a millionth, the tolerance of the engines
+        and more than the rounding of the sums behind it: else a bound of 100.0000001 would become 101.
+
+        Args:
+            bound: The bound, in the graph's cost unit.
         """
         if math.isfinite(bound):
-            bound = float(math.ceil(bound - 1e-6 * max(1.0, abs(bound))))
+            bound = float(math.ceil(bound - _ROUNDING * max(1.0, abs(bound))))
         if bound > self.bound:
             self.bound = bound
             self._record()
 
     def remark(self, text: str) -> None:
-        """Say something for the result's remarks."""
+        """Add a note to the result's remarks.
+
+        Args:
+            text: The note.
+        """
         self.remarks.append(text)
         _log.info(text)
 

@@ -1,9 +1,9 @@
-"""The one verb of planning: find a plan, check it, and fill in every number."""
+"""Find a plan, check it, and compute every number of the result."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NoReturn, overload
+from typing import Final, Literal, NoReturn, overload
 
 from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFoundError, SolverError
 from checkmate.core.plan import Plan
@@ -16,8 +16,9 @@ from checkmate.solvers.auto import Auto
 from checkmate.solvers.session import OnProgress, Session, Solver
 from checkmate.solvers.smallest import smallest_peak
 
-_PROOF_TOLERANCE = 2e-6
-"""Gap that counts as none: engines prove to a millionth."""
+_PROOF_TOLERANCE: Final = 2e-6
+"""Gap that counts as none. Bounds of integer programs are lowered by a millionth (`Session.prove`), and their budgets widened
+by two (`EventCutParameters.budget_slack`): a smaller gap is not told from none."""
 
 
 @overload
@@ -49,18 +50,18 @@ def solve(
     on_progress: OnProgress | None = None,
     raise_on_failure: bool = True,
 ) -> Result | NoPlan:
-    """The cheapest plan that a solver finds, checked, with a proof of how far from the best it is.
+    """The cheapest plan that a solver finds within the budget, with a proven bound on the cost of all others.
 
-    What a solver says is a claim: its plan is validated and simulated here, and every number of the
+    A solver's answer is a claim: its plan is validated and simulated here, and every number of the
     result comes from that. Ctrl-C returns the best plan so far.
 
     Args:
         problem: Graph and budget.
-        solver: How to look; `Auto` by default.
+        solver: The solver and its options; `Auto` by default.
         limits: Time, gap, threads and seed.
         initial: A plan to start from, such as one of a smaller budget; it counts as found if it keeps the budget.
         on_progress: Called with every improvement of the cost or the bound.
-        raise_on_failure: Whether no plan is an exception; otherwise a `NoPlan` is returned.
+        raise_on_failure: Whether to raise an exception if there is no plan; otherwise a `NoPlan` is returned.
 
     Returns:
         The result.
@@ -68,8 +69,8 @@ def solve(
     Raises:
         InfeasibleBudgetError: Proven: no plan keeps the budget.
         PlanNotFoundError: No plan was found within the limits.
-        PlanError: The initial plan is of another graph or breaks a rule of the problem.
-        SolverError: The solver returned a plan that does not hold; a bug of the solver.
+        PlanError: The initial plan was made for another graph or breaks a rule of the problem.
+        SolverError: The solver offered an invalid plan or bound; a bug of the solver.
 
     Examples:
         >>> import checkmate
@@ -112,6 +113,7 @@ def _checked(problem: Problem, solver: Solver, session: Session, plan: Plan, ter
         raise error
     timeline = simulate(graph, plan)
     cost = timeline.cost
+    # A bound above a valid plan's cost is wrong: an error is better than a false proof of optimality.
     if session.bound > cost:
         raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of its own plan")
     proven = cost - session.bound < 1 or session.gap <= _PROOF_TOLERANCE

@@ -1,8 +1,16 @@
-"""The stage program: frontier-advancing stages over values with several readers, outputs and workspace."""
+"""The stage program: the integer program of Jain et al. (2020), generalised to values, views and workspace.
+
+There an op has one output and R, S, FREE and U are matrices of stage and op (equations 1 to 9). Here S is of stage and value;
+FREE and U are replaced: FREE says after which reader a value is freed in a stage and needs products of R that have to be
+linearised, U sums the bytes. A value is held at a place of a stage if it is read later in the stage or carried to the next:
+L below is the least that satisfies this, one column for each reader, and the bytes follow by differences from place to place.
+That gives the same plans and a tighter relaxation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,13 +26,40 @@ if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats, Program
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartParameters:
+    """Parameters of `given_order_plan`: a plan in a fraction of a second, from which an engine starts.
+
+    Attributes:
+        decodes: Sequences to decode after the greedy plans.
+        temperature: Start of the temperature, as a share of the cost.
+    """
+
+    decodes: int = 400
+    temperature: float = 2e-4
+
+
+PARAMETERS = WarmStartParameters()
+
+
 def inputs_with_storage(graph: Graph) -> list[list[int]]:
-    """Values each op needs; a view that is left is taken to need its storage's owner too. Shape ``[op]``."""
+    """Values that each op needs. Shape ``[op]`` of lists.
+
+    A view that folding left is taken to need its storage's owner too, which can only rule plans out.
+
+    Args:
+        graph: A graph whose free views are folded.
+    """
     return [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
 
 
 def given_order_plan(problem: Problem, session: Session) -> list[int] | None:
-    """A quick plan that computes ops for the first time in the graph's own order, to start an engine from."""
+    """A quick plan whose first computations are in the graph's own order, to start an engine from; None if none is found.
+
+    Args:
+        problem: A problem whose views are folded.
+        session: The session; kernels are loaded outside of its time.
+    """
     from checkmate.solvers.evict.search import Search
 
     session.prepare(load_kernels)
@@ -32,16 +67,20 @@ def given_order_plan(problem: Problem, session: Session) -> list[int] | None:
     search = Search(given, frozenset(), session.limits.seed)
     if not search.first(out_of_time=lambda: session.left_s() <= 0):
         return None
-    search.improve(400, 2e-4, lambda: session.left_s() <= 0)
+    search.improve(PARAMETERS.decodes, PARAMETERS.temperature, lambda: session.left_s() <= 0)
     return search.order()
 
 
 class StageProgram:
-    """Columns of the program and the way between them and orders.
+    """Columns of the program, and the way from orders to solutions and back.
 
-    R[t, o]: op o is computed in stage t; the last stage computes no op for the first time and makes
-    kept values again. S[t, v]: value v is held when stage t begins. L[t, i, v]:
-    value v is held while op i runs in stage t, stored at the readers of v only, where it can change.
+    R[t, o]: op o is computed in stage t. After the stages of all ops a last one makes kept values again.
+    S[t, v]: value v is held when stage t begins.
+    L[t, i, v]: value v is held while op i runs in stage t. It can change only at the readers of v, and only there it has
+    columns.
+
+    Args:
+        problem: A problem whose views are folded.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -74,13 +113,17 @@ class StageProgram:
     def _add_columns(self) -> None:
         graph, scale = self.graph, max(1, self.graph.cost)
         for t in range(self.stages):
+            # Frontier-advancing stages (Jain et al. 2020): stage t computes op t for the first time and none after it, which
+            # halves the columns and leaves one way to divide a plan into stages.
             allowed = [o for o in range(t) if self.again[o] and t <= self.last[o]]
             if t < self.ops:
                 allowed.append(t)
             self.R[t, allowed] = self.builder.add_columns([graph.ops[o].cost / scale for o in allowed])
+            # A column fixed to 1 keeps the rows of all stages alike; presolve removes it.
             if t < self.ops:
                 self._fix(self.R[t, t : t + 1], 1.0)
         for t in range(1, self.stages + 1):
+            # Only values that exist by then, and that something can still read: the others would be 0 in every cheapest plan.
             held = [v for v in range(len(graph.values)) if graph.producer[v] < t and self._useful(v, t)]
             self.S[t, held] = self.builder.add_columns(np.zeros(len(held)))
         kept = np.array([v for v, value in enumerate(graph.values) if value.kept], dtype=np.int64)
@@ -88,13 +131,14 @@ class StageProgram:
             self._fix(self.S[self.stages, kept], 1.0)
 
     def _useful(self, v: int, t: int) -> bool:
+        """Whether a value can still be read from stage t on."""
         return self.graph.values[v].kept or any(r >= t or self.again[r] for r in self.readers[v])
 
     def _fix(self, columns: np.ndarray, amount: float) -> None:
         self.builder.add_rows([(columns, 1.0)], low=amount, high=amount)
 
     def _add_dependences(self) -> None:
-        """An op needs its inputs held or computed in the stage; what is carried on must be there."""
+        """Rows: an op needs its inputs held or computed in the stage, and so does a value that is held in the next one."""
         graph = self.graph
         for t in range(self.stages):
             pairs = [(v, o) for o in range(self._width(t)) if self.R[t, o] >= 0 for v in self.inputs[o]]
@@ -108,7 +152,10 @@ class StageProgram:
                 self.builder.add_rows([(self.S[t, carried], 1.0), (made, 1.0), (self.S[t + 1, carried], -1.0)], low=0.0)
 
     def _add_memory(self, t: int) -> None:
-        """Bytes at each op of a stage, by differences from the op before it."""
+        """Rows: bytes at each place of a stage, as a share of the budget, by differences from the place before.
+
+        Written as sums over all values, each row would have as many entries as there are values.
+        """
         graph, b = self.graph, max(1, self.budget)
         width = self._width(t)
         terms: list[dict[int, float]] = [{} for _ in range(width)]  # change of the held bytes when op i begins
@@ -117,6 +164,8 @@ class StageProgram:
             if column >= 0 and i < width:
                 terms[i][column] = terms[i].get(column, 0.0) + size / b
 
+        # From the beginning of the stage to the place of its producer a value is there if it was held; there the new instance
+        # takes over, and after each reader it stays only if a later one runs, or the next stage begins with it.
         for v, value in enumerate(graph.values):
             p = graph.producer[v]
             if p >= width or not value.size_bytes:
@@ -135,11 +184,13 @@ class StageProgram:
                 add(r + 1, held[position], -size)
                 add(r + 1, held[position + 1], size)
         self._add_replays(t, add)
+        # One continuous column a place for the bytes held there; its row has only what changes at the place.
         level = self.builder.add_columns(np.zeros(width), integral=False)
         for i in range(width):
             columns = np.array([*terms[i], level[i], *([level[i - 1]] if i else [])], dtype=np.int64)
             entries = np.array([*terms[i].values(), -1.0, *([1.0] if i else [])])
             self.builder.add_row(columns, entries, low=0.0, high=0.0)
+            # An op that does not run in this stage has no workspace there.
             workspace = graph.ops[i].workspace_bytes / b
             run = int(self.R[t, i])
             self.builder.add_row(
@@ -151,7 +202,7 @@ class StageProgram:
         return min(t + 1, self.ops)
 
     def _held(self, t: int, v: int, readers: list[int]) -> list[int]:
-        """Columns: held until reader k or later, for each k, and last: carried on. Each covers the next."""
+        """Columns: held until reader k or later, for each k; and last, held in the next stage. Each covers the next."""
         tail = int(self.S[t + 1, v])
         columns = [tail]
         for r in reversed(readers):
@@ -159,7 +210,7 @@ class StageProgram:
         return columns[::-1]
 
     def _at_least(self, columns: list[int]) -> int:
-        """A column no less than each of some others; the only one itself, or -1 for none."""
+        """A column no less than each of some others: the *or* of them, as bytes push it down; the only one itself, or -1."""
         used = sorted({c for c in columns if c >= 0})
         if len(used) <= 1:
             return used[0] if used else -1
@@ -184,15 +235,24 @@ class StageProgram:
             add(o + 1, after, float(op.replay_bytes))
 
     def order(self, solution: Floats) -> list[int]:
-        """Ops in the order in which a solution computes them."""
+        """Ops in the order in which a solution computes them.
+
+        Args:
+            solution: An integer solution. Shape ``[column]``.
+        """
         return [
             o for t in range(self.stages) for o in range(self._width(t)) if self.R[t, o] >= 0 and solution[self.R[t, o]] > 0.5
         ]
 
     def solution(self, order: list[int]) -> Floats | None:
-        """Values of R for an order, NaN elsewhere; None if it is not in stage form."""
+        """Values of R for an order, NaN elsewhere; None if the order is not in stage form.
+
+        Args:
+            order: Ops in the order of their computations.
+        """
         start = np.full(self.builder.columns, np.nan)
         start[self.R[self.R >= 0]] = 0.0
+        # In stage form ops ascend within a stage, and a stage ends with the first computation of its op.
         t, previous = 0, -1
         for o in order:
             if o <= previous or self.R[t, o] < 0:
@@ -202,13 +262,19 @@ class StageProgram:
         return start
 
     def held(self, solution: Floats) -> Floats:
-        """Share of each value that a solution holds when a stage begins. Shape ``[stage + 1, value]``."""
+        """Share of each value that a solution of the relaxation holds when a stage begins. Shape ``[stage + 1, value]``.
+
+        Args:
+            solution: The solution. Shape ``[column]``.
+        """
         return np.where(self.S >= 0, solution[self.S], 0.0)
 
     def rounded(self, held: npt.NDArray[np.bool_]) -> list[int]:
-        """Order with the fewest computations that hold what is said to be held (Checkmate, algorithm 2, phase 2).
+        """Order with the fewest computations for a choice of held values (Jain et al. 2020, algorithm 2, second phase).
 
-        Values that may not be made again, and storages with views that are tied to a place, are always held.
+        Given S, R is the least that satisfies the dependences: in each stage the op itself and whatever is newly held at its
+        end, then, from the last op back, their inputs that are not held. Values that may not be made again, and storages
+        with views that are tied to a place, are always held.
 
         Args:
             held: Whether a value is held when a stage begins. Shape ``[stage + 1, value]``.
@@ -222,6 +288,7 @@ class StageProgram:
             if not self.again[p] or self.last[p] < self.ops or value.base is not None or v in shared:
                 held[p + 1 :, v] = True
             held[self.stages, v] |= value.kept
+        # From the last op of the stage to the first: an input has a smaller index than its reader, so one pass collects all.
         order: list[int] = []
         for t in range(self.stages):
             wanted = {graph.producer[v] for v in np.flatnonzero(held[t + 1] & ~held[t])} | ({t} & set(range(self.ops)))

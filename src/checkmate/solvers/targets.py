@@ -1,8 +1,9 @@
-"""Which ops are computed in their own turn, in which order, and which only when somebody asks."""
+"""Starts of a search: the order of first computations, and the ops that are computed on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -10,20 +11,32 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
-from checkmate.solvers.orders import late_sinks, on_demand_ops
+from checkmate.solvers.orders import deferred_weight_gradients, on_demand_ops
 
-_LOWER = 0.99
-"""An order of list scheduling is worth a search if its peak is this share of the given one's, or less."""
-_FEW_OPS = 3000
-"""On larger graphs annealing takes seconds."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartParameters:
+    """Parameters of `starts`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+
+    Attributes:
+        lower: A scheduled order is used if its peak is below this share of the given one's: a search takes the same
+            time from either, and the given order of a training step is a good one.
+        annealed_ops: Larger graphs are not annealed, which would take seconds.
+    """
+
+    lower: float = 0.99
+    annealed_ops: int = 3000
+
+
+PARAMETERS = StartParameters()
 
 
 class Start(NamedTuple):
-    """What a search starts from.
+    """A start of a search.
 
     Attributes:
         order: Every op, in the order of first computations.
-        on_demand: Ops that run only when somebody asks.
+        on_demand: Ops that are computed when another op needs them instead.
     """
 
     order: tuple[int, ...]
@@ -46,16 +59,20 @@ def load_kernels() -> None:
 
 
 def target_lists(problem: Problem) -> list[frozenset[int]]:
-    """Sets of ops to compute on demand, the most promising first; one empty set without reordering."""
+    """Sets of ops to compute on demand, the most promising first; one empty set without reordering.
+
+    Args:
+        problem: A problem whose views are folded.
+    """
     if not problem.reorder:
         return [frozenset()]
-    asked = on_demand_ops(problem.graph)
-    sinks = late_sinks(problem.graph)
-    return [asked | sinks, asked] if sinks else [asked]
+    on_demand = on_demand_ops(problem.graph)
+    deferred = deferred_weight_gradients(problem.graph)
+    return [on_demand | deferred, on_demand] if deferred else [on_demand]
 
 
 def starts(problem: Problem, seed: int) -> Iterator[Start]:
-    """Starts of searches, one made when it is asked for.
+    """Starts of searches, each made when the one before it has been used.
 
     The given order first. Then the lower of it and one of list scheduling, annealed to hold less above
     the budget; on a large graph the scheduled one as it is, if it is lower.
@@ -74,8 +91,8 @@ def starts(problem: Problem, seed: int) -> Iterator[Start]:
         return
     low = tuple(low_order(graph, seed))
     peaks = [simulate(graph, Plan.from_order(graph, order)).peak_bytes - graph.resident_bytes for order in (low, given)]
-    lower = peaks[0] < _LOWER * peaks[1]
-    if len(graph.ops) <= _FEW_OPS:
+    lower = peaks[0] < PARAMETERS.lower * peaks[1]
+    if len(graph.ops) <= PARAMETERS.annealed_ops:
         room = problem.budget_bytes - graph.resident_bytes
         yield Start(tuple(reorder(graph, low if lower else given, room, seed)), frozenset())
     elif lower:

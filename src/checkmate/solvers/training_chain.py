@@ -13,15 +13,18 @@ class TrainingChain:
     """A graph as layers 1..n and steps 1..K-1, which run once each, in order, after the last layer.
 
     Layer i reads the value of layer i - 1 and nothing else. Step 0 is the end of the forward pass: it reads
-    the last layer and does nothing. Any other reads values of steps before it and, of
+    the last layer and does nothing. Any other step reads values of steps before it and, of
     all layers that are read by it or later, only the value of the highest and of the one below.
 
+    That is how gradients of layers read: the gradient of layer i needs the values of layers i and i - 1. Beaumont et al. (2019)
+    have one step for each layer; steps that read no layer, or the same layer again, are admitted here.
+
     Attributes:
-        layers: Ops of the layers, with a place left free for layer 0, which is nothing. Shape ``[layer + 1]``.
+        layers: Ops of the layers, with an unused entry for layer 0, the input of the chain. Shape ``[layer + 1]``.
         sizes: Bytes of each layer's value. Shape ``[layer + 1]``.
         workspaces: Workspace of each layer. Shape ``[layer + 1]``.
         costs: Cost of each layer. Shape ``[layer + 1]``.
-        steps: Ops of the steps, with a place left free for step 0. Shape ``[step]``.
+        steps: Ops of the steps, with an unused entry for step 0. Shape ``[step]``.
         reads: Layers whose values each step reads. Shape ``[step]``.
         before: Bytes of steps' values held when a step begins. Shape ``[step]``.
         during: The same while it runs, its outputs and workspace included. Shape ``[step]``.
@@ -42,12 +45,17 @@ class TrainingChain:
 
     @classmethod
     def of(cls, problem: Problem) -> TrainingChain | str:
-        """The chain of a problem whose views are folded, or what keeps it from being one, in words."""
+        """The chain of a problem, or the reason in words why it is not one.
+
+        Args:
+            problem: A problem whose views are folded.
+        """
         if any(value.base is not None for value in problem.graph.values):
             return "a view is tied to its place"
         row = _row(problem)
         longest = cls._with(problem, row)
-        # The loss may read like one more layer, which the first gradient then reads beside two others.
+        # The loss reads one value, like a layer. Taken as one, the first gradient may read a layer too many; so rows without
+        # their last ops are tried as well.
         shorter = (cls._with(problem, row[:count]) for count in range(len(row) - 1, 0, -1))
         return longest if not isinstance(longest, str) else next((c for c in shorter if not isinstance(c, str)), longest)
 
@@ -56,6 +64,7 @@ class TrainingChain:
         """The chain with some ops as its layers."""
         graph = problem.graph
         layer_of = {graph.ops[o].outputs[0]: i for i, o in enumerate(row, start=1)}
+        # All other ops are steps, which run once in the given order: the class of plans that the program is exact in.
         steps = range(len(row), len(graph.ops))
         reads = [frozenset(layer_of[v] for v in graph.ops[o].inputs if v in layer_of) for o in steps]
         if not row:
@@ -66,6 +75,7 @@ class TrainingChain:
             if _is_lost_layer(problem, o):
                 return f"forward op {o} ({graph.ops[o].name!r}) is no layer, and the backward pass reads it"
         reads.insert(0, frozenset({len(row)}))
+        # From the last step back: the highest layer still to be read, and the highest one under it.
         top, below = [0], list[int]()
         for read in reversed(reads):
             highest = max(top[-1], max(read, default=0))
@@ -90,7 +100,11 @@ class TrainingChain:
         )
 
     def end(self, layer: int) -> int:
-        """First step from which on nothing above a layer is read; for layer 0 that after the last."""
+        """First step from which on nothing above a layer is read; for layer 0 the one after the last.
+
+        Args:
+            layer: The layer.
+        """
         if not layer:
             return len(self.steps)
         return next(k for k, top in enumerate(self.top) if top <= layer)
@@ -107,6 +121,7 @@ def _row(problem: Problem) -> list[int]:
         if not plain or graph.values[op.outputs[0]].kept or tuple(dict.fromkeys(op.inputs)) != before:
             break
         row.append(o)
+    # Layers at the end of the row that only layers read are not read back: they are steps.
     while row and all(r in row for r in graph.readers[graph.ops[row[-1]].outputs[0]]):
         row.pop()
     return row

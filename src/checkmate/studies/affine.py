@@ -16,9 +16,9 @@ _HINT = "capture the same step twice, with nothing changed but the batch"
 class AffineGraph:
     """Graph of a step at any batch size, on a line through two of them.
 
-    Sizes are rounded up to whole bytes and are zero or more; one that falls as the batch grows is taken as flat, at its
-    larger end. Costs are lines with whole slopes, exact at the larger batch; where the two captures would give a falling
-    cost, or a negative one, which is noise of the measurement, the line is flat, or goes through the origin.
+    Sizes are rounded up to whole bytes and are zero or more; a size that falls as the batch grows is taken as constant, at its
+    larger value. Costs are lines with whole slopes, exact at the larger batch. Measured costs can fall from one capture to the
+    other, or extrapolate to a negative cost at batch 1: then the line is constant, or goes through the origin.
 
     Attributes:
         small: Graph at the smaller batch.
@@ -52,7 +52,7 @@ class AffineGraph:
 
     @classmethod
     def proportional(cls, graph: Graph, batch: int = 1) -> AffineGraph:
-        """Every size and cost is proportional to the batch, and resident bytes are what they are.
+        """A graph whose sizes and costs are proportional to the batch, with constant resident bytes.
 
         Args:
             graph: Graph at one batch size.

@@ -1,4 +1,4 @@
-"""What two plans of one graph do differently."""
+"""Differences between two plans of one graph."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from checkmate.studies.explain import Held, Remat, held_at, remats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two plans compared; ``str`` of it is a text for people.
+    """Differences between two plans; `str` gives them as text.
 
     Attributes:
         peak_bytes: Peak of each, resident bytes included.
         cost: Cost of each, in ``cost_unit``.
         overhead: Cost of each over the cost of computing each op once.
         cost_unit: Unit of costs.
-        again: How many computations of each are not the first of their op.
+        again: Number of recomputations in each.
         more_in_a: Ops that the first plan computes more often, by how much, the most costly first.
         more_in_b: The same for the second.
-        held_in_a: What is held at the first plan's peak and not at the second's, largest first.
-        held_in_b: What is held at the second plan's peak and not at the first's, largest first.
+        held_in_a: Storages live at the first plan's peak and not at the second's, largest first.
+        held_in_b: Storages live at the second plan's peak and not at the first's, largest first.
     """
 
     peak_bytes: tuple[int, int]
@@ -40,7 +40,7 @@ class Comparison:
     held_in_b: tuple[Held, ...]
 
     def render(self, most: int = 5) -> str:
-        """Text for people.
+        """The differences as text.
 
         Args:
             most: Most lines of each list.
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def compare(graph: Graph, plan_a: Plan, plan_b: Plan) -> Comparison:
-    """What differs between two plans: peak, cost, what is computed again and what is held at the peak.
+    """Differences between two plans: peaks, costs, recomputations, and storages live at the peaks.
 
     Args:
         graph: The graph of both.

@@ -1,11 +1,11 @@
-"""What fills the peak of a plan, why it is there, and what recomputation costs."""
+"""Explanation of a plan: the bytes at its peak with the reason for each, and the cost of its recomputations."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from checkmate.core.curve import Curve
 from checkmate.core.errors import WrongGraphError
@@ -15,7 +15,9 @@ from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
 
 Kind = Literal["resident", "value", "workspace", "replay"]
-_MIB = 2**20
+_MIB: Final = 2**20
+_SAME_PEAK: Final = 200
+"""Peaks closer than one part in so many count as the same in `_prices`."""
 
 
 class Held(NamedTuple):
@@ -25,8 +27,8 @@ class Held(NamedTuple):
         kind: ``"resident"``, ``"value"`` (storage), ``"workspace"`` or ``"replay"`` (a random generator's state).
         name: Name of the value, or of the op that has the workspace or replay state.
         size_bytes: The bytes.
-        why: Why they are there, in words.
-        source: Where the op that made them comes from: file and line, or module path.
+        why: The reason why they are held, in words.
+        source: Origin of the op that made them: file and line, or module path.
         value: The value that owns the storage, else None.
         op: The op that made the storage, has the workspace or is computed again, else None.
     """
@@ -46,9 +48,9 @@ class Remat(NamedTuple):
     Attributes:
         op: The op.
         name: Its name.
-        times: How often it is computed again: one less than its computations.
-        cost: What that costs, in the graph's ``cost_unit``.
-        source: Where it comes from: file and line, or module path.
+        times: Number of recomputations.
+        cost: Cost of the recomputations, in the graph's ``cost_unit``.
+        source: Origin of the op: file and line, or module path.
     """
 
     op: int
@@ -60,20 +62,20 @@ class Remat(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A plan explained; ``str`` of it is a text for people.
+    """Explanation of a plan; `str` gives it as text.
 
     Attributes:
         peak_bytes: The peak, resident bytes included.
         peak_step: First step at which it is reached.
         peak_op: Op that runs there, or None in a plan that computes nothing.
         peak_name: Its name, with its source.
-        held: What is held then, largest first. The bytes sum to the peak.
+        held: Bytes held then, largest first; they sum to the peak.
         cost: Cost of the plan, in ``cost_unit``.
         overhead: Cost over the cost of computing each op once.
         cost_unit: Unit of costs.
         remats: Ops computed again, the most costly first.
-        dearer_per_mib: What one MiB less would cost, from the next plan of the curve with a lower peak; None without one.
-        cheaper_per_mib: What one MiB more would save, from the next plan with a higher peak; None without one.
+        dearer_per_mib: Cost of one MiB less, by the next plan of the curve with a lower peak; None without one.
+        cheaper_per_mib: Saving of one MiB more, by the next plan with a higher peak; None without one.
         has_curve: Whether a curve was given.
     """
 
@@ -91,7 +93,7 @@ class Explanation:
     has_curve: bool
 
     def render(self, most: int = 10) -> str:
-        """Text for people.
+        """The explanation as text.
 
         Args:
             most: Most lines of each list.
@@ -121,7 +123,7 @@ class Explanation:
 
     def _prices(self) -> list[str]:
         if not self.has_curve:
-            return ["what a MiB less costs is seen from other plans: give a curve (`pareto`)"]
+            return ["give a curve of other plans (`pareto`) to see what one MiB less costs"]
         less = "no plan of the curve peaks lower"
         if self.dearer_per_mib is not None:
             less = f"one MiB less costs {format_cost(self.dearer_per_mib, self.cost_unit)}"
@@ -132,12 +134,12 @@ class Explanation:
 
 
 def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanation:
-    """What fills the peak of a plan, why it is there, which ops are computed again, and what a MiB is worth.
+    """Explain a plan: the bytes at its peak, the reason for each, its recomputations, and the cost of one MiB less.
 
     Args:
         graph: The graph.
         plan: The plan.
-        curve: Plans of the same graph for other budgets (`pareto`), from which the worth of a MiB is read.
+        curve: Plans of the same graph for other budgets (`pareto`), for the cost of one MiB less.
 
     Raises:
         PlanError: The plan cannot be run.
@@ -151,7 +153,7 @@ def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanat
                   2 B  b: read by `c`, which is running
                   1 B  c: made by `c`, which is running
         cost 6 ns, 1.0000 of keeping everything; recomputations: 0, 0 ns
-        what a MiB less costs is seen from other plans: give a curve (`pareto`)
+        give a curve of other plans (`pareto`) to see what one MiB less costs
     """
     timeline = simulate(graph, plan)
     if curve is not None and curve.graph_digest != graph.digest:
@@ -180,14 +182,25 @@ def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanat
 
 
 def remats(graph: Graph, plan: Plan) -> tuple[Remat, ...]:
-    """Ops that a plan computes more than once, the most costly first."""
+    """Ops that a plan computes more than once, the most costly first.
+
+    Args:
+        graph: The graph.
+        plan: The plan.
+    """
     again = {o: n - 1 for o, n in Counter(plan.order).items() if n > 1}
     found = (Remat(o, graph.ops[o].name, n, n * graph.ops[o].cost, graph.ops[o].source) for o, n in again.items())
     return tuple(sorted(found, key=lambda r: (-r.cost, r.op)))
 
 
 def held_at(graph: Graph, plan: Plan, step: int) -> tuple[Held, ...]:
-    """What a plan holds while a step runs, resident bytes included, largest first."""
+    """Bytes that a plan holds while a step runs, resident ones included, largest first.
+
+    Args:
+        graph: The graph.
+        plan: A plan that can be run.
+        step: Index of the step.
+    """
     running = plan.steps[step] if plan.steps else None
     entries = [Held("resident", "resident", graph.resident_bytes, "there before and after, whatever the plan")]
     if isinstance(running, Compute):
@@ -261,9 +274,10 @@ def _make(graph: Graph, outputs: tuple[int, ...], step: int, storage: dict[int, 
 def _prices(curve: Curve, peak_bytes: int, cost: int) -> tuple[float | None, float | None]:
     """Cost of one MiB less and saving of one MiB more, by the next plans of a curve.
 
-    Plans whose peak is the same but for half a per cent differ by chance: a slope between them would say nothing.
+    Plans whose peaks differ by less than half a per cent are skipped: plans of a search differ by as much by chance, and a
+    slope between them would be noise.
     """
-    near = peak_bytes // 200
+    near = peak_bytes // _SAME_PEAK
     lower = [p for p in curve.points if p.peak_bytes < peak_bytes - near and p.cost >= cost]
     higher = [p for p in curve.points if p.peak_bytes > peak_bytes + near and p.cost < cost]
     below = max(lower, key=lambda p: p.peak_bytes, default=None)

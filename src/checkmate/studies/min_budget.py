@@ -1,4 +1,4 @@
-"""The smallest budget that a graph can run in."""
+"""The smallest budget within which a graph can be run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = Tr
 
     Args:
         graph: The graph.
-        limits: Time and seed; twenty seconds by default.
+        limits: Time and seed; 20 seconds by default.
         reorder: Whether first computations may leave the graph's own order.
+
+    Returns:
+        The smallest budget found. The cost of its plan is not minimised: solve with its peak as the budget to get a cheaper one.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])

@@ -1,4 +1,4 @@
-"""Recomputations summed over the modules that ops come from."""
+"""Recomputations summed by module."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PLACE = re.compile(r", [^,]*:\d+$")
 
 
 class ModuleRemats(NamedTuple):
-    """What a plan computes again in a module.
+    """Recomputations of a plan in one module.
 
     Attributes:
-        name: Path of the module; for ops without one their file and line, or what they compute.
-        ops: How many ops.
-        times: How many computations that are not the first of their op.
-        cost: What they cost, in the graph's ``cost_unit``.
+        name: Path of the module; for ops without one their file and line, or their kind.
+        ops: Number of ops that are recomputed.
+        times: Number of recomputations.
+        cost: Cost of the recomputations, in the graph's ``cost_unit``.
     """
 
     name: str
@@ -29,7 +29,12 @@ class ModuleRemats(NamedTuple):
 
 
 def remats_by_module(graph: Graph, plan: Plan) -> tuple[ModuleRemats, ...]:
-    """What a plan computes again, module by module, the most costly first."""
+    """Recomputations of a plan by module, the most costly first.
+
+    Args:
+        graph: The graph.
+        plan: The plan.
+    """
     groups: dict[str, list[int]] = {}
     for remat in remats(graph, plan):
         group = groups.setdefault(module_of(remat.source) or graph.ops[remat.op].kind or "ops without a source", [0, 0, 0])
@@ -40,7 +45,10 @@ def remats_by_module(graph: Graph, plan: Plan) -> tuple[ModuleRemats, ...]:
 
 
 def module_of(source: str) -> str:
-    """The module path of a source, without its file and line.
+    """The module path of a source, without its file and line; the source itself if it has no path.
+
+    Args:
+        source: As `Op.source`.
 
     Examples:
         >>> module_of("transformer.h.0.mlp, model.py:12"), module_of("model.py:12")

@@ -42,15 +42,15 @@ def pareto(
         graph: The graph.
         points: Budgets, evenly spaced; fewer where that would repeat one.
         limits: Limits of each solve, and of the search for the smallest budget; ten seconds by default.
-        solver: How to look; `Auto` by default.
-        executor: Where to solve, such as a `concurrent.futures.ProcessPoolExecutor` or Dask's
-            ``client.get_executor()``; here, one after another, by default. The curve is the same
-            as long as time ends no solve.
+        solver: The solver and its options; `Auto` by default.
+        executor: Runs the solves, such as a `concurrent.futures.ProcessPoolExecutor` or Dask's
+            ``client.get_executor()``; by default they run in this process, one after another. The curve does not depend
+            on it, as long as no solve ends at its time limit.
         reorder: Whether first computations may leave the graph's own order.
-        on_progress: Called with how many budgets are settled and how many there are, whenever that changes.
+        on_progress: Called with the number of finished budgets and the number of all, whenever the first changes.
 
     Returns:
-        The curve. Ctrl-C ends it early: what is not solved has the best plan of the budgets below.
+        The curve. Ctrl-C ends it early: budgets that are not solved have the best plan of the smaller ones.
 
     Raises:
         OptionError: There are fewer than two points.

@@ -1,4 +1,4 @@
-"""What a plan asks of an allocator, in order."""
+"""The sequence of allocations and frees that a plan makes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
-from checkmate.studies.lives import lives, replays
+from checkmate.studies.lifetimes import replays, storage_lifetimes
 
 
 class Request(NamedTuple):
-    """One request of an allocator.
+    """One request to an allocator.
 
     Attributes:
         step: Step of the plan that makes it.
-        block: Number of the block that is asked for or given back.
-        size_bytes: Bytes that are asked for; 0 gives the block back.
-        name: What it is for.
+        block: Number of the block that is allocated or freed.
+        size_bytes: Bytes to allocate; 0 frees the block.
+        name: Name of the value or op, and the kind of memory.
     """
 
     step: int
@@ -26,9 +26,10 @@ class Request(NamedTuple):
 
 
 def requests(graph: Graph, plan: Plan) -> list[Request]:
-    """Every storage, workspace and replay state of a plan: asked for in the step that makes it, given back after its last.
+    """Requests for all storages, workspaces and replay states of a plan, in the order in which they are made.
 
-    What a step asks for comes before what it gives back. Nothing is asked for empty storages, nor for what is resident.
+    A block is allocated in the step that makes it and freed in its last one; within a step allocations come before frees,
+    as an op's inputs are freed after it has run. Empty storages and resident bytes make no requests.
 
     Args:
         graph: The graph.
@@ -41,12 +42,12 @@ def requests(graph: Graph, plan: Plan) -> list[Request]:
     """
     blocks = [
         (
-            life.made_at,
-            life.gone_at - 1,
-            graph.values[life.value].size_bytes,
-            f"{graph.values[life.value].name} [{life.category}]",
+            lifetime.made_at,
+            lifetime.gone_at - 1,
+            graph.values[lifetime.value].size_bytes,
+            f"{graph.values[lifetime.value].name} [{lifetime.category}]",
         )
-        for life in lives(graph, plan)
+        for lifetime in storage_lifetimes(graph, plan)
     ]
     for replay in replays(graph, plan):
         op = graph.ops[replay.op]

@@ -1,8 +1,9 @@
-"""What PyTorch's CUDA allocator keeps of the device for a plan: *reserved* memory, beyond what is allocated."""
+"""Reserved memory of a plan: device memory that PyTorch's CUDA caching allocator holds, allocated or not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from checkmate.allocators.heap import Chunk
 from checkmate.allocators.pytorch import CachingAllocator
@@ -10,21 +11,22 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.studies.requests import requests
 
-_STEPS = 3  # a plan settles into a layout in its second run
+_STEPS: Final = 3
+"""Runs of the plan. The first starts without cached segments; the second reaches the layout that later runs keep."""
 
 
 def reserved_bytes(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> int:
-    """Bytes that the allocator takes of the device while a plan runs again and again.
+    """Bytes that the allocator reserves on the device when a plan is run repeatedly.
 
-    Its policy is that of PyTorch's native caching allocator with default settings, which never gives a segment back while the
-    device has room; where it has none, it first gives back what is free. Source: c10/cuda/CUDACachingAllocator.cpp and
-    c10/core/AllocatorConfig.h, PyTorch 2.13.
+    PyTorch's native caching allocator with default settings. It keeps every segment while the device has room; only
+    when an allocation fails does it release unused segments and try again, so that a plan may run in less than this. Source:
+    c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, PyTorch 2.13.
 
     Args:
         graph: The graph.
         plan: The plan.
-        resident: Sizes in bytes of what is resident, in the order in which it was allocated; what they lack of the
-            graph's resident bytes counts as one more.
+        resident: Sizes in bytes of resident tensors, in the order of their allocation; the rest of the graph's resident
+            bytes counts as one more.
 
     Returns:
         Bytes of all segments: at least the allocated peak.
@@ -42,14 +44,14 @@ def reserved_bytes(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> in
     for size in (*sizes, graph.resident_bytes - sum(sizes)):
         if size > 0:
             allocator.allocate(size)
-    asked = requests(graph, plan)
+    sequence = requests(graph, plan)
     for _ in range(_STEPS):
         held: dict[int, Chunk] = {}
-        for request in asked:
+        for request in sequence:
             if request.size_bytes:
                 held[request.block] = allocator.allocate(request.size_bytes)
             else:
                 allocator.release(held.pop(request.block))
-        for block in held.values():  # gradients and outputs, gone before the next step
+        for block in held.values():  # gradients and outputs are freed before the next step
             allocator.release(block)
     return allocator.held

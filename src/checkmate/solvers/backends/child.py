@@ -1,4 +1,7 @@
-"""Engines in a process of their own: OR-Tools and highspy define the same symbols and cannot share one.
+"""Engines in child processes.
+
+OR-Tools and highspy define the same HiGHS symbols and cannot be loaded into one process, in either order (measured with
+OR-Tools 9.15 and highspy 1.15.1).
 
 The parent writes one line of JSON, the job; the child answers with lines of JSON, messages first and one
 reply last. The child ends when its input is closed, so that none is left behind, whatever ends the
@@ -19,12 +22,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from checkmate.core.errors import MissingExtraError, SolverError
 
-GRACE_S = 3.0
-"""What an engine gets beyond its limit to hand over its last words."""
+GRACE_S: Final = 3.0
+"""Seconds that an engine has beyond its limit to send its reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,8 @@ class Answer:
     """How a child ended.
 
     Attributes:
-        reply: Its last words, or None if it did not live to say them.
-        detail: Why not, in words.
+        reply: Its reply, or None if it ended without one.
+        detail: Why there is none, in words.
     """
 
     reply: dict[str, Any] | None
@@ -41,10 +44,10 @@ class Answer:
 
 
 def require_ortools() -> None:
-    """Make sure that OR-Tools is there, without importing it.
+    """Check that OR-Tools is installed, without importing it.
 
     Raises:
-        MissingExtraError: It is not; the hint has the command that installs it.
+        MissingExtraError: It is not installed; the hint has the command that installs it.
     """
     if importlib.util.find_spec("ortools") is None:
         raise MissingExtraError(
@@ -53,16 +56,16 @@ def require_ortools() -> None:
 
 
 def ask(module: str, job: dict[str, Any], *, time_s: float | None, on_message: Callable[[Any], None]) -> Answer:
-    """Run a module as a child and hand on what it says.
+    """Run a module as a child process and pass on its messages.
 
     Args:
         module: Module whose main part calls `serve`.
-        job: What to do; the child finds under ``"until"`` when to stop, in seconds since the epoch, or None.
+        job: The job; ``"until"`` is added to it, the time to stop at in seconds since the epoch, or None.
         time_s: Seconds for everything, start included; None for no limit.
-        on_message: Called here with every message. What it raises ends the child.
+        on_message: Called in this process with every message. An exception that it raises ends the child.
 
     Raises:
-        SolverError: The child said something that is not JSON.
+        SolverError: The child wrote a line that is not a message.
     """
     until = None if time_s is None else time.time() + time_s
     with tempfile.TemporaryFile() as talk:
@@ -113,15 +116,15 @@ def _listen(
             said = json.loads(line)
             is_reply, content = bool(said["reply"]), said["content"]
         except (ValueError, TypeError, KeyError):
-            raise SolverError(f"{module} said what is no message: {line[:80]!r}") from None
+            raise SolverError(f"{module} wrote a line that is not a message: {line[:80]!r}") from None
         if is_reply:
             return Answer(content)
         on_message(content)
 
 
 def _read(pipe: IO[bytes], lines: queue.Queue[bytes]) -> None:
-    """Hand on lines, and an empty one at the end."""
-    with contextlib.suppress(ValueError):  # closed while being read: nobody listens any more
+    """Pass on lines, and an empty one at the end."""
+    with contextlib.suppress(ValueError):  # the parent has closed the pipe, and reads no more
         for line in pipe:
             lines.put(line)
     lines.put(b"")
@@ -140,13 +143,13 @@ def _last_words(child: subprocess.Popen[bytes], talk: IO[bytes]) -> str:
 
 
 def serve(work: Callable[[dict[str, Any], Callable[[Any], None]], dict[str, Any]]) -> None:
-    """The child's side: read the job, do it, answer.
+    """The child's side: read the job, do it, send the reply.
 
     Args:
-        work: Called with the job and what sends a message; returns the reply.
+        work: Called with the job and a function that sends a message; returns the reply.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what an engine prints is talk
+    os.dup2(2, 1)  # engines print to standard output, which would mix with the messages
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     lock = threading.Lock()

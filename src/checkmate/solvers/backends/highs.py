@@ -9,16 +9,30 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import highspy
 import numpy as np
 
 from checkmate.solvers.backends.program import Floats, Program, Solved, dual_bound, proves_infeasible
 
+_POLL_S: Final = 0.05
+"""Seconds between two looks for new solutions and Ctrl-C."""
+_LEAST_S: Final = 0.01
+"""Shortest time limit given to the engine, in seconds."""
+
 
 def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
-    """The relaxation without integers; the bound comes from the duals and is safe in itself."""
+    """Solve the relaxation without integers.
+
+    Args:
+        program: The program.
+        time_s: Seconds it may take.
+
+    Returns:
+        A bound that is computed here from the engine's duals (`dual_bound`), so that it holds whatever the engine did, and
+        infeasibility only with a certificate that passes `proves_infeasible`.
+    """
     engine = _engine(program, time_s, 1)
     engine.setOptionValue("solver", "simplex")
     engine.run()
@@ -46,7 +60,7 @@ def solve_integer(
     start: Floats | None = None,
     on_solution: Callable[[Floats], None] | None = None,
 ) -> Solved:
-    """The program with integers.
+    """Solve the program with integers. The bound rests on the engine's tolerances.
 
     Args:
         program: The program.
@@ -63,7 +77,7 @@ def solve_integer(
     engine.changeColsIntegrality(len(integral), integral, kinds)
     engine.setOptionValue("mip_rel_gap", 0.0)
     engine.setOptionValue("mip_abs_gap", absolute_gap)
-    # Started again, the search loses what it knows: measured a third slower on event cuts.
+    # Restarts lose the tree; on event cuts the cutoff and no restarts together took a third off.
     engine.setOptionValue("mip_allow_restart", False)
     if math.isfinite(cutoff):
         engine.setOptionValue("objective_bound", cutoff)
@@ -92,16 +106,16 @@ def solve_integer(
 
 
 def _run(engine: Any, found: deque[Floats], on_solution: Callable[[Floats], None] | None) -> None:
-    """Run in a thread of the engine's own, so that Ctrl-C and what ``on_solution`` raises end it at once.
+    """Run in the engine's thread, so that Ctrl-C and exceptions of ``on_solution`` end it at once.
 
-    Solutions are handed on here, not in the engine's callback, where an exception would be lost.
+    Solutions are passed on here, not in the engine's callback, where an exception would be lost.
     """
     engine.HandleUserInterrupt = True
     engine.startSolve()
     try:
         finished = False
         while not finished:
-            finished = engine.wait(0.05)[0]
+            finished = engine.wait(_POLL_S)[0]
             while found and on_solution is not None:
                 on_solution(found.popleft())
     except BaseException:
@@ -127,7 +141,7 @@ def _engine(program: Program, time_s: float, threads: int) -> Any:
     engine.setOptionValue("output_flag", False)
     engine.setOptionValue("threads", threads)
     if math.isfinite(time_s):
-        engine.setOptionValue("time_limit", float(max(time_s, 0.01)))
+        engine.setOptionValue("time_limit", float(max(time_s, _LEAST_S)))
     engine.passModel(model)
     return engine
 

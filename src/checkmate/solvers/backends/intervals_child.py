@@ -44,7 +44,7 @@ def solve(job: dict[str, Any], say: Callable[[Any], None]) -> dict[str, Any]:
 class _Intervals:
     """The model. Time is a place in the stages: stage t may compute ops 0..t, and computes t for the first time.
 
-    Computation j of an op starts at a place of its own, in a stage it may run in, and each of its outputs is
+    Computation j of an op starts at a place reserved for the op in a stage in which it may run, and each of its outputs is
     retained from there to an end. A read needs a retention interval of its value that starts before it
     and has not ended. At every place the sizes of the intervals over it fit the budget.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from scipy import sparse
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
+
+_FARKAS: Final = 1e-7
+"""Value from which a certificate counts: rounding errors of the sums are many orders of magnitude smaller."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +26,7 @@ class Program:
         cost: Shape ``[column]``.
         low: Shape ``[column]``.
         high: Shape ``[column]``.
-        integral: Whether a column is integer where integers are asked for. Shape ``[column]``.
+        integral: Whether a column is integer in `solve_integer`. Shape ``[column]``.
         matrix: Shape ``[row, column]``, CSR.
         row_low: Shape ``[row]``, possibly -inf.
         row_high: Shape ``[row]``, possibly inf.
@@ -40,14 +43,14 @@ class Program:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solved:
-    """What an engine says of a program.
+    """An engine's answer on a program.
 
     Attributes:
         bound: Proven lower bound on the optimum; infinite if proven infeasible.
         solution: Values of the columns, or None. Shape ``[column]``.
         objective: Cost of the solution, or infinite.
         finished: Whether the engine ran to the end, no limit hit.
-        detail: What went wrong, in words.
+        detail: Why it ended early, in words.
     """
 
     bound: float
@@ -126,10 +129,15 @@ def _joined(parts: Sequence[npt.NDArray[_Scalar]]) -> npt.NDArray[_Scalar]:
 
 
 def dual_bound(program: Program, duals: Floats) -> float:
-    """Lower bound on the optimum from any row duals: the Lagrangian, valid whatever made them.
+    """Lower bound on the optimum from any row duals, by the Lagrangian.
 
-    For columns in [low, high]: weak duality needs no optimality, so an engine's tolerances or an
-    early stop cannot make the bound wrong, only loose.
+    For columns in [low, high], min of c x subject to rows is at least the value of the Lagrangian at any y of the right sign
+    (weak duality). It needs no optimality, so an engine's tolerances or an early stop cannot make the bound wrong,
+    only loose.
+
+    Args:
+        program: The program.
+        duals: A number for each row; those of the wrong sign count as 0. Shape ``[row]``.
     """
     y = np.where(np.isinf(program.row_high), np.maximum(duals, 0), duals)
     y = np.where(np.isinf(program.row_low), np.minimum(y, 0), y)
@@ -142,7 +150,14 @@ def dual_bound(program: Program, duals: Floats) -> float:
 
 
 def proves_infeasible(program: Program, ray: Floats) -> bool:
-    """Whether a dual ray is a Farkas certificate: its Lagrangian without costs is clearly positive."""
+    """Whether a dual ray is a Farkas certificate: its Lagrangian without costs is clearly positive.
+
+    The ray is scaled to a largest entry of 1, so that the threshold means the same for all; engines differ in its sign.
+
+    Args:
+        program: The program.
+        ray: The ray. Shape ``[row]``.
+    """
     costless = Program(
         np.zeros_like(program.cost),
         program.low,
@@ -153,4 +168,4 @@ def proves_infeasible(program: Program, ray: Floats) -> bool:
         program.row_high,
     )
     scale = float(np.abs(ray).max(initial=0.0))
-    return scale > 0 and max(dual_bound(costless, ray / scale), dual_bound(costless, -ray / scale)) > 1e-7
+    return scale > 0 and max(dual_bound(costless, ray / scale), dual_bound(costless, -ray / scale)) > _FARKAS

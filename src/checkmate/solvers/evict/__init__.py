@@ -1,1 +1,1 @@
-"""Plans coded as eviction intervals: decode, measure, repair, ruin. Flat arrays, compiled by numba."""
+"""Local search over plans coded as intervals of absence: decode, measure, evict, ruin and repair, reorder."""

@@ -1,24 +1,39 @@
-"""From eviction intervals to a sequence of computations, and from a sequence to its profile."""
+"""Kernels that turn an eviction code into a sequence of computations, and a sequence into its memory profile.
 
-# The kernels are compiled by numba and written as it wants them: loops over flat arrays.
+In all kernels of this package ``g`` is an `Instance`, ``w`` a `Scratch` and ``code`` a `Code`; what a kernel leaves in ``w`` is
+said in its docstring.
+"""
+
+# numba compiles loops over flat arrays; it has no types for pyright to check.
 # pyright: basic
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numba import njit
 
-FAR = 1 << 30
+FAR: Final = 1 << 30
+"""A stage after all others; fits int32."""
 
-OVERFLOW = -1
-"""The sequence outgrew the arrays: as good as no plan."""
-STUCK = -2
-"""An op that may not run again would have to."""
+OVERFLOW: Final = -1
+"""Returned in place of a length: the sequence is longer than the scratch arrays, which counts as no plan."""
+STUCK: Final = -2
+"""Returned in place of a length: an op that may not run again would have to."""
 
 
 @njit(cache=True, error_model="numpy")
 def seed_random(state, seed):
-    """Start a xorshift generator of our own: numba's global one is shared by the whole process."""
+    """Start an xorshift64 generator (Marsaglia 2003).
+
+    numba has one global generator a process, which a solve in another thread would advance: the same seed would then give
+    another plan. The odd constants keep small seeds apart and the state from zero; eight draws mix it.
+
+    Args:
+        state: Filled. Shape ``[1]``, uint64.
+        seed: Any whole number that fits uint64.
+    """
     state[0] = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x632BE59BD9B4E019)
     for _ in range(8):
         next_random(state)
@@ -26,7 +41,7 @@ def seed_random(state, seed):
 
 @njit(cache=True, error_model="numpy")
 def next_random(state):
-    """A number in [0, 1)."""
+    """A number in [0, 1): the upper 53 bits, as many as a float64 holds."""
     x = state[0]
     x ^= x << np.uint64(13)
     x ^= x >> np.uint64(7)
@@ -43,7 +58,14 @@ def random_below(state, count):
 
 @njit(cache=True, error_model="numpy")
 def next_gap(low, high, count, stage):
-    """First stage at or after ``stage`` at which a value is not held."""
+    """First stage at or after ``stage`` at which a value is not held, or `FAR`.
+
+    Args:
+        low: First stages of the value's intervals, ascending. Shape ``[slot]``.
+        high: Their last stages. Shape ``[slot]``.
+        count: Intervals in use.
+        stage: The stage.
+    """
     for k in range(count):
         if high[k] >= stage:
             return low[k] if low[k] > stage else stage
@@ -51,12 +73,18 @@ def next_gap(low, high, count, stage):
 
 
 @njit(cache=True, error_model="numpy")
-def add_interval(low, high, count, value, start, stop):
-    """Add [start, stop] to the stages at which a value is not held; False if its row is full."""
+def add_interval(code, value, start, stop):
+    """Add the stages ``start`` to ``stop``, both included, to those at which a value is not held.
+
+    Intervals that it overlaps or touches are merged with it, so that a row stays sorted and disjoint, as `next_gap` needs it.
+
+    Returns:
+        False if the value's row is full; the interval is then not added.
+    """
     if start > stop:
         return True
-    row_low, row_high, kept = low[value], high[value], 0
-    for k in range(count[value]):
+    row_low, row_high, kept = code.low[value], code.high[value], 0
+    for k in range(code.used[value]):
         a, b = row_low[k], row_high[k]
         if b < start - 1 or a > stop + 1:
             row_low[kept] = a
@@ -66,7 +94,7 @@ def add_interval(low, high, count, value, start, stop):
             start = min(start, a)
             stop = max(stop, b)
     if kept >= row_low.shape[0]:
-        count[value] = kept
+        code.used[value] = kept
         return False
     k = kept
     while k > 0 and row_low[k - 1] > start:
@@ -75,16 +103,28 @@ def add_interval(low, high, count, value, start, stop):
         k -= 1
     row_low[k] = start
     row_high[k] = stop
-    count[value] = kept + 1
+    code.used[value] = kept + 1
     return True
 
 
 @njit(cache=True, error_model="numpy")
-def decode(g, w, low, high, count):
-    """Sequence of an eviction code: each stage computes its target, and first, depth first, what is missing.
+def decode(g, w, code):
+    """Sequence of an eviction code: each stage computes its target, and before it, depth first, whatever is missing.
 
-    Fills ``w.sequence`` and ``w.stage_of``. Returns the length, OVERFLOW or STUCK.
+    These are the frontier-advancing stages of Jain et al. (2020), section 4: R is found from the evictions instead of
+    being a variable. Within a stage an op is computed at most once, right before its first reader in it: the stack is
+    a path of the DAG, so no op is on it twice, and what a stage has made stays live to its end.
+
+    Takes time in proportion to the number of reads in the sequence; looking at all values in each stage would make it
+    quadratic. Hence the buckets: a value that is read or made is listed at the next stage at which the code drops it.
+
+    Fills ``w.sequence`` and ``w.stage_of``.
+
+    Returns:
+        Length of the sequence, END included; `OVERFLOW` or `STUCK`.
     """
+    low, high, used = code.low, code.high, code.used
+    # Nothing of an earlier decoding may show: these arrays are read before they are written.
     stages = len(g.targets)
     w.live[:] = 0
     w.bucket_head[:] = -1
@@ -95,13 +135,10 @@ def decode(g, w, low, high, count):
     for t in range(stages):
         b = w.bucket_head[t]
         while b >= 0:
-            v = w.bucket_value[b]
-            if w.live[v]:
-                for k in range(count[v]):
-                    if low[v, k] <= t and t <= high[v, k]:
-                        w.live[v] = 0
-                        break
+            w.live[w.bucket_value[b]] = 0
             b = w.bucket_next[b]
+        # A depth-first search with an explicit stack, since chains of missing values are deeper than a call stack. An op stays on
+        # it until all its inputs are live; its place in its list of inputs is kept beside it.
         touched = 0
         depth = 1
         w.stack_op[0] = g.targets[t]
@@ -114,6 +151,7 @@ def decode(g, w, low, high, count):
                 v = g.reads[k]
                 if not w.live[v]:
                     p = g.producer[v]
+                    # Its first computation is always allowed: the graph's rules about it hold by the order of the targets.
                     if w.computed_at[p] >= 0 and (g.once[p] or t > g.last_stage[p]):
                         return STUCK
                     if depth >= len(w.stack_op):
@@ -127,8 +165,6 @@ def decode(g, w, low, high, count):
                     touched += 1
             else:
                 depth -= 1
-                if w.computed_at[o] == t:
-                    continue
                 if length >= len(w.sequence):
                     return OVERFLOW
                 w.sequence[length] = o
@@ -142,10 +178,13 @@ def decode(g, w, low, high, count):
                         w.touched_at[v] = t
                         w.touched[touched] = v
                         touched += 1
+        # Only what was touched can have a new next drop, so the lists grow with the reads.
+        # Whatever the stage touched is live now, also in an interval of absence, where it was computed for this stage alone:
+        # the next stage of the interval drops it.
         for k in range(touched):
             v = w.touched[k]
-            if count[v]:
-                gap = next_gap(low[v], high[v], count[v], t + 1)
+            if used[v]:
+                gap = next_gap(low[v], high[v], used[v], t + 1)
                 if gap < stages:
                     if buckets >= len(w.bucket_value):
                         return OVERFLOW
@@ -158,10 +197,20 @@ def decode(g, w, low, high, count):
 
 @njit(cache=True, error_model="numpy")
 def measure(g, w, length):
-    """Instances, their reads and the bytes at each position of ``w.sequence``.
+    """Cost of ``w.sequence``, and the bytes at each position of it.
 
-    A read binds to the newest instance, which dies after its last read. Returns cost, peak and the
-    position of the peak; the cost is -1 if the arrays are too small.
+    A read takes the newest instance of a value, and an instance is freed after its last read: what `Plan.from_order` and
+    `simulate` do, which every plan offered goes through, so that an error here can only lose plans.
+
+    Fills the instances, their readers and ``w.profile``.
+
+    Args:
+        g: The instance.
+        w: The scratch arrays.
+        length: Length of the sequence.
+
+    Returns:
+        Cost, peak in bytes above the resident ones, and the position of the peak; a cost of -1 if an array is too small.
     """
     cost = 0.0
     reads = 0
@@ -174,17 +223,20 @@ def measure(g, w, length):
         cost += g.cost[o]
         w.read_offset[p] = reads
         w.first_instance[p] = instances
+        # Checked before each op instead of in every loop below.
         if reads + g.read_start[o + 1] - g.read_start[o] >= len(w.read_instance):
             return -1.0, 0.0, 0
         if instances + g.write_start[o + 1] - g.write_start[o] >= len(w.value_of):
             return -1.0, 0.0, 0
         for k in range(g.read_start[o], g.read_start[o + 1]):
             x = w.newest[g.reads[k]]
+            # Positions ascend, so the last one written is the last read.
             w.last_read[x] = p
             w.read_instance[reads] = x
             reads += 1
             w.use_start[x + 1] += 1
         for k in range(g.write_start[o], g.write_start[o + 1]):
+            # An output that is never read is freed right after its op; END reads what is kept, so that this is all.
             w.newest[g.writes[k]] = instances
             w.value_of[instances] = g.writes[k]
             w.last_read[instances] = p
@@ -196,6 +248,7 @@ def measure(g, w, length):
             w.last_run[o] = p
     w.read_offset[length] = reads
     w.first_instance[length] = instances
+    # Readers of each instance in the order of positions, by counting sort: ends first, then filled from the back.
     for x in range(instances):
         w.use_start[x + 1] += w.use_start[x]
     for p in range(length - 1, -1, -1):
@@ -208,9 +261,12 @@ def measure(g, w, length):
     w.use_start[instances] = reads
     for x in range(instances):
         w.released[w.last_read[x] + 1] += g.size[w.value_of[x]]
+    # The state of a random generator is held from the first to the last computation of its op, if there are several.
     for o in range(len(g.cost)):
         if g.replay[o] > 0 and w.first_run[o] >= 0 and w.last_run[o] > w.first_run[o]:
             w.released[w.last_run[o] + 1] += g.replay[o]
+    # While an op runs its inputs, its outputs and its workspace are there: bytes whose last reader ran before are subtracted
+    # first, and outputs added. Among equal peaks the first counts.
     held = 0.0
     peak = -1.0
     at = 0

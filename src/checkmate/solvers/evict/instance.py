@@ -1,9 +1,17 @@
-"""A folded graph as flat arrays, with an END op that reads every kept value."""
+"""The flat arrays on which the kernels of the search work.
+
+A plan is coded by what is *not* held: for each value, disjoint intervals of stages. A stage computes one target op for
+the first time, and before it, on demand, whatever is missing. This is the complement of the retention intervals of
+Moccasin (Bartan et al. 2023): there each interval is a variable of a constraint program; here the empty code is the
+plan that keeps everything, and every code can be decoded into a plan, so that a local search never leaves the feasible set.
+
+The kernels are compiled by numba, which takes NamedTuples of arrays but no classes; hence these types.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +21,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.reductions.fold_views import may_run_again
 
 Ints = npt.NDArray[np.int64]
+SmallInts = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.uint8]
 
@@ -21,20 +30,23 @@ NEVER = 1 << 40
 
 
 class Instance(NamedTuple):
-    """What the search reads. Ops 0..n-1 are the graph's, op n is END; a stage computes one target.
+    """A folded graph as flat arrays.
+
+    Ops 0..n-1 are the graph's. Op n is END: the target of the last stage, which reads every kept value, so that
+    what must be live at the end needs no rule of its own. Bytes and costs are float64, which is exact below 2^53.
 
     Attributes:
         targets: Op that each stage computes. Shape ``[stage]``.
         once: Whether an op may be computed only once. Shape ``[op]``.
-        last_stage: Last stage in which an op may be computed. Shape ``[op]``.
+        last_stage: Last stage in which an op may be computed: that of the first op that overwrites its inputs. Shape ``[op]``.
         read_start: Start of each op's inputs in ``reads``. Shape ``[op + 1]``.
-        reads: Values read.
+        reads: Values read, op after op. Shape ``[read]``.
         write_start: Start of each op's outputs in ``writes``. Shape ``[op + 1]``.
-        writes: Values written.
+        writes: Values written, op after op. Shape ``[write]``.
         producer: Op that makes each value. Shape ``[value]``.
         slot: Place of each value among its op's outputs. Shape ``[value]``.
         cost: Cost of each op. Shape ``[op]``.
-        workspace: Workspace of each op. Shape ``[op]``.
+        workspace: Workspace of each op, in bytes. Shape ``[op]``.
         replay: Replay bytes of each op. Shape ``[op]``.
         size: Bytes of each value. Shape ``[value]``.
         evictable: Whether a value may be dropped and made again. Shape ``[value]``.
@@ -56,12 +68,29 @@ class Instance(NamedTuple):
     evictable: Flags
 
 
+class Code(NamedTuple):
+    """A plan as intervals of absence: stages ``low[v, k]`` to ``high[v, k]``, both included, at which value v is not held.
+
+    The intervals of a value ascend and do not touch. A value that an op reads within such an interval is computed again for
+    that stage alone.
+
+    Attributes:
+        low: First stage of each interval. Shape ``[value, slot]``.
+        high: Last stage of each interval. Shape ``[value, slot]``.
+        used: Number of intervals of each value. Shape ``[value]``.
+    """
+
+    low: SmallInts
+    high: SmallInts
+    used: SmallInts
+
+
 def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[int] | None = None) -> Instance:
     """Arrays of a problem whose views are folded.
 
     Args:
         problem: The problem. A view left in its graph counts as a read of its storage's owner too.
-        on_demand: Ops that are no targets: computed when somebody asks.
+        on_demand: Ops without a stage: computed when another op needs them.
         order: Order of the targets; the graph's own by default.
     """
     graph = problem.graph
@@ -71,6 +100,7 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
     writes: list[Sequence[int]] = [*(op.outputs for op in graph.ops), ()]
     targets = [o for o in (range(count) if order is None else order) if o not in on_demand] + [count]
     stage = {o: t for t, o in enumerate(targets)}
+    # An op may run in the stage of the op that overwrites its inputs, which is computed last in it, but not after.
     last_stage = np.full(count + 1, NEVER, dtype=np.int64)
     for o, op in enumerate(graph.ops):
         if op.clobbered_by:
@@ -78,13 +108,15 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
     once = [not may_run_again(problem, o) for o in range(len(graph.ops))]
     read_start, read_values = rows(reads)
     write_start, written_values = rows(writes)
+    # Instances are numbered op run by op run, so the instance of a value is that of the run plus its slot.
     slot = np.zeros(len(graph.values), dtype=np.int64)
     for op in graph.ops:
         for place, v in enumerate(op.outputs):
             slot[v] = place
     size = np.array([v.size_bytes for v in graph.values], dtype=np.float64)
     producer = np.array(graph.producer, dtype=np.int64)
-    # A view that is left is tied to its place: made again, its storage's owner would be there twice.
+    # A view that folding left is tied to its place by a rule and keeps the instance that it was made from. If the owner were
+    # evicted and made again, both instances would be live and the bytes counted here too few.
     viewed = np.zeros(len(graph.values), dtype=np.bool_)
     viewed[[graph.root[v] for v, value in enumerate(graph.values) if value.base is not None]] = True
     once_flags = np.array([*once, True], dtype=np.uint8)
@@ -107,64 +139,113 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
 
 
 def rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Lists one after another, as the kernels read them: where each starts, and all entries, one spare at the end."""
+    """Lists in compressed sparse row form.
+
+    Args:
+        lists: A list of indices for each row.
+
+    Returns:
+        Start of each row, shape ``[row + 1]``, and all entries one row after another, with one unused entry at the end
+        because numba refuses to type an empty list.
+    """
     starts = np.concatenate([[0], np.cumsum([len(entry) for entry in lists])]).astype(np.int64)
     return starts, np.array([entry for part in lists for entry in part] + [0], dtype=np.int64)
 
 
 class Scratch(NamedTuple):
-    """Working arrays of the kernels; what each holds is said where it is filled."""
+    """Working arrays of the kernels, allocated once: a search decodes thousands of sequences a second.
 
-    sequence: Any
-    stage_of: Any
-    live: Any
-    bucket_head: Any
-    bucket_next: Any
-    bucket_value: Any
-    touched_at: Any
-    computed_at: Any
-    stack_op: Any
-    stack_read: Any
-    touched: Any
-    newest: Any
-    first_instance: Any
-    value_of: Any
-    last_read: Any
-    read_offset: Any
-    read_instance: Any
-    use_start: Any
-    use_position: Any
-    released: Any
-    profile: Any
-    first_run: Any
-    last_run: Any
-    run_start: Any
-    run_position: Any
-    over: Any
-    seen_op: Any
-    seen_value: Any
-    stamp: Any
-    group: Any
-    candidate: Any
-    score: Any
-    noise: Any
-    group_size: Any
-    penalty: Any
-    bytes_at: Any
+    *Position* is an index into the decoded sequence; *instance* numbers the values made along it.
+
+    Attributes:
+        sequence: Op at each position. Shape ``[position]``.
+        stage_of: Stage of each position. Shape ``[position]``.
+        live: Whether a value is held while decoding. Shape ``[value]``.
+        bucket_head: First entry of the list of values to drop when a stage begins, or -1. Shape ``[stage + 1]``.
+        bucket_next: Next entry of the same list, or -1. Shape ``[entry]``.
+        bucket_value: Value of an entry. Shape ``[entry]``.
+        touched_at: Stage that last read or made a value, or -1. Shape ``[value]``.
+        computed_at: Stage that last computed an op, or -1. Shape ``[op]``.
+        stack_op: Ops of a depth-first search. Shape ``[depth]``.
+        stack_read: Next input to look at for each of them. Shape ``[depth]``.
+        touched: Values that a stage has read or made. Shape ``[value]``.
+        newest: Newest instance of each value. Shape ``[value]``.
+        first_instance: First instance made at each position. Shape ``[position + 1]``.
+        value_of: Value of each instance. Shape ``[instance]``.
+        last_read: Last position that reads an instance, its own if none does. Shape ``[instance]``.
+        read_offset: Start of each position's reads in ``read_instance``. Shape ``[position + 1]``.
+        read_instance: Instances read, position after position. Shape ``[read]``.
+        use_start: Start of each instance's readers in ``use_position``. Shape ``[instance + 1]``.
+        use_position: Positions that read each instance, ascending. Shape ``[read]``.
+        released: Bytes freed before each position. Shape ``[position + 1]``.
+        profile: Bytes held at each position, resident ones left out. Shape ``[position]``.
+        first_run: First position of an op with a replay state, or -1. Shape ``[op]``.
+        last_run: Its last position. Shape ``[op]``.
+        run_start: Start of each op's positions in ``run_position``. Shape ``[op + 1]``.
+        run_position: Positions at which each op runs, ascending. Shape ``[position]``.
+        over: How many positions before each are over the budget. Shape ``[position + 1]``.
+        seen_op: Stamp of the last price that looked at an op. Shape ``[op]``.
+        seen_value: Stamp of the last price that looked at a value. Shape ``[value]``.
+        stamp: Number of the current price, in one entry, which saves clearing the two arrays above. Shape ``[1]``.
+        group: Instances that would have to be evicted together with the one that is priced. Shape ``[value]``.
+        candidate: Values that may be evicted at the peak. Shape ``[value]``.
+        score: Score of each candidate, lower is better. Shape ``[value]``.
+        noise: Factor of noise of each candidate. Shape ``[value]``.
+    """
+
+    sequence: SmallInts
+    stage_of: SmallInts
+    live: Flags
+    bucket_head: SmallInts
+    bucket_next: SmallInts
+    bucket_value: SmallInts
+    touched_at: SmallInts
+    computed_at: SmallInts
+    stack_op: SmallInts
+    stack_read: Ints
+    touched: SmallInts
+    newest: SmallInts
+    first_instance: SmallInts
+    value_of: SmallInts
+    last_read: SmallInts
+    read_offset: SmallInts
+    read_instance: SmallInts
+    use_start: SmallInts
+    use_position: SmallInts
+    released: Floats
+    profile: Floats
+    first_run: SmallInts
+    last_run: SmallInts
+    run_start: SmallInts
+    run_position: SmallInts
+    over: SmallInts
+    seen_op: SmallInts
+    seen_value: SmallInts
+    stamp: SmallInts
+    group: SmallInts
+    candidate: SmallInts
+    score: Floats
+    noise: Floats
 
 
-def build_scratch(instance: Instance, stretch: int = 8) -> Scratch:
-    """Arrays for sequences up to ``stretch`` times as long as the op list; longer ones count as no plan."""
+_SMALL_GRAPH: Final = 64
+"""Room for computations beside the multiple of the number of ops: plans of small graphs have the largest multiples."""
+
+
+def build_scratch(instance: Instance, stretch: int) -> Scratch:
+    """Working arrays for an instance.
+
+    Args:
+        instance: The instance.
+        stretch: Longest sequence for which there is room, as a multiple of the number of ops.
+    """
     ops, values, stages = len(instance.cost), len(instance.size), len(instance.targets)
-    length = stretch * ops + 64
-    reads = stretch * len(instance.reads) + 64
-    instances = stretch * values + 64
+    length = stretch * ops + _SMALL_GRAPH
+    reads = stretch * len(instance.reads) + _SMALL_GRAPH
+    instances = stretch * values + _SMALL_GRAPH
 
-    def ints(n: int) -> npt.NDArray[np.int32]:
+    def ints(n: int) -> SmallInts:
         return np.zeros(n, dtype=np.int32)
-
-    def wide(n: int) -> Ints:
-        return np.zeros(n, dtype=np.int64)
 
     return Scratch(
         sequence=ints(length),
@@ -176,7 +257,7 @@ def build_scratch(instance: Instance, stretch: int = 8) -> Scratch:
         touched_at=ints(values),
         computed_at=ints(ops),
         stack_op=ints(ops + 8),
-        stack_read=wide(ops + 8),
+        stack_read=np.zeros(ops + 8, dtype=np.int64),
         touched=ints(values + 8),
         newest=ints(values),
         first_instance=ints(length + 2),
@@ -200,9 +281,6 @@ def build_scratch(instance: Instance, stretch: int = 8) -> Scratch:
         candidate=ints(values),
         score=np.zeros(values),
         noise=np.zeros(values),
-        group_size=ints(1),
-        penalty=np.zeros(1),
-        bytes_at=np.zeros(length + 2),
     )
 
 
@@ -211,4 +289,5 @@ def _reads_with_storage(graph: Graph, inputs: Sequence[int]) -> list[int]:
 
 
 def _floats(amounts: list[int]) -> Floats:
+    """Amounts of the ops, and 0 for END."""
     return np.array([*amounts, 0], dtype=np.float64)

@@ -1,19 +1,151 @@
-"""Evict until the peak fits; ruin some of it and repair again, keeping what is cheaper."""
+"""Kernels of the search: evict until the peak is within the budget; undo some evictions and repair again.
 
-# The kernels are compiled by numba and written as it wants them: loops over flat arrays.
+The greedy part prices each value that is live at the peak and not read there by the cost of computing it again, ancestors
+that would be missing included, per byte of excess relieved. The rest is ruin and recreate (Schrimpf et al. 2000), a large
+neighbourhood search: clear the intervals of a few values, repair, accept by a threshold. Neither proves anything; every
+plan is decoded, measured and later validated from its sequence alone, so that prices may be estimates.
+
+In all kernels ``g`` is an `Instance`, ``w`` a `Scratch` and ``code`` a `Code`.
+"""
+
+# numba compiles loops over flat arrays; it has no types for pyright to check.
 # pyright: basic
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 import numpy as np
 from numba import njit
 
-from checkmate.solvers.evict.decode import FAR, add_interval, decode, measure, next_gap, next_random, random_below
+from checkmate.solvers.evict.decode import add_interval, decode, measure, next_gap, next_random, random_below
 
-IMPOSSIBLE = 1e300
+IMPOSSIBLE: Final = 1e300
+"""Price of an eviction that cannot be undone in time: larger than any sum of costs."""
 
-# Places in the array of facts that `repair` fills.
-COST, PEAK, LENGTH, DECODES = 0, 1, 2, 3
+# Added to a cost before it is divided by bytes: among ops that cost nothing the larger value is the better eviction.
+_LEAST_COST: Final = 1e-9
+# Share by which a price may have risen since the candidates were ranked before they are ranked again: rounding only.
+_SAME_PRICE: Final = 1e-9
+
+
+class RepairSettings(NamedTuple):
+    """How `repair` evicts. All fields are of these very types: others would make numba compile another version.
+
+    Attributes:
+        budget: Bytes above resident ones.
+        duration_exponent: Exponent of the number of steps over the budget that an eviction relieves, in its benefit. 0 looks
+            at the peak alone; larger ones prefer values that are held through many peaks.
+        noise: Prices are multiplied by e to a uniform number within plus and minus this.
+        batch_fraction: Share of the excess that is evicted before decoding again, one value at least: 0 is the most careful,
+            1 the fastest.
+        cutoff: Cost from which on a plan is not wanted.
+        rounds: Most decodings.
+    """
+
+    budget: float
+    duration_exponent: float
+    noise: float
+    batch_fraction: float
+    cutoff: float
+    rounds: int
+
+
+class Repaired(NamedTuple):
+    """What `repair` came to.
+
+    Attributes:
+        found: Whether a plan within the budget and below the cutoff was found; it is then in ``w.sequence``.
+        cost: Its cost.
+        length: Its length, END included.
+        decodes: Sequences that were decoded, the unit of work of a search.
+    """
+
+    found: bool
+    cost: float
+    length: int
+    decodes: int
+
+
+class RuinParameters(NamedTuple):
+    """Choices of `ruin_and_repair`, drawn uniformly in each iteration. Chosen on the graphs of ``benchmarks/graphs``.
+
+    How much each matters: ``docs/benchmarks/solver_parameters.md``.
+
+    Attributes:
+        most_values: Most values whose intervals one iteration clears; a third of the evicted ones on small plans.
+        window_share: Longest window of stages to clear, as one part in so many of all stages.
+        keep_chance: An interval in the window survives with a chance of one in so many: else a repair meets the same
+            prices and makes the same plan.
+        exponents: Duration exponents to draw from: 0, 1, ... this many less one, times ``exponent_step``.
+        exponent_step: See ``exponents``.
+        low_noise: Noise of half of the repairs: nearly greedy.
+        high_noise: Noise of the others.
+        batches: Batch fractions to draw from: 0, 1, ... this many less one, times ``batch_step``.
+        batch_step: See ``batches``.
+        threshold: Largest rise in cost that may be accepted, as a multiple of the temperature.
+        rounds: Rounds of one repair beside one for each value.
+        restart_period: Iterations after which the search goes back to the best code if it is far from it.
+        restart_excess: Cost over the best that counts as far, as a share of it.
+    """
+
+    most_values: int = 12
+    window_share: int = 10
+    keep_chance: int = 4
+    exponents: int = 5
+    exponent_step: float = 0.25
+    low_noise: float = 0.05
+    high_noise: float = 0.3
+    batches: int = 3
+    batch_step: float = 0.5
+    threshold: float = 3.0
+    rounds: int = 200
+    restart_period: int = 200
+    restart_excess: float = 0.003
+
+
+class _Excess(NamedTuple):
+    """The moment at which to evict.
+
+    Attributes:
+        position: Position of the peak.
+        stage: Its stage.
+        excess: Bytes over the budget there.
+    """
+
+    position: int
+    stage: int
+    excess: float
+
+
+class _Remake(NamedTuple):
+    """What it takes to make an evicted value again.
+
+    Attributes:
+        cost: Cost of the ops that have to run again, or `IMPOSSIBLE`.
+        pinned: Bytes of values that cannot be made again and would have to be held over the peak for it.
+        group: How many instances would be evicted along; they are the first of ``w.group``.
+    """
+
+    cost: float
+    pinned: float
+    group: int
+
+
+class _Price(NamedTuple):
+    """Price of an eviction.
+
+    Attributes:
+        score: Cost per byte of excess relieved, or `IMPOSSIBLE`; lower is better.
+        relieved: Bytes freed at the peak.
+        last_touch: Last position before the peak that makes or reads the value.
+        group: As in `_Remake`.
+    """
+
+    score: float
+    relieved: float
+    last_touch: int
+    group: int
 
 
 @njit(cache=True, error_model="numpy")
@@ -37,16 +169,19 @@ def _run_before(w, o, position):
 
 
 @njit(cache=True, error_model="numpy")
-def _remake_cost(g, w, low, high, count, root_op, peak_at, need_at, need_stage):
-    """Cost of the ops that must run again at ``need_at`` to remake a value dropped at ``peak_at``.
+def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage):
+    """Cost of the ops that must run again at position ``need_at`` to make an output of ``root_op`` again.
 
-    Values that are held past the peak anyway are free. Held ones that die before it would have to be
-    dropped too and are collected in ``w.group``; what may not be made again and would have to be kept
-    longer is charged in ``w.penalty``.
+    Walks up from the op. An input is free if it is live at ``need_at`` anyway, or if the code holds it from before the peak
+    until then: it is at the peak in any case. Otherwise its producer has to run again too. One that the code holds but that
+    would have died before ``need_at`` is dropped at the peak as well, for otherwise the eviction would only exchange
+    one value for its inputs: those instances go to ``w.group``. An input that cannot be made again has to be held
+    instead, and its bytes are subtracted from what the eviction gains.
     """
     mark = w.stamp[0]
     total = g.cost[root_op]
-    w.penalty[0] = 0.0
+    pinned = 0.0
+    group = 0
     w.stack_op[0] = root_op
     w.seen_op[root_op] = mark
     depth = 1
@@ -60,47 +195,61 @@ def _remake_cost(g, w, low, high, count, root_op, peak_at, need_at, need_stage):
             w.seen_value[v] = mark
             p = g.producer[v]
             made = _run_before(w, p, need_at)
+            # Not computed before: it is an op on demand, and the plan pays for its first computation in any case.
             if made < 0:
                 continue
             x = w.first_instance[made] + g.slot[v]
             last = w.last_read[x]
+            # A later op reads this instance, so it is live at ``need_at``.
             if last >= need_at:
                 continue
-            held = next_gap(low[v], high[v], count[v], w.stage_of[last] + 1) > need_stage
+            # Whether the code holds the value from its last read to the stage that needs it, so that it is there then.
+            held = next_gap(code.low[v], code.high[v], code.used[v], w.stage_of[last] + 1) > need_stage
+            # Read after the peak and held from there on: at the peak in any case, so reading it once more is free.
             if held and last >= peak_at:
                 continue
+            # Cannot be made again, or not any more at that stage. Held by the code, it would only live longer: over the peak
+            # if it was made before it, which takes its bytes off the gain. Not held, nothing can bring it back.
             if g.once[p] or need_stage > g.last_stage[p]:
                 if not held:
-                    return IMPOSSIBLE
+                    return _Remake(IMPOSSIBLE, 0.0, 0)
                 if made < peak_at:
-                    w.penalty[0] += g.size[v]
+                    pinned += g.size[v]
                 continue
+            # Its last read is before the peak, and the code would hold it over the peak now that the eviction gives it a new
+            # reader. Evicted with the value, it is computed again as well: a chain of cheap ops goes as a whole.
             if held and made < peak_at:
-                w.group[w.group_size[0]] = x
-                w.group_size[0] += 1
+                w.group[group] = x
+                group += 1
+            # Made between the peak and the read: holding it a little longer costs nothing at the peak.
             elif held:
                 continue
+            # An op with several outputs is paid once.
             if w.seen_op[p] == mark:
                 continue
             w.seen_op[p] = mark
             total += g.cost[p]
             w.stack_op[depth] = p
             depth += 1
-    return total
+    return _Remake(total, pinned, group)
 
 
 @njit(cache=True, error_model="numpy")
-def _evict(w, low, high, count, value, last_touch, peak_stage):
-    """Drop a value between its last touch before the peak and the peak."""
+def _evict(w, code, value, last_touch, peak_stage):
+    """Drop a value from its last touch before the peak to the peak's stage; False if its row is full.
+
+    Where the touch is in the stage of the peak, it can be dropped only in the next one: within a stage what was made stays.
+    """
     stage = w.stage_of[last_touch]
     if stage < peak_stage:
-        return add_interval(low, high, count, value, stage + 1, peak_stage)
-    return add_interval(low, high, count, value, peak_stage + 1, peak_stage + 1)
+        return add_interval(code, value, stage + 1, peak_stage)
+    return add_interval(code, value, peak_stage + 1, peak_stage + 1)
 
 
 @njit(cache=True, error_model="numpy")
 def _index_runs(g, w, length, budget):
     """Positions at which each op runs, and the number of positions over the budget before each position."""
+    # Counting sort by op, stable in the position: `_run_before` finds the instance that a position reads by bisection.
     w.run_start[:] = 0
     for p in range(length):
         w.run_start[w.sequence[p] + 1] += 1
@@ -119,70 +268,79 @@ def _index_runs(g, w, length, budget):
 
 
 @njit(cache=True, error_model="numpy")
-def _price(g, w, low, high, count, v, peak_at, excess, power):
-    """Score, bytes relieved and last touch of dropping a value at the peak; lower scores are better.
-
-    The score is the remaking cost per byte of excess relieved. Fills ``w.group``.
-    """
-    peak_stage = w.stage_of[peak_at]
+def _price(g, w, code, v, peak, exponent):
+    """Price of evicting a value at the peak. Fills ``w.group``."""
+    nothing = _Price(IMPOSSIBLE, 0.0, 0, 0)
     p = g.producer[v]
-    made = _run_before(w, p, peak_at)
+    made = _run_before(w, p, peak.position)
     if made < 0:
-        return IMPOSSIBLE, 0.0, 0
+        return nothing
     x = w.first_instance[made] + g.slot[v]
-    if w.last_read[x] <= peak_at:
-        return IMPOSSIBLE, 0.0, 0
+    # Dead at the peak, or read there for the last time: nothing to gain.
+    if w.last_read[x] <= peak.position:
+        return nothing
     first = w.use_start[x]
-    use = _first_from(w.use_position, first, w.use_start[x + 1], peak_at)
+    use = _first_from(w.use_position, first, w.use_start[x + 1], peak.position)
     touch = w.use_position[use - 1] if use > first else made
-    if use >= w.use_start[x + 1] or w.use_position[use] == peak_at:
-        return IMPOSSIBLE, 0.0, 0
+    # The op at the peak reads it.
+    if use >= w.use_start[x + 1] or w.use_position[use] == peak.position:
+        return nothing
     need_at = w.use_position[use]
     need_stage = w.stage_of[need_at]
-    if (w.stage_of[touch] == peak_stage and need_stage == peak_stage) or need_stage > g.last_stage[p]:
-        return IMPOSSIBLE, 0.0, 0
-    w.group_size[0] = 0
+    # Within a stage nothing is dropped, so a value touched and read in the stage of the peak stays; and an op whose inputs are
+    # overwritten by the next read cannot run again.
+    if (w.stage_of[touch] == peak.stage and need_stage == peak.stage) or need_stage > g.last_stage[p]:
+        return nothing
     w.stamp[0] += 1
-    total = _remake_cost(g, w, low, high, count, p, peak_at, need_at, need_stage)
-    gain = g.size[v] - w.penalty[0]
-    if total >= IMPOSSIBLE or gain <= 0:
-        return IMPOSSIBLE, 0.0, 0
-    benefit = min(gain, excess)
-    if power > 0:
-        benefit *= max(1, w.over[need_at] - w.over[touch + 1]) ** power
-    return (total + 1e-9) / benefit, gain, touch
+    remake = _remake_cost(g, w, code, p, peak.position, need_at, need_stage)
+    gain = g.size[v] - remake.pinned
+    if remake.cost >= IMPOSSIBLE or gain <= 0:
+        return nothing
+    # More than the excess is worth no more: else large values win where a small one would do.
+    benefit = min(gain, peak.excess)
+    if exponent > 0:
+        benefit *= max(1, w.over[need_at] - w.over[touch + 1]) ** exponent
+    return _Price((remake.cost + _LEAST_COST) / benefit, gain, int(touch), remake.group)
 
 
 @njit(cache=True, error_model="numpy")
-def _evict_at_peak(g, w, low, high, count, length, budget, peak, peak_at, power, noise, haste, random):
-    """Evict the cheapest values at the peak until they weigh ``haste`` of the excess, and one at least.
+def _evict_at_peak(g, w, code, length, peak, settings, random):
+    """Evict the cheapest values at the peak until they weigh the batch fraction of the excess, and one at least.
 
-    What was evicted makes others dearer, so a score counts only if it still holds when its turn comes.
+    What was evicted makes others dearer, as their ancestors may now be missing. So the cheapest candidate is priced
+    again when its turn comes and goes back among the others if it has become dearer: the lazy evaluation of Minoux
+    (1978), which spares pricing all candidates after each eviction.
+
+    Returns:
+        False if there is no candidate, or no room for its interval.
     """
-    _index_runs(g, w, length, budget)
-    peak_stage = w.stage_of[peak_at]
-    excess = peak - budget
+    _index_runs(g, w, length, settings.budget)
+    # Every evictable value is priced once for each peak. The rest of the round looks at the ranked candidates alone; a linear
+    # search for the cheapest is as fast as a heap, as a round takes few of them.
     candidates = 0
     for v in range(len(g.size)):
         if g.evictable[v]:
-            score, _, _ = _price(g, w, low, high, count, v, peak_at, excess, power)
-            if score < IMPOSSIBLE:
+            price = _price(g, w, code, v, peak, settings.duration_exponent)
+            if price.score < IMPOSSIBLE:
                 w.candidate[candidates] = v
-                w.noise[candidates] = np.exp(noise * (next_random(random) - 0.5) * 2) if noise > 0 else 1.0
-                w.score[candidates] = score * w.noise[candidates]
+                w.noise[candidates] = np.exp(settings.noise * (next_random(random) - 0.5) * 2) if settings.noise > 0 else 1.0
+                w.score[candidates] = price.score * w.noise[candidates]
                 candidates += 1
+    # The noise of a candidate is drawn once: drawn again with each price, the comparison with the stored score would fail
+    # at random, and the loop might not end.
     fits = candidates > 0
     first = True
-    enough = excess * (1.0 - haste)
+    excess = peak.excess
+    enough = excess * (1.0 - settings.batch_fraction)
     while fits and candidates > 0 and (first or excess > enough):
         best = 0
         for k in range(1, candidates):
             if w.score[k] < w.score[best]:
                 best = k
         v = w.candidate[best]
-        score, gain, touch = _price(g, w, low, high, count, v, peak_at, excess, power)
-        score *= w.noise[best]
-        if not first and score > w.score[best] * (1 + 1e-9):
+        price = _price(g, w, code, v, _Excess(peak.position, peak.stage, excess), settings.duration_exponent)
+        score = price.score * w.noise[best]
+        if not first and score > w.score[best] * (1 + _SAME_PRICE):
             if score >= IMPOSSIBLE:
                 candidates -= 1
                 w.candidate[best] = w.candidate[candidates]
@@ -191,11 +349,12 @@ def _evict_at_peak(g, w, low, high, count, length, budget, peak, peak_at, power,
             else:
                 w.score[best] = score
             continue
-        fits = _evict(w, low, high, count, v, touch, peak_stage)
-        for k in range(w.group_size[0]):
+        # Candidates are removed by moving the last one into their place.
+        fits = _evict(w, code, v, price.last_touch, peak.stage)
+        for k in range(price.group):
             x = w.group[k]
-            fits = _evict(w, low, high, count, w.value_of[x], w.last_read[x], peak_stage) and fits
-        excess -= gain
+            fits = _evict(w, code, w.value_of[x], w.last_read[x], peak.stage) and fits
+        excess -= price.relieved
         first = False
         candidates -= 1
         w.candidate[best] = w.candidate[candidates]
@@ -205,104 +364,152 @@ def _evict_at_peak(g, w, low, high, count, length, budget, peak, peak_at, power,
 
 
 @njit(cache=True, error_model="numpy")
-def repair(g, w, low, high, count, budget, power, noise, haste, cutoff, rounds, random, facts):
-    """Evict until the peak is within the budget; False if that fails or costs ``cutoff`` or more.
+def repair(g, w, code, settings, random):
+    """Evict at the peak, decode again, and so on, until the peak is within the budget.
 
-    Every round decodes and measures, then evicts at the peak: one value with ``haste`` 0, as many as
-    weigh the whole excess with 1. On success ``w.sequence`` holds the plan; ``facts`` its cost, peak
-    and length.
+    Each round only adds stages to the intervals, so it ends; `RepairSettings.rounds` ends it earlier where plans grow
+    without coming nearer to the budget, as on ResNet-50 at batch 863 with all ops recomputable.
+
+    Args:
+        g: The instance.
+        w: The scratch arrays.
+        code: Changed in place, also where nothing is found.
+        settings: How to evict.
+        random: State of the random numbers; drawn from only with noise.
+
+    Returns:
+        A `Repaired`.
     """
-    done = 0
+    decodes = 0
     while True:
-        length = decode(g, w, low, high, count)
+        length = decode(g, w, code)
         if length < 0:
-            return False
+            return Repaired(False, 0.0, 0, decodes)
         cost, peak, peak_at = measure(g, w, length)
         if cost < 0:
-            return False
-        facts[COST] = cost
-        facts[PEAK] = peak
-        facts[LENGTH] = length
-        facts[DECODES] += 1
-        if peak <= budget:
-            return cost < cutoff
-        done += 1
-        if cost > cutoff or done > rounds:
-            return False
-        if not _evict_at_peak(g, w, low, high, count, length, budget, peak, peak_at, power, noise, haste, random):
-            return False
+            return Repaired(False, 0.0, 0, decodes)
+        decodes += 1
+        if peak <= settings.budget:
+            return Repaired(cost < settings.cutoff, cost, length, decodes)
+        # Evictions add computations, so a plan that costs too much already does not come back below the cutoff.
+        if cost > settings.cutoff or decodes > settings.rounds:
+            return Repaired(False, cost, length, decodes)
+        moment = _Excess(peak_at, int(w.stage_of[peak_at]), peak - settings.budget)
+        if not _evict_at_peak(g, w, code, length, moment, settings, random):
+            return Repaired(False, cost, length, decodes)
 
 
 @njit(cache=True, error_model="numpy")
-def _copy(low, high, count, to_low, to_high, to_count):
-    for v in range(len(count)):
-        k = count[v]
-        to_count[v] = k
+def _copy(code, to):
+    for v in range(len(code.used)):
+        k = code.used[v]
+        to.used[v] = k
         for q in range(k):
-            to_low[v, q] = low[v, q]
-            to_high[v, q] = high[v, q]
+            to.low[v, q] = code.low[v, q]
+            to.high[v, q] = code.high[v, q]
+
+
+class Improved(NamedTuple):
+    """Where `ruin_and_repair` stands; given back to it, it goes on.
+
+    Attributes:
+        current_cost: Cost of the current code.
+        best_cost: Cost of the best code.
+        decodes: Sequences decoded so far.
+    """
+
+    current_cost: float
+    best_cost: float
+    decodes: int
 
 
 @njit(cache=True, error_model="numpy")
-def ruin_and_repair(
-    g, w, low, high, count, best_low, best_high, best_count, try_low, try_high, try_count,
-    budget, iterations, heat, random, costs, facts, work_limit,
-):  # fmt: skip
+def _ruin(code, evicted, n, stages, parameters, random):
+    """Clear some intervals: of values drawn one by one, of neighbours by index, or those that meet a window of stages.
+
+    The first kind mixes what has nothing in common, the second takes values of one layer, the third gives a part of the
+    step a new plan.
+    """
+    kind = random_below(random, 3)
+    many = 1 + random_below(random, max(1, min(n // 3, parameters.most_values)))
+    if kind == 0:
+        for _ in range(many):
+            code.used[evicted[random_below(random, n)]] = 0
+    elif kind == 1:
+        start = random_below(random, n)
+        for k in range(many):
+            code.used[evicted[(start + k) % n]] = 0
+    else:
+        first = random_below(random, stages)
+        last = first + 1 + random_below(random, max(1, stages // parameters.window_share))
+        for k in range(n):
+            v = evicted[k]
+            kept = 0
+            for q in range(code.used[v]):
+                outside = code.high[v, q] < first or code.low[v, q] > last
+                if outside or random_below(random, parameters.keep_chance) == 0:
+                    code.low[v, kept] = code.low[v, q]
+                    code.high[v, kept] = code.high[v, q]
+                    kept += 1
+            code.used[v] = kept
+
+
+@njit(cache=True, error_model="numpy")
+def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters, state, work_limit, random):
     """Clear some intervals at random, repair, keep the result if it is cheaper or nearly so.
 
-    Updates the current code, the best code and ``costs``, which holds their two costs. A result may be
-    worse than the current one by ``heat`` and still be kept. Stops after ``iterations``, or once
-    ``work_limit`` sequences have been decoded.
+    Args:
+        g: The instance.
+        w: The scratch arrays.
+        current: Current code, changed in place.
+        best: Best code, changed in place.
+        trial: Working space.
+        budget: Bytes above resident ones.
+        temperature: Cost by which a result may be worse than the current one and still be kept, times a random number and
+            `RuinParameters.threshold`: threshold accepting (Dueck and Scheuer 1990) with a random threshold.
+        parameters: The choices.
+        state: The costs of the two codes, and the work done so far.
+        work_limit: Sequences decoded after which no iteration begins.
+        random: State of the random numbers.
+
+    Returns:
+        The state after that.
     """
-    values = len(count)
+    values = len(current.used)
     stages = len(g.targets)
     evicted = np.empty(values, np.int32)
-    for iteration in range(iterations):
-        if facts[DECODES] >= work_limit:
-            break
+    current_cost = state.current_cost
+    best_cost = state.best_cost
+    decodes = state.decodes
+    iteration = 0
+    while decodes < work_limit:
         n = 0
         for v in range(values):
-            if count[v]:
+            if current.used[v]:
                 evicted[n] = v
                 n += 1
-        if n == 0:
+        if n == 0:  # nothing is evicted: the plan computes every op once
             break
-        _copy(low, high, count, try_low, try_high, try_count)
-        mode = random_below(random, 3)
-        many = 1 + random_below(random, max(1, min(n // 3, 12)))
-        if mode == 0:
-            for _ in range(many):
-                try_count[evicted[random_below(random, n)]] = 0
-        elif mode == 1:
-            start = random_below(random, n)
-            for k in range(many):
-                try_count[evicted[(start + k) % n]] = 0
-        else:
-            first = random_below(random, stages)
-            last = first + 1 + random_below(random, max(1, stages // 10))
-            for k in range(n):
-                v = evicted[k]
-                kept = 0
-                for q in range(try_count[v]):
-                    outside = try_high[v, q] < first or try_low[v, q] > last
-                    if outside or random_below(random, 4) == 0:
-                        try_low[v, kept] = try_low[v, q]
-                        try_high[v, kept] = try_high[v, q]
-                        kept += 1
-                try_count[v] = kept
-        power = random_below(random, 5) * 0.25
-        noise = 0.3 if random_below(random, 2) else 0.05
-        haste = random_below(random, 3) * 0.5
-        limit = costs[0] + heat * next_random(random) * 3
-        if repair(g, w, try_low, try_high, try_count, budget, power, noise, haste, limit, 200 + values, random, facts):
-            costs[0] = facts[COST]
-            _copy(try_low, try_high, try_count, low, high, count)
-            if costs[0] < costs[1]:
-                costs[1] = costs[0]
-                _copy(try_low, try_high, try_count, best_low, best_high, best_count)
-        if iteration % 200 == 199 and costs[0] > costs[1] * 1.003:
-            costs[0] = costs[1]
-            _copy(best_low, best_high, best_count, low, high, count)
-
-
-__all__ = ["COST", "DECODES", "FAR", "IMPOSSIBLE", "LENGTH", "PEAK", "repair", "ruin_and_repair"]
+        # Only intervals are cleared, so a repair starts from a plan that costs less and holds more than the current one.
+        _copy(current, trial)
+        _ruin(trial, evicted, n, stages, parameters, random)
+        # Each repair with its own price: a fixed one would return to the plan that was ruined.
+        exponent = random_below(random, parameters.exponents) * parameters.exponent_step
+        noise = parameters.high_noise if random_below(random, 2) else parameters.low_noise
+        batch = random_below(random, parameters.batches) * parameters.batch_step
+        limit = current_cost + temperature * next_random(random) * parameters.threshold
+        settings = RepairSettings(budget, exponent, noise, batch, limit, parameters.rounds + values)
+        repaired = repair(g, w, trial, settings, random)
+        decodes += repaired.decodes
+        if repaired.found:
+            current_cost = repaired.cost
+            _copy(trial, current)
+            if current_cost < best_cost:
+                best_cost = current_cost
+                _copy(trial, best)
+        # The threshold lets the cost drift upwards by small steps; from far above the best it seldom returns.
+        iteration += 1
+        if iteration % parameters.restart_period == 0 and current_cost > best_cost * (1 + parameters.restart_excess):
+            current_cost = best_cost
+            _copy(best, current)
+    return Improved(current_cost, best_cost, decodes)

@@ -1,34 +1,91 @@
-"""The search over eviction codes, as an object with a current, a best and a working code."""
+"""The local search over eviction codes, as an object that can be continued.
+
+The kernels are in `repair`; here are their order of use, the parameters, and the way from plans to codes and back.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.evict.decode import add_interval, seed_random
-from checkmate.solvers.evict.instance import build_instance, build_scratch
-from checkmate.solvers.evict.repair import COST, DECODES, LENGTH, repair, ruin_and_repair
+from checkmate.solvers.evict.instance import Code, build_instance, build_scratch
+from checkmate.solvers.evict.repair import Improved, Repaired, RepairSettings, RuinParameters, repair, ruin_and_repair
 
-Code = tuple[Any, Any, Any]
-"""Eviction intervals: low and high ``[value, slot]``, count ``[value]``."""
 
-_ATTEMPTS = ((0.0, 1.0), (0.3, 1.0), (0.6, 1.0), (1.0, 1.0), (1.5, 1.0), (0.0, 0.0), (0.6, 0.0))
-"""Weight of how long a value relieves the excess, and haste, of greedy plans."""
-_CAREFUL_OPS = 3000
-"""On larger graphs a greedy plan made with care takes seconds, and is no better."""
-_SLOTS = 24
+class Greedy(NamedTuple):
+    """How a first plan is made.
+
+    Attributes:
+        duration_exponent: As in `RepairSettings`.
+        batch_fraction: As in `RepairSettings`.
+    """
+
+    duration_exponent: float
+    batch_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionSearchParameters:
+    """Parameters of `Search`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+
+    Attributes:
+        attempts: Greedy plans, made one after another. No exponent is best on all graphs, and each plan takes little
+            time beside the search, so that all are made. Fast ones come first: on 10,000 ops they gave a first plan in
+            0.02 s, where evicting one value at a time took 17 s, and led to cheaper plans after the same work.
+        careful_ops: On larger graphs attempts with a batch fraction of 0 are left out: they take seconds and were no better.
+        first_tries: Greedy plans to make at most, with noise when ``attempts`` are used up. Those beyond ``attempts`` are made
+            only while there is no plan.
+        first_noise: Noise of the first attempts after ``attempts``.
+        first_noise_step: How much it rises with each pass through them: where the near plans fail, look further.
+        rounds_per_value: Most decodings of a repair, a value: one that evicts each value a few times has had its chance.
+        start_exponent: Duration exponent when a given code is repaired; such codes are nearly within the budget.
+        slots: Intervals of absence that a value can have, which limits how often it is computed again for a later stage. Each
+            takes 8 bytes a value in each of three codes.
+        stretch: Longest plan, as a multiple of the number of ops; a code that decodes to more counts as no plan. Of the plans of
+            ``docs/benchmarks/solvers.md`` the longest computes 8.6 times as many ops as its graph has, a unit chain of 32
+            layers at 3 % of its range of budgets (`build_scratch` adds room for small graphs), the next longest 4.6 times.
+        checks: How often `improve` looks at the clock and lowers the temperature.
+        least_decodes: Fewest sequences between two looks.
+        ruin: Choices of the kernel.
+    """
+
+    attempts: tuple[Greedy, ...] = (
+        Greedy(0.0, 1.0),
+        Greedy(0.3, 1.0),
+        Greedy(0.6, 1.0),
+        Greedy(1.0, 1.0),
+        Greedy(1.5, 1.0),
+        Greedy(0.0, 0.0),
+        Greedy(0.6, 0.0),
+    )
+    careful_ops: int = 3000
+    first_tries: int = 40
+    first_noise: float = 0.2
+    first_noise_step: float = 0.05
+    rounds_per_value: int = 20
+    start_exponent: float = 0.3
+    slots: int = 24
+    stretch: int = 8
+    checks: int = 20
+    least_decodes: int = 8
+    ruin: RuinParameters = field(default_factory=RuinParameters)
+
+
+PARAMETERS = EvictionSearchParameters()
 
 
 class Search:
-    """Ruin and repair on one instance.
+    """Greedy plans, and ruin and repair, on one instance.
 
     Args:
         problem: A problem whose views are folded.
-        on_demand: Ops that run only when somebody asks.
+        on_demand: Ops without a stage, computed when another op needs them.
         seed: Seed of the search.
         order: Order of first computations; the graph's own by default.
 
@@ -45,65 +102,92 @@ class Search:
         self.best_cost = math.inf
         self.order_bound = -math.inf
         self._budget = float(problem.budget_bytes - problem.graph.resident_bytes)
-        self._scratch: Any = build_scratch(self.instance)
+        self._scratch: Any = build_scratch(self.instance, PARAMETERS.stretch)
+        # Codes and scratch are allocated once; the kernels copy rows between them and allocate next to nothing.
         self._current, self._best, self._trial = self.empty_code(), self.empty_code(), self.empty_code()
         self._random = np.zeros(1, dtype=np.uint64)
-        self._facts = np.zeros(8)
         seed_random(self._random, seed)
 
     @property
     def targets(self) -> list[int]:
-        """Ops that are computed in their own turn, END left out."""
+        """Ops that have a stage, END left out, in the order of their first computations."""
         return self.instance.targets[:-1].tolist()
 
     def empty_code(self) -> Code:
         """A code that holds everything."""
-        values = len(self.instance.size)
-        return (
-            np.zeros((values, _SLOTS), dtype=np.int32),
-            np.zeros((values, _SLOTS), dtype=np.int32),
+        values, slots = len(self.instance.size), PARAMETERS.slots
+        return Code(
+            np.zeros((values, slots), dtype=np.int32),
+            np.zeros((values, slots), dtype=np.int32),
             np.zeros(values, dtype=np.int32),
         )
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Search for another budget from now on; forgets the best plan."""
+        """Search for another budget from now on, without the best plan so far.
+
+        Args:
+            budget_bytes: The budget, resident bytes included.
+        """
         self._budget = float(budget_bytes - self.problem.graph.resident_bytes)
         self.best_cost = math.inf
 
-    def first(self, tries: int = 40, out_of_time: Callable[[], bool] = lambda: False, *, settle: bool = False) -> bool:
-        """Look for plans from nothing: in haste with several weights, then with care, then with noise.
+    def first(
+        self, tries: int | None = None, out_of_time: Callable[[], bool] = lambda: False, *, stop_at_first: bool = False
+    ) -> bool:
+        """Look for plans from the code that holds everything: greedy ones, then the same with noise until one fits.
 
         Args:
-            tries: Most attempts; without ``settle`` the noisy ones stop at the first plan.
+            tries: Most attempts; `EvictionSearchParameters.first_tries` by default.
             out_of_time: Called between attempts.
-            settle: Whether the first plan is enough.
+            stop_at_first: Whether the first plan is enough.
+
+        Returns:
+            Whether there is a plan.
         """
-        plain = len(_ATTEMPTS) if len(self.instance.cost) <= _CAREFUL_OPS else sum(haste == 1.0 for _, haste in _ATTEMPTS)
-        for k in range(tries):
-            if (math.isfinite(self.best_cost) and (settle or k >= plain)) or out_of_time():
+        p = PARAMETERS
+        careful = len(self.instance.cost) <= p.careful_ops
+        attempts = [a for a in p.attempts if careful or a.batch_fraction == 1.0]
+        plain = len(attempts)
+        for k in range(p.first_tries if tries is None else tries):
+            if (math.isfinite(self.best_cost) and (stop_at_first or k >= plain)) or out_of_time():
                 break
-            power, haste = _ATTEMPTS[k % plain]
-            self._clear(self._trial)
-            self._repair(power, 0.0 if k < plain else 0.2 + 0.05 * (k // plain), haste)
+            # Each attempt starts from the code that holds everything, and is given up where it costs as much as the best.
+            exponent, batch = attempts[k % plain]
+            self._trial.used[:] = 0
+            self._repair(exponent, 0.0 if k < plain else p.first_noise + p.first_noise_step * (k // plain), batch)
         return math.isfinite(self.best_cost)
 
     def start_from(self, code: Code) -> bool:
-        """Repair a given code; what is cheaper than the best becomes the start of `improve`."""
+        """Repair a given code with care, one value at a time; a plan cheaper than the best becomes the start of `improve`.
+
+        Args:
+            code: The code; left as it is.
+
+        Returns:
+            Whether there is such a plan.
+        """
         for own, given in zip(self._trial, code, strict=True):
             own[:] = given
-        return self._repair(0.3, 0.0, 0.0)
+        return self._repair(PARAMETERS.start_exponent, 0.0, 0.0)
 
     def start_from_order(self, order: Sequence[int]) -> bool:
-        """Start from a plan that is there already, as near to it as an eviction code comes."""
+        """Start from a plan found elsewhere, as near to it as an eviction code comes.
+
+        Args:
+            order: Ops of the folded graph in the order of their computations.
+
+        Returns:
+            As `start_from`.
+        """
         return self.start_from(self._code_of(order))
 
-    def improve(self, decodes: int, heat: float, out_of_time: Callable[[], bool]) -> bool:
+    def improve(self, decodes: int, temperature: float, out_of_time: Callable[[], bool]) -> bool:
         """Ruin and repair from the best plan for a given amount of work.
 
         Args:
-            decodes: Sequences to decode; the unit of work, so that a run can be repeated exactly.
-            heat: Share of the cost by which a step may be worse, cooling to nothing.
-            out_of_time: Called now and then; ends the search early.
+            decodes: Sequences to decode: a unit of work that does not depend on the machine, so that a run can be repeated.
+            temperature: Share of the cost by which an iteration may be worse, falling linearly to 0.
+            out_of_time: Called between chunks of work; ends the search early.
 
         Returns:
             Whether a cheaper plan was found.
@@ -111,20 +195,22 @@ class Search:
         if not math.isfinite(self.best_cost):
             return False
         before = self.best_cost
+        # A search starts from the best code even if an earlier one ended elsewhere: its temperature starts high again.
         for own, best in zip(self._current, self._best, strict=True):
             own[:] = best
-        costs = np.array([before, before])
-        self._facts[DECODES] = 0
-        while self._facts[DECODES] < decodes and costs[1] > 0 and not out_of_time():
-            done = float(self._facts[DECODES])
-            limit = min(float(decodes), done + max(8, decodes // 20))
-            ruin_and_repair(
-                self.instance, self._scratch, *self._current, *self._best, *self._trial,
-                self._budget, 1 << 30, costs[1] * heat * (1 - done / decodes), self._random, costs, self._facts, limit,
+        # The kernel cannot call back, so the clock is looked at and the temperature lowered between chunks of work.
+        chunk = max(PARAMETERS.least_decodes, decodes // PARAMETERS.checks)
+        state = Improved(before, before, 0)
+        while state.decodes < decodes and state.best_cost > 0 and not out_of_time():
+            done = state.decodes
+            state: Improved = ruin_and_repair(
+                self.instance, self._scratch, self._current, self._best, self._trial, self._budget,
+                state.best_cost * temperature * (1 - done / decodes), PARAMETERS.ruin, state, min(decodes, done + chunk),
+                self._random,
             )  # fmt: skip
-            if self._facts[DECODES] == done:
+            if state.decodes == done:  # nothing is evicted, so there is nothing to undo
                 break
-        self.best_cost = float(costs[1])
+        self.best_cost = state.best_cost
         return self.best_cost < before
 
     def order(self) -> list[int]:
@@ -132,21 +218,36 @@ class Search:
         return self.realise(self._best)
 
     def realise(self, code: Code) -> list[int]:
-        """Ops of a code's plan, whatever it peaks at; empty if an op that may run once would run twice."""
+        """Ops of a code's plan, whatever it peaks at.
+
+        Args:
+            code: The code; left as it is.
+
+        Returns:
+            Ops in the order of their computations; none if an op that may run once would have to run twice.
+        """
         for own, given in zip(self._trial, code, strict=True):
             own[:] = given
-        facts = np.zeros(8)
-        if not repair(self.instance, self._scratch, *self._trial, math.inf, 0.0, 0.0, 0.0, math.inf, 0, self._random, facts):
-            return []
-        return self._scratch.sequence[: int(facts[LENGTH]) - 1].tolist()
+        without_limits = RepairSettings(math.inf, 0.0, 0.0, 0.0, math.inf, 0)
+        decoded: Repaired = repair(self.instance, self._scratch, self._trial, without_limits, self._random)
+        return self._scratch.sequence[: decoded.length - 1].tolist() if decoded.found else []
 
     def evict(self, code: Code, value: int, start: int, stop: int) -> bool:
-        """Add to a code that a value is not held in stages ``start`` to ``stop``."""
-        return bool(add_interval(*code, value, start, stop))
+        """Add to a code that a value is not held in stages ``start`` to ``stop``, both included.
+
+        Returns:
+            False if the code has no room for one more interval of this value.
+        """
+        return bool(add_interval(code, value, start, stop))
 
     def _code_of(self, order: Sequence[int]) -> Code:
-        """Code that does not hold a value between the last touch of an instance and the making of the next."""
+        """Code that does not hold a value between the last touch of an instance and the making of the next.
+
+        Exact if the order is one of stages with these targets; else what a stage computes beyond them may come out
+        at another place in it, and the repair sees to the bytes.
+        """
         instance, code = self.instance, self.empty_code()
+        # A computation belongs to the stage of the next target that is computed for the first time, itself included.
         first = {o: p for p, o in reversed(list(enumerate(order)))}
         stages: list[int] = []
         stage = len(instance.targets) - 1
@@ -159,22 +260,19 @@ class Search:
             for v in instance.reads[instance.read_start[o] : instance.read_start[o + 1]].tolist():
                 touched[v] = stage
             for v in instance.writes[instance.write_start[o] : instance.write_start[o + 1]].tolist():
+                # Made again, so it was not held since it was last read or made.
                 if v in touched:
                     self.evict(code, v, touched[v] + 1, stage)
                 touched[v] = stage
         return code
 
-    def _clear(self, code: Code) -> None:
-        code[2][:] = 0
-
-    def _repair(self, power: float, noise: float, haste: float) -> bool:
-        rounds = 20 * len(self.instance.size)
-        found = repair(
-            self.instance, self._scratch, *self._trial,
-            self._budget, power, noise, haste, self.best_cost, rounds, self._random, self._facts,
-        )  # fmt: skip
-        if found:
-            self.best_cost = float(self._facts[COST])
+    def _repair(self, exponent: float, noise: float, batch: float) -> bool:
+        """Repair the working code; keep it as the best if it is cheaper."""
+        rounds = PARAMETERS.rounds_per_value * len(self.instance.size)
+        settings = RepairSettings(self._budget, exponent, noise, batch, self.best_cost, rounds)
+        repaired: Repaired = repair(self.instance, self._scratch, self._trial, settings, self._random)
+        if repaired.found:
+            self.best_cost = repaired.cost
             for best, own in zip(self._best, self._trial, strict=True):
                 best[:] = own
-        return bool(found)
+        return repaired.found

@@ -1,10 +1,14 @@
-"""A folded problem as words of bits, for a search over states."""
+"""A folded problem as sets of bits, for the search over states.
+
+A state of that search is one set: the values that are live, and those ops of which it matters whether they were computed. As
+two 64-bit words it is compared, hashed and tested against an op's conditions in a few instructions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,18 +19,20 @@ from checkmate.solvers.reductions.fold_views import may_run_again
 Words = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
-MOST_BITS = 128
-"""A state is two words: a bit a value, and one for each op of which it matters whether it was computed."""
+MOST_BITS: Final = 128
+"""Bits of a state, in two words. More words would admit more graphs, but the number of states grows exponentially:
+linear32, with 65 bits, is at some budgets out of reach already."""
 
 
-class Facts(NamedTuple):
-    """A folded problem as words and amounts.
+class PackedProblem(NamedTuple):
+    """A folded problem as words and amounts. Bit v stands for value v being live; further bits for ops that were computed.
 
     Attributes:
         reads: Bits of the values an op reads. Shape ``[op, word]``.
-        makes: Bits of the values it makes, and its own. Shape ``[op, word]``.
-        only_after: Bits of ops that were computed before it. Shape ``[op, word]``.
-        never_after: Bits of ops after which it cannot be computed. Shape ``[op, word]``.
+        makes: Bits of the values it makes, and its own if it has one. Shape ``[op, word]``.
+        only_after: Bits of ops whose first computation precedes its own. Shape ``[op, word]``.
+        never_after: Bits of ops after which it cannot be computed: those that overwrite its inputs, and itself if it may run
+            only once. Shape ``[op, word]``.
         goal: Bits that are set when the step has ended. Shape ``[word]``.
         size: Bytes of each value. Shape ``[value]``.
         by_size: Values by size, falling. Shape ``[value]``.
@@ -47,22 +53,32 @@ class Facts(NamedTuple):
     budget: int
 
 
-def facts_of(folded: Problem) -> Facts | str:
-    """Words of a folded problem, or why there are none."""
+def pack(folded: Problem) -> PackedProblem | str:
+    """Pack a problem.
+
+    Args:
+        folded: A problem whose views are folded.
+
+    Returns:
+        The packed problem, or the reason in words why this search cannot solve it.
+    """
     graph = folded.graph
     values, ops = len(graph.values), len(graph.ops)
     if any(value.base is not None for value in graph.values) or any(op.replay_bytes for op in graph.ops):
-        return "views tied to a place, or states of random generators, are more than this search knows"
+        return "the graph has views with a fixed place or ops with replay bytes, which the search over states does not model"
     once = [not may_run_again(folded, o) for o in range(ops)]
     before = [*graph.order, *(() if folded.reorder else pairwise(range(ops)))]
     sinks = [o for o, op in enumerate(graph.ops) if not any(graph.readers[v] or graph.values[v].kept for v in op.outputs)]
+    # Whether an op was computed is not visible in what is live, and matters in these cases alone. A bit for each op would
+    # tell states apart that have the same future, and there would be exponentially more of them. An op whose outputs are
+    # neither read nor kept has to be computed all the same, as every plan computes every op.
     tracked = {o for o in range(ops) if once[o]} | {a for a, _ in before} | {c for op in graph.ops for c in op.clobbered_by}
     bit = {o: values + k for k, o in enumerate(sorted(tracked | set(sinks)))}
     if values + len(bit) > MOST_BITS:
         return f"{values + len(bit)} bits of state are over {MOST_BITS}"
     own = [[bit[o]] if o in bit else [] for o in range(ops)]
     size = np.array([value.size_bytes for value in graph.values], dtype=np.int64)
-    return Facts(
+    return PackedProblem(
         reads=_words([op.inputs for op in graph.ops]),
         makes=_words([(*op.outputs, *own[o]) for o, op in enumerate(graph.ops)]),
         only_after=_words([[bit[a] for a, b in before if b == o] for o in range(ops)]),
@@ -79,6 +95,7 @@ def facts_of(folded: Problem) -> Facts | str:
 
 
 def _words(sets: Sequence[Iterable[int]]) -> Words:
+    """Sets of bits as words. Shape ``[set, 2]``."""
     words = np.zeros((len(sets), 2), dtype=np.uint64)
     for row, bits in zip(words, sets, strict=True):
         for b in bits:

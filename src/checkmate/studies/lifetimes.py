@@ -1,4 +1,4 @@
-"""The storages of a plan: what each is for, when it is made and when it is gone."""
+"""Lifetimes of the storages of a plan: when each is made and freed, and which kind of memory it is."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from checkmate.core.plan import Compute, Plan
 
 Category = Literal["resident", "activations", "recomputed", "gradients", "updates", "workspace"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""What memory is held for: parameters and what else is always there; forward values as first computed; values computed
-again; what backward ops make; what the optimizer makes; workspace and states of random generators for replay."""
+"""Kinds of memory: resident bytes, such as parameters; forward values as first computed; values computed again; outputs of
+backward ops; outputs of the optimizer; workspace and the states of random generators for replay."""
 
 
-class Life(NamedTuple):
+class StorageLifetime(NamedTuple):
     """One storage while a plan runs.
 
     Attributes:
         value: The value that owns it.
         made_at: Step that makes it.
         gone_at: First step whose bytes do not count it; one more than the number of steps if it stays.
-        category: What it is held for.
+        category: Kind of memory.
     """
 
     value: int
@@ -32,8 +32,11 @@ class Life(NamedTuple):
     category: Category
 
 
-def lives(graph: Graph, plan: Plan) -> tuple[Life, ...]:
-    """Every storage that a plan makes, in the order in which they are made.
+def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
+    """Lifetimes of all storages that a plan makes, in the order in which they are made.
+
+    A storage is freed with its last instance, its own or that of a view. An op that runs while its outputs are live
+    replaces them: the old storage is there until the op has finished.
 
     Args:
         graph: The graph.
@@ -72,11 +75,11 @@ def lives(graph: Graph, plan: Plan) -> tuple[Life, ...]:
         for storage in replaced:
             leave(storage, p + 1)
     never = len(plan.steps) + 1
-    return tuple(Life(v, p, gone.get(k, never), category) for k, (v, p, category) in enumerate(made))
+    return tuple(StorageLifetime(v, p, gone.get(k, never), category) for k, (v, p, category) in enumerate(made))
 
 
 class Replay(NamedTuple):
-    """The state of a random generator, held so that an op can be computed again the same way.
+    """The state of a random generator, held so that an op gives the same result when it is computed again.
 
     Attributes:
         op: The op.
@@ -90,7 +93,12 @@ class Replay(NamedTuple):
 
 
 def replays(graph: Graph, plan: Plan) -> tuple[Replay, ...]:
-    """The states that a plan holds for random ops that it computes more than once."""
+    """States that a plan holds for random ops that it computes more than once.
+
+    Args:
+        graph: The graph.
+        plan: A plan that can be run.
+    """
     runs: dict[int, list[int]] = {}
     for p, step in enumerate(plan.steps):
         if isinstance(step, Compute) and graph.ops[step.op].replay_bytes:
@@ -99,14 +107,22 @@ def replays(graph: Graph, plan: Plan) -> tuple[Replay, ...]:
 
 
 def by_category(graph: Graph, plan: Plan) -> npt.NDArray[np.int64]:
-    """Bytes of each category at every step; a column sums to what `checkmate.simulate` says. Shape ``[category, step]``."""
+    """Bytes of each category at every step. A column sums to `Timeline.bytes` of that step.
+
+    Args:
+        graph: The graph.
+        plan: A plan that can be run.
+
+    Returns:
+        Bytes, in the order of `CATEGORIES`. Shape ``[category, step]``.
+    """
     steps = len(plan.steps)
     change = np.zeros((len(CATEGORIES), steps + 2), dtype=np.int64)
     change[CATEGORIES.index("resident"), 0] += graph.resident_bytes
-    for life in lives(graph, plan):
-        row, size = CATEGORIES.index(life.category), graph.values[life.value].size_bytes
-        change[row, life.made_at] += size
-        change[row, life.gone_at] -= size
+    for lifetime in storage_lifetimes(graph, plan):
+        row, size = CATEGORIES.index(lifetime.category), graph.values[lifetime.value].size_bytes
+        change[row, lifetime.made_at] += size
+        change[row, lifetime.gone_at] -= size
     workspace = CATEGORIES.index("workspace")
     for replay in replays(graph, plan):
         change[workspace, replay.first] += graph.ops[replay.op].replay_bytes

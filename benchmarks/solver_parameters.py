@@ -1,0 +1,281 @@
+"""How much each parameter of the solvers matters: halve it, double it, and compare plans and gaps.
+
+    python benchmarks/solver_parameters.py                    # the whole sweep, about a quarter of an hour on one core
+    python benchmarks/solver_parameters.py --only evict.search   # parameters whose name begins so; the others keep their rows
+    python benchmarks/solver_parameters.py --table            # the Markdown tables from the committed JSON
+
+Parameters of the local search are tried with `LocalSearch` and a fixed number of decoded sequences, those of the bounds and of
+`Auto` with `Auto` and a fixed time. Time is the process's CPU time in place of the wall clock, so that other jobs on
+the machine do not change what a solve may do. Each row is the mean over points and seeds; what chance does is measured by
+the same points with the default parameters and other seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import checkmate
+from checkmate import Auto, Graph, Limits, LocalSearch, Problem
+from checkmate.core.problem import keep_all_bytes
+from checkmate.solvers import session
+from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.session import Solver
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "solver_parameters.json"
+TABLE = HERE.parent / "docs" / "benchmarks" / "solver_parameters.md"
+
+SEARCHED = ("evict.search", "evict.reorder", "evict.schedule", "targets")
+BOUNDED = ("bounds.refine", "auto", "local_search")
+DECODES = 300
+AUTO_S = 1.0
+SEEDS = (0, 1)
+CHANCE_SEEDS = (2, 3, 4, 5, 6, 7)
+FIXED = {
+    "bounds.refine.share_tolerance": "values are 0 or 1 up to the engine's tolerance",
+    "auto.max_states": "memory",
+}
+CLEAR = 2.0
+"""A parameter matters if it changes the mean by more than so many standard deviations of what other seeds do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter at one value.
+
+    Attributes:
+        solver: ``"local-search"`` or ``"auto"``.
+        parameter: Module and field; of `Auto`'s phases their name.
+        default: Its default.
+        value: What it was set to.
+        overhead: Geometric mean of the overheads. Points without a plan count as `FAILED`.
+        gap: Mean gap; None for the local search, which proves nothing.
+        failed: Solves that found no plan.
+        cpu_s: CPU seconds of all solves.
+    """
+
+    solver: str
+    parameter: str
+    default: float
+    value: float
+    overhead: float
+    gap: float | None
+    failed: int
+    cpu_s: float
+
+
+FAILED = 3.0
+"""Overhead that counts for a solve without a plan: beyond any of these points."""
+
+
+def points(names: Sequence[str]) -> list[Problem]:
+    """Problems where search has something to do, from easy to tight, of 65 to 257 ops."""
+    sys.path.insert(0, str(HERE))
+    from generate import layered
+
+    known: dict[str, Callable[[], Problem]] = {
+        "MobileNet_b512": lambda: Problem(read("MobileNet_b512"), int(8e9)),
+        "linear32_b1": lambda: at(read("linear32_b1"), 0.1),
+        "unet": lambda: at(read("unet"), 0.3),
+        "layered 100": lambda: Problem(layered(100), int(0.8 * keep_all_bytes(layered(100)))),
+    }
+    return [known[name]() for name in names]
+
+
+def read(name: str) -> Graph:
+    """A graph of the folder."""
+    graph = checkmate.read(HERE / "graphs" / f"{name}.graph.json")
+    assert isinstance(graph, Graph)
+    return graph
+
+
+def at(graph: Graph, share: float) -> Problem:
+    """A budget between the proven floor and the peak of keeping everything."""
+    low, high = floor(graph).peak_bytes, keep_all_bytes(graph)
+    return Problem(graph, int(low + share * (high - low)))
+
+
+def solve_all(problems: Sequence[Problem], solver: Solver, seeds: Sequence[int], time_s: float | None) -> dict[str, Any]:
+    """Means over problems and seeds."""
+    began = time.process_time()
+    overheads: list[float] = []
+    gaps: list[float] = []
+    for problem in problems:
+        for seed in seeds:
+            limits = Limits(time_s=time_s, gap=1e-4, threads=1, seed=seed)
+            result = checkmate.solve(problem, solver, limits=limits, raise_on_failure=False)
+            overheads.append(FAILED if result.overhead is None else result.overhead)
+            gaps.append(1.0 if result.gap is None else result.gap)
+    return {
+        "overhead": statistics.geometric_mean(overheads),
+        "gap": statistics.mean(gaps) if isinstance(solver, Auto) else None,
+        "failed": overheads.count(FAILED),
+        "cpu_s": round(time.process_time() - began, 2),
+    }
+
+
+def settings(modules: Sequence[str]) -> Iterator[tuple[str, float, float, Callable[[], None], Callable[[], None]]]:
+    """Name, default, other value, and what sets that value and sets the default again, for each number of some modules."""
+    for name in modules:
+        module = import_module(f"checkmate.solvers.{name}")
+        if name == "auto":
+            yield from _shares(module)
+        yield from _fields(name, module.PARAMETERS, lambda changed, module=module: setattr(module, "PARAMETERS", changed))
+
+
+def _shares(module: Any) -> Iterator[tuple[str, float, float, Callable[[], None], Callable[[], None]]]:
+    original = module.PHASES
+    for phase, share in original.items():
+        for other in (share / 2, min(1.0, 2 * share)):
+            changed = {**original, phase: other}
+            name = f"auto.PHASES.{phase.name}"
+            yield name, share, other, _setter(module, "PHASES", changed), _setter(module, "PHASES", original)
+
+
+def _setter(module: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(module, name, value)
+
+
+def _fields(
+    prefix: str, parameters: Any, put: Callable[[Any], None]
+) -> Iterator[tuple[str, float, float, Callable[[], None], Callable[[], None]]]:
+    names = [f.name for f in fields(parameters)] if is_dataclass(parameters) else parameters._fields
+    for name in names:
+        default = getattr(parameters, name)
+        if hasattr(default, "_fields"):  # choices of a kernel
+            yield from _fields(f"{prefix}.{name}", default, lambda inner, name=name: put(_with(parameters, name, inner)))
+        elif isinstance(default, (int, float)) and not isinstance(default, bool) and f"{prefix}.{name}" not in FIXED:
+            for factor in (0.5, 2.0):
+                other = type(default)(round(default * factor) if isinstance(default, int) else default * factor)
+                if other and other != default:
+                    yield (
+                        f"{prefix}.{name}", default, other,
+                        lambda name=name, other=other: put(_with(parameters, name, other)),
+                        lambda: put(parameters),
+                    )  # fmt: skip
+
+
+def _with(parameters: Any, name: str, value: Any) -> Any:
+    return replace(parameters, **{name: value}) if not isinstance(parameters, tuple) else parameters._replace(**{name: value})
+
+
+def sweep(only: str, rows: dict[str, list[Row]]) -> dict[str, Any]:
+    """Solve everything; rows of other parameters stay as they are."""
+    session.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[attr-defined]
+    chance: dict[str, Any] = {}
+    plans = {
+        "local-search": (
+            SEARCHED, LocalSearch(DECODES), None,
+            points(["MobileNet_b512", "linear32_b1", "unet", "layered 100"]),
+        ),
+        "auto": (BOUNDED, Auto(), AUTO_S, points(["MobileNet_b512", "unet", "layered 100"])),
+    }  # fmt: skip
+    for kind, (modules, solver, time_s, problems) in plans.items():
+        solve_all(problems[:1], solver, [0], time_s)  # kernels and imports
+        chance[kind] = [solve_all(problems, solver, [seed], time_s) for seed in (*SEEDS, *CHANCE_SEEDS)]
+        print(kind, [round(c["overhead"], 5) for c in chance[kind]], file=sys.stderr, flush=True)
+        chance[kind + " default"] = solve_all(problems, solver, SEEDS, time_s)
+        for name, default, other, put, restore in settings(modules):
+            if not name.startswith(only):
+                continue
+            put()
+            found = Row(kind, name, default, other, **solve_all(problems, solver, SEEDS, time_s))
+            restore()
+            rows.setdefault(name, [])
+            rows[name] = [*(row for row in rows[name] if row.value != other), found]
+            print(f"{name} {default:g} -> {other:g}: {found.overhead:.5f} {found.gap}", file=sys.stderr, flush=True)
+    return chance
+
+
+def table(report: dict[str, Any]) -> str:
+    """The page."""
+    seeds = len(SEEDS) + len(CHANCE_SEEDS)
+    lines = [
+        "# Parameters of the solvers",
+        "",
+        f"Made by `python benchmarks/solver_parameters.py`. {report['machine']}.",
+        "",
+        "Every numeric parameter is halved and doubled while the others stay. `LocalSearch` decodes "
+        f"{DECODES} sequences from each start,",
+        f"`Auto` has {AUTO_S:g} CPU seconds: far less than the 60 s that it is tuned for, so that the shares of its phases show.",
+        f"{len(SEEDS)} seeds each. Columns: change of the mean overhead (geometric; lower is better), for `Auto` also of the mean gap, both",
+        f"in percentage points. A parameter *matters* if a change exceeds {CLEAR:g} standard deviations of the defaults with {seeds} seeds,",
+        "scaled to the number of seeds.",
+        "",
+    ]
+    for kind in ("local-search", "auto"):
+        base, spread = report["chance"][kind + " default"], deviations(report["chance"][kind])
+        lines += [
+            f"## {kind}",
+            "",
+            f"Mean overhead {base['overhead']:.4f}, standard deviation by seed {100 * spread[0]:.3f} percentage points"
+            + (f"; mean gap {100 * base['gap']:.2f} %, deviation {100 * spread[1]:.3f}." if spread[1] else "."),
+            "",
+            "| parameter | default | halved | doubled | matters |",
+            "|---|---:|---:|---:|---|",
+        ]
+        for name, rows in report["rows"].items():
+            if rows[0]["solver"] != kind:
+                continue
+            cells = {row["value"] < row["default"]: change(row, base) for row in rows}
+            clear = [matters(row, base, spread) for row in rows]
+            word = "yes" if any(clear) else "no"
+            lines.append(f"| {name} | {rows[0]['default']:g} | {cells.get(True, '')} | {cells.get(False, '')} | {word} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def deviations(runs: list[dict[str, Any]]) -> tuple[float, float]:
+    """Standard deviation of the mean overhead and the mean gap, for as many seeds as a row has."""
+    overhead = statistics.stdev(run["overhead"] for run in runs) / math.sqrt(len(SEEDS))
+    gap = 0.0 if runs[0]["gap"] is None else statistics.stdev(run["gap"] for run in runs) / math.sqrt(len(SEEDS))
+    return overhead, gap
+
+
+def change(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """What a value does, in percentage points."""
+    text = f"{100 * (row['overhead'] - base['overhead']):+.2f}"
+    if row["gap"] is not None:
+        text += f" / {100 * (row['gap'] - base['gap']):+.2f}"
+    return text + (f" ({row['failed']} without a plan)" if row["failed"] > base["failed"] else "")
+
+
+def matters(row: dict[str, Any], base: dict[str, Any], spread: tuple[float, float]) -> bool:
+    """Whether a row differs from the defaults by more than chance does."""
+    if abs(row["overhead"] - base["overhead"]) > CLEAR * spread[0] or row["failed"] != base["failed"]:
+        return True
+    return row["gap"] is not None and abs(row["gap"] - base["gap"]) > CLEAR * spread[1]
+
+
+def main() -> None:
+    """Sweep, or print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="parameters whose name begins so")
+    parser.add_argument("--table", action="store_true", help="write the tables from the JSON")
+    options = parser.parse_args()
+    report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+    if not options.table:
+        rows = {name: [Row(**row) for row in found] for name, found in report["rows"].items()} if options.only else {}
+        chance = sweep(options.only, rows)
+        machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, HiGHS {version('highspy')}"
+        report = {"machine": machine, "chance": chance, "rows": {k: [asdict(row) for row in v] for k, v in rows.items()}}
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    TABLE.write_text(table(report).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()
