@@ -1,1 +1,1 @@
-"""Problems made smaller, with the way back."""
+"""Reductions: smaller problems, and the way from their plans back to plans of the original one."""

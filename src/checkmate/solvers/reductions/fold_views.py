@@ -1,4 +1,10 @@
-"""Drop free views: their readers read the storage's owner, and they are made again on demand."""
+"""A reduction that removes free views: their readers read the owner of the storage, and `invert` inserts the views again.
+
+A free view (`Graph.view_ops`) computes nothing and allocates nothing, such as a transpose or a slice. Half of the ops
+of a captured transformer are such views. Solvers that decide op by op would decide for each of them without any effect
+on memory; the folded problem is half as large and has plans of the same bytes, since a view can be made right before
+its reader.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +17,15 @@ from checkmate.core.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class FoldViews:
-    """A graph without its views, and how to put them back.
+    """A graph without its free views, and the way back.
 
-    Half of the ops of a captured transformer are views. They hold nothing of their own, so a plan
-    of the folded graph holds the same bytes, step by step, as the plan with the views put back.
+    A plan of the folded graph holds the same bytes, step by step, as the plan with the views inserted again: a view
+    allocates nothing, and it is made when its storage is live anyway, right before its reader.
 
     Attributes:
         original: The graph as it was.
-        folded: The same without the folded ops. If views are priced, an op's cost there counts those without which
-            nobody can read what it makes: whoever computes it again makes them again.
+        folded: The same without the folded ops. If views are priced, an op's cost there includes the views through which
+            all of its readers read: each recomputation of the op has to be followed by theirs.
         kept_ops: Index in ``original`` of each op of ``folded``. Shape ``[folded op]``.
     """
 
@@ -29,17 +35,20 @@ class FoldViews:
 
     @classmethod
     def of(cls, graph: Graph, *, priced: bool = False) -> FoldViews:
-        """Fold the graph's `view_ops`.
+        """Fold the graph's `Graph.view_ops`.
 
         Args:
             graph: Any graph.
-            priced: Whether ops cost what the views cost that come with them. Then `cost_offset` and the cost in the folded
-                graph are together no more than what a plan costs, if first computations may stand anywhere.
+            priced: Whether the cost of an op includes that of views which are recomputed with it. A bound on the folded
+                problem plus `cost_offset` is then a bound on the original one, provided that the problem lets first
+                computations be reordered. Without it views count as free, which is a weaker bound: on BERT at 40 to
+                50 % of keep-all a gap of 0.14 % was the cost of views, and 0.04 % are left with it.
         """
         kept_ops = [o for o in range(len(graph.ops)) if o not in graph.view_ops]
         new_op = {o: i for i, o in enumerate(kept_ops)}
         kept_values = [v for v in range(len(graph.values)) if graph.producer[v] in new_op]
         new_value = {v: i for i, v in enumerate(kept_values)}
+        # A kept view keeps the storage that it shares, and that value is the one left to carry the flag.
         held = {graph.root[v] for v, value in enumerate(graph.values) if value.kept and _holds_owner(graph, v)}
 
         views = _cost_of_views(graph) if priced else [0] * len(graph.ops)
@@ -67,33 +76,57 @@ class FoldViews:
 
     @property
     def cost_offset(self) -> int:
-        """Cost of the original less that of the folded graph, every op computed once; it may be negative."""
+        """Cost of the original less that of the folded graph, every op computed once.
+
+        Negative where a view is priced into several ops: it counts once in the original, and once with each of them.
+        """
         return self.original.cost - self.folded.cost
 
     def apply(self, problem: Problem) -> Problem:
-        """The problem on the folded graph."""
+        """The problem on the folded graph.
+
+        Args:
+            problem: A problem of the original graph.
+        """
         return Problem(self.folded, problem.budget_bytes, problem.recompute, problem.reorder)
 
     def apply_order(self, order: Iterable[int]) -> list[int]:
-        """Order of the folded graph for an order of the original one."""
+        """Order of the folded graph for an order of the original one.
+
+        Args:
+            order: Ops of the original graph; views are left out.
+        """
         new_op = {o: i for i, o in enumerate(self.kept_ops)}
         return [new_op[o] for o in order if o in new_op]
 
     def invert(self, order: Iterable[int]) -> list[int]:
-        """Order of the original graph for an order of the folded one: a view right before its reader.
+        """Order of the original graph for an order of the folded one.
 
-        A view is made again after its storage was. One that nobody reads is made with its storage.
+        A view is computed right before the op that reads it, and again after its storage has been recomputed. A view
+        without readers is computed when its storage is first computed, since a plan has to compute every op.
+
+        Args:
+            order: Ops of the folded graph, in the order of their computations.
         """
         sequence = [self.kept_ops[o] for o in order]
         if len(self.kept_ops) == len(self.original.ops):
             return sequence
         emitted = self._emit(sequence, frozenset())
+        # Views without a reader are known only after a pass that inserts the others.
         missing = frozenset(range(len(self.original.ops))) - frozenset(emitted)
         return self._emit(sequence, missing) if missing else emitted
 
     def _emit(self, sequence: Sequence[int], eager: frozenset[int]) -> list[int]:
+        """The sequence with views inserted.
+
+        Args:
+            sequence: Ops of the original graph without its views.
+            eager: Views to compute as soon as their storage is first computed.
+        """
         graph = self.original
         solid = frozenset(self.kept_ops)
+        # A view instance keeps the storage instance from which it was made alive (`core.simulate`). A view bound to an old
+        # version would be read with old contents and hold old bytes, so it is made again after each new version.
         version = [0] * len(graph.values)
         bound = [-1] * len(graph.values)  # version of the storage that the newest instance of a view shares
         out: list[int] = []
@@ -105,6 +138,7 @@ class FoldViews:
             with_root = {}
 
         def ensure(target: int) -> None:
+            """Compute the views that a value is made through, from the storage on; iteratively, as chains can be long."""
             stack = [target]
             while stack:
                 v = stack[-1]
@@ -140,31 +174,44 @@ class FoldViews:
 
 
 def may_run_again(folded: Problem, o: int) -> bool:
-    """Whether an op of a graph whose views are folded may be computed more than once."""
+    """Whether an op may be computed more than once.
+
+    Args:
+        folded: A problem whose views are folded.
+        o: Index of the op.
+    """
     op = folded.graph.ops[o]
     return op.recomputable and (op.phase == "forward" or folded.recompute == "all")
 
 
 def _holds_owner(graph: Graph, v: int) -> bool:
-    """Whether keeping a value keeps the owner of its storage: a free view is made from the newest instance.
+    """Whether keeping a value means keeping the newest instance of the value that owns its storage.
 
-    So is a view tied to its place, if the owner is made only once.
+    It does for a free view, which `invert` makes from the newest instance, and for a view tied to its place by a rule if
+    the owner is computed only once, since that instance is the newest. A tied view of an owner that is computed
+    again shares an older instance, and the newest may go.
     """
     return graph.producer[v] in graph.view_ops or not graph.ops[graph.producer[graph.root[v]]].recomputable
 
 
 def _cost_of_views(graph: Graph) -> list[int]:
-    """For each op, the cost of the free views through which everybody reads what it makes. Shape ``[op]``.
+    """For each op, the cost of the free views through which all of its readers read. Shape ``[op]``.
 
-    In some cheapest plan every computation of an op is read before its next: one that nobody reads can be left out, the
-    first too, unless it has to come before another op. Whoever reads makes these views after it. So an op that is
-    computed ``n`` times has each of them made ``n`` times, and every other view once.
+    In some cheapest plan every computation of an op is read before its next one, because one without a reader could be left
+    out. Each such reader needs these views of this instance. So where an op is computed ``n`` times, each of them is
+    computed at least ``n`` times, and every other view at least once.
+
+    Two cases are excluded, as the argument fails: ops that `order` puts before another op, whose first computation
+    may be needed for its place alone; and, by the caller, problems that fix the order of first computations. The
+    cheapest reader's views would be too much: where two readers have different views, computing the op again makes neither
+    set twice (found by a test over 10,000 random graphs).
     """
+    # What is kept is read at the end of the step.
     end = [v for v, value in enumerate(graph.values) if value.kept]
     readers = [graph.ops[o].inputs for o in range(len(graph.ops)) if o not in graph.view_ops] + [end]
-    common: dict[int, set[int]] = {}  # op -> views
+    common: dict[int, set[int]] = {}  # op -> views that each of its readers so far goes through
     for inputs in readers:
-        needed: dict[int, set[int]] = {}  # storage -> views
+        needed: dict[int, set[int]] = {}  # storage -> views through which this reader reads it
         for v in inputs:
             views = needed.setdefault(graph.root[v], set())
             stack = [v]
@@ -180,6 +227,7 @@ def _cost_of_views(graph: Graph) -> list[int]:
 
 
 def _renumbered(op: Op, resolve: Callable[[int], int], new_op: dict[int, int], view_cost: int) -> Op:
+    """The op with the indices of the folded graph. An op that overwrites is no free view, so ``new_op`` has it."""
     return Op(
         name=op.name,
         inputs=tuple(dict.fromkeys(resolve(v) for v in op.inputs)),
