@@ -81,8 +81,10 @@ def test_what_is_no_graph_is_refused(ops, values, options, says):
 
 @pytest.mark.parametrize(
     ("pair", "where"),
-    [((0, 0), "order"), ((1, 0), "order"), ((0, 2), "order"), ((-1, 0), "order")]
-    + [((0, 0), "clobbered_by"), ((1, 0), "clobbered_by"), ((0, 2), "clobbered_by")],
+    [
+        *((pair, "order") for pair in ((0, 0), (1, 0), (0, 2), (-1, 0))),
+        *((pair, "clobbered_by") for pair in ((0, 0), (1, 0), (0, 2))),
+    ],
 )
 def test_pairs_of_ops_follow_the_listing(pair, where):
     """Both are rules about first computations, which the listing itself must keep."""
@@ -138,7 +140,8 @@ def test_an_edge_goes_from_a_lower_to_a_higher_node(edge):
     with pytest.raises(GraphError) as caught:
         Graph.from_dag(cost=[1, 1], size_bytes=[1, 1], edges=[edge])
     assert str(caught.value) == (
-        f"edge {edge} does not go from a lower to a higher node of 0..1\n\nhint: number the nodes in a topological order; a cycle has none"
+        f"edge {edge} does not go from a lower to a higher node of 0..1"
+        "\n\nhint: number the nodes in a topological order; a cycle has none"
     )
 
 

@@ -149,7 +149,11 @@ def rules_graph() -> Graph:
         ([0, 3, 1, 2, 1], {}, [("clobber", 2, "op 1 ('b') is computed after op 3 overwrote what it reads")]),
         ([0, 2, 1, 3], {}, [("order", 1, "op 2 is first computed before op 1")]),
         ([0, 2, 2, 1, 2, 3], {}, [("order", 1, "op 2 is first computed before op 1")]),
-        ([0, 1, 2], {}, [("kept", 3, "value 3 ('v3') must be live at the end and is not"), ("missing", 3, "op 3 ('d') is never computed")]),
+        (
+            [0, 1, 2],
+            {},
+            [("kept", 3, "value 3 ('v3') must be live at the end and is not"), ("missing", 3, "op 3 ('d') is never computed")],
+        ),
         ([0, 1, 3], {}, [("missing", 3, "op 2 ('c') is never computed")]),
         ([1, 0, 2, 3], {}, []),
         ([1, 0, 2, 3], {"reorder": False}, [("reorder", 0, "op 1 is first computed before op 0")]),
