@@ -184,6 +184,14 @@ def test_stages_with_a_recomputation_are_the_papers_matrices():
     assert Plan.from_stages(graph, R.tolist(), S.tolist()) == plan
 
 
+def test_an_op_that_runs_several_times_in_a_row_takes_a_stage_each_time():
+    """A row of R says once that an op is computed, so the same op cannot be in it twice."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
+    for order in ([0, 0, 0, 1], [0, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1]):
+        plan = Plan.from_order(graph, order)
+        assert Plan.from_stages(graph, *plan.stages(graph)).order == tuple(order)
+
+
 def test_a_carried_value_is_not_carried_past_its_recomputation():
     """S speaks of the newest instance; an older one goes after its last read."""
     graph = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 2, 1], edges=[(0, 1), (0, 2)], kept=[2])

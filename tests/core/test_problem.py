@@ -65,3 +65,12 @@ def test_another_budget_is_another_problem_with_the_same_rules():
     assert other.graph is problem.graph
     assert (other.recompute, other.reorder) == ("forward", False)
     assert problem.budget_bytes == 12
+    assert Problem(chain(), 12).replace_budget(9) == Problem(chain(), 9, "all", True)
+
+
+def test_only_a_share_needs_the_peak_of_keeping_everything(monkeypatch):
+    """On a graph of 10,000 ops it takes a moment, and a search over budgets asks many times."""
+    monkeypatch.setattr("checkmate.core.problem.simulate", None)
+    assert Problem(chain(), 12).budget_bytes == 12
+    with pytest.raises(TypeError):
+        Problem(chain(), "50%")

@@ -1,6 +1,6 @@
 """Mutation testing of the core, the bounds and the reductions: does a test fail when the code is wrong?
 
-Usage, from the root of a checkout, with ``pip install mutmut``::
+Usage, from the root of a checkout, with ``pip install mutmut==3.8.1``::
 
     python tests/mutation/run.py                  # every group; about half an hour on one core
     python tests/mutation/run.py core             # one group
@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -36,6 +38,7 @@ SCORES = HERE / "score.json"
 EQUIVALENT = HERE / "equivalent.toml"
 COPIES = ROOT / "build" / "mutation"
 MUTMUT = "3.8.1"
+"""The release whose insides `_mutate` changes: another may not have them."""
 
 GROUPS = {
     "core": ("src/checkmate/core/*.py", ["tests/core"]),
@@ -74,6 +77,8 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     parser.add_argument("--report", action="store_true", help="run nothing: report the last run")
     options = parser.parse_args()
+    if importlib.util.find_spec("mutmut") is None or importlib.metadata.version("mutmut") != MUTMUT:
+        parser.error(f"needs mutmut {MUTMUT}: pip install mutmut=={MUTMUT}")
     scores: dict[str, Any] = json.loads(SCORES.read_text()) if SCORES.exists() else {}
     complete = True
     for group in options.groups or GROUPS:
@@ -181,9 +186,8 @@ def _report(group: str, copy: Path) -> tuple[dict[str, Any], bool]:
             survivors[mutant] += 1
             counts["equivalent"] += mutant in justified
             if mutant not in justified:
-                print(
-                    f"{verdict}: {name}\n  function = {mutant.function!r}\n  before = {mutant.before!r}\n  after = {mutant.after!r}"
-                )
+                print(f"{verdict}: {name}")
+                print(f"  function = {mutant.function!r}\n  before = {mutant.before!r}\n  after = {mutant.after!r}")
     gone = justified.keys() - survivors.keys()
     for mutant in sorted(gone):
         print(f"survives no more: {asdict(mutant)}")
