@@ -1,4 +1,4 @@
-"""The program of event cuts as ``docs/explanation/event_cuts.md`` states it, row by row, nothing left out because it cannot matter."""
+"""The program of event cuts as ``docs/explanation/event_cuts.md`` states it, row by row: nothing is left out or folded."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_a_longest_chain_is_a_longest_path_without_the_end():
         problem = tight_problem(random.Random(seed))
         model = CutModel(problem)
         chain = longest_chain(model)
-        assert all(a in model.parents[b] for a, b in zip(chain, chain[1:], strict=False))
+        assert all(a in model.parents[b] for a, b in pairwise(chain))
         above = strict_ancestors(problem)
         longest: list[int] = []
         for o in range(model.end):
@@ -454,7 +455,7 @@ def test_all_events_are_one_chain_and_every_op_of_it_that_breaks_the_budget_is_a
         Engine(monkeypatch, *[0.0] * 20)
         cuts, proven, _ = refine(FakeSearch({}, [order] * 20), problem, first, targets=targets)
         assert set(first) <= set(cuts)
-        assert all(model.sides(b)[0][a] for a, b in zip(cuts, cuts[1:], strict=False)), (seed, cuts)
+        assert all(model.sides(b)[0][a] for a, b in pairwise(cuts)), (seed, cuts)
         if math.inf in [bound for bound, _ in proven]:
             continue
         held = first_bytes(graph, order)

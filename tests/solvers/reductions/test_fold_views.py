@@ -82,7 +82,8 @@ def test_a_view_stands_right_before_its_first_reader():
             Op("x", (), (0,), 1), Op("view", (0,), (1,), 1), Op("deep", (1,), (2,), 1), Op("unread", (0,), (3,), 1),
             Op("kept", (1,), (4,), 1), Op("y", (), (5,), 1), Op("use", (2, 5), (6,), 1),
         ),
-        (Value("x", 4), Value("a", 0, 0), Value("b", 0, 0), Value("c", 0, 0), Value("d", 0, 0, kept=True), Value("y", 1), Value("z", 1)),
+        (Value("x", 4), Value("a", 0, 0), Value("b", 0, 0), Value("c", 0, 0), Value("d", 0, 0, kept=True),
+         Value("y", 1), Value("z", 1)),
     )  # fmt: skip
     fold = FoldViews.of(graph)
     assert fold.kept_ops == (0, 5, 6)
@@ -261,7 +262,8 @@ def test_a_chain_of_views_is_priced_as_a_whole():
             Op("x", (), (0, 1), 1), Op("a", (0,), (2,), 10), Op("b", (2,), (3,), 100), Op("c", (2,), (4,), 1000),
             Op("use b", (3,), (5,), 1), Op("use c", (4, 1), (6,), 1),
         ),
-        (Value("x", 1), Value("x2", 1), Value("a", 0, 0), Value("b", 0, 0), Value("c", 0, 0), Value("y", 1), Value("z", 1, kept=True)),
+        (Value("x", 1), Value("x2", 1), Value("a", 0, 0), Value("b", 0, 0), Value("c", 0, 0),
+         Value("y", 1), Value("z", 1, kept=True)),
     )  # fmt: skip
     assert FoldViews.of(graph, priced=True).folded.ops[0].cost == 1
     through = Graph((*graph.ops[:5], Op("use c", (4,), (6,), 1)), graph.values)
