@@ -202,6 +202,22 @@ def test_a_carried_value_is_not_carried_past_its_recomputation():
     )  # fmt: skip
 
 
+def test_s_carries_the_instance_that_is_there_not_one_made_later():
+    """Op 0 is held through stage 1 though nobody reads it, and made again in stage 3 for its reader."""
+    graph = Graph.from_dag(cost=[1] * 5, size_bytes=[1] * 5, edges=[(0, 3)], kept=[1, 2, 3, 4])
+    R = [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
+    S = [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
+    assert Plan.from_stages(graph, R, S).steps == (
+        Compute(0), Compute(1), Free(0), Compute(2), Compute(0), Compute(3), Free(0), Compute(4),
+    )  # fmt: skip
+
+
+def test_s_may_claim_what_was_never_made():
+    """Where nobody reads it the claim does no harm, and there is nothing to carry."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[1, 1], edges=[])
+    assert Plan.from_stages(graph, np.eye(2), [[1, 1], [0, 1]]) == Plan.from_order(graph, [0, 1])
+
+
 def test_several_outputs_are_freed_one_by_one():
     """S carries an op as a whole, so what it says of an op with several outputs holds for those read again only."""
     graph = Graph(
