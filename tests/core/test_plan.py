@@ -212,6 +212,16 @@ def test_s_carries_the_instance_that_is_there_not_one_made_later():
     )  # fmt: skip
 
 
+def test_s_carries_into_the_last_stage():
+    """Op 0 is held until stage 3 begins, and made again in it all the same."""
+    graph = Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 3)], kept=[1, 2, 3])
+    R = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
+    S = [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+    assert Plan.from_stages(graph, R, S).steps == (
+        Compute(0), Compute(1), Compute(2), Free(0), Compute(0), Compute(3), Free(0),
+    )  # fmt: skip
+
+
 def test_s_may_claim_what_was_never_made():
     """Where nobody reads it the claim does no harm, and there is nothing to carry."""
     graph = Graph.from_dag(cost=[1, 1], size_bytes=[1, 1], edges=[])

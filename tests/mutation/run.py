@@ -56,7 +56,7 @@ pytest_add_cli_args_test_selection = {tests}
 pytest_add_cli_args = ["-o", "addopts=--import-mode=importlib", "-m", "not slow", "-p", "no:cacheprovider"]
 process_isolation = "forkserver" # HiGHS and numba hold threads, which a fork of a process that has run tests would lose
 timeout_constant = 2.0
-timeout_multiplier = 6.0
+timeout_multiplier = 15.0
 """
 
 
