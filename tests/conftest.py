@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Solvers compile at their first call and machines are shared: time says nothing about an example.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+# For tests/mutation: the verdict on a mutant must not depend on the run, and nobody reads its smallest example.
+settings.register_profile(
+    "mutation", settings.get_profile("default"), derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

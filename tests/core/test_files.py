@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 import checkmate
-from checkmate import FileFormatError, Graph, Plan, Problem, WrongGraphError, simulate, solve
-from checkmate.core.files import formats, read_as, schema
+from checkmate import Curve, FileFormatError, Graph, Plan, Problem, WrongGraphError, simulate, solve
+from checkmate.core.files import formats, read_as, schema, schema_of, write_atomically
 from tests.strategies import graphs_and_orders
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
@@ -51,14 +54,6 @@ def test_a_plan_is_refused_for_another_graph(tmp_path):
         simulate(chain(5), read_as(tmp_path / "p.json", Plan))
 
 
-def test_costs_and_names_do_not_change_the_digest():
-    """A graph measured again is the same graph to a plan."""
-    one = chain()
-    two = Graph.from_dag(cost=[9] * 4, size_bytes=[4] * 4, edges=[(0, 1), (1, 2), (2, 3)], names=list("abcd"), kept=[3], name="x")
-    assert one.digest == two.digest
-    assert chain(5).digest != one.digest
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -88,6 +83,75 @@ def test_what_cannot_be_read_is_refused_in_words(tmp_path, text, says):
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            '{"format": "checkmate.graph/9"}',
+            "format 'checkmate.graph/9' is not read here; this release reads checkmate.graph/1, checkmate.plan/1, "
+            "checkmate.result/1, checkmate.curve/1\n\nhint: upgrade checkmate-remat if the file is newer",
+        ),
+        (
+            "",
+            "not a Checkmate file, or cut short: Input data was truncated"
+            "\n\nhint: write it anew with `checkmate.write` or `checkmate capture`",
+        ),
+        ('{"format": "checkmate.plan/1"}', "Object missing required field `steps`"),
+    ],
+)
+def test_the_whole_message_of_a_file_that_cannot_be_read(tmp_path, text, says):
+    """The file, what is wrong with it, and what to do."""
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(FileFormatError) as caught:
+        checkmate.read(path)
+    assert str(caught.value) == f"{path}: {says}"
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b'{"format": "\xff"}', b"[" * 100_000], ids=["binary", "not unicode", "deep"])
+def test_what_is_no_text_is_refused_too(tmp_path, data):
+    """A picture, or a file made to crash a parser."""
+    path = tmp_path / "bad.json"
+    path.write_bytes(data)
+    with pytest.raises(FileFormatError, match="not a Checkmate file, or cut short"):
+        checkmate.read(path)
+
+
+def test_a_curve_that_rises_is_refused_with_the_name_of_its_file(tmp_path):
+    """What a value checks of itself is checked when it is read."""
+    plan = {"steps": [], "graph_digest": ""}
+    point = {
+        "budget_bytes": 1,
+        "cost": 1,
+        "overhead": 1.0,
+        "bound": 1.0,
+        "gap": 0.0,
+        "peak_bytes": 1,
+        "plan": plan,
+        "elapsed_s": 0.0,
+    }
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"format": "checkmate.curve/1", "points": [point, point], "graph_digest": ""}))
+    with pytest.raises(FileFormatError) as caught:
+        checkmate.read(path)
+    assert str(caught.value).startswith(f"{path}: the points at 1 and 1 bytes are no part of a curve")
+    path.write_text(json.dumps({"format": "checkmate.curve/1", "points": [point], "graph_digest": "d"}))
+    assert read_as(path, Curve).points[0].budget_bytes == 1
+
+
+def test_the_same_value_is_the_same_bytes(tmp_path):
+    """The format comes first, the line ends with a line feed: files can be compared and concatenated."""
+    graph = Graph.from_dag(cost=[1], size_bytes=[4], edges=[], names=["a"])
+    for name in ("one.json", "two.json"):
+        checkmate.write(graph, str(tmp_path / name))
+    data = (tmp_path / "one.json").read_bytes()
+    assert data == (tmp_path / "two.json").read_bytes()
+    assert data == (
+        b'{"format":"checkmate.graph/1","ops":[{"name":"a","inputs":[],"outputs":[0],"cost":1}],'
+        b'"values":[{"name":"a","size_bytes":4}],"order":[],"resident_bytes":0,"cost_unit":"ns","name":""}\n'
+    )
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     """A file is there whole or not at all."""
     path = tmp_path / "g.json"
@@ -104,13 +168,98 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["g.json"]
 
 
-def test_only_graphs_plans_and_results_are_written(tmp_path):
+def test_the_data_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+    """A crash between the two must not leave an empty file under the name; while it is written it lies beside, hidden."""
+    path = tmp_path / "g.json"
+    seen: list[tuple[list[str], int]] = []
+
+    def look(handle: int) -> None:
+        seen.append(([entry.name for entry in tmp_path.iterdir()], os.fstat(handle).st_size))
+
+    monkeypatch.setattr("os.fsync", look)
+    write_atomically(path, b"x" * 10)
+    (((name,), size),) = seen
+    assert name.startswith(".g.json.")
+    assert size == 10
+    assert path.read_bytes() == b"x" * 10
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o000])
+def test_a_file_is_readable_as_the_umask_says(tmp_path, mask):
+    """A temporary file is private; what it becomes is a file like any other, and the umask stays what it was."""
+    before = os.umask(mask)
+    try:
+        write_atomically(tmp_path / "g.json", b"{}")
+        assert os.umask(mask) == mask
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "g.json").stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_temporary_file_that_is_gone_is_no_second_error(tmp_path, monkeypatch):
+    """The first error is the one to see."""
+    path = tmp_path / "g.json"
+
+    def fail(*_: object) -> None:
+        for entry in tmp_path.iterdir():
+            entry.unlink()
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, b"{}")
+
+
+def test_only_graphs_plans_results_and_curves_are_written(tmp_path):
     """Anything else is a mistake of the caller."""
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError) as refused:
         checkmate.write({"a": 1}, tmp_path / "x.json")
-    checkmate.write(chain(), tmp_path / "g.json")
-    with pytest.raises(FileFormatError, match="holds a graph, not a plan"):
-        read_as(tmp_path / "g.json", Plan)
+    assert str(refused.value) == "a dict is no graph, plan, result or curve"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_another_kind_is_refused_by_name(tmp_path):
+    """Both kinds are named as people call them."""
+    path = tmp_path / "g.json"
+    checkmate.write(chain(), path)
+    with pytest.raises(FileFormatError) as caught:
+        read_as(path, Plan)
+    assert str(caught.value) == f"{path}: holds a graph, not a plan"
+    assert read_as(path, Graph) == chain()
+
+
+def test_a_file_that_is_not_there_is_the_systems_error(tmp_path):
+    """It names the file already."""
+    with pytest.raises(FileNotFoundError):
+        checkmate.read(tmp_path / "none.json")
+
+
+def test_every_kind_has_one_format():
+    """A new version is a new name; the old one goes on being read."""
+    assert formats() == ("checkmate.graph/1", "checkmate.plan/1", "checkmate.result/1", "checkmate.curve/1")
+    with pytest.raises(KeyError):
+        schema("checkmate.graph/0")
+
+
+def test_a_schema_names_its_format_first():
+    """A tool that knows only JSON Schema tells the formats apart by it."""
+    document = schema("checkmate.plan/1")
+    assert list(document)[:2] == ["$id", "title"]
+    assert document["$id"] == document["title"] == "checkmate.plan/1"
+    definition = document["$defs"]["Plan"]
+    assert next(iter(definition["properties"].items())) == ("format", {"const": "checkmate.plan/1"})
+    assert definition["required"] == ["format", "steps"]
+
+
+def test_a_kind_without_required_fields_requires_its_format():
+    """Other files of the house are described in the same way."""
+
+    class Settings(msgspec.Struct):
+        depth: int = 3
+
+    document = schema_of("settings/2", Settings)
+    assert document["$defs"]["Settings"]["required"] == ["format"]
+    assert list(document["$defs"]["Settings"]["properties"]) == ["format", "depth"]
 
 
 @pytest.mark.parametrize("name", formats())

@@ -183,7 +183,7 @@ def _with_frees(graph: Graph, order: Sequence[int], until: dict[tuple[int, int],
                     f"position {p} computes op {o} ({graph.ops[o].name!r}), which reads value {v} ({graph.values[v].name!r}) "
                     "before any op has made it"
                 )
-            last[v, newest[v]] = p
+            last[v, newest[v]] = max(p, last[v, newest[v]])  # S may carry it past this read
         for v in graph.ops[o].outputs:
             newest[v] = p
             last[v, p] = max(p, until.get((o, p), p))

@@ -81,7 +81,7 @@ def format_at_least(size_bytes: int) -> str:
     """
     scale, unit = next(((s, u) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if size_bytes >= s), (1, "B"))
     if scale == 1:
-        return f"{size_bytes}B"
+        return f"{size_bytes}{unit}"
     hundredths = -(-size_bytes * 100 // scale)
     return f"{hundredths // 100}.{hundredths % 100:02d}{unit}"
 

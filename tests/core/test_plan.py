@@ -1,0 +1,273 @@
+"""Plans: frees at their earliest places, and the matrices of Jain et al. as another way to write them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from checkmate import Compute, Free, Graph, Op, Plan, PlanError, Value, simulate, validate
+from tests.strategies import graphs, graphs_and_orders
+
+
+def diamond() -> Graph:
+    """One op read by two, which a third reads: small enough to write plans by hand."""
+    return Graph.from_dag(
+        cost=[1, 1, 1, 1], size_bytes=[4, 2, 3, 1], edges=[(0, 1), (0, 2), (1, 3), (2, 3)], kept=[3], names=list("abcd")
+    )
+
+
+@given(graphs_and_orders())
+def test_a_plan_computes_its_order(drawn):
+    """Frees go between the computations and change none of them."""
+    graph, order = drawn
+    plan = Plan.from_order(graph, iter(order))
+    assert plan.order == tuple(order)
+    assert plan.graph_digest == graph.digest
+    assert validate(graph, plan, simulate(graph, plan).peak_bytes) == ()
+
+
+@given(graphs_and_orders())
+def test_every_free_is_at_its_earliest_place(drawn):
+    """Right before it stands, among other frees, the last read of the instance or its own computation; no value is freed
+    that is kept, and no instance stays that is neither kept nor computed over."""
+    graph, order = drawn
+    plan = Plan.from_order(graph, order)
+    current, live = -1, set()
+    for position, step in enumerate(plan.steps):
+        if isinstance(step, Compute):
+            current = step.op
+            assert live >= set(graph.ops[current].inputs)
+            live |= set(graph.ops[current].outputs)
+        else:
+            op = graph.ops[current]
+            assert step.value in {*op.inputs, *op.outputs}
+            before = plan.steps[position - 1]
+            assert isinstance(before, Compute) or before.value < step.value
+            live.remove(step.value)
+    assert live == {v for v, value in enumerate(graph.values) if value.kept}
+
+
+@given(graphs_and_orders(), st.randoms())
+def test_no_free_can_come_earlier(drawn, rng):
+    """A free one computation earlier makes the plan invalid, or frees what is not yet there."""
+    graph, order = drawn
+    plan = Plan.from_order(graph, order)
+    frees = [p for p, step in enumerate(plan.steps) if isinstance(step, Free)]
+    assume(frees)
+    position = rng.choice(frees)
+    start = max(p for p in range(position) if isinstance(plan.steps[p], Compute))
+    steps = list(plan.steps)
+    steps.insert(start, steps.pop(position))
+    assert validate(graph, Plan(tuple(steps)))
+
+
+def test_a_kept_value_that_is_computed_again_stays_in_its_last_instance():
+    """Only the newest instance is there at the end, so an older one goes after its last read."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[0, 1])
+    assert Plan.from_order(graph, [0, 1, 0]).steps == (Compute(0), Compute(1), Free(0), Compute(0))
+
+
+def test_a_value_that_nobody_reads_goes_at_once():
+    """Its earliest place is right after the op that makes it."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[])
+    assert Plan.from_order(graph, [0, 1]).steps == (Compute(0), Free(0), Compute(1), Free(1))
+
+
+def test_an_order_that_cannot_run_is_refused_in_words():
+    """The position, the op and the value are named."""
+    with pytest.raises(PlanError) as caught:
+        Plan.from_order(diamond(), [0, 3])
+    assert str(caught.value) == "position 1 computes op 3 ('d'), which reads value 1 ('b') before any op has made it"
+    for wrong in (4, -1):
+        with pytest.raises(PlanError) as caught:
+            Plan.from_order(diamond(), [0, wrong])
+        assert str(caught.value) == f"the order computes op {wrong} of 4"
+
+
+def test_steps_and_orders_may_be_any_iterable():
+    """Arrays come from solvers; a plan can be hashed whatever it was made of."""
+    plan = Plan([Compute(0), Free(0)])
+    assert plan.steps == (Compute(0), Free(0))
+    assert hash(plan) == hash(Plan((Compute(0), Free(0))))
+    assert plan.graph_digest == ""
+    made = Plan.from_order(diamond(), np.array([0, 1, 2, 3]))
+    assert all(type(step.op) is int for step in made.steps if isinstance(step, Compute))
+
+
+@given(graphs_and_orders())
+def test_stages_and_back_keep_order_cost_and_peak(drawn):
+    """R and S are another way to write the same plan."""
+    graph, order = drawn
+    plan = Plan.from_order(graph, order)
+    back = Plan.from_stages(graph, *plan.stages(graph))
+    assert back.order == plan.order
+    assert simulate(graph, back).peak_bytes == simulate(graph, plan).peak_bytes
+
+
+@given(graphs_and_orders())
+def test_the_own_order_gives_triangular_stages(drawn):
+    """Without recomputation stage t computes op t: the identity, as in the paper."""
+    graph, _ = drawn
+    R, S = Plan.from_order(graph, range(len(graph.ops))).stages(graph)
+    assert R.tolist() == [[t == o for o in range(len(graph.ops))] for t in range(len(graph.ops))]
+    assert not S[0].any()
+
+
+@given(graphs_and_orders())
+def test_a_stage_ascends_and_ends_with_the_first_computation_of_an_op(drawn):
+    """Read row by row, R is the order; a row ends where an op is new, or where the next op would not ascend."""
+    graph, order = drawn
+    R, S = Plan.from_order(graph, order).stages(graph)
+    assert R.dtype == S.dtype == np.bool_
+    assert R.shape == S.shape
+    rows = [np.flatnonzero(row).tolist() for row in R]
+    assert [o for row in rows for o in row] == order
+    known: set[int] = set()
+    for row, following in zip(rows, [*rows[1:], []], strict=True):
+        new = [o for o in row if o not in known]
+        assert new in ([], row[-1:])
+        assert not following or new or following[0] <= row[-1]
+        known |= set(row)
+
+
+@given(graphs_and_orders())
+def test_a_stage_is_handed_what_is_live_when_it_begins(drawn):
+    """S says which ops have an output that is made before the stage and freed in it or after it."""
+    graph, order = drawn
+    plan = Plan.from_order(graph, order)
+    R, S = plan.stages(graph)
+    starts = np.cumsum([0, *R.sum(axis=1)])[:-1].tolist()
+    computed, live = 0, set()
+    for step in plan.steps:
+        if isinstance(step, Free):
+            live.remove(step.value)
+            continue
+        if computed in starts:
+            held = {graph.producer[v] for v in live}
+            assert np.flatnonzero(S[starts.index(computed)]).tolist() == sorted(held)
+        computed += 1
+        live |= set(graph.ops[step.op].outputs)
+
+
+@given(graphs(views=False), st.data())
+def test_what_s_hands_to_a_stage_is_live_until_it_begins_and_no_longer(graph, data):
+    """S keeps a value that nobody reads any more; without S it would go right after its last read."""
+    assume(all(len(op.outputs) == 1 for op in graph.ops))
+    count = len(graph.ops)
+    R, S = np.eye(count, dtype=bool), np.zeros((count, count), dtype=bool)
+    last: dict[int, int] = {}  # value -> the last stage in which it is live
+    for o, op in enumerate(graph.ops):
+        read = max(graph.readers[op.outputs[0]], default=o)
+        until = data.draw(st.integers(read, count - 1))
+        S[o + 1 : until + 1, o] = True
+        last[op.outputs[0]] = max(read, until - 1)
+    plan = Plan.from_stages(graph, R, S)
+    assert plan.order == tuple(range(count))
+    stage = -1
+    for step in plan.steps:
+        if isinstance(step, Compute):
+            stage = step.op
+        else:
+            assert last.pop(step.value) == stage
+    assert all(graph.values[v].kept for v in last)
+
+
+def test_stages_with_a_recomputation_are_the_papers_matrices():
+    """Stage 2 of a chain computes op 0 again, which S does not hold, for op 2 to read."""
+    graph = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 2, 1], edges=[(0, 1), (0, 2), (1, 2)], kept=[2])
+    plan = Plan.from_order(graph, [0, 1, 0, 2])
+    R, S = plan.stages(graph)
+    assert R.tolist() == [[True, False, False], [False, True, False], [True, False, True]]
+    assert S.tolist() == [[False, False, False], [True, False, False], [False, True, False]]
+    assert Plan.from_stages(graph, R.tolist(), S.tolist()) == plan
+
+
+def test_an_op_that_runs_several_times_in_a_row_takes_a_stage_each_time():
+    """A row of R says once that an op is computed, so the same op cannot be in it twice."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
+    for order in ([0, 0, 0, 1], [0, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1]):
+        plan = Plan.from_order(graph, order)
+        assert Plan.from_stages(graph, *plan.stages(graph)).order == tuple(order)
+
+
+def test_a_carried_value_is_not_carried_past_its_recomputation():
+    """S speaks of the newest instance; an older one goes after its last read."""
+    graph = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 2, 1], edges=[(0, 1), (0, 2)], kept=[2])
+    R = [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
+    S = [[0, 0, 0], [1, 0, 0], [0, 1, 0]]
+    assert Plan.from_stages(graph, R, S).steps == (
+        Compute(0), Compute(1), Free(0), Free(1), Compute(0), Compute(2), Free(0),
+    )  # fmt: skip
+
+
+def test_s_carries_the_instance_that_is_there_not_one_made_later():
+    """Op 0 is held through stage 1 though nobody reads it, and made again in stage 3 for its reader."""
+    graph = Graph.from_dag(cost=[1] * 5, size_bytes=[1] * 5, edges=[(0, 3)], kept=[1, 2, 3, 4])
+    R = [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
+    S = [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
+    assert Plan.from_stages(graph, R, S).steps == (
+        Compute(0), Compute(1), Free(0), Compute(2), Compute(0), Compute(3), Free(0), Compute(4),
+    )  # fmt: skip
+
+
+def test_s_carries_into_the_last_stage():
+    """Op 0 is held until stage 3 begins, and made again in it all the same."""
+    graph = Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 3)], kept=[1, 2, 3])
+    R = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
+    S = [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+    assert Plan.from_stages(graph, R, S).steps == (
+        Compute(0), Compute(1), Compute(2), Free(0), Compute(0), Compute(3), Free(0),
+    )  # fmt: skip
+
+
+def test_s_may_claim_what_was_never_made():
+    """Where nobody reads it the claim does no harm, and there is nothing to carry."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[1, 1], edges=[])
+    assert Plan.from_stages(graph, np.eye(2), [[1, 1], [0, 1]]) == Plan.from_order(graph, [0, 1])
+
+
+def test_several_outputs_are_freed_one_by_one():
+    """S carries an op as a whole, so what it says of an op with several outputs holds for those read again only."""
+    graph = Graph(
+        (Op("two", (), (0, 1), 1), Op("one", (0,), (2,), 1), Op("late", (1,), (3,), 1)),
+        (Value("a", 1), Value("b", 1), Value("c", 1), Value("d", 1, kept=True)),
+    )
+    plan = Plan.from_order(graph, [0, 1, 2])
+    assert Free(0) in plan.steps[: plan.steps.index(Compute(2))]
+    assert Plan.from_stages(graph, *plan.stages(graph)) == plan
+
+
+def test_matrices_that_are_no_plan_are_refused_in_words():
+    """Shapes, and reads of what is neither held nor computed in the stage."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
+    for R, S, shapes in (
+        ([1, 0], [0, 0], "(2,) and (2,)"),
+        ([[1, 0]], [[0]], "(1, 2) and (1, 1)"),
+        ([[1]], [[0]], "(1, 1) and (1, 1)"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            Plan.from_stages(graph, R, S)
+        assert str(caught.value) == f"R and S have shapes {shapes}, not [stage, 2]"
+    with pytest.raises(PlanError) as caught:
+        Plan.from_stages(graph, np.eye(2), np.zeros((2, 2)))
+    assert str(caught.value) == "stage 1 computes op 1, which reads op 0: neither held nor computed in it"
+    assert Plan.from_stages(graph, [[1, 1]], [[0, 0]]).order == (0, 1)
+
+
+def test_a_plan_with_a_wrong_op_has_no_stages():
+    """An index that the graph does not have is refused before it is looked up."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
+    for wrong in (2, -1):
+        with pytest.raises(PlanError) as caught:
+            Plan((Compute(0), Compute(wrong))).stages(graph)
+        assert str(caught.value) == f"the plan computes op {wrong} of 2"
+
+
+def test_a_plan_by_hand_may_free_what_is_not_live():
+    """Stages describe what is held; whether the plan holds is for `validate` to say."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[])
+    R, S = Plan((Free(1), Compute(0), Free(0), Free(0), Compute(1))).stages(graph)
+    assert R.tolist() == [[True, False], [False, True]]
+    assert not S.any()

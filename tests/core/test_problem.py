@@ -1,0 +1,76 @@
+"""A problem is a graph, a budget in bytes and what plans may do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate import Graph, OptionError, Plan, Problem, UnitError, simulate
+from checkmate.core.budget import keep_all_bytes
+from tests.strategies import graphs
+
+
+def chain(resident_bytes: int = 10) -> Graph:
+    """Two ops that take 8 bytes above what is resident."""
+    return Graph.from_dag(cost=[1, 1], size_bytes=[4, 4], edges=[(0, 1)], resident_bytes=resident_bytes)
+
+
+@given(graphs())
+def test_keeping_everything_is_the_own_order_once(graph):
+    """The peak that a step has without any plan."""
+    own = Plan.from_order(graph, range(len(graph.ops)))
+    assert keep_all_bytes(graph) == simulate(graph, own).peak_bytes
+
+
+@given(graphs(), st.integers(0, 100))
+def test_a_share_of_the_graph_is_a_budget_in_bytes(graph, percent):
+    """Nothing of it is what is resident, all of it is what keeping everything takes."""
+    budget = Problem(graph, f"{percent}%").budget_bytes
+    assert budget == graph.resident_bytes + (keep_all_bytes(graph) - graph.resident_bytes) * percent // 100
+
+
+def test_a_budget_is_bytes_text_or_a_share():
+    """However it is written, it is resolved once and stays an integer."""
+    assert Problem(chain(), 12).budget_bytes == 12
+    assert Problem(chain(), "1KiB").budget_bytes == 1024
+    assert Problem(chain(), "50%").budget_bytes == 14
+    assert Problem(chain(), 12.0).budget_bytes == 12
+    with pytest.raises(UnitError):
+        Problem(chain(), "x%")
+    with pytest.raises(UnitError):
+        Problem(chain(), -1)
+
+
+def test_by_default_everything_may_run_again_and_move():
+    """The widest class of plans has the cheapest."""
+    problem = Problem(chain(), 12)
+    assert (problem.recompute, problem.reorder) == ("all", True)
+    narrow = Problem(chain(), 12, "forward", 0)
+    assert (narrow.recompute, narrow.reorder) == ("forward", False)
+
+
+def test_what_may_run_again_has_two_answers():
+    """A word that is mistyped must not be taken for the other."""
+    with pytest.raises(OptionError) as caught:
+        Problem(chain(), 12, "Forward")
+    assert str(caught.value) == "recompute='Forward' is neither 'all' nor 'forward'"
+
+
+def test_another_budget_is_another_problem_with_the_same_rules():
+    """A search over budgets asks the same question each time."""
+    problem = Problem(chain(), 12, "forward", False)
+    other = problem.replace_budget(9)
+    assert other == Problem(problem.graph, 9, "forward", False)
+    assert other.graph is problem.graph
+    assert (other.recompute, other.reorder) == ("forward", False)
+    assert problem.budget_bytes == 12
+    assert Problem(chain(), 12).replace_budget(9) == Problem(chain(), 9, "all", True)
+
+
+def test_only_a_share_needs_the_peak_of_keeping_everything(monkeypatch):
+    """On a graph of 10,000 ops it takes a moment, and a search over budgets asks many times."""
+    monkeypatch.setattr("checkmate.core.problem.simulate", None)
+    assert Problem(chain(), 12).budget_bytes == 12
+    with pytest.raises(TypeError):
+        Problem(chain(), "50%")

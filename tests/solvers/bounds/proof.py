@@ -1,0 +1,172 @@
+"""The program of event cuts as ``docs/explanation/event_cuts.md`` states it, row by row: nothing is left out or folded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+from checkmate import Problem
+from checkmate.solvers.bounds.event_cuts import PARAMETERS
+
+Term = tuple[float, object]
+
+
+@dataclass
+class Rows:
+    """Rows over named variables, each from 0 to 1; a name that was fixed is a constant."""
+
+    fixed: dict[object, float] = field(default_factory=dict)
+    index: dict[object, int] = field(default_factory=dict)
+    rows: list[dict[int, float]] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
+
+    def at_most(self, terms: Iterable[Term], limit: float) -> None:
+        """The sum of coefficient times variable is no more than a limit."""
+        row: dict[int, float] = {}
+        for coefficient, name in terms:
+            if name in self.fixed:
+                limit -= coefficient * self.fixed[name]
+            else:
+                column = self.index.setdefault(name, len(self.index))
+                row[column] = row.get(column, 0.0) + coefficient
+        self.rows.append(row)
+        self.limits.append(limit)
+
+    def least(self, cost: dict[object, float], *, integral: bool) -> float:
+        """Least cost over all points; infinite if there is none."""
+        weights = np.zeros(len(self.index))
+        for name, weight in cost.items():
+            if name in self.index:
+                weights[self.index[name]] = weight
+        if not len(weights):
+            return 0.0 if all(limit >= -1e-9 for limit in self.limits) else math.inf
+        matrix = np.zeros((len(self.rows), len(weights)))
+        for r, row in enumerate(self.rows):
+            matrix[r, list(row)] = list(row.values())
+        if integral:
+            constraint = LinearConstraint(matrix, ub=np.array(self.limits))
+            solved = milp(weights, constraints=constraint, bounds=Bounds(0, 1), integrality=np.ones(len(weights)))
+        else:
+            solved = linprog(weights, A_ub=matrix, b_ub=self.limits, bounds=(0, 1), method="highs")
+        return float(solved.fun) if solved.success else math.inf
+
+
+def strict_ancestors(problem: Problem) -> list[set[int]]:
+    """For each op and END, the ops whose first computation comes before its own in every plan."""
+    graph = problem.graph
+    end = len(graph.ops)
+    parents = [{graph.producer[v] for v in op.inputs} for op in graph.ops] + [set(range(end))]
+    for a, b in graph.order:
+        parents[b].add(a)
+    for o, op in enumerate(graph.ops):
+        for c in op.clobbered_by:
+            parents[c].add(o)
+    above: list[set[int]] = []
+    for direct in parents:
+        above.append(direct.union(*(above[p] for p in direct)))
+    return above
+
+
+def event_sides(problem: Problem, t: int, targets: Sequence[int] | None) -> tuple[set[int], set[int]]:
+    """A and D of the event of an op: ops computed before it in every plan, and in none; with ``targets``, in every plan
+    that first computes these ops in their order."""
+    above = strict_ancestors(problem)
+    everything = range(len(above))
+    if targets is None or t not in targets:
+        return above[t], {o for o in everything if t in above[o]}
+    place = list(targets).index(t)
+    sure = {*targets[:place], t}.union(*(above[o] for o in (*targets[:place], t)))
+    late = {*targets[place + 1 :], len(above) - 1}
+    return sure - {t}, late | {o for o in everything if above[o] & late}
+
+
+def least_share(
+    problem: Problem,
+    cuts: Sequence[int],
+    *,
+    floating: bool = True,
+    targets: Sequence[int] | None = None,
+    integral: bool = False,
+) -> float:
+    """Least recomputation of a program, as a share of computing every op once; infinite if no point satisfies it."""
+    graph = problem.graph
+    end, last = len(graph.ops), len(cuts)
+    inputs = [set(op.inputs) for op in graph.ops] + [{v for v, value in enumerate(graph.values) if value.kept}]
+    above = strict_ancestors(problem)
+    sides = [event_sides(problem, t, targets) for t in cuts]
+    program = Rows()
+    hidden: list[set[int]] = []  # ops that float and are not modelled
+    again: list[set[int]] = []  # ops with a y after each event
+    for e, t in enumerate(cuts):
+        sure, late = sides[e]
+        beside = set(range(end + 1)) - sure - late - {t}
+        hidden.append(set() if floating else beside)
+        program.fixed.update({("X", e, o): 1.0 for o in sure} | {("X", e, o): 0.0 for o in late | {t}})
+        # An op first computed in the segment supplies its values then: it needs no y before its first computation.
+        again.append(
+            {
+                o
+                for o in (sure | {t} | beside) - hidden[e] - {end}
+                if graph.ops[o].recomputable
+                and (problem.recompute == "all" or graph.ops[o].phase == "forward")
+                and not (set(graph.ops[o].clobbered_by) & (sure | {t}))
+            }
+        )
+    hidden.append(set())
+    program.fixed.update({("X", last, o): 1.0 for o in range(end + 1)})
+    segments = [(e, e + 1) for e in range(last)] + [(e, last) for e in range(last - 1)]
+    program.fixed.update({("y", e, f, o): 0.0 for e, f in segments for o in range(end + 1) if o not in again[e]})
+
+    for e, t in enumerate(cuts):
+        sure, late = sides[e]
+        outputs = graph.ops[t].outputs
+        program.fixed.update({("S", e, k): 1.0 for k in inputs[t]})
+        for k in range(len(graph.values)):
+            if k in inputs[t]:
+                continue
+            if graph.producer[k] in hidden[e]:
+                program.fixed["S", e, k] = 0.0
+            else:
+                program.at_most([(1.0, ("S", e, k)), (-1.0, ("X", e, graph.producer[k]))], 0.0)
+        own = graph.ops[t].workspace_bytes + sum(graph.values[k].size_bytes for k in outputs)
+        room = problem.budget_bytes - graph.resident_bytes
+        scale = max(1, room)
+        rest = [(graph.values[k].size_bytes / scale, ("S", e, k)) for k in range(len(graph.values)) if k not in outputs]
+        program.at_most(rest, (room * (1 + PARAMETERS.budget_slack) - own) / scale)
+        for o in set(range(end)) - hidden[e]:
+            for p in above[o] - hidden[e]:
+                program.at_most([(1.0, ("X", e, o)), (-1.0, ("X", e, p))], 0.0)
+            if o not in hidden[e + 1]:
+                program.at_most([(1.0, ("X", e, o)), (-1.0, ("X", e + 1, o))], 0.0)
+
+    for e, f in segments:
+
+        def needed(k: int, need: list[Term], e: int = e, f: int = f) -> None:
+            p = graph.producer[k]
+            if p not in hidden[e] | hidden[f]:
+                supply = [(-1.0, ("S", e, k)), (-1.0, ("y", e, f, p)), (-1.0, ("X", f, p)), (1.0, ("X", e, p))]
+                program.at_most([*need, *supply], 0.0)
+
+        for k in range(len(graph.values)):
+            if f < last:
+                needed(k, [(1.0, ("S", f, k))])
+        for o in range(end + 1):
+            for k in inputs[o]:
+                if o in again[e]:
+                    needed(k, [(1.0, ("y", e, f, o))])
+                if o not in hidden[e] | hidden[f]:
+                    needed(k, [(1.0, ("X", f, o)), (-1.0, ("X", e, o))])
+    for e in range(last - 1):
+        for o in range(end):
+            whole, first, then = ("y", e, last, o), ("y", e, e + 1, o), ("y", e + 1, last, o)
+            program.at_most([(1.0, whole), (-1.0, first), (-1.0, then)], 0.0)
+            program.at_most([(1.0, first), (-1.0, whole)], 0.0)
+            if o in again[e]:
+                program.at_most([(1.0, then), (-1.0, whole)], 0.0)
+    total = max(1, graph.cost)
+    cost = {("y", e, e + 1, o): graph.ops[o].cost / total for e in range(last) for o in range(end)}
+    return program.least(cost, integral=integral)

@@ -1,0 +1,265 @@
+"""Event cuts: the program is that of the proof, and its optimum is below the cost of every plan."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from checkmate import BruteForce, Graph, Op, Plan, Problem, Value, simulate, solve
+from checkmate.solvers.backends.highs import solve_integer, solve_linear
+from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutModel, CutProgram, NoColumn
+from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.reductions.fold_views import FoldViews
+from tests.solvers.bounds.proof import event_sides, least_share, strict_ancestors
+from tests.solvers.instances import draw
+from tests.strategies import random_graph
+
+
+def tight_problem(rng: random.Random) -> Problem:
+    """A folded problem whose budget is little more than the floor, where events prove most."""
+    graph = random_graph(rng, max_ops=rng.choice([6, 9, 12]), training=rng.random() < 0.8)
+    own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+    low = min(floor(graph).peak_bytes, own)
+    budget = rng.randint(low, (3 * low + own) // 4)
+    return FoldViews.of(graph).apply(Problem(graph, budget, recompute=rng.choice(["all", "forward"])))
+
+
+def some_targets(rng: random.Random, problem: Problem) -> tuple[int, ...] | None:
+    """No targets, all ops, or some of them."""
+    share = rng.choice([0.0, 0.0, 0.0, 0.6, 1.0])
+    return tuple(o for o in range(len(problem.graph.ops)) if rng.random() < share) or None
+
+
+def some_chain(rng: random.Random, model: CutModel) -> list[int]:
+    """Events that come one after another in every plan, from first to last."""
+    chain = [rng.randrange(model.end)]
+    for o in range(model.end):
+        if o not in chain and rng.random() < 0.6 and all(model.comparable(c, o) for c in chain):
+            chain.append(o)
+    return sorted(chain, key=lambda o: sum(bool(model.sides(o)[0][c]) for c in chain))
+
+
+def linear_bound(cut: CutProgram) -> float:
+    """What a program proves without integers."""
+    return math.inf if cut.impossible else solve_linear(cut.program).bound
+
+
+def test_the_program_is_that_of_the_proof():
+    """Columns that cannot matter are left out and constants are folded: the least cost of the relaxation stays what it is."""
+    sharp = impossible = 0
+    for seed in range(180):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        targets = some_targets(rng, problem)
+        model = CutModel(problem, targets)
+        chain = some_chain(rng, model)
+        for floating in (False, True):
+            stated = least_share(problem, chain, floating=floating, targets=targets)
+            bound = linear_bound(model.build(chain, floating=floating))
+            assert bound == pytest.approx(stated, abs=1e-5), (seed, chain, floating)
+            sharp += 1e-6 < stated < math.inf
+            impossible += math.isinf(stated)
+    assert sharp > 50
+    assert impossible > 5
+
+
+def test_in_integers_the_program_is_that_of_the_proof():
+    """Every column is 0 or 1 in a plan, so the bound may be taken over such points only."""
+    above_the_relaxation = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        model = CutModel(problem)
+        chain = some_chain(rng, model)
+        cut = model.build(chain)
+        if not len(cut.program.cost):
+            continue
+        stated = least_share(problem, chain, integral=True)
+        solved = solve_integer(cut.program)
+        bound = math.inf if cut.impossible or solved.solution is None else solved.objective
+        assert bound == pytest.approx(stated, abs=1e-5), (seed, chain)
+        above_the_relaxation += bound > linear_bound(cut) + 1e-5
+    assert above_the_relaxation > 0
+
+
+def test_every_cut_bounds_every_plan():
+    """Single events, chains of events, with and without floating ops, relaxed and in integers."""
+    sharp = checked = 0
+    for seed in range(150):
+        instance = draw(seed)
+        if instance.optimum is None or not instance.problem.reorder:
+            continue
+        fold = FoldViews.of(instance.problem.graph, priced=True)
+        folded = fold.apply(instance.problem)
+        once = max(1, folded.graph.cost)
+        model = CutModel(folded)
+        for cuts in chains(model, random.Random(seed)):
+            for floating in (False, True):
+                cut = model.build(cuts, floating=floating)
+                assert not cut.impossible, (seed, cuts)
+                for solved in (solve_linear(cut.program), solve_integer(cut.program)):
+                    bound = instance.problem.graph.cost + solved.bound * once
+                    assert bound <= instance.optimum + 1e-4, (seed, cuts, floating, bound, instance.optimum)
+                checked += 1
+                sharp += math.isclose(bound, instance.optimum, abs_tol=1e-4)
+    assert checked > 200
+    assert sharp > checked / 2
+
+
+def chains(model: CutModel, rng: random.Random) -> list[list[int]]:
+    """A single event and a random chain of the DAG."""
+    start = rng.randrange(model.end)
+    chain = [start]
+    while following := [o for o in model.children[chain[-1]] if o != model.end]:
+        chain.append(rng.choice(following))
+    return [[start], chain]
+
+
+def test_floating_ops_sharpen_the_bound():
+    """A gradient beside the chain weighs at the event by its output or by its inputs."""
+    graph = Graph(
+        ops=(
+            Op("x", (), (0,), 10),
+            Op("y", (0,), (1,), 10),
+            Op("side", (0,), (2,), 1),
+            Op("big", (1,), (3,), 1, workspace_bytes=10),
+        ),
+        values=(Value("x", 6), Value("y", 1), Value("side", 6, kept=True), Value("big", 1, kept=True)),
+    )
+    problem = Problem(graph, 14)
+    model = CutModel(problem)
+    optimum = solve(problem, BruteForce()).cost
+    without, with_them = (
+        solve_linear(model.build([3], floating=floating).program).bound * graph.cost + graph.cost for floating in (False, True)
+    )
+    assert without < with_them <= optimum + 1e-6
+    assert linear_bound(model.build([3])) == linear_bound(model.build([3], floating=True))
+
+
+def test_the_sides_of_an_event_are_its_ancestors_and_descendants():
+    """By data, order and clobbers; where targets have an order, all earlier ones are sure and no later one has run."""
+    for seed in range(120):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        targets = some_targets(rng, problem)
+        model = CutModel(problem, targets)
+        assert model.end == len(problem.graph.ops)
+        for o in range(model.end):
+            before, after = (set(np.flatnonzero(side).tolist()) for side in model.sides(o))
+            assert (before, after) == event_sides(problem, o, targets), (seed, o)
+            assert model.end in after
+
+
+def test_parents_and_children_are_the_same_edges():
+    """END comes after every op."""
+    for seed in range(40):
+        problem = tight_problem(random.Random(seed))
+        model = CutModel(problem)
+        edges = {(p, o) for o, parents in enumerate(model.parents) for p in parents}
+        assert edges == {(o, c) for o, children in enumerate(model.children) for c in children}
+        assert {o for o, c in edges if c == model.end} == set(range(model.end))
+        assert model.parents == [sorted(parents) for parents in model.parents]
+        for v in range(len(problem.graph.values)):
+            assert model.readers_of(v) == problem.graph.readers[v]
+
+
+def test_ops_are_comparable_where_one_surely_comes_first():
+    """Either may be the first; an op is comparable with itself, since an event is one event."""
+    for seed in range(80):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        targets = some_targets(rng, problem)
+        model = CutModel(problem, targets)
+        for a in range(model.end):
+            before, after = event_sides(problem, a, targets)
+            assert [model.comparable(a, b) for b in range(model.end)] == [b in before | after | {a} for b in range(model.end)]
+
+
+def test_a_bound_holds_for_any_order_where_the_dag_leaves_none_open():
+    """Only then are the sides of an event the same in every order."""
+    seen = set()
+    for seed in range(80):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        above = strict_ancestors(problem)
+        model = CutModel(problem, tuple(range(len(problem.graph.ops))))
+        for cuts in ([], *([o] for o in range(model.end)), some_chain(rng, model)):
+            fixed = all(b in above[c] or c in above[b] or b == c for c in cuts for b in range(model.end))
+            assert model.any_order(cuts) is fixed, (seed, cuts)
+            assert CutModel(problem).any_order(cuts) is True
+            seen.add(fixed)
+    assert seen == {True, False}
+
+
+def test_what_is_surely_live_is_a_constant_and_the_rest_that_can_be_read_a_column():
+    """The inputs of the event, and what cannot be made again and has a reader that surely comes later; columns of the rest
+    exist where the value may be there and some op or the end may still read it."""
+    for seed in range(120):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        graph = problem.graph
+        model = CutModel(problem)
+        chain = some_chain(rng, model)
+        floating = rng.random() < 0.5
+        cut = model.build(chain, floating=floating)
+        assert cut.cuts == tuple(chain)
+        assert cut.live.shape == (len(chain), len(graph.values))
+        columns: list[int] = []
+        for e, t in enumerate(chain):
+            before, after = event_sides(problem, t, None)
+            again = {
+                o
+                for o, op in enumerate(graph.ops)
+                if op.recomputable
+                and (problem.recompute == "all" or op.phase == "forward")
+                and not set(op.clobbered_by) & (before | {t})
+            }
+            readable: set[int] = {v for v, value in enumerate(graph.values) if value.kept}
+            for o in reversed(range(len(graph.ops))):
+                if o not in before or (o in again and set(graph.ops[o].outputs) & readable):
+                    readable |= set(graph.ops[o].inputs)
+            for v in range(len(graph.values)):
+                p = graph.producer[v]
+                later = any(reader in after for reader in graph.readers[v]) or graph.values[v].kept
+                beside = p not in before | after | {t}
+                if v in graph.ops[t].inputs or (p in before and p not in again and later):
+                    assert cut.live[e, v] == NoColumn.ALWAYS_LIVE, (seed, e, v)
+                elif v in readable and (p in before or (floating and beside)):
+                    assert cut.live[e, v] >= 0, (seed, e, v)
+                    columns.append(int(cut.live[e, v]))
+                else:
+                    assert cut.live[e, v] == NoColumn.UNMODELLED, (seed, e, v)
+        assert len(set(columns)) == len(columns)
+        assert all(column < len(cut.program.cost) and cut.program.cost[column] == 0 for column in columns)
+
+
+def test_an_event_that_alone_exceeds_the_budget_is_impossible():
+    """Compared in exact bytes, without the slack that an engine's tolerance needs."""
+    graph = Graph.from_dag(cost=[1, 1, 1], size_bytes=[2**40, 2**40, 1], edges=[(0, 1), (1, 2)], resident_bytes=7)
+    for budget, impossible in ((2**41 + 7, False), (2**41 + 6, True)):
+        cut = CutModel(Problem(graph, budget)).build([0, 1, 2])
+        assert cut.impossible is impossible
+    assert CutModel(Problem(graph, 0)).build([2]).impossible
+
+
+def test_no_op_is_computed_again_for_nothing():
+    """Where everything fits nothing is recomputed, whatever ops cost; a graph without costs has a bound of zero."""
+    for cost in ([3, 4, 5], [0, 0, 0]):
+        graph = Graph.from_dag(cost=cost, size_bytes=[1, 1, 1], edges=[(0, 1), (0, 2), (1, 2)], kept=[2])
+        assert linear_bound(CutModel(Problem(graph, 3)).build([0, 1, 2])) == pytest.approx(0.0)
+
+
+def test_the_bound_is_a_share_of_the_cost_of_computing_all_ops_once():
+    """The first op has to run twice: its cost over the cost of all of them, but for the slack of the budget's row."""
+    tight = Graph(
+        (Op("a", (), (0,), 30), Op("b", (0,), (1,), 5), Op("wide", (1,), (2,), 15, workspace_bytes=6), Op("c", (0, 2), (3,), 0)),
+        (Value("x", 4), Value("y", 1), Value("w", 1), Value("z", 1, kept=True)),
+    )
+    assert linear_bound(CutModel(Problem(tight, 8)).build([2])) == pytest.approx(
+        30 / 50 * (1 - 2 * PARAMETERS.budget_slack), rel=1e-8
+    )
+    assert solve(Problem(tight, 8), BruteForce()).cost == 50 + 30
+    assert linear_bound(CutModel(Problem(tight, 12)).build([2])) == pytest.approx(0.0)

@@ -1,0 +1,485 @@
+"""Refinement: which events are chosen, what is proven of them, and how a solution becomes a plan."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate import Graph, Limits, Op, Plan, Problem, Value, simulate, solve
+from checkmate.core.plan import Compute
+from checkmate.solvers.backends import highs
+from checkmate.solvers.backends.program import Solved
+from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.refine import (
+    PARAMETERS,
+    Refinement,
+    chain_of,
+    code_of,
+    first_bytes,
+    longest_chain,
+    promising_events,
+    quick_bound,
+    separated_peaks,
+    single_cuts,
+)
+from tests.oracle import naive_bytes
+from tests.solvers.bounds.proof import strict_ancestors
+from tests.solvers.bounds.test_event_cuts import linear_bound, some_chain, some_targets, tight_problem
+from tests.solvers.chains import unit_chain
+from tests.strategies import graphs_and_orders
+
+
+def chain_graph(sizes: list[int], *, loss: int | None = None) -> Graph:
+    """Ops in a row; only neighbours read each other, and all values are kept."""
+    return Graph(
+        tuple(Op(f"f{o}", (o - 1,) if o else (), (o,), 1, phase="loss" if o == loss else "forward") for o in range(len(sizes))),
+        tuple(Value(f"v{o}", size) for o, size in enumerate(sizes)),
+    )
+
+
+@given(graphs_and_orders())
+def test_first_bytes_are_those_of_the_first_computations(drawn):
+    """Later computations of an op have a memory of their own."""
+    graph, order = drawn
+    plan = Plan.from_order(graph, order)
+    held = naive_bytes(graph, plan)
+    steps = {o: plan.steps.index(Compute(o)) for o in order}
+    assert first_bytes(graph, order) == {o: held[p] for o, p in steps.items()}
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=20),
+    st.integers(1, 6),
+    st.integers(0, 8),
+    st.permutations(range(31)),
+)
+def test_peaks_are_the_fullest_ops_that_lie_apart(held, count, apart, order):
+    """Of two that are too close the fuller is taken, of two that are as full the first; only the count leaves others out."""
+    rank = dict(enumerate(order))
+    chosen = separated_peaks(held, rank, count, apart)
+    by_bytes = sorted(held, key=lambda o: (-held[o], o))
+    assert chosen == [o for o in by_bytes if o in chosen]
+    assert len(chosen) <= count
+    assert all(abs(rank[a] - rank[b]) > apart for i, a in enumerate(chosen) for b in chosen[:i])
+    seen = by_bytes if len(chosen) < count else by_bytes[: by_bytes.index(chosen[-1])]
+    for o in set(seen) - set(chosen):
+        assert any(abs(rank[o] - rank[c]) <= apart for c in chosen if by_bytes.index(c) < by_bytes.index(o))
+
+
+@pytest.mark.parametrize("count", [5, 111, 112, 120, 170])
+def test_promising_events_are_losses_and_the_peaks_of_every_order(count):
+    """A training step holds most before its loss; of each plan come as many peaks as there are candidates, apart."""
+    rng = random.Random(count)
+    graph = chain_graph([rng.randint(1, 99) for _ in range(count)], loss=count // 2)
+    orders = [list(range(count)), [*range(count), 0, 1]]
+    events = promising_events(graph, iter(orders))
+    assert events[0] == count // 2
+    assert len(set(events)) == len(events)
+    apart = max(1, count // PARAMETERS.candidate_spacing)
+    peaks = [
+        separated_peaks(first_bytes(graph, order), {o: o for o in range(count)}, PARAMETERS.candidates, apart) for order in orders
+    ]
+    assert events == list(dict.fromkeys([count // 2, *peaks[0], *peaks[1]]))
+    assert any(abs(a - b) == apart + 1 for a in peaks[0] for b in peaks[0])
+    assert promising_events(graph, []) == [count // 2]
+
+
+def test_a_longest_chain_is_a_longest_path_without_the_end():
+    """Each op is a parent of the next, and no path has more ops."""
+    for seed in range(80):
+        problem = tight_problem(random.Random(seed))
+        model = CutModel(problem)
+        chain = longest_chain(model)
+        assert all(a in model.parents[b] for a, b in pairwise(chain))
+        above = strict_ancestors(problem)
+        longest: list[int] = []
+        for o in range(model.end):
+            longest.append(1 + max((longest[a] for a in above[o]), default=0))
+        assert len(chain) == max(longest)
+        assert model.end not in chain
+
+
+def test_of_two_longest_chains_the_first_is_taken():
+    """Ties break by index, so that a seed gives the same plan everywhere."""
+    diamonds = Graph.from_dag(
+        cost=[1] * 7, size_bytes=[1] * 7, edges=[(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (3, 5)], kept=[4, 5, 6]
+    )
+    assert longest_chain(CutModel(Problem(diamonds, 9))) == [0, 1, 3, 4]
+    assert longest_chain(CutModel(Problem(Graph((), ()), 9))) == []
+
+
+def test_single_cuts_prove_each_bound_that_is_better_than_those_before():
+    """And return the event with the best; each says whether it holds for any order."""
+    infinite = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        model = CutModel(problem, some_targets(rng, problem))
+        candidates = rng.sample(range(model.end), rng.randint(1, model.end))
+        proven: list[tuple[float, bool]] = []
+        best = single_cuts(
+            model, candidates, lambda bound, any_order, proven=proven: proven.append((bound, any_order)), lambda: False
+        )
+        expected: list[tuple[float, bool]] = []
+        event = None
+        for candidate in candidates:
+            bound = linear_bound(model.build([candidate]))
+            if not expected or bound > expected[-1][0]:
+                expected.append((bound, model.any_order([candidate])))
+                event = candidate
+            if bound == math.inf:
+                infinite += 1
+                break
+        assert (best, proven) == (event, expected), seed
+    assert infinite
+
+
+def test_single_cuts_stop_when_time_is_up():
+    """After the first candidate at the earliest: one bound is better than none."""
+    model = CutModel(Problem(unit_chain(6), 5))
+    proven: list[float] = []
+    assert single_cuts(model, [6, 5], lambda bound, _: proven.append(bound), lambda: True) == 6
+    assert len(proven) == 1
+    assert single_cuts(model, [], lambda bound, _: proven.append(bound), lambda: False) is None
+    assert len(proven) == 1
+
+
+def test_an_event_that_is_impossible_alone_ends_the_search():
+    """Nothing can be proven beyond that there is no plan."""
+    model = CutModel(Problem(chain_graph([1, 5, 5, 1]), 9))
+    asked: list[bool] = []
+    proven: list[tuple[float, bool]] = []
+    best = single_cuts(model, [0, 2, 3], lambda *proof: proven.append(proof), lambda: bool(asked.append(True)))
+    assert best == 2
+    assert proven[-1] == (math.inf, True)
+    assert len(asked) == 1
+
+
+def test_the_quick_bound_is_the_better_of_two_and_says_if_floating_ops_pay():
+    """With them the bound can only be sharper, but a program that is larger for nothing costs time."""
+    seen = set()
+    for seed in range(80):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        model = CutModel(problem)
+        cuts = some_chain(rng, model)
+        if model.build(cuts).impossible:
+            continue
+        without, with_them = (linear_bound(model.build(cuts, floating=floating)) for floating in (False, True))
+        bound, floating = quick_bound(model, cuts)
+        assert bound == max(without, with_them)
+        assert floating is (with_them > without + PARAMETERS.floating_gain)
+        seen.add(floating)
+    assert seen == {True, False}
+
+
+def test_a_quick_bound_is_the_better_one_whichever_that_is(monkeypatch):
+    """An engine that stops early may prove more of the smaller program."""
+    bounds = iter([0.1, 0.3])
+    monkeypatch.setattr(highs, "solve_linear", lambda program, **_: Solved(next(bounds), None, math.inf, False))
+    assert quick_bound(CutModel(Problem(unit_chain(2), 4)), [2]) == (0.3, False)
+
+
+@pytest.mark.parametrize("gain", [0.5, 1.0, 1.5])
+def test_floating_ops_pay_where_they_add_more_than_the_engines_tolerance(monkeypatch, gain):
+    """Below it the difference is noise."""
+    bounds = iter([0.25 + gain * PARAMETERS.floating_gain, 0.25])
+    monkeypatch.setattr(highs, "solve_linear", lambda program, **_: Solved(next(bounds), None, math.inf, True))
+    assert quick_bound(CutModel(Problem(unit_chain(2), 4)), [2])[1] is (gain > 1)
+
+
+def test_linear_programs_have_their_time(monkeypatch):
+    """A bound by duals is of use whenever it is stopped, so none may take all the time there is."""
+    limits: list[float] = []
+
+    def limited(program: Any, *, time_s: float = math.inf) -> Solved:
+        limits.append(time_s)
+        return Solved(0.0, None, math.inf, False)
+
+    monkeypatch.setattr(highs, "solve_linear", limited)
+    model = CutModel(Problem(unit_chain(2), 4))
+    single_cuts(model, [2], lambda *_: None, lambda: False)
+    quick_bound(model, [2])
+    assert limits == [PARAMETERS.linear_time_s] * 3
+
+
+def test_a_chain_takes_each_event_that_is_comparable_with_those_before():
+    """So the first events, which promise most, are in it; it is sorted, as indices follow the DAG."""
+    for seed in range(80):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        model = CutModel(problem)
+        events = [rng.randrange(model.end) for _ in range(2 * model.end)]
+        chain = chain_of(model, iter(events))
+        assert chain == sorted(set(chain))
+        assert events[0] in chain
+        taken: list[int] = []
+        for event in events:
+            if event in chain:
+                taken.append(event)
+            else:
+                assert not all(model.comparable(event, other) for other in taken)
+        assert all(model.comparable(a, b) for a in chain for b in chain)
+
+
+class FakeSearch:
+    """Says what it is told to, and remembers what it was told."""
+
+    def __init__(self, stage: dict[int, int], orders: Iterable[list[int]] = (), repaired: list[int] | None = None) -> None:
+        self.stage = stage
+        self.orders = iter(orders)
+        self.repaired = repaired
+        self.evicted: list[tuple[int, int, int]] = []
+        self.started: list[object] = []
+
+    def empty_code(self) -> Any:
+        return self.evicted
+
+    def evict(self, code: Any, value: int, start: int, stop: int) -> bool:
+        assert code is self.evicted
+        self.evicted.append((value, start, stop))
+        return True
+
+    def realise(self, code: Any) -> list[int]:
+        assert code is self.evicted
+        return next(self.orders)
+
+    def start_from(self, code: Any) -> bool:
+        self.started.append(code)
+        return self.repaired is not None
+
+    def order(self) -> list[int]:
+        assert self.repaired is not None
+        return self.repaired
+
+
+def test_a_code_evicts_what_is_not_live_from_its_last_touch_to_the_event():
+    """By the stages of the search; a value that is live by half or more stays."""
+    evictions = 0
+    for seed in range(80):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        graph = problem.graph
+        model = CutModel(problem)
+        cut = model.build(some_chain(rng, model))
+        staged = [o for o in range(model.end) if rng.random() < 0.8]
+        stage = {o: t for t, o in enumerate(staged)}
+        live = np.array([rng.choice([0.0, 0.49, 0.5, 1.0]) for _ in cut.program.cost])
+        search = FakeSearch(stage)
+        assert code_of(cut, live, model, search) is search.evicted
+        expected: list[tuple[int, int, int]] = []
+        for e, event in enumerate(cut.cuts):
+            for v in range(len(graph.values)):
+                if event in stage and cut.live[e, v] >= 0 and live[cut.live[e, v]] < 0.5:
+                    made = stage.get(graph.producer[v], -1)
+                    reads = [stage[o] for o in graph.readers[v] if stage.get(o, math.inf) < stage[event]]
+                    expected.append((v, max(reads, default=made) + 1, stage[event]))
+        assert search.evicted == expected, seed
+        evictions += len(expected)
+    assert evictions > 100
+
+
+class Engine:
+    """Stands for HiGHS in a refinement: bounds and endings as told; what it was asked is remembered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *bounds: float, found: bool = True, finished: bool = True) -> None:
+        self.bounds = iter(bounds)
+        self.found, self.finished = found, finished
+        self.linear: list[float] = []
+        self.integer: list[dict[str, float]] = []
+        self.programs: list[Any] = []
+        monkeypatch.setattr(highs, "solve_linear", self.solve_linear)
+        monkeypatch.setattr(highs, "solve_integer", self.solve_integer)
+
+    def solve_linear(self, program: Any, *, time_s: float) -> Solved:
+        self.linear.append(time_s)
+        return Solved(0.125, None, math.inf, True)
+
+    def solve_integer(self, program: Any, **limits: float) -> Solved:
+        self.integer.append(limits)
+        self.programs.append(program)
+        solution = np.zeros(len(program.cost)) if self.found else None
+        return Solved(next(self.bounds), solution, 0.0, self.finished)
+
+
+def refine(
+    search: FakeSearch, problem: Problem, first: list[int], *, best: float = 1.0, left: Callable[[], float] = lambda: 100.0,
+    targets: tuple[int, ...] | None = None, floating: bool = True,
+) -> tuple[list[int], list[tuple[float, bool]], list[list[int]]]:  # fmt: skip
+    """Events of the last program, what was proven and what was offered."""
+    proven: list[tuple[float, bool]] = []
+    offered: list[list[int]] = []
+    refinement = Refinement(
+        CutModel(problem, targets), search, lambda *proof: proven.append(proof), offered.append, gap=0.01, threads=3
+    )
+    cuts = refinement.run(first, lambda: best, left, floating=floating)
+    return cuts, proven, offered
+
+
+def test_without_time_nothing_is_proven():
+    """The events are those that were given, in the order of the chain."""
+    left = PARAMETERS.least_time_s
+    assert refine(FakeSearch({}), Problem(unit_chain(3), 4), [5, 3, 4, 3], left=lambda: left) == ([3, 4, 5], [], [])
+
+
+def test_an_impossible_event_proves_that_there_is_no_plan():
+    """Then no engine is asked."""
+    problem = Problem(chain_graph([1, 5, 5, 1]), 9)
+    assert refine(FakeSearch({}), problem, [1, 2]) == ([1, 2], [(math.inf, True)], [])
+
+
+@pytest.mark.parametrize(
+    ("first", "left", "linear"),
+    [
+        ([3], 20.0, []),
+        ([3, 4], 20.0, [PARAMETERS.chain_linear_share * 20.0]),
+        ([3, 4], 99.0, [PARAMETERS.chain_linear_time_s]),
+    ],
+)
+def test_a_round_proves_the_relaxation_and_then_the_integers(monkeypatch, first, left, linear):
+    """One event alone was relaxed before. The engine gets the time that is left, the gap, the threads and the best cost."""
+    engine = Engine(monkeypatch, 0.5)
+    order = list(range(7))
+    cuts, proven, offered = refine(FakeSearch({}, [order]), Problem(unit_chain(3), 7), first, best=0.75, left=lambda: left)
+    assert cuts == first
+    assert proven == [(0.125, True)] * len(linear) + [(0.5, True)]
+    assert offered == [order]
+    assert engine.linear == linear
+    assert engine.integer == [{"time_s": left, "absolute_gap": 0.01, "threads": 3, "cutoff": 0.75}]
+
+
+def test_bounds_of_a_given_order_say_so(monkeypatch):
+    """Where the DAG leaves an order open, what is proven of one holds for that one."""
+    Engine(monkeypatch, 0.5)
+    graph = Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)], kept=[3])
+    proven = refine(FakeSearch({}, [[]]), Problem(graph, 9), [1, 2], targets=(0, 1, 2, 3))[1]
+    assert proven == [(0.125, False), (0.5, False)]
+    assert refine(FakeSearch({}), Problem(graph, 1), [1], targets=(0, 1, 2, 3))[1] == [(math.inf, False)]
+
+
+def test_floating_ops_are_modelled_as_told(monkeypatch):
+    """Without them the program has fewer columns."""
+    problem = Problem(Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 1), (0, 2), (1, 3)], kept=[2, 3]), 3)
+    engine = Engine(monkeypatch, 0.0, 0.0)
+    for floating in (False, True):
+        refine(FakeSearch({}, [[]]), problem, [3], floating=floating)
+    assert len(engine.programs[0].cost) < len(engine.programs[1].cost)
+
+
+def test_time_that_runs_out_after_the_relaxation_ends_the_round(monkeypatch):
+    """What is proven stays proven."""
+    engine = Engine(monkeypatch)
+    times = iter([1.0, 1.0, 0.0])
+    assert refine(FakeSearch({}), Problem(unit_chain(3), 7), [3, 4], left=lambda: next(times))[1] == [(0.125, True)]
+    assert engine.integer == []
+
+
+@pytest.mark.parametrize(
+    ("bound", "found", "goes_on"),
+    [(0.5, True, True), (0.74, True, False), (0.75, True, False), (0.739, True, True), (0.5, False, False)],
+)
+def test_a_bound_at_the_best_plan_or_no_solution_ends_the_refinement(monkeypatch, bound, found, goes_on):
+    """Within the gap there is nothing to gain; without a solution there is nothing to realise."""
+    Engine(monkeypatch, bound, found=found)
+    order = list(range(7))
+    _, proven, offered = refine(FakeSearch({}, [order]), Problem(unit_chain(3), 7), [3], best=0.75)
+    assert proven == [(bound, True)]
+    assert offered == ([order] if goes_on else [])
+
+
+def test_a_solution_is_offered_as_it_is_and_repaired(monkeypatch):
+    """The first may break the budget; where it cannot be realised, an op would have to run twice that may not."""
+    Engine(monkeypatch, 0.0, 0.0, 0.0)
+    problem, order, other = Problem(unit_chain(3), 7), list(range(7)), [0, *range(7)]
+    search = FakeSearch({}, [order], repaired=other)
+    assert refine(search, problem, [3])[2] == [order, other]
+    assert search.started == [search.evicted]
+    unrepaired = FakeSearch({}, [order])
+    assert refine(unrepaired, problem, [3])[2] == [order]
+    assert len(unrepaired.started) == 1
+    impossible = FakeSearch({}, [[]], repaired=other)
+    assert refine(impossible, problem, [3]) == ([3], [(0.0, True)], [])
+    assert impossible.started == []
+
+
+def test_events_are_added_where_the_realised_plan_breaks_the_budget(monkeypatch):
+    """The fullest first and some at a time, apart from each other, until every op that breaks it is an event."""
+    problem, order = Problem(unit_chain(6), 5), list(range(13))
+    assert list(first_bytes(problem.graph, order).values()) == [1, 2, 3, 4, 5, 6, 7, 8, 7, 6, 5, 4, 3]
+    engine = Engine(monkeypatch, 0.0, 0.0, 0.0)
+    assert refine(FakeSearch({}, [order] * 3), problem, [3])[0] == [3, 5, 6, 7, 8, 9]
+    assert len(engine.linear) == 2  # after 3 alone: 5, 7, 9; then 6 and 8
+    Engine(monkeypatch, 0.0, 0.0)
+    late = iter([1.0] * 3 + [0.0])
+    assert refine(FakeSearch({}, [order] * 3), problem, [3], left=lambda: next(late, 0.0))[0] == [3, 5, 7, 9]
+
+
+def test_a_solution_that_time_cut_short_adds_no_events(monkeypatch):
+    """It may break the budget where the optimum does not."""
+    Engine(monkeypatch, 0.0, finished=False)
+    order = list(range(13))
+    assert refine(FakeSearch({}, [order]), Problem(unit_chain(6), 5), [3]) == ([3], [(0.0, True)], [order])
+
+
+def test_on_a_long_chain_added_events_lie_further_apart(monkeypatch):
+    """Neighbours of a peak prove what the peak does."""
+    problem, order = Problem(unit_chain(70), 60), list(range(141))
+    held = first_bytes(problem.graph, order)
+    peak = max(order, key=lambda o: (held[o], -o))
+    left = iter([1.0] * 2)
+    Engine(monkeypatch, 0.0)
+    cuts, _, _ = refine(FakeSearch({}, [order]), problem, [0], left=lambda: next(left, 0.0))
+    assert len(order) // PARAMETERS.added_spacing == 2
+    assert cuts == [0, peak - 3, peak, peak + 3]
+
+
+def test_all_events_are_one_chain_and_every_op_of_it_that_breaks_the_budget_is_among_them(monkeypatch):
+    """The longest chain, or any targets in their order, as far as they are comparable with the first events."""
+    added = 0
+    for seed in range(120):
+        rng = random.Random(seed)
+        problem = tight_problem(rng)
+        graph = problem.graph
+        order = random_first_computations(rng, problem)
+        targets = tuple(order) if rng.random() < 0.5 else None
+        model = CutModel(problem, targets)
+        first = some_chain(rng, model)[:2]
+        Engine(monkeypatch, *[0.0] * 20)
+        cuts, proven, _ = refine(FakeSearch({}, [order] * 20), problem, first, targets=targets)
+        assert set(first) <= set(cuts)
+        assert all(model.sides(b)[0][a] for a, b in pairwise(cuts)), (seed, cuts)
+        if math.inf in [bound for bound, _ in proven]:
+            continue
+        held = first_bytes(graph, order)
+        broken = {o for o in (targets or longest_chain(model)) if held[o] > problem.budget_bytes}
+        assert set(cuts) - set(first) <= broken
+        assert not [o for o in broken - set(cuts) if all(model.comparable(o, c) for c in cuts)], seed
+        added += len(cuts) - len(set(first))
+    assert added > 50
+
+
+def random_first_computations(rng: random.Random, problem: Problem) -> list[int]:
+    """Every op once, in some order that the DAG allows."""
+    above = strict_ancestors(problem)
+    order: list[int] = []
+    while ready := [o for o in range(len(problem.graph.ops)) if o not in order and above[o] <= set(order)]:
+        order.append(rng.choice(ready))
+    return order
+
+
+def test_a_tight_chain_stays_within_five_per_cent():
+    """Unit chains are what single cuts are bad at; integer programs over several events do better."""
+    count = 17
+    edges = [(i, i + 1) for i in range(count - 1)] + [(i, count - 1 - i) for i in range(count // 2)]
+    graph = Graph.from_dag(cost=[1] * count, size_bytes=[1] * count, edges=edges, backward=[i > 8 for i in range(count)])
+    result = solve(Problem(graph, 6), limits=Limits(time_s=30, gap=0.0))
+    assert result.gap <= 0.05
+    assert simulate(graph, result.plan).peak_bytes <= 6
