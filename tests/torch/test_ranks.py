@@ -22,7 +22,7 @@ from checkmate.torch.distributed.plan_on_rank0 import plan_together
 def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Ranks]]:
     """Ranks that meet at one store."""
     store = dist.HashStore()
-    monkeypatch.setattr(ranks_module, "store_of_job", lambda: store)
+    monkeypatch.setattr(ranks_module, "job_store", lambda: store)
     return lambda count: [Ranks(rank, count) for rank in range(count)]
 
 
@@ -60,7 +60,7 @@ def test_everybody_hears_what_rank_0_decides(job: Callable[[int], list[Ranks]]) 
     for turn in range(3):
         said = at_once(*[lambda r=r, turn=turn: r.decide("t", bytes([turn, r.rank]), b"|".join) for r in members])
         assert said == [b"|".join(bytes([turn, rank]) for rank in range(3))] * 3
-    store = ranks_module.store_of_job()
+    store = ranks_module.job_store()
     assert not store.check(["0/answer"])
     assert not store.check(["1/1"])
     assert store.check(["2/answer"])
@@ -125,7 +125,7 @@ def test_nobody_waits_for_one_that_runs_on(
 def test_one_that_does_not_come_is_named(job: Callable[[int], list[Ranks]]) -> None:
     """No rank waits longer than its process group would."""
     members = job(2)
-    ranks_module.store_of_job().set_timeout(datetime.timedelta(seconds=0.3))
+    ranks_module.job_store().set_timeout(datetime.timedelta(seconds=0.3))
     with pytest.raises(RankError, match="rank 1 did not come to decide on a plan within"):
         members[0].decide("a plan", b"", lambda said: b"")
 
@@ -133,7 +133,7 @@ def test_one_that_does_not_come_is_named(job: Callable[[int], list[Ranks]]) -> N
 def test_rank_0_may_think_longer_than_a_collective_may_take(job: Callable[[int], list[Ranks]]) -> None:
     """A search has its own time limit: who has begun it is not gone."""
     members = job(2)
-    ranks_module.store_of_job().set_timeout(datetime.timedelta(seconds=0.3))
+    ranks_module.job_store().set_timeout(datetime.timedelta(seconds=0.3))
 
     def decide(said: object) -> bytes:
         time.sleep(1)

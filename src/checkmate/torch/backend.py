@@ -11,7 +11,7 @@ from torch import fx
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
-from checkmate.torch._compat.dynamo import Carrier
+from checkmate.torch._compat.dynamo import DynamoTransparentError
 from checkmate.torch.compilation.compilation import Compilation, Hooks
 from checkmate.torch.distributed.consensus import stopping_together
 from checkmate.torch.graph.symbolic import settle_shapes
@@ -45,7 +45,7 @@ def checkmate(
         if mode is not None:
             raise OptionError(f"mode={mode!r} means nothing to backend 'checkmate'", hint="leave it out")
     except CheckmateError as error:
-        raise Carrier(error) from error
+        raise DynamoTransparentError(error) from error
     return compile_graph(gm, example_inputs, parsed)
 
 
@@ -76,9 +76,9 @@ def compile_graph(
             return run
     except (InfeasibleBudgetError, PlanNotFoundError) as error:
         least = compilation.least_fused_bytes
-        raise Carrier(error if least is None else _beside_fused(error, least)) from error
+        raise DynamoTransparentError(error if least is None else _beside_fused(error, least)) from error
     except CheckmateError as error:
-        raise Carrier(error) from error
+        raise DynamoTransparentError(error) from error
 
 
 def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes: int) -> CheckmateError:

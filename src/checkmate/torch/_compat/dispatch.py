@@ -21,7 +21,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "detect_fake_mode",
-    "fake_on",
+    "fake_tensor_on",
     "invoke_subgraph",
     "no_dispatch",
     "no_modes",
@@ -38,7 +38,7 @@ COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
 no_modes = _disable_current_modes
 
 
-def fake_on(tensor: FakeTensor, device: str) -> FakeTensor:
+def fake_tensor_on(tensor: FakeTensor, device: str) -> FakeTensor:
     """The same traced tensor, of the same storage, as if on another device, which need not be there."""
     mode = tensor.fake_mode
     with in_kernel_invocation_manager(mode):

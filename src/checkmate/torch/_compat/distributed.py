@@ -19,16 +19,16 @@ from checkmate.torch._compat.dynamo import dynamo_config
 
 __all__ = [
     "DistributedDataParallel",
-    "ShardedGroup",
-    "data_parallel_around",
-    "inside_data_parallel",
-    "is_sharded",
-    "sharded_groups",
-    "store_of_job",
+    "FSDPGroup",
+    "active_ddp",
+    "fsdp_groups",
+    "inside_ddp_forward",
+    "job_store",
+    "uses_fsdp",
 ]
 
 
-def store_of_job() -> torch.distributed.Store:
+def job_store() -> torch.distributed.Store:
     """Where the processes of a job met, with keys of our own."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # not in every build of torch
 
@@ -36,13 +36,13 @@ def store_of_job() -> torch.distributed.Store:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedGroup:
+class FSDPGroup:
     """Parameters that ``fully_shard`` gathers together.
 
     Attributes:
         shard_bytes: What this rank holds of them, padding included.
         unsharded_bytes: What they take when gathered.
-        reduced_bytes: What their gradients take while they are reduced.
+        reduce_scatter_bytes: What their gradients take while they are reduced.
         shards: How many ranks they are spread over.
         storages: Storage -> bytes of each gathered parameter; empty before the first time.
         stays: Whether they stay gathered from forward to backward.
@@ -51,28 +51,28 @@ class ShardedGroup:
 
     shard_bytes: int
     unsharded_bytes: int
-    reduced_bytes: int
+    reduce_scatter_bytes: int
     shards: int
     storages: dict[int, int]
-    stays: bool
+    stays_unsharded: bool
     gradients: list[torch.Tensor]
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
+def uses_fsdp(model: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` manages a model, or a part of it."""
     module = sys.modules.get("torch.distributed.fsdp")
     return module is not None and any(isinstance(m, module.FSDPModule) for m in model.modules())
 
 
-def sharded_groups() -> list[ShardedGroup]:
+def fsdp_groups() -> list[FSDPGroup]:
     """All that ``fully_shard`` manages in this process."""
     module = sys.modules.get("torch.distributed._composable_state")
     states = [] if module is None else [ref() for ref in list(module._module_state_mapping.values())]
     groups = {id(group): group for state in states for group in getattr(state, "_fsdp_param_groups", ())}
-    return [_sharded_group(group) for group in groups.values()]
+    return [_fsdp_group(group) for group in groups.values()]
 
 
-def _sharded_group(group: Any) -> ShardedGroup:
+def _fsdp_group(group: Any) -> FSDPGroup:
     shards = getattr(group.mesh_info, "shard_mesh_size", 1)
     shard = unsharded = reduced = 0
     storages: dict[int, int] = {}
@@ -90,10 +90,10 @@ def _sharded_group(group: Any) -> ShardedGroup:
             gradients.append(gradient.to_local())
     # Sharded over fewer ranks after the forward counts as staying, too.
     stays = not group._reshard_after_forward or group._use_post_forward_mesh
-    return ShardedGroup(shard, unsharded, reduced, shards, storages, stays, gradients)
+    return FSDPGroup(shard, unsharded, reduced, shards, storages, stays, gradients)
 
 
-def data_parallel_around(inputs: Sequence[Any]) -> DistributedDataParallel | None:
+def active_ddp(inputs: Sequence[Any]) -> DistributedDataParallel | None:
     """The ``DistributedDataParallel`` whose forward runs now; under its Python reducer, the one that has some of the inputs."""
     active = DistributedDataParallel._get_active_ddp_module()
     if active is not None or dynamo_config.optimize_ddp != "python_reducer":
@@ -104,6 +104,6 @@ def data_parallel_around(inputs: Sequence[Any]) -> DistributedDataParallel | Non
     return next((each for each in alive if any(id(p) in mine for p in each.parameters())), None)
 
 
-def inside_data_parallel(wrapped: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
+def inside_ddp_forward(wrapped: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
     """What the module in a ``DistributedDataParallel`` runs in, without what is done before and after it."""
     return wrapped._inside_ddp_forward()

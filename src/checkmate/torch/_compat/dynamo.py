@@ -12,10 +12,10 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-__all__ = ["Carrier", "TorchDynamoException", "Unsupported", "dynamo_config", "forgetting_this_frame"]
+__all__ = ["DynamoTransparentError", "TorchDynamoException", "Unsupported", "dynamo_config", "recompile_current_frame"]
 
 
-class Carrier(ShortenTraceback):
+class DynamoTransparentError(ShortenTraceback):
     """Takes an exception through Dynamo unwrapped.
 
     Dynamo turns what a backend raises into ``BackendCompilerFailed``, except a ``ShortenTraceback``: of
@@ -31,7 +31,7 @@ class Carrier(ShortenTraceback):
         return self.error
 
 
-def forgetting_this_frame() -> Callable[[], None] | None:
+def recompile_current_frame() -> Callable[[], None] | None:
     """What makes Dynamo compile the frame that it compiles now once more at its next call; None outside of Dynamo."""
     try:
         code = InstructionTranslator.current_tx().output.root_tx.f_code  # type: ignore[union-attr]

@@ -16,14 +16,14 @@ from torch.fx import GraphModule
 __all__ = [
     "CustomPartitionerFn",
     "InductorChoices",
-    "chosen_by",
     "compile_fx",
     "compile_fx_inner",
     "inductor_config",
     "prefers_channels_last",
+    "use_inductor_choices",
 ]
 
-chosen_by = V.set_choices_handler
+use_inductor_choices = V.set_choices_handler
 """Within it, Inductor asks another `InductorChoices`: the setting for it counts once in a thread."""
 
 

@@ -39,7 +39,7 @@ class MemoryTrace:
                 peak = max(peak, held)
         return peak
 
-    def ranges(self, name: str) -> list[int]:
+    def peaks_within(self, name: str) -> list[int]:
         """Peak within each range of a name, beyond what was there when it began."""
         peaks: list[int] = []
         depth = held = peak = 0

@@ -15,12 +15,12 @@ import torch._dynamo.config as dynamo_config
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-__all__ = ["bound_by_hint", "is_guessed", "largest_asked", "largest_value", "value_at_largest"]
+__all__ = ["bound_by_hint", "is_automatic_dynamic", "upper_bound", "user_upper_bound", "value_at_upper_bounds"]
 
 _TRIED = 32  # sizes along a range
 
 
-def is_guessed(symbol: torch.SymInt) -> bool:
+def is_automatic_dynamic(symbol: torch.SymInt) -> bool:
     """Whether a symbolic size is one only because Dynamo saw it change, and not because the user asked for it."""
     if not dynamo_config.assume_static_by_default:  # dynamic=True
         return False
@@ -28,7 +28,7 @@ def is_guessed(symbol: torch.SymInt) -> bool:
     return not constraints or any(c is not None and c.warn_only for c in constraints)
 
 
-def largest_asked(symbol: torch.SymInt) -> int | None:
+def user_upper_bound(symbol: torch.SymInt) -> int | None:
     """The ``max`` that ``mark_dynamic`` was given for a symbolic size, if it was."""
     given = [c.vr.upper for c in _constraints(symbol) if hasattr(c, "vr") and c.vr.upper not in (None, int_oo)]
     return int(min(given)) if given else None
@@ -55,14 +55,14 @@ def bound_by_hint(number: torch.SymInt) -> None:
             env.evaluate_expr(sympy.Le(symbol, sizes[symbol]))
 
 
-def value_at_largest(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool | None:
+def value_at_upper_bounds(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool | None:
     """What a symbolic number is when every symbol in it is at its upper bound; None if one has no bound."""
     node = number.node
     upper = {s: node.shape_env.var_to_range[s].upper for s in node.expr.free_symbols}
     return None if int_oo in upper.values() else node.pytype(node.expr.xreplace(upper))
 
 
-def largest_value(number: torch.SymInt) -> int | None:
+def upper_bound(number: torch.SymInt) -> int | None:
     """The most that a symbolic size can be; None if one of its symbols has no bound.
 
     Where arithmetic on ranges does not show that a size only grows with its symbols, it is tried along the range of each.

@@ -18,7 +18,7 @@ from checkmate.solvers.given import run_order
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.split_budget import Choice
 from checkmate.torch._compat.aot import BoxedRun, as_boxed
-from checkmate.torch._compat.dynamo import forgetting_this_frame
+from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.compilation.coordinator import IN_FLIGHT
 from checkmate.torch.compilation.planned_graph import Account
 from checkmate.torch.compilation.planning import plan_graph
@@ -85,7 +85,7 @@ class Compilation:
         known = self._in_flight_bytes + self._wrapped.held_bytes
         self._elsewhere_bytes = max(known, elsewhere_bytes(example_inputs, options))
         self._accounts: list[Account] = []
-        self._forget = forgetting_this_frame()
+        self._forget = recompile_current_frame()
         self.least_fused_bytes: int | None = None
 
     @functools.cached_property

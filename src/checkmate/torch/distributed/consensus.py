@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 
 from checkmate.core.errors import CheckmateError
-from checkmate.torch._compat.distributed import store_of_job
+from checkmate.torch._compat.distributed import job_store
 from checkmate.torch._compat.dynamo import TorchDynamoException
 
 _GRACE_S = 10.0  # that a rank may be ahead of one that waits for it
@@ -93,7 +93,7 @@ class Ranks:
         """Note that this rank runs a planned forward, so that nobody waits for it to compile that one."""
         self._forwards += 1
         with suppress(RuntimeError):
-            store_of_job().set(f"forwards/{self.rank}", str(self._forwards))
+            job_store().set(f"forwards/{self.rank}", str(self._forwards))
 
     def _lead(self, at: int, topic: str, mine: bytes, decider: Callable[[Sequence[bytes]], bytes]) -> bytes:
         try:
@@ -116,7 +116,7 @@ class Ranks:
         self._say(f"{at}/answer", _Word(body))
         if at:  # whoever speaks in this round has heard the answer of the one before
             for key in (f"{at - 1}/begun", f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
-                store_of_job().delete_key(key)
+                job_store().delete_key(key)
         return body
 
     def _follow(self, at: int, topic: str, mine: bytes) -> bytes:
@@ -139,11 +139,11 @@ class Ranks:
             self._say(f"{at}/{self.rank or 'answer'}", _Word(b"", topic, text, error.hint if known else ""))
 
     def _say(self, key: str, word: _Word) -> None:
-        store_of_job().set(key, msgspec.msgpack.encode(word))  # type: ignore[arg-type] # bytes are what it keeps
+        job_store().set(key, msgspec.msgpack.encode(word))  # type: ignore[arg-type] # bytes are what it keeps
 
     def _await(self, key: str, rank: int, topic: str, begun: str = "") -> _Word:
         """What a rank says under a key, as soon as it does; however long that takes if it has begun to think."""
-        store = store_of_job()
+        store = job_store()
         began = looked = time.monotonic()
         ahead_since: float | None = None
         pause, most = _PAUSE_S

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from checkmate.torch._compat.distributed import DistributedDataParallel, ShardedGroup, data_parallel_around, sharded_groups
+from checkmate.torch._compat.distributed import DistributedDataParallel, FSDPGroup, active_ddp, fsdp_groups
 from checkmate.torch.graph.storages import storage_key, unique_bytes
 
 
@@ -37,7 +37,7 @@ def beside(example_inputs: Sequence[Any], accumulate: bool) -> Beside:
     """
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     held, views = _buckets(tensors)
-    groups = sharded_groups()
+    groups = fsdp_groups()
     if not groups:
         return Beside(held, views)
     mine = {storage_key(t): t.requires_grad for t in tensors}
@@ -52,7 +52,7 @@ def beside(example_inputs: Sequence[Any], accumulate: bool) -> Beside:
 
 def unsharded() -> dict[int, int]:
     """Storage -> bytes of every parameter that ``fully_shard`` gathers and lets go again."""
-    return {key: size for group in sharded_groups() for key, size in group.storages.items()}
+    return {key: size for group in fsdp_groups() for key, size in group.storages.items()}
 
 
 def through(wrapped: DistributedDataParallel, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +89,7 @@ class _Program(torch.nn.Module):
 
 def _buckets(inputs: Sequence[torch.Tensor]) -> tuple[int, int]:
     """Bytes of the buckets that gradients are reduced in, beyond gradients that are views of them; and of those that are."""
-    wrapped = data_parallel_around(inputs)
+    wrapped = active_ddp(inputs)
     if wrapped is None:
         return 0, 0
     ignored = wrapped.parameters_to_ignore
@@ -101,15 +101,15 @@ def _buckets(inputs: Sequence[torch.Tensor]) -> tuple[int, int]:
     return max(0, size - there), size
 
 
-def _sharded_bytes(groups: Sequence[ShardedGroup], accumulate: bool) -> int:
+def _sharded_bytes(groups: Sequence[FSDPGroup], accumulate: bool) -> int:
     """The most that groups hold at once while one of them computes, forward or backward."""
     shards = sum(group.shard_bytes for group in groups)
     gradients = shards if accumulate else unique_bytes(g for group in groups for g in group.gradients)
-    staying = sum(group.unsharded_bytes for group in groups if group.stays)
-    computing = max((group.unsharded_bytes for group in groups if not group.stays), default=0)
+    staying = sum(group.unsharded_bytes for group in groups if group.stays_unsharded)
+    computing = max((group.unsharded_bytes for group in groups if not group.stays_unsharded), default=0)
     # Forward: what a group was gathered into stays until the next is. Backward: the next to come is being
     # gathered already, and the gradients of the one before are being reduced.
     moving = max(group.unsharded_bytes for group in groups)
     if len(groups) > 1:
-        moving += max(group.reduced_bytes for group in groups)
+        moving += max(group.reduce_scatter_bytes for group in groups)
     return shards + gradients + staying + computing + moving

@@ -15,7 +15,7 @@ from checkmate.core.errors import OptionError
 from checkmate.cost.device import Device
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.autocast import autocast_enter
-from checkmate.torch._compat.dispatch import FakeTensor, fake_on
+from checkmate.torch._compat.dispatch import FakeTensor, fake_tensor_on
 from checkmate.torch.emulate.attention import attention_on
 from checkmate.torch.emulate.autocast import cast
 from checkmate.torch.emulate.workspace import modelled_bytes
@@ -111,5 +111,5 @@ def _refuse_elsewhere(graph: fx.Graph) -> None:
 def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     if id(tensor) not in moved:
         # The one that came is kept, so that its id is nobody else's.
-        moved[id(tensor)] = (tensor, fake_on(tensor, "cuda"))
+        moved[id(tensor)] = (tensor, fake_tensor_on(tensor, "cuda"))
     return moved[id(tensor)][1]

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import GraphError
-from checkmate.torch._compat.symbolic import bound_by_hint, largest_value, value_at_largest
+from checkmate.torch._compat.symbolic import bound_by_hint, upper_bound, value_at_upper_bounds
 
 CUDA_GRANULE = 512
 """Bytes to which the CUDA allocator rounds a request."""
@@ -46,12 +46,12 @@ def concrete(number: int | torch.SymInt) -> int:
     Raises:
         GraphError: The size depends on data.
     """
-    return number if isinstance(number, int) else _known(number, value_at_largest)
+    return number if isinstance(number, int) else _known(number, value_at_upper_bounds)
 
 
 def _most(number: int | torch.SymInt) -> int:
     # 1024 - n is not at its most where n is.
-    return number if isinstance(number, int) else _known(number, largest_value)
+    return number if isinstance(number, int) else _known(number, upper_bound)
 
 
 def _known(number: torch.SymInt, value_of: Callable[[torch.SymInt], float | None]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from checkmate.torch._compat.dynamo import dynamo_config
-from checkmate.torch._compat.symbolic import bound_by_hint, is_guessed, largest_asked
+from checkmate.torch._compat.symbolic import bound_by_hint, is_automatic_dynamic, user_upper_bound
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -29,9 +29,9 @@ def settle_shapes(example_inputs: Sequence[Any]) -> None:
     guessed: dict[str, int] = {}
     bounded: dict[str, int] = {}
     for symbol in _symbols(example_inputs):
-        if is_guessed(symbol):
+        if is_automatic_dynamic(symbol):
             guessed[str(symbol)] = int(symbol)
-        elif largest_asked(symbol) is None and symbol.node.hint is not None:
+        elif user_upper_bound(symbol) is None and symbol.node.hint is not None:
             bound_by_hint(symbol)
             bounded[str(symbol)] = symbol.node.hint
     if guessed:
@@ -51,7 +51,7 @@ def _symbols(example_inputs: Sequence[Any]) -> list[torch.SymInt]:
     """Symbols of the inputs, those of numbers only where they were guessed."""
     found: dict[str, torch.SymInt] = {}
     for value in example_inputs:
-        sizes = [value] if isinstance(value, torch.SymInt) and is_guessed(value) else []
+        sizes = [value] if isinstance(value, torch.SymInt) and is_automatic_dynamic(value) else []
         if isinstance(value, torch.Tensor):
             sizes = [*value.shape, *value.stride(), value.storage_offset()]
         found.update((str(s), s) for s in sizes if isinstance(s, torch.SymInt) and s.node.expr.is_Symbol)

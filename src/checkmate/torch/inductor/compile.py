@@ -29,11 +29,11 @@ from checkmate.torch._compat.aot import BoxedRun, functorch_config
 from checkmate.torch._compat.dispatch import FakeTensor
 from checkmate.torch._compat.inductor import (
     CustomPartitionerFn,
-    chosen_by,
     compile_fx,
     compile_fx_inner,
     inductor_config,
     prefers_channels_last,
+    use_inductor_choices,
 )
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.graph.copy import copied
@@ -217,7 +217,7 @@ def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task
     patches = {**PATCHES, "custom_partitioner_fn": partitioner}
     # The backward is compiled now and not at its first run: Dynamo is still at work, and its books of a compilation
     # are kept once.
-    with functorch_config.patch(force_non_lazy_backward_lowering=True), chosen_by(PlanChoices()):
+    with functorch_config.patch(force_non_lazy_backward_lowering=True), use_inductor_choices(PlanChoices()):
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
     return Compiled(run, doors["forward"], doors.get("backward", doors["forward"]), partitioner.planned)
 

@@ -13,7 +13,7 @@ from torch import fx
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
-from checkmate.torch._compat.symbolic import value_at_largest
+from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.op_properties import is_collective, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
@@ -161,7 +161,7 @@ def _real(value: Any) -> Any:
             flat.fill_(value.dtype is torch.bool)
         return flat.as_strided(shape, stride)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        largest = value_at_largest(value)
+        largest = value_at_upper_bounds(value)
         return value.node.hint if largest is None else largest
     if isinstance(value, (list, tuple)):
         return type(value)(_real(v) for v in value)
@@ -255,5 +255,5 @@ def _cpu_workspaces(nodes: dict[str, fx.Node]) -> dict[str, int]:
 
     with memory_trace() as trace:
         ran = [k for k, node in nodes.items() if _tried(node, once) is not None]
-    peaks = dict(zip(began, trace.ranges(_RANGE), strict=True))
+    peaks = dict(zip(began, trace.peaks_within(_RANGE), strict=True))
     return {k: max(0, peaks[nodes[k]] - _new_bytes(nodes[k])) for k in ran}

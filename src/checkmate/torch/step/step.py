@@ -20,8 +20,8 @@ from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.solvers.session import Solver
-from checkmate.torch._compat.distributed import DistributedDataParallel, inside_data_parallel, is_sharded
-from checkmate.torch._compat.dynamo import Carrier, Unsupported, dynamo_config
+from checkmate.torch._compat.distributed import DistributedDataParallel, inside_ddp_forward, uses_fsdp
+from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, dynamo_config
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.distributed.wrappers import through
@@ -75,7 +75,7 @@ class Recipe:
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """What the program is traced in, without a word to other ranks."""
-        return contextlib.nullcontext() if self.wrapped is None else inside_data_parallel(self.wrapped)
+        return contextlib.nullcontext() if self.wrapped is None else inside_ddp_forward(self.wrapped)
 
 
 class Step:
@@ -312,7 +312,7 @@ def captured(recipe: Recipe, batch: Example, options: Options, target: Target | 
     def stop(graph: Graph) -> Result:
         done = _Done()
         done.graph = graph
-        raise Carrier(done)
+        raise DynamoTransparentError(done)
 
     hooks = Hooks(plan=stop, inference=False, whole=recipe.whole, target=target)
     backend = functools.partial(compile_graph, options=options, hooks=hooks)
@@ -345,7 +345,7 @@ def recipe_of(
     cut_evenly(example, micro_batches)
     if clip_norm is not None and not clip_norm > 0:
         raise OptionError(f"clip_norm={clip_norm!r} must be more than zero")
-    if is_sharded(model):
+    if uses_fsdp(model):
         raise OptionError(
             "fully_shard gathers parameters between the graphs of its modules, so that no one graph is the step",
             hint="torch.compile(model, backend='checkmate', options={'budget': ...}) plans the graph of each module",
