@@ -14,7 +14,7 @@ from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch
 from checkmate.torch._compat.dynamo import DynamoTransparentError
 from checkmate.torch.compilation.compilation import Compilation, Hooks
 from checkmate.torch.distributed.consensus import stopping_together
-from checkmate.torch.graph.symbolic import settle_shapes
+from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import partition, whole
 from checkmate.torch.passes.inline_regions import inline_regions
@@ -61,7 +61,7 @@ def compile_graph(
         CheckmateError: No plan keeps the budget; carried through Dynamo, so that the user sees it as it is.
     """
     hooks = Hooks() if hooks is None else hooks
-    settle_shapes(example_inputs)
+    bound_dynamic_shapes(example_inputs)
     inline_regions(gm)
     compilation = Compilation(example_inputs, options, hooks)
     try:

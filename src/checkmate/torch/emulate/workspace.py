@@ -50,7 +50,7 @@ def modelled_bytes(node: fx.Node) -> int | None:
         return _efficient_backward(node)
     if target is UPDATE:
         parameter, _, optimizer, which = node.args
-        made = updates_of(optimizer).temporaries(which)  # type: ignore[arg-type]
+        made = updates_of(optimizer).temporary_count(which)  # type: ignore[arg-type]
         return None if made is None else made * storage_bytes(leaves(parameter.meta["val"])[0])  # type: ignore[union-attr]
     return None if target in _CHOSEN_LATER else 0
 

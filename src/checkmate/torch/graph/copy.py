@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A graph with nodes of its own, metadata shared item by item."""
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:

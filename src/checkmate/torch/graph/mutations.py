@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
-from checkmate.torch.graph.op_properties import Facts, reads
+from checkmate.torch.graph.op_properties import OpProperties, used_inputs
 from checkmate.torch.graph.storages import leaves, storage_key
 
 Mutators = Mapping[int, Sequence[int]]
 """Ops that overwrite each storage, ascending."""
 
 
-def mutators(ops: Iterable[tuple[int, fx.Node, Facts]]) -> Mutators:
+def mutators(ops: Iterable[tuple[int, fx.Node, OpProperties]]) -> Mutators:
     """Which of some ops overwrite which storages."""
     found: dict[int, list[int]] = {}
-    for o, node, facts in ops:
-        for position in facts.mutates:
+    for o, node, properties in ops:
+        for position in properties.mutates:
             target = node.args[position] if position < len(node.args) else None
             for written in target if isinstance(target, (list, tuple)) else (target,):
                 if isinstance(written, fx.Node):
@@ -28,6 +28,6 @@ def mutators(ops: Iterable[tuple[int, fx.Node, Facts]]) -> Mutators:
 
 def overwriters(node: fx.Node, known: Mutators) -> Iterator[int]:
     """Ops that overwrite something that a node reads."""
-    for read in reads(node):
+    for read in used_inputs(node):
         for tensor in leaves(read.meta.get("val")):
             yield from known.get(storage_key(tensor), ())

@@ -34,7 +34,7 @@ _SEEDS = ("inductor_seed.default", "inductor_seeds.default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class OpProperties:
     """What is known of an op.
 
     Attributes:
@@ -52,20 +52,20 @@ class Facts:
     pinned: bool
 
 
-def facts(node: torch.fx.Node) -> Facts:
+def op_properties(node: torch.fx.Node) -> OpProperties:
     """What is known of the op of a ``call_function`` node."""
     target = node.target
     must_save = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
     if target is run_and_save_rng_state:
-        return Facts(random=True, mutates=(), effect=False, sequenced=False, pinned=True)
+        return OpProperties(random=True, mutates=(), effect=False, sequenced=False, pinned=True)
     if isinstance(target, HigherOrderOperator):
-        inside = [facts(n) for body in _bodies(node) for n in body.graph.nodes if n.op == "call_function"]
+        inside = [op_properties(n) for body in _bodies(node) for n in body.graph.nodes if n.op == "call_function"]
         effect = "effects" in target.name() or any(f.effect for f in inside)
         # What is random inside could be replayed only as a whole, by a state that nobody saves.
         random = any(f.random for f in inside)
-        return Facts(random=random, mutates=(), effect=effect, sequenced=effect, pinned=effect or random or must_save)
+        return OpProperties(random=random, mutates=(), effect=effect, sequenced=effect, pinned=effect or random or must_save)
     if not isinstance(target, OpOverload):
-        return Facts(random=False, mutates=(), effect=False, sequenced=False, pinned=must_save)
+        return OpProperties(random=False, mutates=(), effect=False, sequenced=False, pinned=must_save)
     tagged = torch.Tag.nondeterministic_seeded in target.tags
     mutates = tuple(i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     collective = target.namespace in COLLECTIVES
@@ -74,7 +74,7 @@ def facts(node: torch.fx.Node) -> Facts:
     random = tagged and _dropout_p(node) != 0.0
     effect = bool(mutates) or collective or (not tagged and node.is_impure())
     seeds = any(str(target).endswith(name) for name in _SEEDS)
-    return Facts(
+    return OpProperties(
         random=random and not seeds,
         mutates=mutates,
         effect=effect,
@@ -83,14 +83,14 @@ def facts(node: torch.fx.Node) -> Facts:
     )
 
 
-def names(node: torch.fx.Node) -> tuple[str, ...]:
+def op_names(node: torch.fx.Node) -> tuple[str, ...]:
     """Names that a user knows an op by: ``"aten::mm"``, ``"mm"``."""
     target = node.target
     full = target._schema.name if isinstance(target, OpOverload) else str(target)
     return full, full.rsplit("::", 1)[-1]
 
 
-def reads(node: torch.fx.Node) -> list[torch.fx.Node]:
+def used_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Nodes whose values an op really uses, each once."""
     skip = unused_arguments(node)
     if not skip:
@@ -128,7 +128,7 @@ def random_op(node: torch.fx.Node) -> tuple[OpOverload, str] | None:
         return node.args[0], "save"  # type: ignore[return-value]
     if node.target is run_with_rng_state:
         return node.args[1], "replay"  # type: ignore[return-value]
-    return (node.target, "plain") if isinstance(node.target, OpOverload) and facts(node).random else None
+    return (node.target, "plain") if isinstance(node.target, OpOverload) and op_properties(node).random else None
 
 
 def _bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:

@@ -1,6 +1,6 @@
 """An optimizer's own step as ops of a graph, one for every parameter, and the memory of its state.
 
-``checkmate::born`` marks a gradient in the program that is traced; it has no effect, so that it goes
+``checkmate::gradient_ready`` marks a gradient in the program that is traced; it has no effect, so that it goes
 through AOTAutograd as it is. `take_updates` makes ``checkmate::update`` of it, which overwrites the
 parameter by the optimizer's own code: the arithmetic, the state and its file format are the optimizer's.
 """
@@ -19,13 +19,13 @@ from torch import optim
 
 # The schema of `update` says what it overwrites; that is all a planner needs to know of it.
 _library = torch.library.Library("checkmate", "DEF")
-_library.define("born(Tensor parameter, Tensor gradient, int optimizer, int which) -> Tensor")
+_library.define("gradient_ready(Tensor parameter, Tensor gradient, int optimizer, int which) -> Tensor")
 _library.define("update(Tensor(a!) parameter, Tensor gradient, int optimizer, int which) -> ()")
 
-BORN = torch.ops.checkmate.born.default
+GRADIENT_READY = torch.ops.checkmate.gradient_ready.default
 UPDATE = torch.ops.checkmate.update.default
 
-_APART = (
+_PER_PARAMETER_OPTIMIZERS = (
     optim.SGD,
     optim.Adam,
     optim.AdamW,
@@ -47,7 +47,7 @@ class Updates:
     """The updates of an optimizer, one for each of its parameters.
 
     Args:
-        optimizer: See `why_not` for which can be taken apart.
+        optimizer: See `unsupported_reason` for which can be taken apart.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
@@ -80,7 +80,7 @@ class Updates:
             optimizer.param_groups, group["params"] = groups, parameters
             parameter.grad = None
 
-    def rehearsed(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def clone_for_measurement(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The same update of another tensor with a state of its own, to be measured."""
         group = self.optimizer.param_groups[self._at[which][0]]
         shadow = copy.copy(self.optimizer)
@@ -95,9 +95,9 @@ class Updates:
 
         return update
 
-    def temporaries(self, which: int) -> int | None:
+    def temporary_count(self, which: int) -> int | None:
         """Tensors of a parameter's size that its update makes and drops again; None where that is not known."""
-        return temporaries(self.optimizer, self.optimizer.param_groups[self._at[which][0]])
+        return temporary_count(self.optimizer, self.optimizer.param_groups[self._at[which][0]])
 
     def describe(self, which: int) -> str:
         """What the cost of an update depends on besides the shape."""
@@ -114,8 +114,8 @@ def updates_of(key: int) -> Updates:
     return _LIVE[key]
 
 
-@torch.library.register_fake("checkmate::born", lib=_library)
-def _born(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, which: int) -> torch.Tensor:
+@torch.library.register_fake("checkmate::gradient_ready", lib=_library)
+def _gradient_ready_fake(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, which: int) -> torch.Tensor:
     return gradient.new_empty(0)
 
 
@@ -124,10 +124,10 @@ def _update(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, whi
     _LIVE[optimizer].run(which, gradient)
 
 
-def why_not(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
+def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
     """Why an optimizer's step cannot be taken apart and planned with the rest, or None if it can."""
     name = type(optimizer).__name__
-    if type(optimizer) not in _APART:
+    if type(optimizer) not in _PER_PARAMETER_OPTIMIZERS:
         return f"{name} is not known to update each parameter by itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable"
@@ -140,7 +140,7 @@ def why_not(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
     return None
 
 
-def temporaries(optimizer: optim.Optimizer, group: dict[str, Any]) -> int | None:
+def temporary_count(optimizer: optim.Optimizer, group: dict[str, Any]) -> int | None:
     """Tensors of a parameter's size that its update makes on a CUDA device and drops again; None where that is not known."""
     decays = bool(group.get("weight_decay")) and not isinstance(optimizer, optim.AdamW)
     if type(optimizer) is optim.SGD:

@@ -12,7 +12,7 @@ from torch import fx
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\['(\w+)'\]\.?")
 _CLOSURE = re.compile(r"^.*\bcell_contents\b\.?")  # how a module in a closure of a closure is named
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def source_of(node: fx.Node) -> str:
@@ -38,5 +38,5 @@ def _stack(node: fx.Node) -> dict[str, Any] | None:
 def _line(node: fx.Node) -> str:
     """The innermost line that is neither torch's own nor ours, its file without folders: they differ from machine to machine."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or "")
-    mine = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)]
+    mine = [f for f in frames if not f[0].startswith(_LIBRARY_FOLDERS)]
     return f"{Path(mine[-1][0]).name}:{mine[-1][1]}" if mine else ""

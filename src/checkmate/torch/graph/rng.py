@@ -12,21 +12,21 @@ from torch import fx
 from checkmate.torch._compat.dispatch import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch.graph.storages import leaves
 
-_CUDA_STATE_BYTES = 16
+_CUDA_RNG_STATE_BYTES = 16
 
 
 @functools.cache
-def _cpu_state_bytes() -> int:
+def _cpu_rng_state_bytes() -> int:
     return torch.get_rng_state().untyped_storage().nbytes()
 
 
-def state_bytes(node: fx.Node) -> int:
+def rng_state_bytes(node: fx.Node) -> int:
     """Bytes of the generator state that an op's second computation needs: 5056 on the CPU, 16 on CUDA."""
     devices = {t.device.type for t in leaves(node.meta.get("val"))}
-    return _CUDA_STATE_BYTES if "cuda" in devices else _cpu_state_bytes()
+    return _CUDA_RNG_STATE_BYTES if "cuda" in devices else _cpu_rng_state_bytes()
 
 
-def emit_saving(
+def emit_with_saved_state(
     graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
     """Compute a random op and keep the state it began with.
@@ -42,7 +42,7 @@ def emit_saving(
     mode = detect_fake_mode(value)
     assert mode is not None
     with mode:
-        held = torch.empty(state_bytes(node), dtype=torch.uint8, device="cpu")
+        held = torch.empty(rng_state_bytes(node), dtype=torch.uint8, device="cpu")
     for emitted, meaning in ((both, (held, value)), (state, held), (output, value)):
         emitted.meta = {**node.meta, "val": meaning} if emitted is not state else {"val": held}
     return output, state, [both, state, output]

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from checkmate.core.errors import GraphError
 from checkmate.torch._compat.symbolic import bound_by_hint, upper_bound, value_at_upper_bounds
 
-CUDA_GRANULE = 512
+CUDA_ALIGNMENT_BYTES = 512
 """Bytes to which the CUDA allocator rounds a request."""
 
 
@@ -26,13 +26,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Bytes that the allocator hands out for a tensor's storage, at most: sizes that are symbols count as their largest."""
-    return _granules(tensor, _most(tensor.untyped_storage().nbytes()))
+    return _aligned(tensor, _most(tensor.untyped_storage().nbytes()))
 
 
-def present_bytes(tensor: torch.Tensor) -> int:
+def current_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's storage as it is while its graph is traced."""
     size = tensor.untyped_storage().nbytes()
-    return _granules(tensor, size if isinstance(size, int) else int(size.node.hint))
+    return _aligned(tensor, size if isinstance(size, int) else int(size.node.hint))
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tensor], int] = storage_bytes) -> int:
@@ -68,5 +68,5 @@ def _known(number: torch.SymInt, value_of: Callable[[torch.SymInt], float | None
     return int(value)
 
 
-def _granules(tensor: torch.Tensor, size: int) -> int:
-    return -(-size // CUDA_GRANULE) * CUDA_GRANULE if tensor.device.type == "cuda" else size
+def _aligned(tensor: torch.Tensor, size: int) -> int:
+    return -(-size // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES if tensor.device.type == "cuda" else size

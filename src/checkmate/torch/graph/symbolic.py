@@ -18,7 +18,7 @@ from checkmate.torch._compat.symbolic import bound_by_hint, is_automatic_dynamic
 _log = logging.getLogger("checkmate.torch")
 
 
-def settle_shapes(example_inputs: Sequence[Any]) -> None:
+def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
     """Bound every symbol among the sizes of some tensors, so that its largest value is known.
 
     A dimension that ``torch._dynamo.mark_dynamic(x, dim, min=2, max=...)`` bounds keeps its range. Others that the user asked

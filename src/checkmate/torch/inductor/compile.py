@@ -36,7 +36,7 @@ from checkmate.torch._compat.inductor import (
     use_inductor_choices,
 )
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.graph.copy import copied
+from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import Fitting
 from checkmate.torch.joint.capture import Capture
@@ -212,7 +212,7 @@ def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task
         return doors[which]
 
     partitioner = PlanPartitioner(task, options)
-    copy = fx.GraphModule(gm, copied(gm.graph))  # Inductor changes what it is given
+    copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes what it is given
     copy.meta = dict(gm.meta)
     patches = {**PATCHES, "custom_partitioner_fn": partitioner}
     # The backward is compiled now and not at its first run: Dynamo is still at work, and its books of a compilation

@@ -16,10 +16,17 @@ from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
 from checkmate.torch.graph.mutations import Mutators, mutators, overwriters
-from checkmate.torch.graph.op_properties import FORWARD_ONLY, Facts, facts, names, reads, trains_batch_norm
+from checkmate.torch.graph.op_properties import (
+    FORWARD_ONLY,
+    OpProperties,
+    op_names,
+    op_properties,
+    trains_batch_norm,
+    used_inputs,
+)
 from checkmate.torch.graph.optimizer_ops import UPDATE
 from checkmate.torch.graph.provenance import source_of
-from checkmate.torch.graph.rng import state_bytes
+from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import leaves
 from checkmate.torch.joint.ordering import order_pairs
 from checkmate.torch.joint.values import Values
@@ -116,7 +123,7 @@ def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
 @dataclass(eq=False, slots=True)
 class _Draft:
     node: fx.Node
-    facts: Facts
+    properties: OpProperties
     backward: bool
     getitems: list[fx.Node] = field(default_factory=list)
 
@@ -149,7 +156,7 @@ class _Builder:
         made = [self.values.outputs(d.node, d.getitems) for d in forward]
         tangents = self.values.tangents(self.nodes)
         made += [self.values.outputs(d.node, d.getitems) for d in backward]
-        listed = [(i + (i >= len(forward)), d.node, d.facts) for i, d in enumerate(forward + backward)]
+        listed = [(i + (i >= len(forward)), d.node, d.properties) for i, d in enumerate(forward + backward)]
         known = mutators(listed)
         kept, single = self._kept()
         ops = [
@@ -190,7 +197,7 @@ class _Builder:
                 draft = self.drafts[source]  # type: ignore[index]
                 draft.getitems.append(node)
             else:
-                draft = _Draft(node, facts(node), node in backward)
+                draft = _Draft(node, op_properties(node), node in backward)
             self.drafts[node] = draft
 
     def _unique(self) -> list[_Draft]:
@@ -199,7 +206,7 @@ class _Builder:
     def _needed(self) -> set[fx.Node]:
         """Nodes that an output, an effect or the random stream of the forward needs."""
         stack = [*self.forward_outputs, *self.backward_outputs]
-        stack += [d.node for d in self._unique() if d.facts.effect or (d.facts.random and not d.backward)]
+        stack += [d.node for d in self._unique() if d.properties.effect or (d.properties.random and not d.backward)]
         needed: set[fx.Node] = set()
         while stack:
             node = stack.pop()
@@ -207,7 +214,7 @@ class _Builder:
             if draft is None or draft.node in needed:
                 continue
             needed.add(draft.node)
-            stack += reads(draft.node)
+            stack += used_inputs(draft.node)
         return needed
 
     def _kept(self) -> tuple[set[int], set[int]]:
@@ -225,8 +232,8 @@ class _Builder:
         later = set[int]() if trains_batch_norm(node) else {o for o in overwriters(node, known) if o > me}
         if node.meta.get(FORWARD_ONLY) and self.boundary is not None:
             later.add(self.boundary)
-        replay = state_bytes(node) if draft.facts.random and not draft.facts.pinned else 0
-        replayed = state_bytes(node) if node.target is run_with_rng_state else 0
+        replay = rng_state_bytes(node) if draft.properties.random and not draft.properties.pinned else 0
+        replayed = rng_state_bytes(node) if node.target is run_with_rng_state else 0
         return Op(
             name=node.name,
             inputs=self.values.read_by(node),
@@ -236,10 +243,10 @@ class _Builder:
             workspace_bytes=cost.workspace_bytes + replay + replayed,
             replay_bytes=replay,
             recomputable=not (
-                draft.facts.pinned
+                draft.properties.pinned
                 or any(v in single for v in outputs)
                 or not leaves(node.meta.get("val"))
-                or not self.no_recompute.isdisjoint(names(node))
+                or not self.no_recompute.isdisjoint(op_names(node))
             ),
             clobbered_by=tuple(sorted(later)),
             phase="optimizer" if node.target is UPDATE else "backward" if draft.backward else "forward",

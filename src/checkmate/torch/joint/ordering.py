@@ -9,14 +9,14 @@ from torch import fx
 
 from checkmate.core.graph import Op, Value
 from checkmate.torch.graph.mutations import Mutators, overwriters
-from checkmate.torch.graph.op_properties import Facts
+from checkmate.torch.graph.op_properties import OpProperties
 from checkmate.torch.graph.storages import leaves
 
 
 def order_pairs(
     ops: Sequence[Op],
     values: Sequence[Value],
-    listed: Sequence[tuple[int, fx.Node, Facts]],
+    listed: Sequence[tuple[int, fx.Node, OpProperties]],
     boundary: int | None,
     known: Mutators,
 ) -> tuple[tuple[int, int], ...]:
@@ -30,18 +30,18 @@ def order_pairs(
         known: What overwrites what.
     """
     pairs: dict[tuple[int, int], None] = {}
-    random = [o for o, _, facts in listed if facts.random]
-    sequenced = [o for o, _, facts in listed if facts.sequenced]
+    random = [o for o, _, properties in listed if properties.random]
+    sequenced = [o for o, _, properties in listed if properties.sequenced]
     pairs.update(dict.fromkeys((*pairwise(random), *pairwise(sequenced))))
     for overwriting in known.values():
         pairs.update(dict.fromkeys((a, b) for a, b in pairwise(overwriting) if a < b))
     after = set() if boundary is None else set(ops[boundary].outputs)
-    for o, node, facts in listed:
+    for o, node, properties in listed:
         if boundary is None:
             pass
         elif o < boundary:
             # The random stream, every effect and every number of the forward belong to the forward.
-            if facts.random or facts.effect or not leaves(node.meta.get("val")):
+            if properties.random or properties.effect or not leaves(node.meta.get("val")):
                 pairs[o, boundary] = None
         elif any(v in after for v in ops[o].inputs):
             after.update(ops[o].outputs)

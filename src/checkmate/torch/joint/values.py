@@ -10,7 +10,7 @@ from torch import fx
 from checkmate.core.graph import Value
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
-from checkmate.torch.graph.op_properties import reads
+from checkmate.torch.graph.op_properties import used_inputs
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
 
 _EXTERNAL = -1  # storage of a parameter, buffer, batch or constant: resident
@@ -91,7 +91,7 @@ class Values:
     def read_by(self, node: fx.Node) -> tuple[int, ...]:
         """Values that an op reads, each once."""
         found: dict[int, None] = {}
-        for read in reads(node):
+        for read in used_inputs(node):
             if read in self.of_node:
                 found[self.of_node[read]] = None
             else:  # a tuple read as a whole

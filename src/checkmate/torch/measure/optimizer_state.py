@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import optim
 
-from checkmate.torch.graph.optimizer_ops import temporaries
+from checkmate.torch.graph.optimizer_ops import temporary_count
 from checkmate.torch.graph.storages import leaves, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
@@ -42,7 +42,7 @@ def state_is_known(optimizer: optim.Optimizer) -> bool:
 def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
     """Bytes that an optimizer's own step takes while it runs: for all parameters at once on CUDA, for one on a processor."""
     sizes = [
-        (temporaries(optimizer, group) or 0) * p.numel() * p.element_size()
+        (temporary_count(optimizer, group) or 0) * p.numel() * p.element_size()
         for group in optimizer.param_groups
         for p in group["params"]
         if p.requires_grad

@@ -173,7 +173,7 @@ def _prepared(node: fx.Node) -> Callable[[], Any]:
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _real(n.meta.get("val")))
     if target is UPDATE:
         parameter, gradient, optimizer, which = real_args
-        update = updates_of(optimizer).rehearsed(which, parameter)
+        update = updates_of(optimizer).clone_for_measurement(which, parameter)
         update(parameter, gradient)  # the first makes the state, which is resident
         return lambda: update(parameter, gradient)
     return lambda: target(*real_args, **real_kwargs)

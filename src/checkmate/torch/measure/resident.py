@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from checkmate.torch.graph.storages import present_bytes, unique_bytes
+from checkmate.torch.graph.storages import current_bytes, unique_bytes
 from checkmate.torch.options import Options
 
 
@@ -26,5 +26,5 @@ def elsewhere_bytes(example_inputs: Sequence[Any], options: Options) -> int:
     )
     if device is None or device.type != "cuda":
         return 0
-    seen = unique_bytes(tensors, present_bytes) + gradient_bytes(example_inputs, accumulate=False)
+    seen = unique_bytes(tensors, current_bytes) + gradient_bytes(example_inputs, accumulate=False)
     return max(0, torch.cuda.memory_allocated(device) - seen)

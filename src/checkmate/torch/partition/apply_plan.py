@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from checkmate.core.plan import Plan
-from checkmate.torch.graph.op_properties import BATCH_NORM_NO_STATS, facts, trains_batch_norm, unused_arguments
-from checkmate.torch.graph.rng import emit_replay, emit_saving
+from checkmate.torch.graph.op_properties import BATCH_NORM_NO_STATS, op_properties, trains_batch_norm, unused_arguments
+from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.joint.capture import Capture, Member
 
 _RECOMPUTE_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
@@ -80,9 +80,9 @@ class _Writer:
         kwargs = {k: self._now(v) for k, v in node.kwargs.items()}
         emitted: list[fx.Node]
         getitems = member.getitems
-        if self.times[o] > 1 and facts(node).random:
+        if self.times[o] > 1 and op_properties(node).random:
             if first:
-                new, self.state[o], emitted = emit_saving(self.graph, node, args, kwargs)
+                new, self.state[o], emitted = emit_with_saved_state(self.graph, node, args, kwargs)
             else:
                 new = emit_replay(self.graph, node, self.state[o], args, kwargs)
                 emitted = [new]
@@ -152,7 +152,7 @@ def strip_dead_random(module: fx.GraphModule) -> int:
     """
     dead = 0
     for node in reversed(list(module.graph.nodes)):
-        if node.op == "call_function" and not node.users and facts(node).random:
+        if node.op == "call_function" and not node.users and op_properties(node).random:
             module.graph.erase_node(node)
             dead += 1
     if dead:

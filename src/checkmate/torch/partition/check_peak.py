@@ -16,7 +16,7 @@ from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
 from checkmate.torch.graph.op_properties import random_op
-from checkmate.torch.graph.rng import state_bytes
+from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
 
 _EXTERNAL = -1
@@ -118,7 +118,7 @@ class _Walk:
         self.use([node])
         if node in self.workspace:
             drawn = random_op(node)
-            replayed = state_bytes(node) if drawn is not None and drawn[1] == "replay" else 0
+            replayed = rng_state_bytes(node) if drawn is not None and drawn[1] == "replay" else 0
             self.extra[self.now] = self.workspace[node] + replayed
 
     def step(self) -> None:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator, detect_fake_mode
 from checkmate.torch.graph.mutations import mutators, overwriters
-from checkmate.torch.graph.op_properties import FORWARD_ONLY, facts, names, trains_batch_norm
-from checkmate.torch.graph.rng import emit_replay, emit_saving
+from checkmate.torch.graph.op_properties import FORWARD_ONLY, op_names, op_properties, trains_batch_norm
+from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.graph.storages import leaves, storage_key
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -42,7 +42,7 @@ def respect_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> int:
     nodes = list(graph.nodes)
     backward = _backward(nodes)
     forward = [n for n in nodes if n.op == "call_function" and n not in backward]
-    known = mutators((i, n, facts(n)) for i, n in enumerate(nodes) if n.op == "call_function")
+    known = mutators((i, n, op_properties(n)) for i, n in enumerate(nodes) if n.op == "call_function")
     marked: dict[fx.Node, int] = {}
     regions: dict[int, int | None] = {}  # autograd's number of an op -> its region
     for node in forward:
@@ -97,9 +97,9 @@ class _Writer:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.again[n] if self._same_region(n, node) else n)
         value = _computed(node, args, kwargs)
         meta = {k: v for k, v in node.meta.items() if k not in _TAGS} | {"partitioner_tag": "is_backward", "val": value}
-        if facts(node).random:
+        if op_properties(node).random:
             with self.graph.inserting_before(node):
-                output, state, _ = emit_saving(self.graph, node, node.args, node.kwargs)
+                output, state, _ = emit_with_saved_state(self.graph, node, node.args, node.kwargs)
             with self.graph.inserting_before(reader):
                 new = emit_replay(self.graph, node, state, args, kwargs)
             node.replace_all_uses_with(output)
@@ -127,12 +127,12 @@ def _may_be_again(node: fx.Node, marked: dict[fx.Node, int], no_recompute: froze
         return False
     if node.target is operator.getitem:
         return node.args[0] in marked
-    known = facts(node)
+    known = op_properties(node)
     return (
         not known.pinned
         and not isinstance(node.target, HigherOrderOperator)
         and bool(leaves(node.meta.get("val")))
-        and no_recompute.isdisjoint(names(node))
+        and no_recompute.isdisjoint(op_names(node))
     )
 
 

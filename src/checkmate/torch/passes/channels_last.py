@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload, detect_fake_mode
-from checkmate.torch.graph.copy import copied
+from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
@@ -56,7 +56,7 @@ def with_channels_last(graph: fx.Graph) -> fx.Graph:
     mode = detect_fake_mode(leaves([n.meta.get("val") for n in graph.nodes]))
     if mode is None or not _activations_outweigh_weights(graph):
         return graph
-    copy = copied(graph)
+    copy = copy_graph(graph)
     writer = _Writer(copy)
     try:
         with mode, torch.no_grad():

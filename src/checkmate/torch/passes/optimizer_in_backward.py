@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from checkmate.torch.graph.op_properties import facts
-from checkmate.torch.graph.optimizer_ops import BORN, UPDATE
+from checkmate.torch.graph.op_properties import op_properties
+from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, UPDATE
 from checkmate.torch.graph.storages import leaves, storage_key
 
 
@@ -23,7 +23,7 @@ def take_updates(module: fx.GraphModule) -> None:
             returned, it returns the loss again: with dynamic shapes AOTAutograd wants a tensor of every output.
     """
     graph = module.graph
-    markers = graph.find_nodes(op="call_function", target=BORN)
+    markers = graph.find_nodes(op="call_function", target=GRADIENT_READY)
     loss = [out for out in graph.output_node().args[0] if out not in markers][-1]  # type: ignore[union-attr]
     for marker in markers:
         with graph.inserting_before(marker):
@@ -56,7 +56,7 @@ def _hoist(graph: fx.Graph) -> None:
 
 
 def _moves(node: fx.Node) -> bool:
-    known = facts(node)
+    known = op_properties(node)
     return known.mutates == (0,) and not known.sequenced
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from checkmate.torch.graph.copy import copied
+from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.passes.activation_checkpoint import respect_checkpoints
 from checkmate.torch.passes.convolution_backward import split_convolution_backward
 from checkmate.torch.passes.loss_storage import correct_loss_storages
@@ -29,7 +29,7 @@ def prepare(
         no_recompute: Names of ops that run once.
         lay_out: Gives tensors other layouts.
     """
-    graph = lay_out(copied(joint.graph))
+    graph = lay_out(copy_graph(joint.graph))
     if split_convolutions:
         split_convolution_backward(graph)
     if respect:

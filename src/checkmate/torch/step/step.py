@@ -28,7 +28,7 @@ from checkmate.torch.distributed.wrappers import through
 from checkmate.torch.emulate.autocast import cuda_rules
 from checkmate.torch.emulate.device import Target
 from checkmate.torch.emulate.fake_inputs import lent
-from checkmate.torch.graph.optimizer_ops import Updates, why_not
+from checkmate.torch.graph.optimizer_ops import Updates, unsupported_reason
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
@@ -355,7 +355,7 @@ def recipe_of(
     forward = forward_program(model, loss)
     if autocast is not None:
         forward = under_autocast(forward, _device_type(model, example), _half(autocast))
-    reason = "there is no optimizer" if optimizer is None else why_not(optimizer, model)
+    reason = "there is no optimizer" if optimizer is None else unsupported_reason(optimizer, model)
     if wrapped is not None:
         reason = "DistributedDataParallel averages gradients in hooks of the backward"
     if whole is False:
