@@ -28,8 +28,8 @@ from checkmate.torch.distributed.wrappers import beside
 from checkmate.torch.emulate.device import Target
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.measure.resident import elsewhere_bytes, gradient_bytes
-from checkmate.torch.measure.roofline import estimated
+from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes
+from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import Task
 
@@ -83,7 +83,7 @@ class Compilation:
         self._in_flight_bytes = IN_FLIGHT.held_bytes() if budgeted else 0
         # On CUDA what is in flight, or held by wrappers, is among what is allocated.
         known = self._in_flight_bytes + self._wrapped.held_bytes
-        self._elsewhere_bytes = max(known, elsewhere_bytes(example_inputs, options))
+        self._elsewhere_bytes = max(known, other_allocated_bytes(example_inputs, options))
         self._accounts: list[Account] = []
         self._forget = recompile_current_frame()
         self.least_fused_bytes: int | None = None
@@ -231,4 +231,4 @@ def _mind_tangents(graph: Graph) -> None:
 
 def costs_of(options: Options) -> Costs:
     """Where the costs of ops come from."""
-    return Profiler() if options.costs == "measured" else estimated
+    return Profiler() if options.costs == "measured" else estimated_costs

@@ -40,7 +40,7 @@ from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import Fitting
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.trial_step import DryStep, measured_step
+from checkmate.torch.measure.trial_step import DryStep, measure_step
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import Task, partition
 from checkmate.torch.passes.channels_last import with_channels_last
@@ -156,7 +156,7 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
         compiled = _compiled_once(gm, example_inputs, fitted, options)
         if compiled.planned is None or not fitting.measures:
             return compiled
-        step = measured_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
+        step = measure_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
         step = fitting.learn(step)
         chosen = fitting.best()
         if chosen == len(fitting.tried) - 1:

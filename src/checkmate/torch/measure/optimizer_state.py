@@ -16,21 +16,21 @@ _log = logging.getLogger("checkmate.torch")
 _STEP_BYTES = 4  # a float32 counter for every parameter, in the host's memory if the parameter is not
 
 
-def state_bytes(optimizer: optim.Optimizer, granule: int = 1) -> int:
+def state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int:
     """Bytes of an optimizer's state, that of the first step included where it is yet to be made.
 
     Exact for SGD, Adam and AdamW; for others only what is there already counts, which is logged.
 
     Args:
         optimizer: The optimizer.
-        granule: Bytes to which the allocator of the device rounds a request up.
+        alignment: Bytes to which the allocator of the device rounds a request up.
     """
     there = unique_bytes(t for state in optimizer.state.values() for t in leaves(state))
     coming = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and not optimizer.state.get(parameter):
-                coming += _coming_bytes(optimizer, group, parameter, granule)
+                coming += _uninitialised_state_bytes(optimizer, group, parameter, alignment)
     return there + coming
 
 
@@ -50,13 +50,15 @@ def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
     return sum(sizes) if kind == "cuda" else max(sizes, default=0)
 
 
-def _coming_bytes(optimizer: optim.Optimizer, group: dict[str, object], parameter: torch.Tensor, granule: int) -> int:
-    size = -(-parameter.numel() * parameter.element_size() // granule) * granule
+def _uninitialised_state_bytes(
+    optimizer: optim.Optimizer, group: dict[str, object], parameter: torch.Tensor, alignment: int
+) -> int:
+    size = -(-parameter.numel() * parameter.element_size() // alignment) * alignment
     kind = type(optimizer)
     if kind is optim.SGD:
         return size if group["momentum"] else 0
     if kind in (optim.Adam, optim.AdamW):
-        return size * (3 if group["amsgrad"] else 2) + (_STEP_BYTES if granule == 1 else 0)
+        return size * (3 if group["amsgrad"] else 2) + (_STEP_BYTES if alignment == 1 else 0)
     _log.warning(
         "the state that %s allocates at its first step is not known and not reserved: give `reserve`, or compile after one step",
         kind.__name__,

@@ -57,10 +57,10 @@ class Profiler:
             # Another process may have measured the same op meanwhile: what is in the store counts.
             self.known.update(self.store.get(missing))
             _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
-        return [OpCost(*(self.known[k] if k is not None else _alone(n))) for k, n in zip(keys, nodes, strict=True)]
+        return [OpCost(*(self.known[k] if k is not None else _without_running(n))) for k, n in zip(keys, nodes, strict=True)]
 
 
-def _alone(node: fx.Node) -> tuple[int, int]:
+def _without_running(node: fx.Node) -> tuple[int, int]:
     """Nanoseconds and workspace of what cannot be run alone: gloo, which serves the CPU, copies what a collective returns."""
     copied = is_collective(node) and not _on_cuda(node)
     return estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0
@@ -95,11 +95,11 @@ def measure_nodes(nodes: dict[str, fx.Node]) -> dict[str, OpCost]:
     found: dict[str, OpCost] = {}
     try:
         with no_dispatch(), no_modes(), torch.no_grad():
-            times = {k: t for k, n in nodes.items() if (t := _tried(n, _time_ns)) is not None}
+            times = {k: t for k, n in nodes.items() if (t := _measured_or_warned(n, _time_ns)) is not None}
             cpu = {k: nodes[k] for k in times if not _on_cuda(nodes[k])}
             workspaces = _cpu_workspaces(cpu) if cpu else {}
             for k in times:
-                if k not in cpu and (workspace := _tried(nodes[k], _cuda_workspace)) is not None:
+                if k not in cpu and (workspace := _measured_or_warned(nodes[k], _cuda_workspace)) is not None:
                     workspaces[k] = int(workspace)
     finally:
         torch.set_rng_state(cpu_state)
@@ -126,7 +126,7 @@ def _describe(argument: Any) -> str:
         if isinstance(value, torch.Tensor):
             shape, stride = _layout(value)
             return f"{value.dtype}{shape}{stride}@{value.device.type}"
-        return f"sym {_real(value)}"
+        return f"sym {_materialised(value)}"
     if isinstance(argument, (list, tuple)):
         return "(" + ",".join(_describe(a) for a in argument) + ")"
     if isinstance(argument, dict):
@@ -148,7 +148,7 @@ def _on_cuda(node: fx.Node) -> bool:
     return any(t.device.type == "cuda" for t in leaves(node.meta.get("val")))
 
 
-def _real(value: Any) -> Any:
+def _materialised(value: Any) -> Any:
     """A real tensor with a traced one's layout, expanded dimensions included."""
     if isinstance(value, torch.Tensor):
         shape, stride = _layout(value)
@@ -164,13 +164,13 @@ def _real(value: Any) -> Any:
         largest = value_at_upper_bounds(value)
         return value.node.hint if largest is None else largest
     if isinstance(value, (list, tuple)):
-        return type(value)(_real(v) for v in value)
+        return type(value)(_materialised(v) for v in value)
     return value
 
 
-def _prepared(node: fx.Node) -> Callable[[], Any]:
+def _ready_to_run(node: fx.Node) -> Callable[[], Any]:
     target, args, kwargs = _call(node)
-    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _real(n.meta.get("val")))
+    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val")))
     if target is UPDATE:
         parameter, gradient, optimizer, which = real_args
         update = updates_of(optimizer).clone_for_measurement(which, parameter)
@@ -179,7 +179,7 @@ def _prepared(node: fx.Node) -> Callable[[], Any]:
     return lambda: target(*real_args, **real_kwargs)
 
 
-def _tried(node: fx.Node, measure: Callable[[fx.Node], float]) -> float | None:
+def _measured_or_warned(node: fx.Node, measure: Callable[[fx.Node], float]) -> float | None:
     try:
         return measure(node)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
@@ -188,7 +188,7 @@ def _tried(node: fx.Node, measure: Callable[[fx.Node], float]) -> float | None:
 
 
 def _time_ns(node: fx.Node) -> float:
-    run = _prepared(node)
+    run = _ready_to_run(node)
     run()
     if _on_cuda(node):
         return _cuda_time_ns(run)
@@ -221,7 +221,7 @@ def _cuda_time_ns(run: Callable[[], Any]) -> float:
 
 
 def _cuda_workspace(node: fx.Node) -> float:
-    run = _prepared(node)
+    run = _ready_to_run(node)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -246,7 +246,7 @@ def _cpu_workspaces(nodes: dict[str, fx.Node]) -> dict[str, int]:
     began: list[fx.Node] = []
 
     def once(node: fx.Node) -> float:
-        run = _prepared(node)
+        run = _ready_to_run(node)
         began.append(node)
         with torch.profiler.record_function(_RANGE):
             out = run()
@@ -254,6 +254,6 @@ def _cpu_workspaces(nodes: dict[str, fx.Node]) -> dict[str, int]:
         return 0.0
 
     with memory_trace() as trace:
-        ran = [k for k, node in nodes.items() if _tried(node, once) is not None]
+        ran = [k for k, node in nodes.items() if _measured_or_warned(node, once) is not None]
     peaks = dict(zip(began, trace.peaks_within(_RANGE), strict=True))
     return {k: max(0, peaks[nodes[k]] - _new_bytes(nodes[k])) for k in ran}

@@ -18,7 +18,7 @@ def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:
     return unique_bytes(t.grad for t in leaf if t.grad is not None) + unique_bytes(coming)
 
 
-def elsewhere_bytes(example_inputs: Sequence[Any], options: Options) -> int:
+def other_allocated_bytes(example_inputs: Sequence[Any], options: Options) -> int:
     """Bytes allocated on the device that a graph does not show: known on CUDA, where the allocator says it."""
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     device = (

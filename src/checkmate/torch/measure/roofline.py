@@ -22,7 +22,7 @@ _VIEW_NS = 100  # no kernel, but an entry in the program all the same
 _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
-def estimated(nodes: Sequence[fx.Node]) -> list[OpCost]:
+def estimated_costs(nodes: Sequence[fx.Node]) -> list[OpCost]:
     """Costs of nodes on an ordinary processor without running any; their workspace counts as zero."""
     return [OpCost(estimate_ns(n), 0) for n in nodes]
 

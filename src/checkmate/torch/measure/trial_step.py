@@ -42,7 +42,7 @@ class DryStep:
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
 
-def measured_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> DryStep:
+def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> DryStep:
     """Run two steps, the first of which loads and allocates what stays, and measure the second.
 
     Inputs are given as aliases that are leaves of their own: no gradient reaches a parameter, and no hook is called. What a
@@ -70,10 +70,10 @@ def measured_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_output
             return _measured(run, inputs, hold_outputs)
         except torch.OutOfMemoryError as error:  # this plan is too large, and another may not be
             _log.info("a measured step ran out of memory: %s", error)
-        return _all_of_it()
+        return _whole_device()
 
 
-def _all_of_it() -> DryStep:
+def _whole_device() -> DryStep:
     torch.cuda.empty_cache()
     _, everything = torch.cuda.mem_get_info()
     return DryStep(forward_peak_bytes=everything, held_bytes=everything, backward_peak_bytes=everything, gradient_bytes=0)
