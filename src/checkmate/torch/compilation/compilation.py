@@ -97,7 +97,7 @@ class Compilation:
             plan=self._plan,
             hold_outputs=options.outputs == "held",
             split_convolutions=options.split_convolutions,
-            respect=options.checkpoints == "respected",
+            honours_checkpoints=options.checkpoints == "respected",
             no_recompute=frozenset(options.no_recompute),
             extra_resident_bytes=options.reserve_bytes + self._gradient_bytes + self._elsewhere_bytes,
             on_planned=self._planned,

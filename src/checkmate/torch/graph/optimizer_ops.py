@@ -1,7 +1,7 @@
 """An optimizer's own step as ops of a graph, one for every parameter, and the memory of its state.
 
 ``checkmate::gradient_ready`` marks a gradient in the program that is traced; it has no effect, so that it goes
-through AOTAutograd as it is. `take_updates` makes ``checkmate::update`` of it, which overwrites the
+through AOTAutograd as it is. `apply_optimizer_in_backward` makes ``checkmate::update`` of it, which overwrites the
 parameter by the optimizer's own code: the arithmetic, the state and its file format are the optimizer's.
 """
 

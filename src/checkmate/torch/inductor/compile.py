@@ -105,7 +105,7 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward modules that run the plan."""
         kwargs.pop("compiler", None)
-        task = dataclasses.replace(self._task, lay_out=with_channels_last) if prefers_channels_last(gm) else self._task
+        task = dataclasses.replace(self._task, layout_pass=with_channels_last) if prefers_channels_last(gm) else self._task
         return partition(gm, joint_inputs, task=task, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanPartitioner:

@@ -18,7 +18,7 @@ from checkmate.torch._compat.aot import default_partition
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
 from checkmate.torch.partition.apply_plan import impose, strip_dead_random
 from checkmate.torch.partition.check_peak import SplitError, recount, recount_whole
-from checkmate.torch.passes.optimizer_in_backward import take_updates
+from checkmate.torch.passes.optimizer_in_backward import apply_optimizer_in_backward
 from checkmate.torch.passes.prepare import prepare
 
 _log = logging.getLogger("checkmate.torch")
@@ -40,19 +40,19 @@ class Task:
         extra_resident_bytes: What is resident besides the graph's inputs.
         on_planned: Told the captured graph and its plan before anything runs.
         relabel: Makes a graph's traced tensors those of another device, in place.
-        lay_out: A graph with other layouts of its tensors.
+        layout_pass: A graph with other layouts of its tensors.
     """
 
     costs: Costs
     plan: Callable[[Capture], tuple[Graph, Result]]
     hold_outputs: bool
     split_convolutions: bool
-    respect: bool
+    honours_checkpoints: bool
     no_recompute: frozenset[str]
     extra_resident_bytes: int
     on_planned: Callable[[Capture, Result], None]
     relabel: Callable[[fx.Graph], None] = lambda graph: None
-    lay_out: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
+    layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
 
 
 def partition(
@@ -86,9 +86,9 @@ def partition(
     prepared = prepare(
         joint,
         split_convolutions=task.split_convolutions,
-        respect=task.respect,
+        honours_checkpoints=task.honours_checkpoints,
         no_recompute=task.no_recompute,
-        lay_out=task.lay_out,
+        layout_pass=task.layout_pass,
     )
     task.relabel(prepared.graph)
     capture = capture_joint(
@@ -122,7 +122,7 @@ def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
         CheckmateError: No plan.
     """
     prepared = prepare(module, split_convolutions=task.split_convolutions)
-    take_updates(prepared)
+    apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
     capture = capture_joint(
         prepared, None, task.costs, no_recompute=task.no_recompute, extra_resident_bytes=task.extra_resident_bytes

@@ -26,7 +26,7 @@ _TAGS = ("recompute", "ac_graph_id", FORWARD_ONLY)
 _UNKNOWN = -1
 
 
-def respect_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> int:
+def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> int:
     """Give the backward of every checkpointed region ops of its own for what it reads of the region.
 
     What other parts of the step read of a region, its result above all, is held as elsewhere. So is what cannot be
@@ -50,51 +50,51 @@ def respect_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> int:
             # What needs no gradient has the number of the op before it.
             regions.setdefault(node.meta["seq_nr"], node.meta.get("ac_graph_id"))
         overwritten = not trains_batch_norm(node) and any(True for _ in overwriters(node, known))
-        if _may_be_again(node, marked, no_recompute) and not overwritten:
+        if _is_recomputable(node, marked, no_recompute) and not overwritten:
             marked[node] = node.meta["ac_graph_id"]
-            node.meta[FORWARD_ONLY] = _owns(node)
-    writer = _Writer(graph, marked)
+            node.meta[FORWARD_ONLY] = _allocates(node)
+    writer = _RegionRecomputation(graph, marked)
     for reader in nodes:
         if reader in backward and reader.op == "call_function":
             here = regions.get(reader.meta.get("seq_nr", _UNKNOWN), _UNKNOWN)
-            writer.serve(reader, [n for n in reader.all_input_nodes if n in marked and here in (_UNKNOWN, marked[n])])
+            writer.recompute_for(reader, [n for n in reader.all_input_nodes if n in marked and here in (_UNKNOWN, marked[n])])
     return writer.finish()
 
 
-class _Writer:
+class _RegionRecomputation:
     def __init__(self, graph: fx.Graph, marked: dict[fx.Node, int]) -> None:
         self.graph = graph
         self.marked = marked
         self.position = {n: i for i, n in enumerate(graph.nodes)}
-        self.again: dict[fx.Node, fx.Node] = {}
-        self.instead: dict[fx.Node, fx.Node] = {}  # random op -> what is read since its state is saved
+        self.recomputed: dict[fx.Node, fx.Node] = {}
+        self.replacement: dict[fx.Node, fx.Node] = {}  # random op -> what is read since its state is saved
 
-    def serve(self, reader: fx.Node, own: list[fx.Node]) -> None:
+    def recompute_for(self, reader: fx.Node, own: list[fx.Node]) -> None:
         """Make what a reader reads of its region, and what that takes, right before it."""
         stack, needed = list(own), set[fx.Node]()
         while stack:
             node = stack.pop()
-            if node not in needed and node not in self.again:
+            if node not in needed and node not in self.recomputed:
                 needed.add(node)
                 stack += [i for i in node.all_input_nodes if self._same_region(i, node)]
         for node in sorted(needed, key=self.position.__getitem__):
-            self._compute_again(node, reader)
+            self._recompute(node, reader)
         for node in own:
-            read = self.instead.get(node, node)
-            reader.replace_input_with(read, self.again[read])
+            read = self.replacement.get(node, node)
+            reader.replace_input_with(read, self.recomputed[read])
 
     def finish(self) -> int:
         """Drop what nobody reads any more."""
         for node in reversed(list(self.marked)):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
-        return len(self.again)
+        return len(self.recomputed)
 
     def _same_region(self, read: fx.Node, node: fx.Node) -> bool:
         return read in self.marked and self.marked[read] == self.marked[node]
 
-    def _compute_again(self, node: fx.Node, reader: fx.Node) -> None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.again[n] if self._same_region(n, node) else n)
+    def _recompute(self, node: fx.Node, reader: fx.Node) -> None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.recomputed[n] if self._same_region(n, node) else n)
         value = _computed(node, args, kwargs)
         meta = {k: v for k, v in node.meta.items() if k not in _TAGS} | {"partitioner_tag": "is_backward", "val": value}
         if op_properties(node).random:
@@ -105,12 +105,12 @@ class _Writer:
             node.replace_all_uses_with(output)
             self.graph.erase_node(node)
             self.marked[output] = self.marked.pop(node)
-            self.instead[node] = node = output
+            self.replacement[node] = node = output
         else:
             with self.graph.inserting_before(reader):
                 new = self.graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_again")
         new.meta = meta
-        self.again[node] = new
+        self.recomputed[node] = new
 
 
 def _backward(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -122,7 +122,7 @@ def _backward(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _may_be_again(node: fx.Node, marked: dict[fx.Node, int], no_recompute: frozenset[str]) -> bool:
+def _is_recomputable(node: fx.Node, marked: dict[fx.Node, int], no_recompute: frozenset[str]) -> bool:
     if node.meta.get("recompute") not in _RECOMPUTE or "ac_graph_id" not in node.meta:
         return False
     if node.target is operator.getitem:
@@ -136,7 +136,7 @@ def _may_be_again(node: fx.Node, marked: dict[fx.Node, int], no_recompute: froze
     )
 
 
-def _owns(node: fx.Node) -> bool:
+def _allocates(node: fx.Node) -> bool:
     """Whether an op makes storage: views are made where they are read."""
     given = {storage_key(t) for i in node.all_input_nodes for t in leaves(i.meta.get("val"))}
     return any(storage_key(t) not in given for t in leaves(node.meta.get("val")))

@@ -27,7 +27,7 @@ _CONVOLUTIONS: dict[Any, tuple[int, ...]] = {
 }
 """Positions of the activations among their arguments."""
 _CLONE = torch.ops.aten.clone.default
-_BY_STRIDES = (
+_STRIDE_DEPENDENT = (
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_scatter.default,
     torch.ops.aten.view.dtype,
@@ -57,7 +57,7 @@ def with_channels_last(graph: fx.Graph) -> fx.Graph:
     if mode is None or not _activations_outweigh_weights(graph):
         return graph
     copy = copy_graph(graph)
-    writer = _Writer(copy)
+    writer = _LayoutPropagation(copy)
     try:
         with mode, torch.no_grad():
             for node in list(copy.nodes):
@@ -68,7 +68,7 @@ def with_channels_last(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-class _Writer:
+class _LayoutPropagation:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.traced: dict[fx.Node, Any] = {}  # what has another value now -> the one before
@@ -82,7 +82,7 @@ class _Writer:
         activations = _CONVOLUTIONS.get(node.target, ())
         for position in activations:
             self._read(node, cast("fx.Node", node.args[position]), torch.channels_last)
-        if _minds_strides(node):
+        if _observes_strides(node):
             self._read_as_traced(node)
         elif before != node.all_input_nodes or any(n in self.traced for n in before):
             self._make(node)
@@ -137,14 +137,14 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
     return [t.stride() for t in leaves(value)]
 
 
-def _minds_strides(node: fx.Node) -> bool:
+def _observes_strides(node: fx.Node) -> bool:
     """Whether somebody sees the strides of what a node reads: a caller, or code that is not PyTorch's."""
     target = node.target
     if target is operator.getitem:
         return False
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims", "inductor_prims"):
         return True
-    return target in _BY_STRIDES or target._schema.is_mutable
+    return target in _STRIDE_DEPENDENT or target._schema.is_mutable
 
 
 def _is_view(node: fx.Node) -> bool:

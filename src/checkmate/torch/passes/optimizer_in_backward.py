@@ -11,7 +11,7 @@ from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, UPDATE
 from checkmate.torch.graph.storages import leaves, storage_key
 
 
-def take_updates(module: fx.GraphModule) -> None:
+def apply_optimizer_in_backward(module: fx.GraphModule) -> None:
     """Make an update of every gradient that is marked, and move every mutation as early as it may be.
 
     AOTAutograd puts what overwrites an input at the end of the graph, and the markers stand there too: all
