@@ -14,8 +14,8 @@ import torch.distributed as dist
 from checkmate import Graph, InfeasibleBudgetError, Op, Result, Value
 from checkmate.solvers.given import keep_everything
 from checkmate.torch.distributed import consensus as ranks_module
-from checkmate.torch.distributed.consensus import RankError, Ranks, ranks_of_job, stopping_together
-from checkmate.torch.distributed.plan_on_rank0 import plan_together
+from checkmate.torch.distributed.consensus import RankError, Ranks, broadcasting_failures, job_ranks
+from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def keep(planned: Graph, in_flight_bytes: int) -> Result:
 def test_alone_there_are_no_ranks() -> None:
     """Nothing is asked of anybody where torch.distributed is not in use."""
     assert not dist.is_initialized()
-    assert ranks_of_job() is None
+    assert job_ranks() is None
 
 
 def test_everybody_hears_what_rank_0_decides(job: Callable[[int], list[Ranks]]) -> None:
@@ -72,7 +72,7 @@ def test_one_that_fails_stops_all(job: Callable[[int], list[Ranks]]) -> None:
     for failing in range(3):
 
         def run(rank: Ranks, failing: int = failing) -> bytes:
-            with stopping_together(rank):
+            with broadcasting_failures(rank):
                 if rank.rank == failing:
                     raise ZeroDivisionError("no such number\nand more")
                 return rank.decide("t", b"", lambda said: b"")
@@ -116,8 +116,8 @@ def test_nobody_waits_for_one_that_runs_on(
     monkeypatch.setattr(ranks_module, "_LOOK_S", 0.05)
     members = job(2)
     for member in members:
-        member.forward_begins()
-    members[1 - waiting].forward_begins()
+        member.record_forward()
+    members[1 - waiting].record_forward()
     with pytest.raises(RankError, match=f"rank {waiting} has to compile a graph, and rank {1 - waiting} runs on without"):
         members[waiting].decide("t", b"", lambda said: b"")
 
@@ -146,7 +146,7 @@ def test_the_plan_is_for_the_most_that_any_rank_takes(job: Callable[[int], list[
     """Workspace and resident bytes may differ from rank to rank; costs are those of rank 0."""
     graphs = [graph(workspace=8, resident=100, cost=5), graph(workspace=20, resident=90, cost=7)]
     in_flight = [10, 30]
-    found = at_once(*[lambda r=r: plan_together(r, graphs[r.rank], in_flight[r.rank], "a budget of 70%", keep) for r in job(2)])
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graphs[r.rank], in_flight[r.rank], "a budget of 70%", keep) for r in job(2)])
     assert found[0].graph == found[1].graph
     assert found[0].result == found[1].result
     assert found[0].graph.resident_bytes == 90 + 30
@@ -158,7 +158,7 @@ def test_the_plan_is_for_the_most_that_any_rank_takes(job: Callable[[int], list[
 
 def test_different_graphs_are_refused_on_every_rank(job: Callable[[int], list[Ranks]]) -> None:
     """The same plan cannot run both."""
-    found = at_once(*[lambda r=r: plan_together(r, graph(size=16 + r.rank), 0, "a budget of 1GiB", keep) for r in job(2)])
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graph(size=16 + r.rank), 0, "a budget of 1GiB", keep) for r in job(2)])
     assert all(isinstance(error, RankError) for error in found)
     assert all(
         "rank 0 and rank 1 traced different graphs: 2 ops that write 20 B and 2 ops that write 21 B" in str(e) for e in found
@@ -167,5 +167,5 @@ def test_different_graphs_are_refused_on_every_rank(job: Callable[[int], list[Ra
 
 def test_different_budgets_are_refused_on_every_rank(job: Callable[[int], list[Ranks]]) -> None:
     """Which of them is meant, nobody knows."""
-    found = at_once(*[lambda r=r: plan_together(r, graph(), 0, f"a budget of {r.rank + 1}GiB", keep) for r in job(2)])
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graph(), 0, f"a budget of {r.rank + 1}GiB", keep) for r in job(2)])
     assert all("rank 0 asks for a budget of 1GiB and rank 1 for a budget of 2GiB" in str(error) for error in found)

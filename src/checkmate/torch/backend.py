@@ -13,7 +13,7 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
 from checkmate.torch._compat.dynamo import DynamoTransparentError
 from checkmate.torch.compilation.compilation import Compilation, Hooks
-from checkmate.torch.distributed.consensus import stopping_together
+from checkmate.torch.distributed.consensus import broadcasting_failures
 from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import partition, whole
@@ -66,7 +66,7 @@ def compile_graph(
     compilation = Compilation(example_inputs, options, hooks)
     try:
         # A hit of AOTAutograd's cache would skip the partition function, and with it the plan.
-        with functorch_config.patch(enable_autograd_cache=False), stopping_together(compilation.ranks):
+        with functorch_config.patch(enable_autograd_cache=False), broadcasting_failures(compilation.ranks):
             if hooks.target is not None:
                 hooks.target.lower(gm)
             run = _by_inductor(gm, example_inputs, compilation) if options.compiler == "inductor" else None

@@ -22,9 +22,9 @@ from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.compilation.coordinator import IN_FLIGHT
 from checkmate.torch.compilation.planned_graph import Account
 from checkmate.torch.compilation.planning import plan_graph
-from checkmate.torch.distributed.consensus import ranks_of_job
-from checkmate.torch.distributed.plan_on_rank0 import plan_together
-from checkmate.torch.distributed.wrappers import beside
+from checkmate.torch.distributed.consensus import job_ranks
+from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
+from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import Target
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.profiler import Profiler
@@ -77,9 +77,9 @@ class Compilation:
         self.options = options
         self.hooks = hooks
         budgeted = options.budget is not None
-        self.ranks = ranks_of_job() if options.ranks == "together" and budgeted and hooks.plan is None else None
+        self.ranks = job_ranks() if options.ranks == "together" and budgeted and hooks.plan is None else None
         self._gradient_bytes = gradient_bytes(example_inputs, options.accumulate)
-        self._wrapped = beside(example_inputs, options.accumulate)
+        self._wrapped = wrapper_memory(example_inputs, options.accumulate)
         self._in_flight_bytes = IN_FLIGHT.held_bytes() if budgeted else 0
         # On CUDA what is in flight, or held by wrappers, is among what is allocated.
         known = self._in_flight_bytes + self._wrapped.held_bytes
@@ -114,7 +114,7 @@ class Compilation:
             if self.hooks.gate is not None:
                 self.hooks.gate()
             if self.ranks is not None:
-                self.ranks.forward_begins()
+                self.ranks.record_forward()
             return IN_FLIGHT.forward(self._accounts[0], run, args) if self._accounts else run(args)
 
         return as_boxed(guarded)
@@ -136,8 +136,8 @@ class Compilation:
                 budget=budget,
                 budget_bytes=share.budget_bytes if share else Problem(graph, budget).budget_bytes,
                 resident_bytes=graph.resident_bytes - self._in_flight_bytes,
-                planned_gradient_bytes=self._gradient_bytes + self._wrapped.view_bytes,
-                passing_bytes=self._wrapped.passing_bytes,
+                planned_gradient_bytes=self._gradient_bytes + self._wrapped.bucket_view_bytes,
+                passing_bytes=self._wrapped.transient_gradient_bytes,
                 time_limit_s=self.options.time_limit_s,
                 forget=self._forget,
                 ranks=self.ranks,
@@ -159,7 +159,7 @@ class Compilation:
         if self.ranks is None:
             return graph, plan(graph, self._in_flight_bytes)
         wanted = f"a budget of {self.options.budget}"
-        agreed = plan_together(self.ranks, graph, self._in_flight_bytes, wanted, plan)
+        agreed = plan_on_rank0(self.ranks, graph, self._in_flight_bytes, wanted, plan)
         self._in_flight_bytes = agreed.in_flight_bytes
         return agreed.graph, agreed.result
 
@@ -211,7 +211,7 @@ class Compilation:
         # A whole step is over when it returns: nothing of it is in flight.
         if self.options.budget is not None and capture.graph.boundary is not None:
             assert result.plan is not None
-            choice = Choice.of(capture.graph, result.plan, self._wrapped.passing_bytes)
+            choice = Choice.of(capture.graph, result.plan, self._wrapped.transient_gradient_bytes)
             self.account(capture.graph, choice)
         self.hooks.planned(capture, result)
 

@@ -23,7 +23,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.units import Amount, format_at_least, format_bytes
 from checkmate.torch.compilation.planned_graph import Account, key_of
 from checkmate.torch.compilation.rebalance import Took, divide_together
-from checkmate.torch.distributed.wrappers import unsharded
+from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
 from checkmate.torch.graph.storages import storage_bytes, storage_key
 
 _log = logging.getLogger("checkmate.torch")
@@ -92,7 +92,7 @@ class Coordinator:
             InFlightError: It would not.
         """
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        flight = _Flight(account, _without(_storages(tensors), unsharded()), _gradients(tensors))
+        flight = _Flight(account, _without(_storages(tensors), fsdp_unsharded_bytes()), _gradients(tensors))
         del tensors
         with self._lock:
             if not self._flights:

@@ -26,7 +26,7 @@ class RankError(CheckmateError, RuntimeError):
     """The ranks of a distributed job cannot run one plan: all of them stop."""
 
 
-class _Word(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True):
     """What a rank says, or what rank 0 answers.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Word(msgspec.Struct, frozen=True):
 
 
 # Made here, since making one is not safe in several threads.
-_READ_WORD = msgspec.msgpack.Decoder(_Word)
+_READ_MESSAGE = msgspec.msgpack.Decoder(_Message)
 
 
 class Ranks:
@@ -59,7 +59,7 @@ class Ranks:
         self.count = count
         self._round = 0
         self._forwards = 0
-        self._told: BaseException | None = None
+        self._broadcast_error: BaseException | None = None
 
     def decide(self, topic: str, mine: bytes, decider: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """What rank 0 decides from what every rank says; every rank takes part, in the same order of decisions.
@@ -67,7 +67,7 @@ class Ranks:
         Args:
             topic: What is decided.
             mine: What this rank says.
-            decider: What makes the decision; called by rank 0 alone, with what each rank said.
+            decider: What makes the decision; called by rank 0 alone, with what each rank gathered.
 
         Raises:
             RankError: A rank failed, decides on something else or does not come.
@@ -77,19 +77,19 @@ class Ranks:
         try:
             return self._lead(at, topic, mine, decider) if self.rank == 0 else self._follow(at, topic, mine)
         except BaseException as error:
-            self._told = error
+            self._broadcast_error = error
             raise
 
-    def fail(self, error: BaseException) -> None:
+    def broadcast_failure(self, error: BaseException) -> None:
         """Tell the others that this rank stops, unless they know: they stop at their next decision."""
-        if error is self._told:
+        if error is self._broadcast_error:
             return
         at, self._round = self._round, self._round + 1
-        self._told = error
+        self._broadcast_error = error
         with suppress(RuntimeError):  # nobody is there to be told
-            self._refuse(at, error)
+            self._send_failure(at, error)
 
-    def forward_begins(self) -> None:
+    def record_forward(self) -> None:
         """Note that this rank runs a planned forward, so that nobody waits for it to compile that one."""
         self._forwards += 1
         with suppress(RuntimeError):
@@ -97,23 +97,23 @@ class Ranks:
 
     def _lead(self, at: int, topic: str, mine: bytes, decider: Callable[[Sequence[bytes]], bytes]) -> bytes:
         try:
-            said = [mine]
+            gathered = [mine]
             for rank in range(1, self.count):
-                word = self._await(f"{at}/{rank}", rank, topic)
-                if word.error:
-                    raise RankError(f"rank {rank} stops: {word.error}", hint=word.hint)
-                if word.topic != topic:
+                message = self._receive(f"{at}/{rank}", rank, topic)
+                if message.error:
+                    raise RankError(f"rank {rank} stops: {message.error}", hint=message.hint)
+                if message.topic != topic:
                     raise RankError(
-                        f"rank 0 decides on {topic} and rank {rank} on {word.topic}: they do not run the same step",
+                        f"rank 0 decides on {topic} and rank {rank} on {message.topic}: they do not run the same step",
                         hint="every rank has to compile the same functions, in the same order",
                     )
-                said.append(word.body)
-            self._say(f"{at}/begun", _Word())
-            body = decider(said)
+                gathered.append(message.body)
+            self._send(f"{at}/begun", _Message())
+            body = decider(gathered)
         except BaseException as error:
-            self._refuse(at, error)
+            self._send_failure(at, error)
             raise
-        self._say(f"{at}/answer", _Word(body))
+        self._send(f"{at}/answer", _Message(body))
         if at:  # whoever speaks in this round has heard the answer of the one before
             for key in (f"{at - 1}/begun", f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
                 job_store().delete_key(key)
@@ -121,27 +121,27 @@ class Ranks:
 
     def _follow(self, at: int, topic: str, mine: bytes) -> bytes:
         try:
-            self._say(f"{at}/{self.rank}", _Word(mine, topic))
-            answer = self._await(f"{at}/answer", 0, topic, f"{at}/begun")
+            self._send(f"{at}/{self.rank}", _Message(mine, topic))
+            answer = self._receive(f"{at}/answer", 0, topic, f"{at}/begun")
         except BaseException as error:
-            self._refuse(at, error)
+            self._send_failure(at, error)
             raise
         if answer.error:
             raise RankError(answer.error if answer.topic else f"rank 0 stops: {answer.error}", hint=answer.hint)
         return answer.body
 
-    def _refuse(self, at: int, error: BaseException) -> None:
+    def _send_failure(self, at: int, error: BaseException) -> None:
         known = isinstance(error, CheckmateError)
         text = error.message if known else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         # What rank 0 says of another rank is the whole reason already.
         topic = "rank" if isinstance(error, RankError) else ""
         with suppress(RuntimeError):
-            self._say(f"{at}/{self.rank or 'answer'}", _Word(b"", topic, text, error.hint if known else ""))
+            self._send(f"{at}/{self.rank or 'answer'}", _Message(b"", topic, text, error.hint if known else ""))
 
-    def _say(self, key: str, word: _Word) -> None:
-        job_store().set(key, msgspec.msgpack.encode(word))  # type: ignore[arg-type] # bytes are what it keeps
+    def _send(self, key: str, message: _Message) -> None:
+        job_store().set(key, msgspec.msgpack.encode(message))  # type: ignore[arg-type] # bytes are what it keeps
 
-    def _await(self, key: str, rank: int, topic: str, begun: str = "") -> _Word:
+    def _receive(self, key: str, rank: int, topic: str, begun: str = "") -> _Message:
         """What a rank says under a key, as soon as it does; however long that takes if it has begun to think."""
         store = job_store()
         began = looked = time.monotonic()
@@ -164,7 +164,7 @@ class Ranks:
                     raise RankError(f"rank {rank} did not come to decide on {topic} within {patience}")
                 time.sleep(pause)
                 pause = min(2 * pause, most)
-            return _READ_WORD.decode(store.get(key))
+            return _READ_MESSAGE.decode(store.get(key))
         except dist.DistError as error:
             raise RankError(f"the connection between the ranks is lost: {error}", hint="look at what rank 0 says") from error
 
@@ -176,7 +176,7 @@ class Ranks:
 _JOB: list[Ranks] = []  # rounds go on counting when the process group is made anew, over whatever store
 
 
-def ranks_of_job() -> Ranks | None:
+def job_ranks() -> Ranks | None:
     """The ranks of the job that this process belongs to; None where it is alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -189,7 +189,7 @@ def ranks_of_job() -> Ranks | None:
 
 
 @contextmanager
-def stopping_together(ranks: Ranks | None) -> Iterator[None]:
+def broadcasting_failures(ranks: Ranks | None) -> Iterator[None]:
     """Tell the other ranks what is raised in a block, so that none of them waits for this one."""
     try:
         yield
@@ -197,5 +197,5 @@ def stopping_together(ranks: Ranks | None) -> Iterator[None]:
         raise
     except BaseException as error:
         if ranks is not None:
-            ranks.fail(error)
+            ranks.broadcast_failure(error)
         raise

@@ -13,22 +13,22 @@ from checkmate.torch.graph.storages import storage_key, unique_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class WrapperMemory:
     """What is held beside a graph by what wraps its module.
 
     Attributes:
         held_bytes: While the graph runs, its own inputs not counted twice. The wrappers' buffers, every shard and its gradient
             that is there, parameters of other modules that are gathered, and what gathering and reducing take.
-        view_bytes: Buffers among that which the gradients of the graph's parameters are views of.
-        passing_bytes: Gradients of the graph that are gone when its backward is over: reduced, and only a shard of them kept.
+        bucket_view_bytes: Buffers among that which the gradients of the graph's parameters are views of.
+        transient_gradient_bytes: Gradients of the graph that are gone when its backward is over: reduced, and only a shard of them kept.
     """
 
     held_bytes: int = 0
-    view_bytes: int = 0
-    passing_bytes: int = 0
+    bucket_view_bytes: int = 0
+    transient_gradient_bytes: int = 0
 
 
-def beside(example_inputs: Sequence[Any], accumulate: bool) -> Beside:
+def wrapper_memory(example_inputs: Sequence[Any], accumulate: bool) -> WrapperMemory:
     """What is held beside a graph.
 
     Args:
@@ -39,7 +39,7 @@ def beside(example_inputs: Sequence[Any], accumulate: bool) -> Beside:
     held, views = _buckets(tensors)
     groups = fsdp_groups()
     if not groups:
-        return Beside(held, views)
+        return WrapperMemory(held, views)
     mine = {storage_key(t): t.requires_grad for t in tensors}
     passing = own = 0
     for group in groups:
@@ -47,15 +47,15 @@ def beside(example_inputs: Sequence[Any], accumulate: bool) -> Beside:
         trained = sum(size for key, size in gathered.items() if mine[key])
         own += sum(gathered.values())
         passing += trained - trained // group.shards
-    return Beside(held + _sharded_bytes(groups, accumulate) - own, views, passing)
+    return WrapperMemory(held + _sharded_bytes(groups, accumulate) - own, views, passing)
 
 
-def unsharded() -> dict[int, int]:
+def fsdp_unsharded_bytes() -> dict[int, int]:
     """Storage -> bytes of every parameter that ``fully_shard`` gathers and lets go again."""
     return {key: size for group in fsdp_groups() for key, size in group.storages.items()}
 
 
-def through(wrapped: DistributedDataParallel, run: Callable[..., Any]) -> Callable[..., Any]:
+def run_inside_ddp(wrapped: DistributedDataParallel, run: Callable[..., Any]) -> Callable[..., Any]:
     """A program that runs where the module of a `DistributedDataParallel` does.
 
     What that does before a forward, and to the gradients of one, is done for the program: buffers are the same on every

@@ -24,7 +24,7 @@ from checkmate.torch._compat.distributed import DistributedDataParallel, inside_
 from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, dynamo_config
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
-from checkmate.torch.distributed.wrappers import through
+from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.autocast import cuda_rules
 from checkmate.torch.emulate.device import Target
 from checkmate.torch.emulate.fake_inputs import lent
@@ -111,7 +111,7 @@ class Step:
         with contextlib.suppress(_Done), recipe.tracing():
             self._batch(example)
         if recipe.wrapped is not None:
-            self._run = through(recipe.wrapped, self._run)
+            self._run = run_inside_ddp(recipe.wrapped, self._run)
         capture, result = self._planned[0]
         assert result.plan is not None
         self.graph, self.plan, self.result = capture.graph, result.plan, result
