@@ -25,7 +25,7 @@ from checkmate.torch.compilation.planning import plan_graph
 from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
-from checkmate.torch.emulate.device import Target
+from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes
@@ -55,7 +55,7 @@ class Hooks:
     gate: Callable[[], None] | None = None
     inference: bool = True
     whole: bool = False
-    target: Target | None = None
+    target: EmulatedDevice | None = None
 
 
 class Compilation:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkmate.cost.device import Device
-from checkmate.torch.emulate.autocast import lowered
+from checkmate.torch.emulate.autocast import cast_if_autocast
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 aten = torch.ops.aten
@@ -25,14 +25,14 @@ _HALF = (torch.float16, torch.bfloat16)
 _ALIGNED = 8  # elements in half precision; four of float32
 
 
-def attention_on(device: Device) -> Callable[..., Tensor]:
+def attention_for(device: Device) -> Callable[..., Tensor]:
     """``scaled_dot_product_attention`` as it is on a CUDA device, in terms of the op that runs there."""
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         here = query.device.type
-        read = lowered(here, (query, key, value, attn_mask))
+        read = cast_if_autocast(here, (query, key, value, attn_mask))
         with torch.autocast(here, enabled=False):
             return _attention(device, *read, *args, **kwargs)
 
@@ -50,7 +50,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    kernel = choose(device, query, key, value, attn_mask, dropout_p, is_causal)
+    kernel = select_kernel(device, query, key, value, attn_mask, dropout_p, is_causal)
     if kernel == "math":
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -70,7 +70,7 @@ def _attention(
     return run(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
-def choose(
+def select_kernel(
     device: Device,
     query: Tensor,
     key: Tensor,

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.autocast import autocast_kernels, autocast_off, replaced_autocast
 
-LOWER = frozenset([
+LOWER_PRECISION_FP = frozenset([
     "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
     "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "cudnn_convolution", "cudnn_convolution_transpose",
     "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
@@ -25,18 +25,18 @@ LOWER = frozenset([
 ])  # fmt: skip
 """Ops that read everything in half precision."""
 
-WIDEST = frozenset(
+PROMOTE = frozenset(
     ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot", "scatter_add"]
 )
 """Ops that read everything in the widest type among what they read."""
 
-RESULT = frozenset([
+FP32_SET_OPT_DTYPE = frozenset([
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
     "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 ])  # fmt: skip
 """Ops that read what there is and make float32 of it."""
 
-APPENDED = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+FP32_APPEND_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 """Ops that do the same by another overload."""
 
 BANNED = frozenset(["binary_cross_entropy"])
@@ -46,7 +46,7 @@ BANNED = frozenset(["binary_cross_entropy"])
 
 
 @contextmanager
-def cuda_rules() -> Iterator[None]:
+def cuda_autocast_rules() -> Iterator[None]:
     """Autocast for a processor follows CUDA's rules, in the whole process, for as long as a step is traced."""
     of_cuda = autocast_kernels("CUDA")
     kernels = {name: _kernel(name) if name in of_cuda else None for name in of_cuda | autocast_kernels("CPU")}
@@ -54,14 +54,14 @@ def cuda_rules() -> Iterator[None]:
         yield
 
 
-def lowered(device_type: str, tensors: Any) -> Any:
+def cast_if_autocast(device_type: str, tensors: Any) -> Any:
     """What an op of half precision reads, if autocast is on for a kind of device."""
     on = torch.is_autocast_enabled(device_type)
     return cast(tensors, torch.get_autocast_dtype(device_type)) if on else tensors
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    packet, _, overload = APPENDED.get(name, name).partition(".")
+    packet, _, overload = FP32_APPEND_DTYPE.get(name, name).partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
     rule = next((rule for names, rule in _RULES if name in names), _read_float32)
 
@@ -108,10 +108,10 @@ def _refuse(op: Any, *_: Any, **__: Any) -> Any:
 
 
 _RULES = (
-    (LOWER, _read_half),
-    (WIDEST, _read_widest),
-    (RESULT, _make_float32),
-    (APPENDED, _append_float32),
+    (LOWER_PRECISION_FP, _read_half),
+    (PROMOTE, _read_widest),
+    (FP32_SET_OPT_DTYPE, _make_float32),
+    (FP32_APPEND_DTYPE, _append_float32),
     (BANNED, _refuse),
 )
 

@@ -16,9 +16,9 @@ from checkmate.cost.device import Device
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.autocast import autocast_enter
 from checkmate.torch._compat.dispatch import FakeTensor, fake_tensor_on
-from checkmate.torch.emulate.attention import attention_on
+from checkmate.torch.emulate.attention import attention_for
 from checkmate.torch.emulate.autocast import cast
-from checkmate.torch.emulate.workspace import modelled_bytes
+from checkmate.torch.emulate.workspace import modelled_workspace_bytes
 from checkmate.torch.measure.roofline import estimate_ns
 
 aten = torch.ops.aten
@@ -26,11 +26,11 @@ aten = torch.ops.aten
 _STATISTICS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten._fused_rms_norm.default)
 """Ops whose statistics are float32 on a CUDA device, and of the input's type on a processor."""
 
-_PROCESSOR_ONLY = ("mkldnn", "onednn", "_for_cpu", "quantized")
+_CPU_ONLY = ("mkldnn", "onednn", "_for_cpu", "quantized")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class EmulatedDevice:
     """The device that a step is planned for.
 
     Attributes:
@@ -41,9 +41,9 @@ class Target:
     """
 
     device: Device
-    measured: Callable[[Sequence[fx.Node]], Sequence[OpCost]]
-    unknown: Counter[str] = field(default_factory=Counter)
-    foreign: Counter[str] = field(default_factory=Counter)
+    cpu_costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]
+    unknown_workspace: Counter[str] = field(default_factory=Counter)
+    cpu_only: Counter[str] = field(default_factory=Counter)
 
     def lower(self, gm: fx.GraphModule) -> None:
         """Put the device's own kernels into a graph of Dynamo, in place, where a processor has others.
@@ -53,8 +53,8 @@ class Target:
         """
         if self.device.kind != "cuda":
             return
-        _refuse_elsewhere(gm.graph)
-        attention = attention_on(self.device)
+        _refuse_autocast_by_name(gm.graph)
+        attention = attention_for(self.device)
         for node in gm.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -81,19 +81,19 @@ class Target:
         """Least times on the device, and workspace: as measured on a processor, modelled for a CUDA device."""
         times = [estimate_ns(n, self.device) for n in nodes]
         if self.device.kind == "cpu":
-            return [OpCost(t, c.workspace_bytes) for t, c in zip(times, self.measured(nodes), strict=True)]
+            return [OpCost(t, c.workspace_bytes) for t, c in zip(times, self.cpu_costs(nodes), strict=True)]
         return [OpCost(t, self._workspace(n)) for t, n in zip(times, nodes, strict=True)]
 
     def _workspace(self, node: fx.Node) -> int:
-        known, name = modelled_bytes(node), str(node.target)
-        if any(word in name for word in _PROCESSOR_ONLY):
-            self.foreign[name] += 1
+        known, name = modelled_workspace_bytes(node), str(node.target)
+        if any(word in name for word in _CPU_ONLY):
+            self.cpu_only[name] += 1
         elif known is None:
-            self.unknown[name] += 1
+            self.unknown_workspace[name] += 1
         return known or 0
 
 
-def _refuse_elsewhere(graph: fx.Graph) -> None:
+def _refuse_autocast_by_name(graph: fx.Graph) -> None:
     """Autocast for CUDA by name is silently off for tensors that are elsewhere, and what runs under it cannot be trusted."""
     inputs = pytree.tree_leaves([n.meta.get("example_value") for n in graph.find_nodes(op="placeholder")])
     here = {t.device.type for t in inputs if isinstance(t, torch.Tensor)}

@@ -14,7 +14,7 @@ from checkmate.torch._compat.dispatch import FakeTensor, FakeTensorMode
 
 
 @contextmanager
-def lent(example: Any, *owners: object) -> Iterator[Any]:
+def fake_inputs(example: Any, *owners: object) -> Iterator[Any]:
     """Stand-ins with shapes and nothing else for tensors on the meta device, for as long as a step is traced.
 
     Tensors of the meta device are traced with other kernels than a processor's, and tensors of several fake modes not at all.

@@ -16,7 +16,7 @@ from checkmate.torch.graph.storages import concrete, leaves, storage_bytes
 
 aten = torch.ops.aten
 
-_CHOSEN_LATER = (
+_CHOSEN_AT_RUN_TIME = (
     aten.convolution.default,
     aten.convolution_backward.default,
     aten.embedding_dense_backward.default,
@@ -37,7 +37,7 @@ _CHOSEN_LATER = (
 )
 
 
-def modelled_bytes(node: fx.Node) -> int | None:
+def modelled_workspace_bytes(node: fx.Node) -> int | None:
     """Workspace of an op on a CUDA device; None where nobody knows it before it runs.
 
     Args:
@@ -52,7 +52,7 @@ def modelled_bytes(node: fx.Node) -> int | None:
         parameter, _, optimizer, which = node.args
         made = updates_of(optimizer).temporary_count(which)  # type: ignore[arg-type]
         return None if made is None else made * storage_bytes(leaves(parameter.meta["val"])[0])  # type: ignore[union-attr]
-    return None if target in _CHOSEN_LATER else 0
+    return None if target in _CHOSEN_AT_RUN_TIME else 0
 
 
 def _flash_backward(node: fx.Node) -> int:

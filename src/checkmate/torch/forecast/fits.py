@@ -23,7 +23,7 @@ from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.max_batch import MaxBatch, max_batch
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
-from checkmate.torch.emulate.device import Target
+from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.tracer import Question, Traced
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.step.programs import Loss
@@ -86,7 +86,7 @@ def fits(
         (True, 'keeps everything', 4198400, 8396800)
     """
     began = time.perf_counter()
-    target = Target(load_device(device), measured=Profiler())
+    target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
     memory_bytes = target.device.memory_bytes if memory is None else parse_bytes(memory)
     headroom_bytes = _share(headroom, memory_bytes)
     available = memory_bytes - target.device.context_bytes - headroom_bytes
@@ -139,7 +139,7 @@ def _share(headroom: float, memory_bytes: int) -> int:
     return round(headroom * memory_bytes)
 
 
-def _caveats(target: Target, step: Traced) -> list[str]:
+def _caveats(target: EmulatedDevice, step: Traced) -> list[str]:
     """What the figures are worth."""
     if target.device.kind == "cpu":
         remarks = ["workspace was measured here, op by op; times are the least that the profile allows"]
@@ -147,12 +147,12 @@ def _caveats(target: Target, step: Traced) -> list[str]:
         remarks = [f"nothing was measured: no {target.device.name} was used; times are the least that its profile allows"]
     if step.stateless:
         remarks.append(f"the state that {step.stateless} makes at its first step is not known, and counts as nothing")
-    if target.foreign:
-        names = ", ".join(sorted(target.foreign))
-        remarks.append(f"{target.foreign.total()} ops are a processor's, and {target.device.name} has others: {names}")
-    if target.unknown:
-        names = ", ".join(f"{count} {name.split('.')[1]}" for name, count in target.unknown.most_common())
-        share = f"{target.unknown.total()} of {len(step.graph.ops)} ops"
+    if target.cpu_only:
+        names = ", ".join(sorted(target.cpu_only))
+        remarks.append(f"{target.cpu_only.total()} ops are a processor's, and {target.device.name} has others: {names}")
+    if target.unknown_workspace:
+        names = ", ".join(f"{count} {name.split('.')[1]}" for name, count in target.unknown_workspace.most_common())
+        share = f"{target.unknown_workspace.total()} of {len(step.graph.ops)} ops"
         remarks.append(f"workspace is not known, and counts as nothing, of {share}: {names}")
     return remarks
 

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.problem import keep_all_bytes
-from checkmate.torch.emulate.device import Target
-from checkmate.torch.emulate.fake_inputs import lent
+from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.measure.optimizer_state import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
@@ -78,7 +78,7 @@ class Question:
         optimizer: torch.optim.Optimizer | str | None,
         whole: bool | None,
         autocast: torch.dtype | None,
-        target: Target,
+        target: EmulatedDevice,
         until: float,
     ) -> None:
         if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
@@ -115,10 +115,10 @@ class Question:
         began = time.perf_counter()
         given = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
         granule = self.target.device.granule_bytes
-        self.target.unknown.clear()
-        self.target.foreign.clear()
+        self.target.unknown_workspace.clear()
+        self.target.cpu_only.clear()
         example = self.example if size is None else _resized(self.example, dim, size)
-        with lent(example, self.model, self.loss, given) as batch:
+        with fake_inputs(example, self.model, self.loss, given) as batch:
             there = [*self.model.parameters(), *self.model.buffers()]
             trained = [p for p in there if p.requires_grad]
             sizes = {storage_key(t): _rounded(t, granule) for t in there}

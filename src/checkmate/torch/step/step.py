@@ -25,9 +25,9 @@ from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, 
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.distributed.wrappers import run_inside_ddp
-from checkmate.torch.emulate.autocast import cuda_rules
-from checkmate.torch.emulate.device import Target
-from checkmate.torch.emulate.fake_inputs import lent
+from checkmate.torch.emulate.autocast import cuda_autocast_rules
+from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.optimizer_ops import Updates, unsupported_reason
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes
@@ -291,15 +291,15 @@ def capture(
         GraphBreakError: The step cannot be traced as one graph.
         OptionError: No such device is known.
     """
-    target = None if device is None else Target(load_device(device), measured=Profiler())
+    target = None if device is None else EmulatedDevice(load_device(device), cpu_costs=Profiler())
     granule = 1 if target is None else target.device.granule_bytes
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs)
-    with lent(checked(example, loss), model, loss, optimizer) as batch:
+    with fake_inputs(checked(example, loss), model, loss, optimizer) as batch:
         recipe = recipe_of(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
         return captured(recipe, batch, options, target)
 
 
-def captured(recipe: Recipe, batch: Example, options: Options, target: Target | None = None) -> Graph:
+def captured(recipe: Recipe, batch: Example, options: Options, target: EmulatedDevice | None = None) -> Graph:
     """The graph of a step, by a recipe.
 
     Args:
@@ -318,7 +318,7 @@ def captured(recipe: Recipe, batch: Example, options: Options, target: Target | 
     backend = functools.partial(compile_graph, options=options, hooks=hooks)
     run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    rules = cuda_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
+    rules = cuda_autocast_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
     try:
         with recipe.tracing(), rules:
             _traced(functools.partial(run, args, kwargs))
