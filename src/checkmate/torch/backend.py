@@ -16,7 +16,7 @@ from checkmate.torch.compilation.compilation import Compilation, Hooks
 from checkmate.torch.distributed.consensus import broadcasting_failures
 from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options
-from checkmate.torch.partition.split import partition, whole
+from checkmate.torch.partition.split import partition, plan_whole_step
 from checkmate.torch.passes.inline_regions import inline_regions
 
 
@@ -114,7 +114,7 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
 
 def _without_backward(module: fx.GraphModule, compilation: Compilation) -> BoxedRun:
     if compilation.hooks.whole:
-        return compilation.forward(boxed(whole(module, compilation.task)))
+        return compilation.forward(boxed(plan_whole_step(module, compilation.task)))
     compilation.refuse_inference()
     return boxed(module)
 

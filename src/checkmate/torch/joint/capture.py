@@ -121,7 +121,7 @@ def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class _Draft:
+class _OpNodes:
     node: fx.Node
     properties: OpProperties
     backward: bool
@@ -141,13 +141,13 @@ class _Builder:
         self.nodes = list(joint.graph.nodes)
         self.forward_outputs = [o for o in outputs[: self.num_fwd_outputs] if isinstance(o, fx.Node)]
         self.backward_outputs = [o for o in outputs[self.num_fwd_outputs :] if isinstance(o, fx.Node)]
-        self.drafts: dict[fx.Node, _Draft] = {}  # node, getitems included -> its op
+        self.op_nodes: dict[fx.Node, _OpNodes] = {}  # node, getitems included -> its op
         self.values = Values()
         self.boundary: int | None = None
 
     def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
         _refuse_sparse(self.nodes)
-        resident = self.values.externals(self.nodes) + extra_resident_bytes
+        resident = self.values.add_external(self.nodes) + extra_resident_bytes
         self._draft()
         needed = self._needed()
         forward = [d for d in self._unique() if (self.whole or not d.backward) and d.node in needed]
@@ -193,15 +193,15 @@ class _Builder:
             if in_backward:
                 backward.add(node)
             source = node.args[0] if node.target is operator.getitem else None
-            if source in self.drafts:
-                draft = self.drafts[source]  # type: ignore[index]
+            if source in self.op_nodes:
+                draft = self.op_nodes[source]  # type: ignore[index]
                 draft.getitems.append(node)
             else:
-                draft = _Draft(node, op_properties(node), node in backward)
-            self.drafts[node] = draft
+                draft = _OpNodes(node, op_properties(node), node in backward)
+            self.op_nodes[node] = draft
 
-    def _unique(self) -> list[_Draft]:
-        return [d for n, d in self.drafts.items() if n is d.node]
+    def _unique(self) -> list[_OpNodes]:
+        return [d for n, d in self.op_nodes.items() if n is d.node]
 
     def _needed(self) -> set[fx.Node]:
         """Nodes that an output, an effect or the random stream of the forward needs."""
@@ -210,7 +210,7 @@ class _Builder:
         needed: set[fx.Node] = set()
         while stack:
             node = stack.pop()
-            draft = self.drafts.get(node)
+            draft = self.op_nodes.get(node)
             if draft is None or draft.node in needed:
                 continue
             needed.add(draft.node)
@@ -225,9 +225,9 @@ class _Builder:
         """
         held = {self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node} if self.hold_outputs else set()
         gradients = {self.values.of_node[o] for o in self.backward_outputs if o in self.values.of_node}
-        return held | gradients | self.values.seeds, {self.values.root(v) for v in held}
+        return held | gradients | self.values.scalar_tangents, {self.values.root(v) for v in held}
 
-    def _op(self, draft: _Draft, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
+    def _op(self, draft: _OpNodes, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
         node = draft.node
         later = set[int]() if trains_batch_norm(node) else {o for o in overwriters(node, known) if o > me}
         if node.meta.get(FORWARD_ONLY) and self.boundary is not None:

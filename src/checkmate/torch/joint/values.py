@@ -22,12 +22,12 @@ class Values:
 
     Attributes:
         of_node: Value that a node stands for.
-        seeds: Tangents of scalars.
+        scalar_tangents: Tangents of scalars.
     """
 
     def __init__(self) -> None:
         self.of_node: dict[fx.Node, int] = {}
-        self.seeds: set[int] = set()
+        self.scalar_tangents: set[int] = set()
         self._inside: dict[fx.Node, list[int]] = {}  # node that returns several -> its values
         self._owner: dict[int, int] = {}  # storage -> value that owns it
         self._made: list[tuple[str, int, int | None]] = []
@@ -41,7 +41,7 @@ class Values:
         """The values, those of ``kept`` as kept."""
         return tuple(Value(name, size, base=base, kept=v in kept) for v, (name, size, base) in enumerate(self._made))
 
-    def externals(self, nodes: Sequence[fx.Node]) -> int:
+    def add_external(self, nodes: Sequence[fx.Node]) -> int:
         """Note every storage that is there before the step; return their bytes."""
         total = 0
         for node in nodes:
@@ -85,7 +85,7 @@ class Values:
                 self.of_node[node] = self._add(tensor, node.name)
                 made.append(self.of_node[node])
                 if storage_bytes(tensor) <= _SEED_BYTES:
-                    self.seeds.add(made[-1])
+                    self.scalar_tangents.add(made[-1])
         return tuple(made)
 
     def read_by(self, node: fx.Node) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from checkmate.torch.joint.capture import Capture, Member
 _RECOMPUTE_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
-def impose(capture: Capture, plan: Plan) -> fx.GraphModule:
+def apply_plan(capture: Capture, plan: Plan) -> fx.GraphModule:
     """The joint module that computes what a plan says, in its order.
 
     Args:
@@ -145,7 +145,7 @@ class _Writer:
         return node.op == "get_attr" and isinstance(getattr(self.capture.joint, str(node.target), None), torch.nn.Module)
 
 
-def strip_dead_random(module: fx.GraphModule) -> int:
+def eliminate_dead_rng(module: fx.GraphModule) -> int:
     """Remove random ops that nobody reads from a backward module; return how many.
 
     Only there: in the forward they advance the generator as the user's program does.

@@ -27,7 +27,7 @@ class SplitError(CheckmateError, RuntimeError):
     """Forward and backward as split take other memory than planned: a bug, found before anything ran."""
 
 
-def recount(
+def peak_of_split(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     num_fwd_outputs: int,
@@ -47,36 +47,36 @@ def recount(
     Raises:
         SplitError: The backward reads what the forward does not return.
     """
-    walk = _Walk(costs, [n for m in (forward, backward) for n in m.graph.nodes if n.op == "call_function"])
-    walk.module(forward, {})
-    walk.step()
+    liveness = _Liveness(costs, [n for m in (forward, backward) for n in m.graph.nodes if n.op == "call_function"])
+    liveness.module(forward, {})
+    liveness.step()
     results = _results(forward)
-    walk.use([n for n in results if isinstance(n, fx.Node)])
-    saved = {n.name: walk.where[n] for n in results[num_fwd_outputs:] if isinstance(n, fx.Node)}
-    saved.update({n.name: walk.where[n] for n in forward.graph.nodes if n.op == "placeholder"})
+    liveness.use([n for n in results if isinstance(n, fx.Node)])
+    saved = {n.name: liveness.where[n] for n in results[num_fwd_outputs:] if isinstance(n, fx.Node)}
+    saved.update({n.name: liveness.where[n] for n in forward.graph.nodes if n.op == "placeholder"})
     held = [n for n in results[:num_fwd_outputs] if isinstance(n, fx.Node)]
-    walk.module(backward, saved)
-    walk.step()
+    liveness.module(backward, saved)
+    liveness.step()
     tangents = [n for n in backward.graph.nodes if is_tangent(n)]
-    seeds = [n for n in tangents if sum(map(storage_bytes, leaves(n.meta.get("val")))) <= _SEED_BYTES]
-    walk.use([n for n in _results(backward) if isinstance(n, fx.Node)] + seeds + (held if hold_outputs else []))
-    return walk.peak()
+    scalar_tangents = [n for n in tangents if sum(map(storage_bytes, leaves(n.meta.get("val")))) <= _SEED_BYTES]
+    liveness.use([n for n in _results(backward) if isinstance(n, fx.Node)] + scalar_tangents + (held if hold_outputs else []))
+    return liveness.peak()
 
 
-def recount_whole(module: fx.GraphModule, costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]) -> int:
+def peak_of_whole_step(module: fx.GraphModule, costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]) -> int:
     """Peak of the graph of a whole step above what is resident, in bytes."""
-    walk = _Walk(costs, [n for n in module.graph.nodes if n.op == "call_function"])
-    walk.module(module, {})
-    walk.step()
-    walk.use([n for n in _results(module) if isinstance(n, fx.Node)])
-    return walk.peak()
+    liveness = _Liveness(costs, [n for n in module.graph.nodes if n.op == "call_function"])
+    liveness.module(module, {})
+    liveness.step()
+    liveness.use([n for n in _results(module) if isinstance(n, fx.Node)])
+    return liveness.peak()
 
 
 def _results(module: fx.GraphModule) -> Sequence[object]:
     return next(iter(reversed(module.graph.nodes))).args[0]
 
 
-class _Walk:
+class _Liveness:
     """Births and deaths of storages along the nodes of both modules."""
 
     def __init__(self, costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]], nodes: list[fx.Node]) -> None:

@@ -1,4 +1,4 @@
-"""From a graph of AOTAutograd to what runs: capture, plan, impose, split where there is a boundary, count again."""
+"""From a graph of AOTAutograd to what runs: capture, plan, apply_plan, split where there is a boundary, count again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.aot import default_partition
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
-from checkmate.torch.partition.apply_plan import impose, strip_dead_random
-from checkmate.torch.partition.check_peak import SplitError, recount, recount_whole
+from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
+from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
 from checkmate.torch.passes.optimizer_in_backward import apply_optimizer_in_backward
 from checkmate.torch.passes.prepare import prepare
 
@@ -101,16 +101,16 @@ def partition(
     )
     capture, result = _planned(capture, task)
     assert result.plan is not None
-    imposed = impose(capture, result.plan)
+    imposed = apply_plan(capture, result.plan)
     forward, backward = default_partition(imposed, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-    strip_dead_random(backward)
-    _compare(capture, result, recount(forward, backward, num_fwd_outputs, task.costs, hold_outputs=task.hold_outputs))
+    eliminate_dead_rng(backward)
+    _check_peak(capture, result, peak_of_split(forward, backward, num_fwd_outputs, task.costs, hold_outputs=task.hold_outputs))
     task.on_planned(capture, result)
     _log.debug("split in %.1f s", time.perf_counter() - began)
     return forward, backward
 
 
-def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
+def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     """The module of a whole step that runs a plan; the one that came is untouched.
 
     Args:
@@ -129,8 +129,8 @@ def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     )
     capture, result = _planned(capture, task)
     assert result.plan is not None
-    imposed = impose(capture, result.plan)
-    _compare(capture, result, recount_whole(imposed, task.costs))
+    imposed = apply_plan(capture, result.plan)
+    _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))
     task.on_planned(capture, result)
     return imposed
 
@@ -140,7 +140,7 @@ def _planned(capture: Capture, task: Task) -> tuple[Capture, Result]:
     return replace(capture, graph=graph), result
 
 
-def _compare(capture: Capture, result: Result, counted: int) -> None:
+def _check_peak(capture: Capture, result: Result, counted: int) -> None:
     assert result.peak_bytes is not None
     planned = result.peak_bytes - capture.graph.resident_bytes
     if counted > planned + _SLACK_BYTES:
