@@ -69,12 +69,12 @@ class Fits:
         """Whether a plan was found with which the step fits."""
         return self.verdict in ("keeps everything", "fits with recomputation")
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Named facts in words, in the order of the questions."""
+    def rows(self) -> list[tuple[str, str]]:
+        """Named rows in words, in the order of the questions."""
         shown = format_bytes
         context = shown(self.device.context_bytes)
         taken = f"{shown(self.memory_bytes)} less {context} of context and {shown(self.headroom_bytes)} of headroom"
-        facts = [
+        rows = [
             ("device", f"{self.device.name}, {self.device.about}"),
             ("available", f"{shown(self.available_bytes)}: {taken}"),
             ("resident", f"{shown(self.graph.resident_bytes)}: parameters {shown(self.parameter_bytes)}, "
@@ -86,15 +86,15 @@ class Fits:
         ]  # fmt: skip
         if self.reserved_bytes is not None:
             room = f"the allocator's segments, of {shown(self.memory_bytes - self.device.context_bytes)}"
-            facts.append(("reserved", f"{shown(self.reserved_bytes)} predicted: {room}"))
+            rows.append(("reserved", f"{shown(self.reserved_bytes)} predicted: {room}"))
         for name, now, most in (
             ("batch", self.batch, self.largest_batch),
             ("sequence", self.sequence, self.longest_sequence),
         ):
             if most is not None:
                 exact = "no larger one fits" if most.batch == most.upper_bound else f"none above {most.upper_bound} fits"
-                facts.append((name, f"{now} asked, {most.batch} at most, at {most.result.overhead:.3f}x; {exact}"))
-        return facts
+                rows.append((name, f"{now} asked, {most.batch} at most, at {most.result.overhead:.3f}x; {exact}"))
+        return rows
 
     def _price(self) -> str:
         if self.result is None or self.result.cost is None or self.result.peak_bytes is None:
@@ -103,10 +103,10 @@ class Fits:
         return f": {self.result.overhead:.3f}x of keeping everything, {format_bytes(self.result.peak_bytes)}; at least {time}"
 
     def render(self) -> str:
-        """The facts and remarks as text."""
-        facts = self.facts()
-        width = max(len(name) for name, _ in facts) + 2
-        lines = [f"{name:<{width}}{text}" for name, text in facts]
+        """The rows and remarks as text."""
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows) + 2
+        lines = [f"{name:<{width}}{text}" for name, text in rows]
         return "\n".join([*lines, "", *self.remarks])
 
     __str__ = render

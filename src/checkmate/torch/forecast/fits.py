@@ -24,7 +24,7 @@ from checkmate.studies.max_batch import MaxBatch, max_batch
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.forecast.tracer import Question, Traced
+from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.step.programs import Loss
 from checkmate.torch.step.step import Example, checked
@@ -96,16 +96,16 @@ def fits(
             f"{format_bytes(headroom_bytes)} of headroom",
             hint="give the device's memory, such as memory='24GiB', or less headroom",
         )
-    question = Question(model, loss, checked(example, loss), optimizer, whole, autocast, target, began + time_limit_s)
-    sequence = None if sequence_dim is None else question.size(sequence_dim)
+    tracer = DeviceTracer(model, loss, checked(example, loss), optimizer, whole, autocast, target, began + time_limit_s)
+    sequence = None if sequence_dim is None else tracer.size(sequence_dim)
     if sequence_dim is not None and sequence is None:
         raise OptionError(f"sequence_dim={sequence_dim}: the example's tensors have no such dimension of one size")
-    step = question.traced()
+    step = tracer.traced()
     remarks = _caveats(target, step)
-    smallest = min_budget(step.graph, limits=Limits(time_s=question.share_s(0.2)))
-    verdict, result = _best(step, smallest, available, question, remarks)
-    batch = question.size(0)
-    hunt = functools.partial(_largest, question, step, available, remarks)
+    smallest = min_budget(step.graph, limits=Limits(time_s=tracer.share_s(0.2)))
+    verdict, result = _best(step, smallest, available, tracer, remarks)
+    batch = tracer.size(0)
+    hunt = functools.partial(_largest, tracer, step, available, remarks)
     floor_bytes = max(smallest.budget_bytes, step.update_bytes)
     reserved = _reserved(step, result, memory_bytes, target.device, remarks)
     return Fits(
@@ -139,7 +139,7 @@ def _share(headroom: float, memory_bytes: int) -> int:
     return round(headroom * memory_bytes)
 
 
-def _caveats(target: EmulatedDevice, step: Traced) -> list[str]:
+def _caveats(target: EmulatedDevice, step: TracedStep) -> list[str]:
     """What the figures are worth."""
     if target.device.kind == "cpu":
         remarks = ["workspace was measured here, op by op; times are the least that the profile allows"]
@@ -158,7 +158,7 @@ def _caveats(target: EmulatedDevice, step: Traced) -> list[str]:
 
 
 def _best(
-    step: Traced, smallest: Result, available: int, question: Question, remarks: list[str]
+    step: TracedStep, smallest: Result, available: int, tracer: DeviceTracer, remarks: list[str]
 ) -> tuple[Verdict, Result | None]:
     """The answer for what is available, and the cheapest plan found."""
     graph = step.graph
@@ -167,7 +167,7 @@ def _best(
     if max(smallest.budget_bytes, step.update_bytes) > available:
         return "does not fit", None
     known = smallest.plan if smallest.peak_bytes is not None and smallest.peak_bytes <= available else None
-    limits = Limits(time_s=question.share_s(0.5))
+    limits = Limits(time_s=tracer.share_s(0.5))
     result = solve(Problem(graph, available), limits=limits, initial=known, raise_on_failure=False)
     if result.plan is not None:
         return "fits with recomputation", result
@@ -178,7 +178,7 @@ def _best(
     return "not known", None
 
 
-def _reserved(step: Traced, result: Result | None, memory_bytes: int, device: Device, remarks: list[str]) -> int | None:
+def _reserved(step: TracedStep, result: Result | None, memory_bytes: int, device: Device, remarks: list[str]) -> int | None:
     """What the allocator takes of the device for a plan."""
     if device.kind != "cuda" or result is None or result.plan is None:
         return None
@@ -193,24 +193,24 @@ def _reserved(step: Traced, result: Result | None, memory_bytes: int, device: De
 
 
 def _largest(
-    question: Question, step: Traced, available: int, remarks: list[str], what: str, dim: int, now: int
+    tracer: DeviceTracer, step: TracedStep, available: int, remarks: list[str], what: str, dim: int, now: int
 ) -> MaxBatch | None:
     """The largest size of a dimension, from lines through two traces, confirmed by another where there is time."""
     if step.update_bytes > available:
         return None
-    if not question.has_time_for(2 * _SOLVE_S + question.trace_s):
+    if not tracer.has_time_for(2 * _SOLVE_S + tracer.trace_s):
         remarks.append(f"the largest {what} was not looked for: it takes another trace; raise time_limit_s")
         return None
     try:
-        lines = _lines(question, step, what, dim, now)
+        lines = _lines(tracer, step, what, dim, now)
         small, large = lines.small_batch, lines.large_batch
-        found = max_batch(lines, budget_bytes=available, limits=Limits(time_s=question.share_s(0.6)))
+        found = max_batch(lines, budget_bytes=available, limits=Limits(time_s=tracer.share_s(0.6)))
         if found.batch in (small, large):
             return found
-        if not question.has_time_for(question.trace_s):
+        if not tracer.has_time_for(tracer.trace_s):
             remarks.append(f"the largest {what} is from lines through {small} and {large}, and was not traced itself")
             return found
-        confirmed = _confirmed(question, lines, found, available, dim)
+        confirmed = _confirmed(tracer, lines, found, available, dim)
     except InfeasibleBudgetError as error:
         remarks.append(f"not even a {what} of one fits: {error.message}")
     except (CheckmateError, RuntimeError) as error:
@@ -222,24 +222,24 @@ def _largest(
     return None
 
 
-def _lines(question: Question, step: Traced, what: str, dim: int, now: int) -> AffineGraph:
+def _lines(tracer: DeviceTracer, step: TracedStep, what: str, dim: int, now: int) -> AffineGraph:
     """Sizes as lines through two traces, of which one is there."""
     if what == "sequence" and now > 1:
-        return AffineGraph(question.traced(dim, now // 2).graph, now // 2, step.graph, now)
-    double = question.traced(dim, 2 * now).graph
+        return AffineGraph(tracer.traced(dim, now // 2).graph, now // 2, step.graph, now)
+    double = tracer.traced(dim, 2 * now).graph
     try:
         return AffineGraph(step.graph, now, double, 2 * now)
     except GraphError:
         # One is a size like no other: it is broadcast, and its stride may be anything.
-        if now > 1 or not question.has_time_for(_SOLVE_S + question.trace_s):
+        if now > 1 or not tracer.has_time_for(_SOLVE_S + tracer.trace_s):
             raise
-        return AffineGraph(double, 2, question.traced(dim, 4).graph, 4)
+        return AffineGraph(double, 2, tracer.traced(dim, 4).graph, 4)
 
 
-def _confirmed(question: Question, lines: AffineGraph, found: MaxBatch, available: int, dim: int) -> MaxBatch | None:
+def _confirmed(tracer: DeviceTracer, lines: AffineGraph, found: MaxBatch, available: int, dim: int) -> MaxBatch | None:
     """What was found on lines, as a trace at that size has it; kernels that round sizes up may take it down a little."""
     for _ in range(_TRIES):
-        true = question.traced(dim, found.batch).graph
+        true = tracer.traced(dim, found.batch).graph
         peak = simulate(true, Plan.from_order(true, found.plan.order)).peak_bytes
         if peak <= available:
             return found

@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class TracedStep:
     """A step as traced for a device.
 
     Attributes:
@@ -63,7 +63,7 @@ class Traced:
         return max(keep_all_bytes(self.graph), self.update_bytes)
 
 
-class Question:
+class DeviceTracer:
     """What is asked about, and how much time is left.
 
     Attributes:
@@ -105,7 +105,7 @@ class Question:
         sizes = {t.shape[dim] for t in _tensors(self.example) if t.ndim > dim}
         return sizes.pop() if len(sizes) == 1 else None
 
-    def traced(self, dim: int = 0, size: int | None = None) -> Traced:
+    def traced(self, dim: int = 0, size: int | None = None) -> TracedStep:
         """The step for the device.
 
         Args:
@@ -132,7 +132,7 @@ class Question:
                 update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, self.target.device.kind)
             stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
         self.trace_s = time.perf_counter() - began
-        return Traced(
+        return TracedStep(
             graph=graph,
             whole=recipe.whole,
             resident_sizes=(*sizes.values(), *moved * (state // max(1, sum(moved)))),
