@@ -67,7 +67,7 @@ class Ranks:
         Args:
             topic: What is decided.
             mine: What this rank says.
-            decider: What makes the decision; called by rank 0 alone, with what each rank gathered.
+            decider: What makes the decision; called by rank 0 alone, with what each rank sent.
 
         Raises:
             RankError: A rank failed, decides on something else or does not come.

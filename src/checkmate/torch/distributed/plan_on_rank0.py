@@ -115,7 +115,7 @@ def _refuse_different(requests: Sequence[_Request]) -> None:
     for rank, request in enumerate(requests):
         if request.objective != first.objective:
             raise RankError(
-                f"rank 0 requests for {first.objective} and rank {rank} for {request.objective}",
+                f"rank 0 asks for {first.objective} and rank {rank} for {request.objective}",
                 hint="give every rank the same options",
             )
         if request.digest != first.digest:

@@ -20,7 +20,7 @@ class WrapperMemory:
         held_bytes: While the graph runs, its own inputs not counted twice. The wrappers' buffers, every shard and its gradient
             that is there, parameters of other modules that are gathered, and what gathering and reducing take.
         bucket_view_bytes: Buffers among that which the gradients of the graph's parameters are views of.
-        transient_gradient_bytes: Gradients of the graph that are gone when its backward is over: reduced, and only a shard of them kept.
+        transient_gradient_bytes: Gradients of the graph that its backward frees: reduce-scatter keeps one shard of each.
     """
 
     held_bytes: int = 0

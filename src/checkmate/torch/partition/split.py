@@ -1,4 +1,4 @@
-"""From a graph of AOTAutograd to what runs: capture, plan, apply_plan, split where there is a boundary, count again."""
+"""From a graph of AOTAutograd to what runs: capture, plan, apply the plan, split where there is a boundary, count again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Task:
             those. May note on captured nodes what a compiler is to mind.
         hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
         split_convolutions: Whether a convolution's backward is made two ops.
-        respect: Whether checkpointed regions are computed again, and never held.
+        honours_checkpoints: Whether checkpointed regions are recomputed, and never held.
         no_recompute: Names of ops that run once.
         extra_resident_bytes: What is resident besides the graph's inputs.
         on_planned: Told the captured graph and its plan before anything runs.

@@ -25,7 +25,7 @@ def prepare(
     Args:
         joint: The joint module.
         split_convolutions: See `split_convolution_backward`.
-        respect: Whether checkpointed regions are walls; see `honour_checkpoints`.
+        honours_checkpoints: Whether checkpointed regions are recomputed and never kept; see `honour_checkpoints`.
         no_recompute: Names of ops that run once.
         layout_pass: Gives tensors other layouts.
     """
