@@ -35,9 +35,9 @@ class EmulatedDevice:
 
     Attributes:
         device: Its profile.
-        measured: Costs of ops on the processor at hand; of them the workspace counts where the target is a processor too.
-        unknown: Op -> how many of them have a workspace that nobody knows before they run.
-        foreign: Op -> how many of them only a processor has, so that the device runs others.
+        cpu_costs: Costs of ops on the processor at hand; of them the workspace counts where the target is a processor too.
+        unknown_workspace: Op -> how many of them have a workspace that nobody knows before they run.
+        cpu_only: Op -> how many of them only a processor has, so that the device runs others.
     """
 
     device: Device
