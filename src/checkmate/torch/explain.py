@@ -12,9 +12,8 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.units import format_bytes
 from checkmate.studies.explain import Explanation, Remat
 from checkmate.studies.explain import explain as explain_plan
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
 from checkmate.torch.step.step import Step
-
-_SCALAR_BYTES = 16
 
 
 class Saved(NamedTuple):
@@ -104,7 +103,7 @@ def explain(step: Step | Graph, plan: Plan | None = None, *, curve: Curve | None
     return StepExplanation(
         saved=tuple(_saved(graph, chosen)),
         remats=peak.remats,
-        tangent_bytes=sum(size for size in sizes if size > _SCALAR_BYTES),
+        tangent_bytes=sum(size for size in sizes if size > SCALAR_TANGENT_BYTES),
         peak=peak,
     )
 

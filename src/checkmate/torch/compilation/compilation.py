@@ -26,6 +26,7 @@ from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes
@@ -34,7 +35,6 @@ from checkmate.torch.options import Options
 from checkmate.torch.partition.split import Task
 
 _log = logging.getLogger("checkmate.torch")
-_SCALAR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def _mind_tangents(graph: Graph) -> None:
     """Say what gradients of outputs beside a loss cost: AOTAutograd makes them even for outputs that nobody uses."""
     assert graph.boundary is not None
     sizes = [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
-    large = sum(size for size in sizes if size > _SCALAR_BYTES)
+    large = sum(size for size in sizes if size > SCALAR_TANGENT_BYTES)
     if large and large < sum(sizes):
         _log.warning(
             "what the forward returns beside its loss has gradients of %s, zeros if nobody uses them: compile what returns "

@@ -1,4 +1,4 @@
-"""Which ops of a graph overwrite which storages."""
+"""Mutations: which ops of a graph overwrite which storages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from checkmate.torch.graph.op_properties import OpProperties, used_inputs
 from checkmate.torch.graph.storages import leaves, storage_key
 
 Mutators = Mapping[int, Sequence[int]]
-"""Ops that overwrite each storage, ascending."""
+"""Storage key to the indices of the ops that overwrite it, ascending."""
 
 
 def mutators(ops: Iterable[tuple[int, fx.Node, OpProperties]]) -> Mutators:
-    """Which of some ops overwrite which storages."""
+    """Find the storages that ops overwrite in place.
+
+    Args:
+        ops: Index, node and properties of each op, ascending by index.
+    """
     found: dict[int, list[int]] = {}
     for o, node, properties in ops:
         for position in properties.mutates:
@@ -27,7 +31,11 @@ def mutators(ops: Iterable[tuple[int, fx.Node, OpProperties]]) -> Mutators:
 
 
 def overwriters(node: fx.Node, known: Mutators) -> Iterator[int]:
-    """Ops that overwrite something that a node reads."""
+    """Indices of ops that overwrite a storage that a node reads; before the node or after it.
+
+    The order of the original program must be kept between them and the node: a node that ran on the other side of an
+    overwriter would read other numbers.
+    """
     for read in used_inputs(node):
         for tensor in leaves(read.meta.get("val")):
             yield from known.get(storage_key(tensor), ())

@@ -11,10 +11,9 @@ from checkmate.core.graph import Value
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
 from checkmate.torch.graph.op_properties import used_inputs
-from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, leaves, storage_bytes, storage_key
 
 _EXTERNAL = -1  # storage of a parameter, buffer, batch or constant: resident
-_SEED_BYTES = 16  # who calls `backward` on a scalar holds its tangent until it returns
 
 
 class Values:
@@ -84,7 +83,7 @@ class Values:
             for tensor in leaves(node.meta.get("val")):
                 self.of_node[node] = self._add(tensor, node.name)
                 made.append(self.of_node[node])
-                if storage_bytes(tensor) <= _SEED_BYTES:
+                if storage_bytes(tensor) <= SCALAR_TANGENT_BYTES:
                     self.scalar_tangents.add(made[-1])
         return tuple(made)
 

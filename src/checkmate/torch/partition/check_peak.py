@@ -17,10 +17,9 @@ from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
 from checkmate.torch.graph.op_properties import random_op
 from checkmate.torch.graph.rng import rng_state_bytes
-from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, leaves, storage_bytes, storage_key
 
 _EXTERNAL = -1
-_SEED_BYTES = 16  # who calls `backward` holds the gradient of a scalar until it returns
 
 
 class SplitError(CheckmateError, RuntimeError):
@@ -58,7 +57,7 @@ def peak_of_split(
     liveness.module(backward, saved)
     liveness.step()
     tangents = [n for n in backward.graph.nodes if is_tangent(n)]
-    scalar_tangents = [n for n in tangents if sum(map(storage_bytes, leaves(n.meta.get("val")))) <= _SEED_BYTES]
+    scalar_tangents = [n for n in tangents if sum(map(storage_bytes, leaves(n.meta.get("val")))) <= SCALAR_TANGENT_BYTES]
     liveness.use([n for n in _results(backward) if isinstance(n, fx.Node)] + scalar_tangents + (held if hold_outputs else []))
     return liveness.peak()
 
