@@ -1,4 +1,4 @@
-"""Split the backward of convolutions into one op per gradient."""
+"""Split the backward of each convolution into one op per gradient."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import torch
 from torch import fx
 
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-
-
-_OUTPUT_MASK = 10  # position of `output_mask`: whether the gradients of input, weight and bias are wanted
+_OUTPUT_MASK = 10
+"""Position of ``output_mask`` in the schema of ``convolution_backward`` (``native_functions.yaml``): three flags, for the
+gradients of input, weight and bias."""
 
 
 def split_convolution_backward(graph: fx.Graph) -> None:
-    """Make two ops of every convolution's backward: one for the input's gradient, one for the weight's.
+    """Replace each ``convolution_backward`` by two: one for the gradient of the input, one for those of weight and bias.
 
-    In one op the weight's gradient is born with the input's and stays to the end of the step. By itself
-    it can wait, while only the usually smaller activations that it is made of are held.
+    A single op allocates the weight's gradient together with the input's, and holds it to the end of the step. As an op
+    of its own it can be scheduled later; until then only the activations that it reads are held, which are usually
+    smaller. Results are bitwise equal.
+
+    Args:
+        graph: A joint graph; changed in place.
     """
     for node in graph.find_nodes(op="call_function", target=_CONVOLUTION_BACKWARD, sort=True):
         mask = node.args[_OUTPUT_MASK]

@@ -1,4 +1,8 @@
-"""Rewrites of a joint graph before it is planned: they change the choice of plans, and no bit, if layouts stay."""
+"""All passes on a joint graph before it is planned.
+
+They widen or narrow the choice of plans. Results are bitwise those of the original graph, unless a layout pass changes
+the order of sums.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,15 @@ def prepare(
     no_recompute: frozenset[str] = frozenset(),
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph,
 ) -> fx.GraphModule:
-    """A copy of a joint module with the rewrites applied; the original stays as it is, but for `correct_loss_storages`.
+    """A copy of a joint module with the passes applied.
 
     Args:
-        joint: The joint module.
-        split_convolutions: See `split_convolution_backward`.
+        joint: The joint module. It is not changed, except for the sizes corrected by `correct_loss_storages`, since its fake
+            tensors are shared with the copy.
+        split_convolutions: Whether to apply `split_convolution_backward`.
         honours_checkpoints: Whether checkpointed regions are recomputed and never kept; see `honour_checkpoints`.
-        no_recompute: Names of ops that run once.
-        layout_pass: Gives tensors other layouts.
+        no_recompute: Names of ops that must run once.
+        layout_pass: Applied first; returns a graph whose tensors have other layouts.
     """
     graph = layout_pass(copy_graph(joint.graph))
     if split_convolutions:
