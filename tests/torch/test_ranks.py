@@ -112,8 +112,7 @@ def test_nobody_waits_for_one_that_runs_on(
     job: Callable[[int], list[Ranks]], monkeypatch: pytest.MonkeyPatch, waiting: int
 ) -> None:
     """A rank that runs the next forward without compiling it does not come to decide on it."""
-    monkeypatch.setattr(ranks_module, "_GRACE_S", 0.2)
-    monkeypatch.setattr(ranks_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(ranks_module, "_TIMES", ranks_module.PollingTimes(grace_s=0.2, check_s=0.05))
     members = job(2)
     for member in members:
         member.record_forward()

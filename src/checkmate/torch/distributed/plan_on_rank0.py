@@ -1,4 +1,8 @@
-"""One plan for all ranks of a distributed job: rank 0 makes it, for the most memory that any of them takes."""
+"""One plan for all ranks of a distributed job: rank 0 makes it, for the largest memory figures of any rank.
+
+Not each rank for itself from the same figures: a search that ends by the clock ends differently on every machine, and ranks
+with different plans wait for the slowest in every collective (docs/decisions/0077).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ from checkmate.torch.distributed.consensus import RankError, Ranks
 
 @dataclass(frozen=True, slots=True)
 class AgreedPlan:
-    """What all ranks run.
+    """The plan that all ranks run.
 
     Attributes:
-        graph: The graph, with the costs that rank 0 measured and the most memory that any rank takes.
-        in_flight_bytes: The most bytes in flight on any rank, among what is resident.
+        graph: The graph, with the costs measured on rank 0 and the largest workspace and resident bytes of any rank.
+        in_flight_bytes: The largest in-flight bytes of any rank; part of the graph's resident bytes.
         result: The plan that rank 0 found.
     """
 
@@ -30,12 +34,12 @@ class AgreedPlan:
 
 
 class _RankMemory(msgspec.Struct, frozen=True):
-    """What a plan depends on besides the shape of its graph.
+    """Memory figures in which ranks may differ although they traced the same graph.
 
     Attributes:
-        workspace_bytes: Workspace of each op.
-        other_resident_bytes: What is resident but for what is in flight.
-        in_flight_bytes: What is in flight.
+        workspace_bytes: Workspace of each op. Shape ``[op]``.
+        other_resident_bytes: Resident bytes except those in flight.
+        in_flight_bytes: Bytes held by other graphs in flight.
     """
 
     workspace_bytes: tuple[int, ...]
@@ -43,6 +47,7 @@ class _RankMemory(msgspec.Struct, frozen=True):
     in_flight_bytes: int
 
     def applied_to(self, graph: Graph, costs: Sequence[int]) -> Graph:
+        """The graph with these memory figures and costs."""
         ops = tuple(
             msgspec.structs.replace(op, workspace_bytes=workspace, cost=cost)
             for op, workspace, cost in zip(graph.ops, self.workspace_bytes, costs, strict=True)
@@ -51,6 +56,8 @@ class _RankMemory(msgspec.Struct, frozen=True):
 
 
 class _Request(msgspec.Struct, frozen=True):
+    """Message of a rank: its graph without memory and costs (as digest and summary), its objective and memory figures."""
+
     digest: str
     objective: str
     summary: str
@@ -58,6 +65,8 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
+    """Answer of rank 0: the figures that it planned for, and the plan."""
+
     memory: _RankMemory
     costs: tuple[int, ...]
     result: Result
@@ -70,18 +79,18 @@ _READ_ANSWER = msgspec.msgpack.Decoder(_Answer)
 def plan_on_rank0(
     ranks: Ranks, graph: Graph, in_flight_bytes: int, objective: str, plan: Callable[[Graph, int], Result]
 ) -> AgreedPlan:
-    """The plan of a graph that every rank has traced.
+    """Plan on rank 0 a graph that every rank has traced.
 
     Args:
-        ranks: The ranks.
-        graph: The graph as this rank sees it.
-        in_flight_bytes: What is in flight among what is resident.
-        objective: What the plan has to keep, in words; the same on every rank.
-        plan: Plans a graph beside some bytes in flight; called on rank 0 alone.
+        ranks: The ranks of the job.
+        graph: The graph, with costs and memory of this rank.
+        in_flight_bytes: Bytes held by other graphs in flight; part of the graph's resident bytes.
+        objective: What is asked of the plan, in words, such as "a budget of 8GiB"; must be equal on all ranks.
+        plan: Maps a graph and the in-flight bytes to a plan. Called on rank 0 only.
 
     Raises:
-        RankError: The ranks traced different graphs or want different plans, or rank 0 found none.
-        CheckmateError: No plan, on rank 0.
+        RankError: The ranks traced different graphs or have different objectives, or planning failed on rank 0.
+        CheckmateError: No plan was found; raised on rank 0.
     """
     memory = _RankMemory(tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes - in_flight_bytes, in_flight_bytes)
     shape = _RankMemory((0,) * len(graph.ops), 0, 0).applied_to(graph, [0] * len(graph.ops))
@@ -102,7 +111,7 @@ def plan_on_rank0(
     answer = _READ_ANSWER.decode(body)
     agreed = answer.memory.applied_to(graph, answer.costs)
     assert answer.result.plan is not None
-    check_given(agreed, answer.result.plan, None)  # its digest, and both accounts of memory, on every rank
+    check_given(agreed, answer.result.plan, None)  # checks digest, validity and peak on every rank
     return AgreedPlan(agreed, answer.memory.in_flight_bytes, answer.result)
 
 
@@ -126,6 +135,7 @@ def _refuse_different(requests: Sequence[_Request]) -> None:
             )
             raise RankError(
                 f"rank 0 and rank {rank} traced different graphs: {how}",
-                hint="give every rank batches of the same shape (drop_last, padding), or mark the dimension dynamic with a "
-                "largest size; where ranks are meant to differ, as in a pipeline, let each plan for itself: ranks='alone'",
+                hint="give every rank batches of the same shape (drop_last=True, padding), or mark the dimension as dynamic: "
+                "torch._dynamo.mark_dynamic(x, dim, min=2, max=...); where ranks differ on purpose, as in a pipeline, plan on "
+                "each rank separately with the option ranks='alone'",
             )
