@@ -190,7 +190,7 @@ def test_a_region_for_cuda_where_there_is_none_is_refused() -> None:
                 return super().forward(x)
 
     x = torch.randn(4, 8)
-    with pytest.raises(OptionError, match="autocast\\('cuda'\\), which is off where it is traced"):
+    with pytest.raises(OptionError, match="autocast\\('cuda'\\), which does nothing here"):
         checkmate.torch.capture(Mixed(8, 8), F.mse_loss, example=(x, x), device="A100")
 
 
