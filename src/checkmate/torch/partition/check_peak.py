@@ -1,7 +1,16 @@
-"""The peak of a forward and a backward module as split, by their own nodes alone.
+"""Peak memory of forward and backward modules, from their own nodes alone.
 
-Shares nothing with the capture or the core's account: a plan counts as imposed only if what will run
-really takes what was planned.
+A second account of memory, independent of the first: it reads neither the captured graph nor the plan, and shares no code with
+capture, simulation or validation. A partitioner that saves one tensor too many, a node in the wrong place, or a value that
+capture took for a view changes this peak and not the planned one. Without the check such an error would surface as a step over
+its budget, perhaps hours into training; with it, `SplitError` is raised before anything runs.
+
+Liveness is that of boxed FX code: a storage is allocated by the node that first returns a tensor of it, and freed after the
+last node that reads any tensor of it, except:
+
+- inputs that exist before the step are never allocated nor freed (`_EXTERNAL`);
+- outputs for the caller live to the end of their module, or of the step if the caller holds them;
+- the tangent of a scalar is held by ``loss.backward()`` until the backward returns (`SCALAR_TANGENT_BYTES`).
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ _EXTERNAL = -1
 
 
 class SplitError(CheckmateError, RuntimeError):
-    """Forward and backward as split take other memory than planned: a bug, found before anything ran."""
+    """Forward and backward modules would take more memory than planned: a bug of Checkmate, found before anything ran."""
 
 
 def peak_of_split(
@@ -34,17 +43,17 @@ def peak_of_split(
     *,
     hold_outputs: bool,
 ) -> int:
-    """Peak of the two modules above what is resident, in bytes.
+    """Peak of forward and backward modules, in bytes above resident bytes.
 
     Args:
         forward: The forward module.
-        backward: The backward module; what it reads of the forward has the same names there.
-        num_fwd_outputs: How many outputs of the forward go to the caller.
-        costs: Workspace of nodes.
-        hold_outputs: Whether the caller holds the forward's outputs to the end.
+        backward: The backward module. Its placeholders for saved values have the names of the forward's nodes.
+        num_fwd_outputs: How many outputs of the forward go to the caller; the others are saved for the backward.
+        costs: Maps nodes to costs, of which the workspace is used.
+        hold_outputs: Whether the caller holds the forward's outputs to the end of the step.
 
     Raises:
-        SplitError: The backward reads what the forward does not return.
+        SplitError: The backward reads a value that the forward does not return.
     """
     liveness = _Liveness(costs, [n for m in (forward, backward) for n in m.graph.nodes if n.op == "call_function"])
     liveness.module(forward, {})
@@ -63,7 +72,7 @@ def peak_of_split(
 
 
 def peak_of_whole_step(module: fx.GraphModule, costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]) -> int:
-    """Peak of the graph of a whole step above what is resident, in bytes."""
+    """Peak of the module of a whole step, in bytes above resident bytes; see `peak_of_split`."""
     liveness = _Liveness(costs, [n for n in module.graph.nodes if n.op == "call_function"])
     liveness.module(module, {})
     liveness.step()
@@ -76,19 +85,33 @@ def _results(module: fx.GraphModule) -> Sequence[object]:
 
 
 class _Liveness:
-    """Births and deaths of storages along the nodes of both modules."""
+    """First and last use of every storage along the nodes of one or two modules.
+
+    Storage keys identify storages within one trace only: a recomputation returns the key of the original, but allocates
+    again. So each allocation is an instance with its own times, and nodes map keys to instances.
+
+    Attributes:
+        now: Time: the number of nodes visited.
+        size: Bytes of each instance.
+        birth: Time at which each instance is allocated.
+        death: Time of its last use.
+        where: Node to the instances of the storages in its result, by storage key.
+        extra: Time to workspace in bytes.
+        workspace: Node to workspace in bytes.
+    """
 
     def __init__(self, costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]], nodes: list[fx.Node]) -> None:
         self.now = 0
         self.size: list[int] = []
         self.birth: list[int] = []
         self.death: list[int] = []
-        self.where: dict[fx.Node, dict[int, int]] = {}  # node -> storage as traced -> instance
-        self.extra: dict[int, int] = {}  # time -> workspace
+        self.where: dict[fx.Node, dict[int, int]] = {}
+        self.extra: dict[int, int] = {}
         run = [n for n in nodes if n.target is not operator.getitem]
         self.workspace = {n: c.workspace_bytes for n, c in zip(run, costs(run), strict=True)}
 
     def module(self, module: fx.GraphModule, saved: dict[str, dict[int, int]]) -> None:
+        """Visit the nodes of a module; ``saved`` has the instances of the forward, by name, for a backward module."""
         for node in module.graph.nodes:
             self.step()
             if node.op == "placeholder" and is_tangent(node):
@@ -105,7 +128,7 @@ class _Liveness:
     def _run(self, node: fx.Node) -> None:
         self.use(node.all_input_nodes)
         given: dict[int, int] = {}
-        # What a higher-order op returns is new, even where two calls were traced as one.
+        # A higher-order op returns new storages, even where two calls share one trace and with it the keys.
         for read in () if isinstance(node.target, HigherOrderOperator) else node.all_input_nodes:
             given.update(self.where[read])
         made: dict[int, int] = {}
@@ -121,9 +144,11 @@ class _Liveness:
             self.extra[self.now] = self.workspace[node] + replayed
 
     def step(self) -> None:
+        """Advance time, so that uses noted next are later than all nodes so far."""
         self.now += 1
 
     def use(self, nodes: Sequence[fx.Node]) -> None:
+        """Note that the storages of nodes are alive now."""
         for node in nodes:
             for instance in self.where[node].values():
                 if instance != _EXTERNAL:
@@ -136,6 +161,7 @@ class _Liveness:
         return len(self.size) - 1
 
     def peak(self) -> int:
+        """Largest sum of live instances and workspace over time, in bytes."""
         change = [0] * (self.now + 2)
         for size, birth, death in zip(self.size, self.birth, self.death, strict=True):
             change[birth] += size
