@@ -176,7 +176,7 @@ def test_shapes_alone_give_the_same_graph(name: str) -> None:
 
 
 def test_a_model_that_cannot_be_traced_is_given_back() -> None:
-    """What was lent is taken back also when something fails."""
+    """Tensors that were replaced are restored also when tracing fails."""
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.empty(2, 5)
     before = [id(p) for p in model.parameters()]

@@ -25,7 +25,7 @@ def test_a_split_that_takes_more_than_its_plan_is_refused(monkeypatch: pytest.Mo
     ran: list[int] = []
     model.register_forward_pre_hook(lambda *_: ran.append(1))
     run, _ = compiled(lambda: model(x).square().mean(), budget="70%", time_limit_s=3)
-    with pytest.raises(SplitError, match="as split takes"):
+    with pytest.raises(SplitError, match="partitioned step takes"):
         run()
 
 

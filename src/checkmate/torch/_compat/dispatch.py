@@ -34,7 +34,15 @@ no_modes = _disable_current_modes
 
 
 def fake_tensor_on(tensor: FakeTensor, device: str) -> FakeTensor:
-    """The fake tensor relabelled for another device, which need not be present; it keeps its storage."""
+    """A fake tensor relabelled for another device.
+
+    Args:
+        tensor: The fake tensor.
+        device: The device, which need not be present.
+
+    Returns:
+        A fake tensor with the same storage.
+    """
     mode = tensor.fake_mode
     with in_kernel_invocation_manager(mode):
         return FakeTensor(mode, torch.Tensor._make_subclass(torch.Tensor, tensor), torch.device(device))

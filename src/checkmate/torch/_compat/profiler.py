@@ -71,7 +71,7 @@ def memory_trace() -> Iterator[MemoryTrace]:
     finally:
         threads = torch.autograd._disable_profiler_legacy()
         records = [r for thread in threads for r in thread]
-        if len(threads) > 1:  # each thread has a list of its own, ordered by time; the peak needs one order
+        if len(threads) > 1:  # one list per thread, each ordered by time; the peak needs a single order
             start = next(r for r in records if r.name() == "__start_profile")
             records.sort(key=start.cpu_elapsed_us)
         for r in records:

@@ -16,8 +16,8 @@ Why not ``torch.distributed.gather_object`` over a gloo group, in 20 lines? Thre
 - A decision is taken inside a compilation, which only some ranks may enter: shapes differ, or one recompiles. A rank that
   waits in a collective cannot look around, and fails after the group's timeout (30 minutes) without a reason. Here a waiting
   rank compares counts of forwards and detects within seconds that its peer runs on without compiling.
-- A collective of ours may be issued while the user's program is inside one of its own; two collectives in different order on
-  two ranks deadlock or mix up data. Reads and writes of a store are independent of them.
+- A collective of ours may be issued while the user's program runs another one; two collectives in different order on two ranks
+  deadlock or mix up data. Reads and writes of a store are independent of collectives.
 - A rank that fails before a decision never enters the collective, and the others wait for it. Here it leaves its failure in
   the store, where they find it.
 """
@@ -256,6 +256,9 @@ def broadcasting_failures(ranks: Ranks | None) -> Iterator[None]:
 
     Args:
         ranks: The ranks of the job; None does nothing.
+
+    Raises:
+        BaseException: The exception of the block.
     """
     try:
         yield

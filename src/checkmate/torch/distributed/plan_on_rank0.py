@@ -47,7 +47,12 @@ class _RankMemory(msgspec.Struct, frozen=True):
     in_flight_bytes: int
 
     def applied_to(self, graph: Graph, costs: Sequence[int]) -> Graph:
-        """The graph with these memory figures and costs."""
+        """The graph with these memory figures and costs.
+
+        Args:
+            graph: The graph.
+            costs: Cost of each op. Shape ``[op]``.
+        """
         ops = tuple(
             msgspec.structs.replace(op, workspace_bytes=workspace, cost=cost)
             for op, workspace, cost in zip(graph.ops, self.workspace_bytes, costs, strict=True)

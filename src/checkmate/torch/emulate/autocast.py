@@ -130,5 +130,10 @@ def _eligible(value: Any) -> bool:
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Values with their floating-point tensors cast to a type, except those in double precision."""
+    """Cast the floating-point tensors among values, except those in double precision.
+
+    Args:
+        values: Any nesting of tensors and other values.
+        dtype: The type to cast to.
+    """
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if _eligible(t) and t.dtype != dtype else t, values)

@@ -183,7 +183,7 @@ def _reserved(step: TracedStep, result: Result | None, memory_bytes: int, device
     room = memory_bytes - device.context_bytes
     if found > room:
         remarks.append(
-            f"the allocator would take {format_bytes(found)} of {format_bytes(room)} if it could: it gives back what is free "
-            "before it fails, which costs time, and keeps less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            f"the caching allocator would reserve {format_bytes(found)}, and the device has {format_bytes(room)}: it returns "
+            "free segments before it fails, which costs time; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to reserve less"
         )
     return found

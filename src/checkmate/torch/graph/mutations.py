@@ -35,6 +35,10 @@ def overwriters(node: fx.Node, known: Mutators) -> Iterator[int]:
 
     The order of the original program must be kept between them and the node: a node that ran on the other side of an
     overwriter would read other numbers.
+
+    Args:
+        node: The reader.
+        known: The ops that overwrite each storage.
     """
     for read in used_inputs(node):
         for tensor in leaves(read.meta.get("val")):

@@ -168,6 +168,10 @@ def temporary_count(optimizer: optim.Optimizer, group: dict[str, Any]) -> int | 
 
     Read from ``torch/optim/sgd.py`` and ``adam.py``, ``foreach`` implementation: each of weight decay, Nesterov momentum
     and ``maximize`` makes a new gradient; Adam makes a denominator. AdamW decays the parameter in place.
+
+    Args:
+        optimizer: The optimizer.
+        group: The parameter group that the parameter is in.
     """
     decays = bool(group.get("weight_decay")) and not isinstance(optimizer, optim.AdamW)
     if type(optimizer) is optim.SGD:

@@ -61,7 +61,18 @@ def emit_with_saved_state(
 
 
 def emit_replay(graph: fx.Graph, node: fx.Node, state: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Emit a random op that runs from a saved generator state and leaves the generator as it was."""
+    """Emit a random op that runs from a saved generator state and leaves the generator as it was.
+
+    Args:
+        graph: The graph to append to.
+        node: The op in the original graph, for its target and metadata.
+        state: The node of the saved state in ``graph``.
+        args: Arguments in ``graph``.
+        kwargs: Keyword arguments in ``graph``.
+
+    Returns:
+        The node of the op's output.
+    """
     op: Any = node.target
     again = graph.call_function(run_with_rng_state, (state, op, *args), kwargs)
     again.meta = dict(node.meta)

@@ -47,7 +47,12 @@ def current_bytes(tensor: torch.Tensor) -> int:
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tensor], int] = storage_bytes) -> int:
-    """Total bytes of the storages of tensors; a storage that several share is counted once."""
+    """Total bytes of the storages of tensors; a storage that several share is counted once.
+
+    Args:
+        tensors: The tensors.
+        size_of: Bytes of a tensor's storage.
+    """
     return sum({storage_key(t): size_of(t) for t in tensors}.values())
 
 

@@ -1,4 +1,4 @@
-"""Callback for Hugging Face's ``Trainer``; a module of its own, since it imports transformers.
+"""Callback for Hugging Face's ``Trainer``; in a separate module, since it imports transformers.
 
 To train within a budget, compile the model before it is passed to the trainer: ``model.compile(backend="checkmate",
 options=...)``. Lightning and accelerate need no more, nor does ``Trainer``; the callback here only logs peaks.

@@ -82,7 +82,7 @@ class Values:
         made: dict[tuple[int, ...], int] = {}
         for path, tensor in _tensors(node.meta.get("val")):
             if storage_key(tensor) not in shared:
-                self._owner.pop(storage_key(tensor), None)  # allocated anew, whichever earlier op had this key
+                self._owner.pop(storage_key(tensor), None)  # a new allocation, whichever earlier op had this key
                 shared.add(storage_key(tensor))
             made[path] = self._add(tensor, names.get(path, ".".join(map(str, (node.name, *path)))))
         if not made:

@@ -1,12 +1,12 @@
 """Apply a plan to a joint graph: emit one node for every computation, in the plan's order, tagged as forward or backward.
 
 PyTorch's other way in, recompute tags for its partitioner, states which nodes may be recomputed, but not when, how often or in
-which order; the partitioner decides that. Here every recomputation is a node of its own, placed where the plan has it, so that
+which order; the partitioner decides that. Here every recomputation is a separate node, placed where the plan has it, so that
 ``default_partition`` finds nothing to decide: it splits at the tags. What would break:
 
 - without ``must_be``/``is`` tags on every node, the partitioner would move ops that depend on inputs alone to the forward, and
   their results would be saved instead of recomputed;
-- with recompute tags left on nodes, it would hand the graph to the min-cut partitioner, which makes a plan of its own;
+- with recompute tags left on nodes, it would hand the graph to the min-cut partitioner, which would ignore the plan;
 - with a module attribute (body of a higher-order op) shared between forward and backward, it would be treated as a value to save.
 
 Frees of the plan need no nodes: boxed FX code frees every tensor after its last use (`checkmate.torch._compat.aot.boxed`), which

@@ -72,7 +72,12 @@ def peak_of_split(
 
 
 def peak_of_whole_step(module: fx.GraphModule, costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]) -> int:
-    """Peak of the module of a whole step, in bytes above resident bytes; see `peak_of_split`."""
+    """Peak of the module of a whole step, in bytes above resident bytes; see `peak_of_split`.
+
+    Args:
+        module: The module.
+        costs: Maps nodes to costs, of which the workspace is used.
+    """
     liveness = _Liveness(costs, [n for n in module.graph.nodes if n.op == "call_function"])
     liveness.module(module, {})
     liveness.step()
@@ -111,7 +116,15 @@ class _Liveness:
         self.workspace = {n: c.workspace_bytes for n, c in zip(run, costs(run), strict=True)}
 
     def module(self, module: fx.GraphModule, saved: dict[str, dict[int, int]]) -> None:
-        """Visit the nodes of a module; ``saved`` has the instances of the forward, by name, for a backward module."""
+        """Visit the nodes of a module.
+
+        Args:
+            module: The module.
+            saved: For a backward module, name of a node of the forward to its instances; empty for others.
+
+        Raises:
+            SplitError: A backward module reads a value that the forward does not return.
+        """
         for node in module.graph.nodes:
             self.step()
             if node.op == "placeholder" and is_tangent(node):

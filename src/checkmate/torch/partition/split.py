@@ -167,9 +167,9 @@ def _check_peak(capture: Capture, result: Result, counted: int) -> None:
     planned = result.peak_bytes - capture.graph.resident_bytes
     if counted > planned + _TOLERANCE.above_bytes:
         raise SplitError(
-            f"the step as split takes {format_bytes(counted)} ({counted} bytes) above what is resident, and its plan "
+            f"the partitioned step takes {format_bytes(counted)} ({counted} bytes) above resident memory, and its plan "
             f"{format_bytes(planned)} ({planned} bytes); nothing has run",
             hint="this is a bug of checkmate: please report it with the model, and compile without a budget until it is fixed",
         )
     if counted < (1 - _TOLERANCE.below_share) * planned - _TOLERANCE.below_bytes:
-        _log.warning("the step as split takes %s, its plan %s", format_bytes(counted), format_bytes(planned))
+        _log.warning("the partitioned step takes %s, its plan %s", format_bytes(counted), format_bytes(planned))

@@ -16,8 +16,8 @@ gradients of input, weight and bias."""
 def split_convolution_backward(graph: fx.Graph) -> None:
     """Replace each ``convolution_backward`` by two: one for the gradient of the input, one for those of weight and bias.
 
-    A single op allocates the weight's gradient together with the input's, and holds it to the end of the step. As an op
-    of its own it can be scheduled later; until then only the activations that it reads are held, which are usually
+    A single op allocates the weight's gradient together with the input's, and holds it to the end of the step. As a
+    separate op it can be scheduled later; until then only the activations that it reads are held, which are usually
     smaller. Results are bitwise equal.
 
     Args:
