@@ -184,6 +184,6 @@ def _reserved(step: TracedStep, result: Result | None, memory_bytes: int, device
     if found > room:
         remarks.append(
             f"the caching allocator would reserve {format_bytes(found)}, and the device has {format_bytes(room)}: it returns "
-            "free segments before it fails, which costs time; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to reserve less"
+            "free segments before it fails, which costs time; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves less"
         )
     return found
