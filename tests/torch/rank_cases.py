@@ -220,7 +220,7 @@ def failing(rank: int) -> dict[str, Any]:
         found["infeasible"] = _stopped(rank, budget="10KiB")
         found["other budget"] = _stopped(rank, budget="1GiB" if rank else "2GiB")
         found["other shape"] = _stopped(rank, rows=64 + rank)
-        for name, broken in (("before", "prepare"), ("after", "impose")):
+        for name, broken in (("before", "prepare"), ("after", "apply_plan")):
             if rank == 1:
                 patch.setattr(partition, broken, _out_of_order)
             found[name] = _stopped(rank)

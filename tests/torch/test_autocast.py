@@ -17,7 +17,14 @@ import checkmate
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.torch._compat.autocast import autocast_kernels
-from checkmate.torch.emulate.autocast import APPENDED, BANNED, LOWER, RESULT, WIDEST, cuda_rules
+from checkmate.torch.emulate.autocast import (
+    BANNED,
+    FP32_APPEND_DTYPE,
+    FP32_SET_OPT_DTYPE,
+    LOWER_PRECISION_FP,
+    PROMOTE,
+    cuda_autocast_rules,
+)
 from tests.torch.networks import input_of, mlp
 
 HEADER = Path(torch.__path__[0]) / "include" / "ATen" / "autocast_mode.h"
@@ -62,10 +69,13 @@ def test_the_rules_are_those_of_the_torch_at_hand() -> None:
     """Its header comes with it: a release that moves an op to another list fails here."""
     listed = rules(HEADER.read_text())
     cudnn = {"cudnn_convolution", "cudnn_convolution_transpose"}
-    assert listed["LOWER_PRECISION_FP"] | cudnn == LOWER
-    assert listed["PROMOTE"] == WIDEST
-    assert listed["FP32_SET_OPT_DTYPE"] == RESULT
-    assert autocast_kernels("CUDA") - LOWER - WIDEST - RESULT - APPENDED.keys() - BANNED == listed["FP32"]
+    assert listed["LOWER_PRECISION_FP"] | cudnn == LOWER_PRECISION_FP
+    assert listed["PROMOTE"] == PROMOTE
+    assert listed["FP32_SET_OPT_DTYPE"] == FP32_SET_OPT_DTYPE
+    assert (
+        autocast_kernels("CUDA") - LOWER_PRECISION_FP - PROMOTE - FP32_SET_OPT_DTYPE - FP32_APPEND_DTYPE.keys() - BANNED
+        == listed["FP32"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +102,7 @@ def test_types_follow_the_rules_of_cuda_and_then_those_of_the_processor_again(ru
     with torch.autocast("cpu", HALF):
         half = F.linear(full, full)
         before = run(half, full).dtype
-        with cuda_rules():
+        with cuda_autocast_rules():
             there = run(half, full)
         assert there.dtype == on_cuda
         assert run(half, full).dtype == before
@@ -103,7 +113,7 @@ def test_types_follow_the_rules_of_cuda_and_then_those_of_the_processor_again(ru
 def test_what_is_unsafe_on_cuda_is_refused() -> None:
     """As there."""
     share = torch.rand(4)
-    with cuda_rules(), torch.autocast("cpu", HALF), pytest.raises(RuntimeError, match="unsafe under autocast"):
+    with cuda_autocast_rules(), torch.autocast("cpu", HALF), pytest.raises(RuntimeError, match="unsafe under autocast"):
         F.binary_cross_entropy(share, share)
 
 
@@ -164,7 +174,7 @@ def test_a_region_that_is_off_is_off_there_too(outer: bool) -> None:
         return checkmate.torch.capture(Exact(8, 8), F.mse_loss, example=(x, x), device="A100", autocast=dtype)
 
     if outer:
-        with pytest.raises(OptionError, match="is off where it is traced"):
+        with pytest.raises(OptionError, match="does nothing here"):
             captured()
     else:
         assert captured().ops
@@ -180,7 +190,7 @@ def test_a_region_for_cuda_where_there_is_none_is_refused() -> None:
                 return super().forward(x)
 
     x = torch.randn(4, 8)
-    with pytest.raises(OptionError, match="autocast\\('cuda'\\), which is off where it is traced"):
+    with pytest.raises(OptionError, match="autocast\\('cuda'\\), which does nothing here"):
         checkmate.torch.capture(Mixed(8, 8), F.mse_loss, example=(x, x), device="A100")
 
 

@@ -120,6 +120,15 @@ def test_held_outputs_stay_and_released_ones_go() -> None:
     assert held - released == 4 + 128 * 512 * 4
 
 
+def test_no_source_is_a_line_of_the_library() -> None:
+    """A whole step runs through programs of ours; a user looks for a line of their own."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.ones(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"optimizer": optimizer, "micro_batches": 2, "clip_norm": 1.0, "costs": "flops"}
+    graph = checkmate.torch.capture(model, nn.functional.mse_loss, example=(x, x), **options)  # type: ignore[arg-type]
+    assert {op.source for op in graph.ops} == {"", "0", "1"}
+
+
 def test_sources_name_modules() -> None:
     """What fills the peak is told in the user's words."""
     sources = {op.source for op in graph_of("attention", costs="flops").ops}

@@ -13,8 +13,8 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
 from checkmate.torch.integrations import PeakCallback
 from checkmate.torch.measure import profiler as profile
-from checkmate.torch.measure.resident import elsewhere_bytes
-from checkmate.torch.measure.trial_step import _measured_on_cuda, measured_step
+from checkmate.torch.measure.resident import other_allocated_bytes
+from checkmate.torch.measure.trial_step import _measured_on_cuda, measure_step
 from checkmate.torch.options import Options
 
 GRANULE, HAS = 512, 2**20
@@ -106,7 +106,7 @@ def test_a_dry_step_is_measured_in_its_parts(cuda: Device) -> None:
 def test_a_step_that_runs_out_of_memory_takes_all_of_it(cuda: Device) -> None:
     """It is over any budget, another plan may be tried, and nothing of it stays."""
     x = torch.ones(4, requires_grad=True)
-    found = measured_step(step_on(cuda, 4096, 1024, 2 * HAS), [x], hold_outputs=True)
+    found = measure_step(step_on(cuda, 4096, 1024, 2 * HAS), [x], hold_outputs=True)
     assert found.peak_bytes == HAS
     assert x.grad is None and cuda.emptied == 1
 
@@ -127,8 +127,8 @@ def test_what_else_is_allocated_counts(cuda: Device) -> None:
     parameter = torch.ones(128, requires_grad=True)
     cuda.alloc(512)  # the parameter
     cuda.alloc(4096)
-    assert elsewhere_bytes([parameter], Options(device="cuda")) == 4096
-    assert elsewhere_bytes([parameter], Options(device="cpu")) == 0
+    assert other_allocated_bytes([parameter], Options(device="cuda")) == 4096
+    assert other_allocated_bytes([parameter], Options(device="cpu")) == 0
 
 
 def test_workspace_and_time_of_an_op(cuda: Device) -> None:

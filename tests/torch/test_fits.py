@@ -16,7 +16,7 @@ import checkmate
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.cost import load_device
-from checkmate.torch.emulate.attention import choose
+from checkmate.torch.emulate.attention import select_kernel
 from tests.torch.networks import NETWORKS, Cnn, input_of, mlp
 from tests.torch.steps import child
 
@@ -143,10 +143,10 @@ def test_attention_is_the_devices(device: str, dtype: torch.dtype, options: dict
 def test_attention_without_a_kernel_makes_its_weights() -> None:
     """Where no kernel can run, so it is on the device."""
     q = torch.empty(2, 4, 8, 6, device="meta")
-    assert choose(load_device("A100"), q, q, q, None, 0.0, False) == "math"
-    assert choose(load_device("A100"), q[0], q[0], q[0], None, 0.0, False) == "math"
+    assert select_kernel(load_device("A100"), q, q, q, None, 0.0, False) == "math"
+    assert select_kernel(load_device("A100"), q[0], q[0], q[0], None, 0.0, False) == "math"
     half = torch.empty(2, 4, 8, 16, device="meta", dtype=torch.bfloat16)
-    assert choose(load_device("T4"), half, half, half, None, 0.0, False) == "math"
+    assert select_kernel(load_device("T4"), half, half, half, None, 0.0, False) == "math"
 
 
 def test_statistics_of_norms_are_float32_on_the_device() -> None:
@@ -176,7 +176,7 @@ def test_shapes_alone_give_the_same_graph(name: str) -> None:
 
 
 def test_a_model_that_cannot_be_traced_is_given_back() -> None:
-    """What was lent is taken back also when something fails."""
+    """Tensors that were replaced are restored also when tracing fails."""
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.empty(2, 5)
     before = [id(p) for p in model.parameters()]

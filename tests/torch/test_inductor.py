@@ -147,7 +147,7 @@ def test_dry_steps_leave_nothing_behind() -> None:
         return [(w * w * torch.rand(4)).sum()]
 
     before, versions = torch.get_rng_state(), (weight._version, buffer._version)
-    step = dry.measured_step(run, (weight, buffer), hold_outputs=True)
+    step = dry.measure_step(run, (weight, buffer), hold_outputs=True)
     assert torch.equal(buffer, torch.zeros(4))
     assert weight.grad is None
     assert not hooked
@@ -160,7 +160,7 @@ def test_dry_steps_leave_nothing_behind() -> None:
 def test_where_nothing_measured_fits_eager_takes_over(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget is a promise: what could not be kept by a compiled step is kept by an exact one, and said."""
     over = StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=2**40, gradient_bytes=0)
-    monkeypatch.setattr("checkmate.torch.inductor.compile.measured_step", lambda *args, **kwargs: over)
+    monkeypatch.setattr("checkmate.torch.inductor.compile.measure_step", lambda *args, **kwargs: over)
     model, x = mlp(depth=3), input_of("dropout", ROWS)
     with caplog.at_level(logging.WARNING, "checkmate.torch"):
         run, planned = planned_loss(model, x, "80%")

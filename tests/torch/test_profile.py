@@ -98,7 +98,7 @@ def test_measuring_inside_a_profiler_is_refused_unless_all_is_known(monkeypatch:
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     model, x = mlp(2), input_of("dropout")
     run, _ = compiled(lambda: model(x).mean())
-    with memory_trace(), pytest.raises(checkmate.CheckmateError, match="a torch profiler is on already"):
+    with memory_trace(), pytest.raises(checkmate.CheckmateError, match="another torch profiler is active"):
         run()
     run().backward()
     torch._dynamo.reset()

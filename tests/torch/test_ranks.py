@@ -14,15 +14,15 @@ import torch.distributed as dist
 from checkmate import Graph, InfeasibleBudgetError, Op, Result, Value
 from checkmate.frontend.planner import keep_everything
 from checkmate.torch.distributed import consensus as ranks_module
-from checkmate.torch.distributed.consensus import RankError, Ranks, ranks_of_job, stopping_together
-from checkmate.torch.distributed.plan_on_rank0 import plan_together
+from checkmate.torch.distributed.consensus import RankError, Ranks, broadcasting_failures, job_ranks
+from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Ranks]]:
     """Ranks that meet at one store."""
     store = dist.HashStore()
-    monkeypatch.setattr(ranks_module, "store_of_job", lambda: store)
+    monkeypatch.setattr(ranks_module, "job_store", lambda: store)
     return lambda count: [Ranks(rank, count) for rank in range(count)]
 
 
@@ -51,7 +51,7 @@ def keep(planned: Graph, in_flight_bytes: int) -> Result:
 def test_alone_there_are_no_ranks() -> None:
     """Nothing is asked of anybody where torch.distributed is not in use."""
     assert not dist.is_initialized()
-    assert ranks_of_job() is None
+    assert job_ranks() is None
 
 
 def test_everybody_hears_what_rank_0_decides(job: Callable[[int], list[Ranks]]) -> None:
@@ -60,7 +60,7 @@ def test_everybody_hears_what_rank_0_decides(job: Callable[[int], list[Ranks]]) 
     for turn in range(3):
         said = at_once(*[lambda r=r, turn=turn: r.decide("t", bytes([turn, r.rank]), b"|".join) for r in members])
         assert said == [b"|".join(bytes([turn, rank]) for rank in range(3))] * 3
-    store = ranks_module.store_of_job()
+    store = ranks_module.job_store()
     assert not store.check(["0/answer"])
     assert not store.check(["1/1"])
     assert store.check(["2/answer"])
@@ -72,7 +72,7 @@ def test_one_that_fails_stops_all(job: Callable[[int], list[Ranks]]) -> None:
     for failing in range(3):
 
         def run(rank: Ranks, failing: int = failing) -> bytes:
-            with stopping_together(rank):
+            with broadcasting_failures(rank):
                 if rank.rank == failing:
                     raise ZeroDivisionError("no such number\nand more")
                 return rank.decide("t", b"", lambda said: b"")
@@ -112,12 +112,11 @@ def test_nobody_waits_for_one_that_runs_on(
     job: Callable[[int], list[Ranks]], monkeypatch: pytest.MonkeyPatch, waiting: int
 ) -> None:
     """A rank that runs the next forward without compiling it does not come to decide on it."""
-    monkeypatch.setattr(ranks_module, "_GRACE_S", 0.2)
-    monkeypatch.setattr(ranks_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(ranks_module, "_TIMES", ranks_module.PollingTimes(grace_s=0.2, check_s=0.05))
     members = job(2)
     for member in members:
-        member.forward_begins()
-    members[1 - waiting].forward_begins()
+        member.record_forward()
+    members[1 - waiting].record_forward()
     with pytest.raises(RankError, match=f"rank {waiting} has to compile a graph, and rank {1 - waiting} runs on without"):
         members[waiting].decide("t", b"", lambda said: b"")
 
@@ -125,7 +124,7 @@ def test_nobody_waits_for_one_that_runs_on(
 def test_one_that_does_not_come_is_named(job: Callable[[int], list[Ranks]]) -> None:
     """No rank waits longer than its process group would."""
     members = job(2)
-    ranks_module.store_of_job().set_timeout(datetime.timedelta(seconds=0.3))
+    ranks_module.job_store().set_timeout(datetime.timedelta(seconds=0.3))
     with pytest.raises(RankError, match="rank 1 did not come to decide on a plan within"):
         members[0].decide("a plan", b"", lambda said: b"")
 
@@ -133,7 +132,7 @@ def test_one_that_does_not_come_is_named(job: Callable[[int], list[Ranks]]) -> N
 def test_rank_0_may_think_longer_than_a_collective_may_take(job: Callable[[int], list[Ranks]]) -> None:
     """A search has its own time limit: who has begun it is not gone."""
     members = job(2)
-    ranks_module.store_of_job().set_timeout(datetime.timedelta(seconds=0.3))
+    ranks_module.job_store().set_timeout(datetime.timedelta(seconds=0.3))
 
     def decide(said: object) -> bytes:
         time.sleep(1)
@@ -146,7 +145,7 @@ def test_the_plan_is_for_the_most_that_any_rank_takes(job: Callable[[int], list[
     """Workspace and resident bytes may differ from rank to rank; costs are those of rank 0."""
     graphs = [graph(workspace=8, resident=100, cost=5), graph(workspace=20, resident=90, cost=7)]
     in_flight = [10, 30]
-    found = at_once(*[lambda r=r: plan_together(r, graphs[r.rank], in_flight[r.rank], "a budget of 70%", keep) for r in job(2)])
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graphs[r.rank], in_flight[r.rank], "a budget of 70%", keep) for r in job(2)])
     assert found[0].graph == found[1].graph
     assert found[0].result == found[1].result
     assert found[0].graph.resident_bytes == 90 + 30
@@ -158,7 +157,7 @@ def test_the_plan_is_for_the_most_that_any_rank_takes(job: Callable[[int], list[
 
 def test_different_graphs_are_refused_on_every_rank(job: Callable[[int], list[Ranks]]) -> None:
     """The same plan cannot run both."""
-    found = at_once(*[lambda r=r: plan_together(r, graph(size=16 + r.rank), 0, "a budget of 1GiB", keep) for r in job(2)])
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graph(size=16 + r.rank), 0, "a budget of 1GiB", keep) for r in job(2)])
     assert all(isinstance(error, RankError) for error in found)
     assert all(
         "rank 0 and rank 1 traced different graphs: 2 ops that write 20 B and 2 ops that write 21 B" in str(e) for e in found
@@ -167,5 +166,5 @@ def test_different_graphs_are_refused_on_every_rank(job: Callable[[int], list[Ra
 
 def test_different_budgets_are_refused_on_every_rank(job: Callable[[int], list[Ranks]]) -> None:
     """Which of them is meant, nobody knows."""
-    found = at_once(*[lambda r=r: plan_together(r, graph(), 0, f"a budget of {r.rank + 1}GiB", keep) for r in job(2)])
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graph(), 0, f"a budget of {r.rank + 1}GiB", keep) for r in job(2)])
     assert all("rank 0 asks for a budget of 1GiB and rank 1 for a budget of 2GiB" in str(error) for error in found)

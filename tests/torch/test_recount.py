@@ -7,7 +7,7 @@ import torch
 
 from checkmate.torch import SplitError
 from checkmate.torch.partition import split as partition
-from checkmate.torch.partition.apply_plan import impose
+from checkmate.torch.partition.apply_plan import apply_plan
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, compiled
 
@@ -19,13 +19,13 @@ def test_a_split_that_takes_more_than_its_plan_is_refused(monkeypatch: pytest.Mo
     def wrong(capture: object, plan: object) -> torch.fx.GraphModule:
         from checkmate import Plan
 
-        return impose(capture, Plan.from_order(capture.graph, range(len(capture.graph.ops))))  # type: ignore[attr-defined, arg-type]
+        return apply_plan(capture, Plan.from_order(capture.graph, range(len(capture.graph.ops))))  # type: ignore[attr-defined, arg-type]
 
-    monkeypatch.setattr(partition, "impose", wrong)
+    monkeypatch.setattr(partition, "apply_plan", wrong)
     ran: list[int] = []
     model.register_forward_pre_hook(lambda *_: ran.append(1))
     run, _ = compiled(lambda: model(x).square().mean(), budget="70%", time_limit_s=3)
-    with pytest.raises(SplitError, match="as split takes"):
+    with pytest.raises(SplitError, match="partitioned step takes"):
         run()
 
 
@@ -33,7 +33,7 @@ def test_the_joint_graph_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None
     """Planning may fail at any time, and must leave what it was given."""
     model, x = mlp(2), input_of("dropout")
     seen: list[tuple[str, str]] = []
-    original = partition.impose
+    original = partition.apply_plan
 
     def spy(capture: object, plan: object) -> torch.fx.GraphModule:
         before = str(capture.joint.graph)  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ def test_the_joint_graph_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append((before, str(capture.joint.graph)))  # type: ignore[attr-defined]
         return module
 
-    monkeypatch.setattr(partition, "impose", spy)
+    monkeypatch.setattr(partition, "apply_plan", spy)
     run, _ = compiled(lambda: model(x).mean(), budget=ROOMY, solver=Forgetful())
     run()
     assert seen

@@ -89,7 +89,7 @@ def test_the_state_of_an_optimizer_is_foreseen(kind: str) -> None:
 def test_an_unknown_optimizer_is_said_to_be_unknown(caplog: pytest.LogCaptureFixture) -> None:
     """Memory that is not reserved is not passed over in silence."""
     state_bytes(torch.optim.Rprop(mlp().parameters()))
-    assert "Rprop allocates at its first step is not known" in caplog.text
+    assert "Rprop allocates at its first step is unknown" in caplog.text
 
 
 def test_without_an_optimizer_gradients_stay() -> None:

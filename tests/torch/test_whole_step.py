@@ -225,8 +225,11 @@ class Own(torch.optim.SGD):
 def test_what_cannot_be_in_the_step_comes_after_it(caplog: pytest.LogCaptureFixture) -> None:
     """The fallback trains the same, and says why it is one."""
     for make, why in (
-        (lambda m: Own(m.parameters(), 0.1), "Own is not known to update each parameter by itself"),
-        (lambda m: torch.optim.SGD(m.body.parameters(), 0.1), "SGD does not have 'unused', whose gradient has to stay"),
+        (lambda m: Own(m.parameters(), 0.1), "Own is not among the optimizers known to update each parameter"),
+        (
+            lambda m: torch.optim.SGD(m.body.parameters(), 0.1),
+            "SGD does not update 'unused', whose gradient must",
+        ),
     ):
         model = network()
         optimizer = make(model)

@@ -77,7 +77,7 @@ def fits(
     if json:
         terminal.emit(_as_json(answer, out))
         return 0 if answer else 1
-    terminal.facts(answer.facts())
+    terminal.facts(answer.rows())
     console = terminal.data()
     console.print()
     for remark in answer.remarks:

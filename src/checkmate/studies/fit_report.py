@@ -1,4 +1,4 @@
-"""What `fits` answers, as data and in words."""
+"""The report of `fits`: whether a step fits a device, as data and as text."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ Verdict = Literal["keeps everything", "fits with recomputation", "does not fit",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """Whether a training step fits a device, and how much of everything does.
+    """Report on whether a training step fits a device, and how large a batch or sequence does.
 
     Attributes:
-        verdict: The answer. ``"does not fit"`` is proven; ``"not known"`` is where no plan was found and none is excluded.
+        verdict: The answer. ``"does not fit"`` is proven. ``"not known"`` means that no plan was found and that none was proven
+            impossible.
         device: The device's profile.
-        memory_bytes: Memory that a process sees on it.
-        headroom_bytes: What is left free of it, besides the runtime's context.
-        available_bytes: What is left for the step.
-        graph: The step as it is traced for the device.
-        whole: Whether the optimizer's updates are in the graph, each where its gradient is born.
-        parameter_bytes: Parameters and buffers of the model.
-        state_bytes: State of the optimizer.
-        keep_all_bytes: Peak of keeping everything.
-        smallest_bytes: Smallest peak that a plan was found for.
-        floor_bytes: Proven: no plan takes less.
-        why: What sets the floor, in words.
-        result: The best plan found for what is available; None where there is none.
-        reserved_bytes: What PyTorch's allocator is predicted to take of the device while that plan runs again and again
-            (`checkmate.studies.reserved`); None where there is no plan, or the device has another allocator.
-        batch: Size of the example's first dimension; None if its tensors share none.
-        largest_batch: The largest batch with a plan, and a proof that none is much larger; None if not looked for.
-        sequence: Size of the dimension that was named; None if none was.
-        longest_sequence: The same for it.
-        remarks: What is not known, or not measured, in words.
+        memory_bytes: Memory of the device, as a process sees it.
+        headroom_bytes: Memory to be left free, in addition to the runtime's context.
+        available_bytes: Memory for the step: ``memory_bytes`` less context and headroom.
+        graph: The step, traced for the device.
+        whole: Whether the optimizer's updates are in the graph, each as soon as its gradient is complete.
+        parameter_bytes: Bytes of the model's parameters and buffers.
+        state_bytes: Bytes of the optimizer's state.
+        keep_all_bytes: Peak without recomputation.
+        smallest_bytes: Smallest peak of the plans found.
+        floor_bytes: Proven lower bound on the peak of every plan.
+        why: The reason for the floor, in words.
+        result: The best plan found within ``available_bytes``; None where none was found.
+        reserved_bytes: Bytes that PyTorch's caching allocator is predicted to reserve on the device while that plan runs step
+            after step (`checkmate.studies.reserved`); None without a plan, or for a device with another allocator.
+        batch: Size of the example's first dimension; None if its tensors differ in it.
+        largest_batch: The largest batch with a plan, and a proven upper bound; None if it was not searched or not found.
+        sequence: Size of the dimension given as ``sequence_dim``; None if none was given.
+        longest_sequence: The largest size of that dimension, as for the batch.
+        remarks: Sentences on figures that are unknown, estimated or were not searched.
         elapsed_s: Wall seconds.
     """
 
@@ -66,15 +67,15 @@ class Fits:
     elapsed_s: float
 
     def __bool__(self) -> bool:
-        """Whether a plan was found with which the step fits."""
+        """True if a plan was found with which the step fits."""
         return self.verdict in ("keeps everything", "fits with recomputation")
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Named facts in words, in the order of the questions."""
+    def rows(self) -> list[tuple[str, str]]:
+        """The report as pairs of a name and a text."""
         shown = format_bytes
         context = shown(self.device.context_bytes)
         taken = f"{shown(self.memory_bytes)} less {context} of context and {shown(self.headroom_bytes)} of headroom"
-        facts = [
+        rows = [
             ("device", f"{self.device.name}, {self.device.about}"),
             ("available", f"{shown(self.available_bytes)}: {taken}"),
             ("resident", f"{shown(self.graph.resident_bytes)}: parameters {shown(self.parameter_bytes)}, "
@@ -86,15 +87,15 @@ class Fits:
         ]  # fmt: skip
         if self.reserved_bytes is not None:
             room = f"the allocator's segments, of {shown(self.memory_bytes - self.device.context_bytes)}"
-            facts.append(("reserved", f"{shown(self.reserved_bytes)} predicted: {room}"))
+            rows.append(("reserved", f"{shown(self.reserved_bytes)} predicted: {room}"))
         for name, now, most in (
             ("batch", self.batch, self.largest_batch),
             ("sequence", self.sequence, self.longest_sequence),
         ):
             if most is not None:
                 exact = "no larger one fits" if most.batch == most.upper_bound else f"none above {most.upper_bound} fits"
-                facts.append((name, f"{now} asked, {most.batch} at most, at {most.result.overhead:.3f}x; {exact}"))
-        return facts
+                rows.append((name, f"{now} asked, {most.batch} at most, at {most.result.overhead:.3f}x; {exact}"))
+        return rows
 
     def _price(self) -> str:
         if self.result is None:
@@ -103,10 +104,10 @@ class Fits:
         return f": {self.result.overhead:.3f}x of keeping everything, {format_bytes(self.result.peak_bytes)}; at least {time}"
 
     def render(self) -> str:
-        """The facts and remarks as text."""
-        facts = self.facts()
-        width = max(len(name) for name, _ in facts) + 2
-        lines = [f"{name:<{width}}{text}" for name, text in facts]
+        """The rows and remarks as one text."""
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows) + 2
+        lines = [f"{name:<{width}}{text}" for name, text in rows]
         return "\n".join([*lines, "", *self.remarks])
 
     __str__ = render

@@ -2,6 +2,9 @@
 
 ``torch.compile(model, backend="checkmate", options={"budget": "8GiB"})`` needs nothing from here; the
 options are those of `Options`.
+
+Only the names in ``checkmate.torch.__all__`` and the callbacks of `checkmate.torch.integrations` are public; sub-packages and
+their other contents may change in any release.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from torch import fx
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
-from checkmate.torch._compat.dynamo import Carrier
+from checkmate.torch._compat.dynamo import DynamoTransparentError
 from checkmate.torch.compilation.compilation import Compilation, Hooks
-from checkmate.torch.distributed.consensus import stopping_together
-from checkmate.torch.graph.symbolic import settle_shapes
+from checkmate.torch.distributed.consensus import broadcasting_failures
+from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options
-from checkmate.torch.partition.split import partition, whole
+from checkmate.torch.partition.split import partition, plan_whole_step
 from checkmate.torch.passes.inline_regions import inline_regions
 
 
@@ -45,7 +45,7 @@ def checkmate(
         if mode is not None:
             raise OptionError(f"mode={mode!r} means nothing to backend 'checkmate'", hint="leave it out")
     except CheckmateError as error:
-        raise Carrier(error) from error
+        raise DynamoTransparentError(error) from error
     return compile_graph(gm, example_inputs, parsed)
 
 
@@ -61,12 +61,12 @@ def compile_graph(
         CheckmateError: No plan keeps the budget; carried through Dynamo, so that the user sees it as it is.
     """
     hooks = Hooks() if hooks is None else hooks
-    settle_shapes(example_inputs)
+    bound_dynamic_shapes(example_inputs)
     inline_regions(gm)
     compilation = Compilation(example_inputs, options, hooks)
     try:
         # A hit of AOTAutograd's cache would skip the partition function, and with it the plan.
-        with functorch_config.patch(enable_autograd_cache=False), stopping_together(compilation.ranks):
+        with functorch_config.patch(enable_autograd_cache=False), broadcasting_failures(compilation.ranks):
             if hooks.target is not None:
                 hooks.target.lower(gm)
             run = _by_inductor(gm, example_inputs, compilation) if options.compiler == "inductor" else None
@@ -76,9 +76,9 @@ def compile_graph(
             return run
     except (InfeasibleBudgetError, PlanNotFoundError) as error:
         least = compilation.least_fused_bytes
-        raise Carrier(error if least is None else _beside_fused(error, least)) from error
+        raise DynamoTransparentError(error if least is None else _beside_fused(error, least)) from error
     except CheckmateError as error:
-        raise Carrier(error) from error
+        raise DynamoTransparentError(error) from error
 
 
 def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes: int) -> CheckmateError:
@@ -114,7 +114,7 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
 
 def _without_backward(module: fx.GraphModule, compilation: Compilation) -> BoxedRun:
     if compilation.hooks.whole:
-        return compilation.forward(boxed(whole(module, compilation.task)))
+        return compilation.forward(boxed(plan_whole_step(module, compilation.task)))
     compilation.refuse_inference()
     return boxed(module)
 

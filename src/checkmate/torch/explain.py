@@ -1,4 +1,4 @@
-"""What a planned step saves for its backward and what it computes again: where in the model, bytes and time."""
+"""`explain`: the tensors that a planned step saves and the ops that it recomputes, with their place in the model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.units import format_bytes
 from checkmate.studies.explain import Explanation, Remat
 from checkmate.studies.explain import explain as explain_plan
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
 from checkmate.torch.step.step import Step
-
-_SCALAR_BYTES = 16
 
 
 class Saved(NamedTuple):
-    """Storage that the backward reads and the forward made.
+    """A storage that the forward allocates and the backward reads.
 
     Attributes:
-        name: Name of the value that owns it.
-        kind: The op that made it, such as ``aten.addmm.default``.
-        size_bytes: Its bytes.
-        source: Module path, file and line.
+        name: Name of the value that allocates it.
+        kind: The op that writes it, such as ``aten.addmm.default``.
+        size_bytes: Size in bytes.
+        source: Module path, file and line of that op.
     """
 
     name: str
@@ -35,14 +34,14 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepExplanation:
-    """A planned step explained; ``str`` of it is a text for people.
+    """Explanation of a planned step; ``str`` of it is a readable text.
 
     Attributes:
-        saved: What is live when the backward begins and read by it, largest first.
-        remats: Ops computed again, the most costly first.
-        tangent_bytes: Gradients of the forward's outputs other than scalars. AOTAutograd makes them even for
-            outputs that nobody uses, then full of zeros.
-        peak: What fills the peak, and why.
+        saved: Storages that are live when the backward begins and read by it, largest first.
+        remats: Recomputed ops, the most costly first.
+        tangent_bytes: Bytes of the gradients of the forward's outputs other than scalars. AOTAutograd materialises them, as
+            zeros, even for outputs that no loss depends on.
+        peak: The values that are live at the peak, each with the reason.
     """
 
     saved: tuple[Saved, ...]
@@ -51,10 +50,10 @@ class StepExplanation:
     peak: Explanation
 
     def render(self, most: int = 10) -> str:
-        """Text for people.
+        """The explanation as text.
 
         Args:
-            most: Most lines of each list.
+            most: Number of lines of each list; the rest is summed up.
         """
         total = sum(s.size_bytes for s in self.saved)
         lines = [f"saved for the backward: {format_bytes(total)} in {len(self.saved)} tensors"]
@@ -64,8 +63,8 @@ class StepExplanation:
             lines.append(f"  {format_bytes(sum(s.size_bytes for s in rest)):>11}  in {len(rest)} more")
         if self.tangent_bytes:
             lines.append(
-                f"gradients of outputs besides the loss: {format_bytes(self.tangent_bytes)}, zeros if nobody uses them; "
-                "a call that returns only its loss has none"
+                f"gradients of outputs besides the loss: {format_bytes(self.tangent_bytes)}, zeros for outputs that are not "
+                "used; return only the loss to save them"
             )
         return "\n".join([*lines, self.peak.render(most)])
 
@@ -75,15 +74,15 @@ class StepExplanation:
 
 
 def explain(step: Step | Graph, plan: Plan | None = None, *, curve: Curve | None = None) -> StepExplanation:
-    """What a planned step saves and computes again, with module path, source line, bytes and time.
+    """List the tensors that a planned step saves and the ops that it recomputes, with module path, bytes and time.
 
     Args:
-        step: A compiled step, or the graph of one.
-        plan: The plan, where a graph is given.
-        curve: Plans of the same graph for other budgets, from which the worth of a MiB is read.
+        step: A compiled step, or its graph.
+        plan: The plan, if ``step`` is a graph; by default the one that keeps everything.
+        curve: Plans of the same graph for other budgets, to show how much time one MiB more would save.
 
     Raises:
-        WrongGraphError: The plan is of another graph.
+        WrongGraphError: The plan is for another graph.
 
     Examples:
         >>> import torch
@@ -104,14 +103,16 @@ def explain(step: Step | Graph, plan: Plan | None = None, *, curve: Curve | None
     return StepExplanation(
         saved=tuple(_saved(graph, chosen)),
         remats=peak.remats,
-        tangent_bytes=sum(size for size in sizes if size > _SCALAR_BYTES),
+        tangent_bytes=sum(size for size in sizes if size > SCALAR_TANGENT_BYTES),
         peak=peak,
     )
 
 
 def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
-    begins = next((p for p, s in enumerate(plan.steps) if isinstance(s, Compute) and _turns(graph, s.op)), len(plan.steps))
-    # Storage is there if it was made before the backward begins, and saved if what reads it later finds it still there.
+    begins = next(
+        (p for p, s in enumerate(plan.steps) if isinstance(s, Compute) and _begins_backward(graph, s.op)), len(plan.steps)
+    )
+    # A storage is saved if it was written before the backward begins and was not freed or recomputed before it is read there.
     live: set[int] = set()
     found: dict[int, None] = {}
     for p, step in enumerate(plan.steps):
@@ -132,7 +133,7 @@ def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
     return sorted(rows, key=lambda s: (-s.size_bytes, s.name))
 
 
-def _turns(graph: Graph, op: int) -> bool:
+def _begins_backward(graph: Graph, op: int) -> bool:
     return op == graph.boundary or graph.ops[op].phase == "backward"
 
 

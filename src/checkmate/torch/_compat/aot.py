@@ -1,7 +1,4 @@
-"""Private names of AOTAutograd and functorch.
-
-Seen and tested in torch 2.13.0; 2.11 is the declared floor.
-"""
+"""Private names of AOTAutograd and functorch."""
 
 from __future__ import annotations
 
@@ -29,34 +26,42 @@ __all__ = [
 
 
 def fusible_packets() -> Iterable[Any]:
-    """Ops that torch's own partitioner counts on Inductor to fuse."""
+    """Overload packets of the ops that torch's own min-cut partitioner expects Inductor to fuse."""
     return get_default_op_list().fusible_ops
 
 
 def overwritten_inputs(count: int) -> frozenset[int] | None:
-    """Which of so many inputs the graph that was compiled last overwrites; None if that is not known."""
+    """Inputs that the most recently compiled graph overwrites.
+
+    Args:
+        count: How many inputs the graph has.
+
+    Returns:
+        Their positions, or None where AOTAutograd's metadata does not say.
+    """
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
-    if metadata is None or len(metadata.input_info) != count:  # inputs that alias were merged
+    if metadata is None or len(metadata.input_info) != count:  # AOTAutograd merged inputs that alias
         return None
     return frozenset(i for i, known in enumerate(metadata.input_info) if known.mutates_data or known.mutates_metadata)
 
 
 BoxedRun = Callable[[list[Any]], Any]
+"""A callable in AOTAutograd's boxed calling convention: it takes one list of arguments and clears it.
 
-
-"""What takes its arguments as one list and empties it."""
+Only so can an argument be freed before the call returns: the caller's list holds no reference any more.
+"""
 
 
 def boxed(module: torch.fx.GraphModule) -> BoxedRun:
-    """The module as a callable that takes one list, empties it, and frees every tensor after its last use."""
+    """The module in the boxed calling convention; its code frees every tensor after the tensor's last use."""
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     return as_boxed(module.forward)
 
 
 def as_boxed(function: BoxedRun) -> BoxedRun:
-    """Mark a callable as taking one list that it empties."""
+    """Mark a callable as one of the boxed calling convention, the mark that AOTAutograd looks for."""
 
     def run(args: list[Any]) -> Any:
         return function(args)
@@ -66,5 +71,5 @@ def as_boxed(function: BoxedRun) -> BoxedRun:
 
 
 def is_tangent(node: torch.fx.Node) -> bool:
-    """Whether a placeholder of a joint graph is a tangent: the gradient of a forward output."""
+    """Whether a node is a tangent of a joint graph: a placeholder for the gradient of a forward output."""
     return node.op == "placeholder" and "tangents" in str(node.target)

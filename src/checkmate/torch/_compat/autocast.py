@@ -1,4 +1,4 @@
-"""Private names of torch for autocast: its regions in a graph, and its kernels in the dispatcher."""
+"""Private names of autocast: the marks of its regions in a graph, and its kernels in the dispatcher."""
 
 from __future__ import annotations
 
@@ -17,23 +17,30 @@ _OFF = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def autocast_kernels(device: Literal["CPU", "CUDA"]) -> set[str]:
-    """Names of the ops, without their namespace, that autocast has a rule for on a kind of device, which need not be there."""
+    """Ops for which autocast has a rule on a type of device.
+
+    Args:
+        device: The type; it need not be present, since rules are registered when torch is loaded.
+
+    Returns:
+        Names with overload and without namespace, such as ``"addmm"`` or ``"softmax.int"``.
+    """
     registered = torch._C._dispatch_has_kernel_for_dispatch_key
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith(_NAMESPACE))
     return {name.removeprefix(_NAMESPACE) for name in names if registered(name, f"Autocast{device}")}
 
 
 def autocast_off() -> AbstractContextManager[Any]:
-    """Within it, ops are not seen by a processor's autocast."""
+    """Context in which the CPU's autocast leaves ops alone, so that a rule can call the op it is for."""
     return torch._C._ExcludeDispatchKeyGuard(_OFF)
 
 
 @contextmanager
 def replaced_autocast(kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
-    """A processor's autocast with other rules, in the whole process, for as long as the context is open.
+    """Replace rules of the CPU's autocast, in the whole process, while the context is open.
 
     Args:
-        kernels: Name of an op -> what is called instead of it; None where autocast is to leave it alone.
+        kernels: Name of an op to the rule called in its place; None lets the op run in the types that it is given.
     """
     library = torch.library.Library("aten", "IMPL")
     try:

@@ -1,7 +1,4 @@
-"""Private names of torch's dispatcher: fake tensors, op types, higher-order ops.
-
-Seen and tested in torch 2.13.0; 2.11 is the declared floor.
-"""
+"""Private names of torch's dispatcher: fake tensors, op types, higher-order ops."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "detect_fake_mode",
-    "fake_on",
+    "fake_tensor_on",
     "invoke_subgraph",
     "no_dispatch",
     "no_modes",
@@ -30,16 +27,22 @@ __all__ = [
 ]
 
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
-
-
-"""Namespaces of ops that talk to other processes."""
-
+"""Namespaces of collectives: ops that exchange data with other processes."""
 
 no_modes = _disable_current_modes
+"""Context without any ``TorchDispatchMode``: ops run for real while Dynamo is tracing."""
 
 
-def fake_on(tensor: FakeTensor, device: str) -> FakeTensor:
-    """The same traced tensor, of the same storage, as if on another device, which need not be there."""
+def fake_tensor_on(tensor: FakeTensor, device: str) -> FakeTensor:
+    """A fake tensor relabelled for another device.
+
+    Args:
+        tensor: The fake tensor.
+        device: The device, which need not be present.
+
+    Returns:
+        A fake tensor with the same storage.
+    """
     mode = tensor.fake_mode
     with in_kernel_invocation_manager(mode):
         return FakeTensor(mode, torch.Tensor._make_subclass(torch.Tensor, tensor), torch.device(device))

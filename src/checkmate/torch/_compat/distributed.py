@@ -1,7 +1,4 @@
-"""Every private name of torch.distributed that this package uses, in one place; `compat` has the others.
-
-Seen and tested in 2.13.0.
-"""
+"""Private names of ``torch.distributed``, DistributedDataParallel and FSDP2 (``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -19,60 +16,60 @@ from checkmate.torch._compat.dynamo import dynamo_config
 
 __all__ = [
     "DistributedDataParallel",
-    "ShardedGroup",
-    "data_parallel_around",
-    "inside_data_parallel",
-    "is_sharded",
-    "sharded_groups",
-    "store_of_job",
+    "FSDPGroup",
+    "active_ddp",
+    "fsdp_groups",
+    "inside_ddp_forward",
+    "job_store",
+    "uses_fsdp",
 ]
 
 
-def store_of_job() -> torch.distributed.Store:
-    """Where the processes of a job met, with keys of our own."""
+def job_store() -> torch.distributed.Store:
+    """The key-value store of the default process group, under a prefix that no other library uses."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # not in every build of torch
 
     return PrefixStore("checkmate", _get_default_store())
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedGroup:
-    """Parameters that ``fully_shard`` gathers together.
+class FSDPGroup:
+    """One parameter group of ``fully_shard``: parameters whose all-gather is one collective.
 
     Attributes:
-        shard_bytes: What this rank holds of them, padding included.
-        unsharded_bytes: What they take when gathered.
-        reduced_bytes: What their gradients take while they are reduced.
-        shards: How many ranks they are spread over.
-        storages: Storage -> bytes of each gathered parameter; empty before the first time.
-        stays: Whether they stay gathered from forward to backward.
-        gradients: Their sharded gradients that are there.
+        shard_bytes: Size of this rank's shards, padding included.
+        unsharded_bytes: Size of the parameters after the all-gather.
+        reduce_scatter_bytes: Size of the reduce-scatter's input: the unsharded gradients.
+        shards: How many ranks the parameters are sharded over.
+        storages: Storage key to bytes of each all-gather output; empty before the first forward.
+        stays_unsharded: Whether parameters stay gathered from forward to backward (``reshard_after_forward=False``).
+        gradients: Local shards of gradients that exist now.
     """
 
     shard_bytes: int
     unsharded_bytes: int
-    reduced_bytes: int
+    reduce_scatter_bytes: int
     shards: int
     storages: dict[int, int]
-    stays: bool
+    stays_unsharded: bool
     gradients: list[torch.Tensor]
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether ``fully_shard`` manages a model, or a part of it."""
+def uses_fsdp(model: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to a model or to one of its modules."""
     module = sys.modules.get("torch.distributed.fsdp")
     return module is not None and any(isinstance(m, module.FSDPModule) for m in model.modules())
 
 
-def sharded_groups() -> list[ShardedGroup]:
-    """All that ``fully_shard`` manages in this process."""
+def fsdp_groups() -> list[FSDPGroup]:
+    """Every parameter group of ``fully_shard`` in this process, whichever model it belongs to."""
     module = sys.modules.get("torch.distributed._composable_state")
     states = [] if module is None else [ref() for ref in list(module._module_state_mapping.values())]
     groups = {id(group): group for state in states for group in getattr(state, "_fsdp_param_groups", ())}
-    return [_sharded_group(group) for group in groups.values()]
+    return [_fsdp_group(group) for group in groups.values()]
 
 
-def _sharded_group(group: Any) -> ShardedGroup:
+def _fsdp_group(group: Any) -> FSDPGroup:
     shards = getattr(group.mesh_info, "shard_mesh_size", 1)
     shard = unsharded = reduced = 0
     storages: dict[int, int] = {}
@@ -88,22 +85,26 @@ def _sharded_group(group: Any) -> ShardedGroup:
             storages[gathered.untyped_storage()._cdata] = gathered.numel() * gathered.element_size()
         if (gradient := parameter.sharded_param.grad) is not None:
             gradients.append(gradient.to_local())
-    # Sharded over fewer ranks after the forward counts as staying, too.
+    # Resharding to a smaller world size after the forward is counted as staying unsharded, which is an upper bound.
     stays = not group._reshard_after_forward or group._use_post_forward_mesh
-    return ShardedGroup(shard, unsharded, reduced, shards, storages, stays, gradients)
+    return FSDPGroup(shard, unsharded, reduced, shards, storages, stays, gradients)
 
 
-def data_parallel_around(inputs: Sequence[Any]) -> DistributedDataParallel | None:
-    """The ``DistributedDataParallel`` whose forward runs now; under its Python reducer, the one that has some of the inputs."""
+def active_ddp(inputs: Sequence[Any]) -> DistributedDataParallel | None:
+    """The ``DistributedDataParallel`` whose forward is running, or None.
+
+    Args:
+        inputs: Inputs of the graph being compiled. Under ``optimize_ddp="python_reducer"`` DDP does not record its active
+            module, and the one that owns a parameter among these is returned.
+    """
     active = DistributedDataParallel._get_active_ddp_module()
     if active is not None or dynamo_config.optimize_ddp != "python_reducer":
         return active
-    # The Python reducer does not say whose forward runs.
     mine = {id(t) for t in inputs}
     alive = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
     return next((each for each in alive if any(id(p) in mine for p in each.parameters())), None)
 
 
-def inside_data_parallel(wrapped: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
-    """What the module in a ``DistributedDataParallel`` runs in, without what is done before and after it."""
+def inside_ddp_forward(wrapped: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
+    """The context of ``DistributedDataParallel.forward``, without its collectives: for tracing on one rank alone."""
     return wrapped._inside_ddp_forward()

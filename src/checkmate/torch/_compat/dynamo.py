@@ -1,7 +1,4 @@
-"""Private names of torch.compile's front end, Dynamo.
-
-Seen and tested in torch 2.13.0; 2.11 is the declared floor.
-"""
+"""Private names of Dynamo, the front end of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -12,14 +9,17 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-__all__ = ["Carrier", "TorchDynamoException", "Unsupported", "dynamo_config", "forgetting_this_frame"]
+__all__ = ["DynamoTransparentError", "TorchDynamoException", "Unsupported", "dynamo_config", "recompile_current_frame"]
 
 
-class Carrier(ShortenTraceback):
-    """Takes an exception through Dynamo unwrapped.
+class DynamoTransparentError(ShortenTraceback):
+    """Carries an exception of a backend through Dynamo to the user unchanged.
 
-    Dynamo turns what a backend raises into ``BackendCompilerFailed``, except a ``ShortenTraceback``: of
-    that it raises what ``remove_dynamo_frames`` returns, and this one returns the exception it carries.
+    Dynamo wraps whatever a backend raises in ``BackendCompilerFailed``, which hides the type and the hint of the error.
+    It makes an exception of ``ShortenTraceback``: it raises the result of ``remove_dynamo_frames``, here the carried error.
+
+    Args:
+        error: The exception that the user is to see.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -27,12 +27,16 @@ class Carrier(ShortenTraceback):
         self.error = error
 
     def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
-        """The exception that the user is to see."""
+        """The carried exception; called by Dynamo."""
         return self.error
 
 
-def forgetting_this_frame() -> Callable[[], None] | None:
-    """What makes Dynamo compile the frame that it compiles now once more at its next call; None outside of Dynamo."""
+def recompile_current_frame() -> Callable[[], None] | None:
+    """A function that drops the compiled code of the frame being compiled now, so that its next call compiles it again.
+
+    Returns:
+        The function, or None where Dynamo is not compiling.
+    """
     try:
         code = InstructionTranslator.current_tx().output.root_tx.f_code  # type: ignore[union-attr]
     except AttributeError:

@@ -1,7 +1,4 @@
-"""Every private name of Inductor that this package uses; imported only where Inductor compiles, since it takes a second.
-
-Seen and tested in 2.13.0, as in `checkmate.torch._compat.dispatch`.
-"""
+"""Private names of Inductor; imported only where Inductor compiles, since importing it takes a second."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from torch.fx import GraphModule
 __all__ = [
     "CustomPartitionerFn",
     "InductorChoices",
-    "chosen_by",
     "compile_fx",
     "compile_fx_inner",
     "inductor_config",
     "prefers_channels_last",
+    "use_inductor_choices",
 ]
 
-chosen_by = V.set_choices_handler
-"""Within it, Inductor asks another `InductorChoices`: the setting for it counts once in a thread."""
+use_inductor_choices = V.set_choices_handler
+"""Context that installs an `InductorChoices`; the config option of that name is read only once per thread."""
 
 
 def prefers_channels_last(gm: GraphModule) -> bool:
-    """Whether Inductor, by the device, the sizes and its settings, would give convolutions channels last."""
+    """Whether Inductor's own heuristic (device, sizes, configuration) would convert convolutions to channels last."""
     return GraphLowering.decide_layout_opt(gm, is_inference=False)

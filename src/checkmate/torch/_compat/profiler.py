@@ -1,7 +1,4 @@
-"""The trace of the CPU allocator, by torch's legacy profiler.
-
-Seen and tested in torch 2.13.0; 2.11 is the declared floor.
-"""
+"""Private names of torch's profilers: a trace of the CPU allocator."""
 
 from __future__ import annotations
 
@@ -16,22 +13,23 @@ __all__ = ["MemoryTrace", "memory_trace", "profiler_running"]
 
 
 def profiler_running() -> bool:
-    """Whether a torch profiler is on in this process; it cannot be nested."""
+    """Whether a torch profiler is active in this process; profilers cannot be nested."""
     return torch.autograd._profiler_enabled()
 
 
 @dataclass(slots=True)
 class MemoryTrace:
-    """What the CPU allocator did, in order.
+    """Events of the CPU allocator, in order.
 
     Attributes:
-        events: ``("alloc", bytes)``, negative where freed; ``("push", name)`` and ``("pop", "")`` of ops and ranges.
+        events: ``("alloc", bytes)``, negative for a free; ``("push", name)`` and ``("pop", "")`` where an op or a
+            ``record_function`` range begins and ends.
     """
 
     events: list[tuple[str, int | str]] = field(default_factory=list)
 
     def peak(self) -> int:
-        """The most bytes held beyond what was there when the trace began."""
+        """Peak of allocated bytes above those allocated when the trace began."""
         held = peak = 0
         for what, amount in self.events:
             if what == "alloc":
@@ -39,8 +37,8 @@ class MemoryTrace:
                 peak = max(peak, held)
         return peak
 
-    def ranges(self, name: str) -> list[int]:
-        """Peak within each range of a name, beyond what was there when it began."""
+    def peaks_within(self, name: str) -> list[int]:
+        """Peak within each ``record_function`` range of a name, in bytes above those allocated when the range began."""
         peaks: list[int] = []
         depth = held = peak = 0
         for what, detail in self.events:
@@ -60,10 +58,10 @@ class MemoryTrace:
 
 @contextmanager
 def memory_trace() -> Iterator[MemoryTrace]:
-    """Record what the CPU allocator does; the trace is filled on leaving.
+    """Record the events of the CPU allocator; the trace is filled when the context closes.
 
-    By the older of torch's two profilers: it starts in a millisecond and is silent, where Kineto takes
-    more and writes to the terminal.
+    This is the older of torch's two profilers: it starts within a millisecond and is silent, where Kineto takes longer and
+    writes to the terminal.
     """
     state, nothing = torch.autograd.ProfilerState.CPU, _ExperimentalConfig()
     trace = MemoryTrace()
@@ -73,7 +71,7 @@ def memory_trace() -> Iterator[MemoryTrace]:
     finally:
         threads = torch.autograd._disable_profiler_legacy()
         records = [r for thread in threads for r in thread]
-        if len(threads) > 1:
+        if len(threads) > 1:  # one list per thread, each ordered by time; the peak needs a single order
             start = next(r for r in records if r.name() == "__start_profile")
             records.sort(key=start.cpu_elapsed_us)
         for r in records:

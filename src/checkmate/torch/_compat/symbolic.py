@@ -1,7 +1,4 @@
-"""Symbolic sizes: their ranges, and where they come from.
-
-Seen and tested in torch 2.13.0; 2.11 is the declared floor.
-"""
+"""Private names of torch's symbolic shapes: ranges of symbols, and why a dimension is dynamic."""
 
 from __future__ import annotations
 
@@ -15,27 +12,29 @@ import torch._dynamo.config as dynamo_config
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-__all__ = ["bound_by_hint", "is_guessed", "largest_asked", "largest_value", "value_at_largest"]
+__all__ = ["bound_by_hint", "is_automatic_dynamic", "upper_bound", "user_upper_bound", "value_at_upper_bounds"]
 
-_TRIED = 32  # sizes along a range
+_SAMPLES = 32
+"""Sizes tried along the range of each symbol where interval arithmetic is not exact. More cost milliseconds per distinct
+expression; expressions in models are piecewise linear with few pieces, such as ``Max(s, 4)`` or ``s // 2``."""
 
 
-def is_guessed(symbol: torch.SymInt) -> bool:
-    """Whether a symbolic size is one only because Dynamo saw it change, and not because the user asked for it."""
-    if not dynamo_config.assume_static_by_default:  # dynamic=True
+def is_automatic_dynamic(symbol: torch.SymInt) -> bool:
+    """Whether a size is dynamic only because Dynamo saw it change ("automatic dynamic"), not because the user asked for it."""
+    if not dynamo_config.assume_static_by_default:  # torch.compile(dynamic=True): the user asked for all of them
         return False
     constraints = _constraints(symbol)
     return not constraints or any(c is not None and c.warn_only for c in constraints)
 
 
-def largest_asked(symbol: torch.SymInt) -> int | None:
-    """The ``max`` that ``mark_dynamic`` was given for a symbolic size, if it was."""
+def user_upper_bound(symbol: torch.SymInt) -> int | None:
+    """The ``max`` given to ``torch._dynamo.mark_dynamic`` for a symbolic size, or None."""
     given = [c.vr.upper for c in _constraints(symbol) if hasattr(c, "vr") and c.vr.upper not in (None, int_oo)]
     return int(min(given)) if given else None
 
 
 def _constraints(symbol: torch.SymInt) -> list[Any]:
-    """What Dynamo noted of every dimension that has a symbolic size; of a number, or a stride, it notes nothing."""
+    """Dynamo's constraints on every dimension of this symbolic size; it records none for integers and strides."""
     node = symbol.node
     found: list[Any] = []
     for tracked in node.shape_env.tracked_fakes or ():
@@ -47,7 +46,7 @@ def _constraints(symbol: torch.SymInt) -> list[Any]:
 
 
 def bound_by_hint(number: torch.SymInt) -> None:
-    """Guard every symbol in a number that has no upper bound to be at most what it is."""
+    """Install guards: each symbol of the number without an upper bound is at most its current value."""
     env = number.node.shape_env
     sizes = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # before 2.13
     for symbol in number.node.expr.free_symbols:
@@ -55,17 +54,18 @@ def bound_by_hint(number: torch.SymInt) -> None:
             env.evaluate_expr(sympy.Le(symbol, sizes[symbol]))
 
 
-def value_at_largest(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool | None:
-    """What a symbolic number is when every symbol in it is at its upper bound; None if one has no bound."""
+def value_at_upper_bounds(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> int | float | bool | None:
+    """Value of a symbolic number with every symbol at its upper bound; None if a symbol has no bound."""
     node = number.node
     upper = {s: node.shape_env.var_to_range[s].upper for s in node.expr.free_symbols}
     return None if int_oo in upper.values() else node.pytype(node.expr.xreplace(upper))
 
 
-def largest_value(number: torch.SymInt) -> int | None:
-    """The most that a symbolic size can be; None if one of its symbols has no bound.
+def upper_bound(number: torch.SymInt) -> int | None:
+    """Largest value of a symbolic size over the ranges of its symbols; None if a symbol has no upper bound.
 
-    Where arithmetic on ranges does not show that a size only grows with its symbols, it is tried along the range of each.
+    Interval arithmetic decides where its bound is attained with every symbol at its upper bound. Elsewhere, as in
+    ``1024 - n``, the expression is sampled along the range of each symbol.
     """
     node = number.node
     ranges = {s: node.shape_env.var_to_range[s] for s in node.expr.free_symbols}
@@ -82,8 +82,8 @@ def _largest(expression: Any, ranges: tuple[tuple[Any, int, int], ...]) -> int:
         return int(most)
     found = [int(most)]
     for symbol, lower, upper in ranges:
-        for size in sorted({lower + (upper - lower) * i // _TRIED for i in range(_TRIED)}):
-            with suppress(ZeroDivisionError):  # a size that no tensor can have
+        for size in sorted({lower + (upper - lower) * i // _SAMPLES for i in range(_SAMPLES)}):
+            with suppress(ZeroDivisionError):  # no tensor has such a size
                 value = expression.xreplace({**corner, symbol: sympy.Integer(size)})
                 found += [int(value)] if value.is_Integer else []
     return max(found)

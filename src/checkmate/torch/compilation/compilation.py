@@ -19,22 +19,22 @@ from checkmate.frontend.planner import Planner, planner_for, result_of_order
 from checkmate.frontend.split_budget import PlanFootprint
 from checkmate.studies.min_budget import min_budget
 from checkmate.torch._compat.aot import BoxedRun, as_boxed
-from checkmate.torch._compat.dynamo import forgetting_this_frame
+from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.planned_graph import PlannedGraph
-from checkmate.torch.distributed.consensus import ranks_of_job
-from checkmate.torch.distributed.plan_on_rank0 import plan_together
-from checkmate.torch.distributed.wrappers import beside
-from checkmate.torch.emulate.device import Target
+from checkmate.torch.distributed.consensus import job_ranks
+from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
+from checkmate.torch.distributed.wrappers import wrapper_memory
+from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.measure.resident import elsewhere_bytes, gradient_bytes
-from checkmate.torch.measure.roofline import estimated
+from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes
+from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import Task
 
 _log = logging.getLogger("checkmate.torch")
-_SCALAR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Hooks:
     gate: Callable[[], None] | None = None
     inference: bool = True
     whole: bool = False
-    target: Target | None = None
+    target: EmulatedDevice | None = None
 
 
 class Compilation:
@@ -78,8 +78,8 @@ class Compilation:
         self.options = options
         self.hooks = hooks
         self.budget = options.planning.budget
-        self.ranks = ranks_of_job() if options.ranks == "together" and self.budget is not None and hooks.planner is None else None
-        self._wrapped = beside(example_inputs, options.accumulate)
+        self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.planner is None else None
+        self._wrapped = wrapper_memory(example_inputs, options.accumulate)
         in_flight = 0 if self.budget is None else COORDINATOR.held_bytes()
         # On CUDA what is in flight, or held by wrappers, is among what is allocated.
         known = in_flight + self._wrapped.held_bytes
@@ -88,11 +88,11 @@ class Compilation:
             wrappers_bytes=self._wrapped.held_bytes,
             in_flight_bytes=in_flight,
             reserve_bytes=options.reserve_bytes,
-            other_bytes=max(0, elsewhere_bytes(example_inputs, options) - known),
+            other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known),
         )
         self._in_flight_bytes = in_flight
         self._planned_graphs: list[PlannedGraph] = []
-        self._recompile = forgetting_this_frame()
+        self._recompile = recompile_current_frame()
         self.least_fused_bytes: int | None = None
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class Compilation:
             plan=self._plan,
             hold_outputs=options.outputs == "held",
             split_convolutions=options.split_convolutions,
-            respect=options.checkpoints == "respected",
+            honours_checkpoints=options.checkpoints == "respected",
             no_recompute=frozenset(options.no_recompute),
             extra_resident_bytes=self.resident.total_bytes,
             on_planned=self._planned,
@@ -121,7 +121,7 @@ class Compilation:
             if self.hooks.gate is not None:
                 self.hooks.gate()
             if self.ranks is not None:
-                self.ranks.forward_begins()
+                self.ranks.record_forward()
             return COORDINATOR.forward(self._planned_graphs[0], run, args) if self._planned_graphs else run(args)
 
         return as_boxed(guarded)
@@ -148,8 +148,8 @@ class Compilation:
                 budget=self.budget,
                 budget_bytes=share.budget_bytes if share else budget_bytes,
                 resident_bytes=graph.resident_bytes - self._in_flight_bytes,
-                planned_gradient_bytes=self.resident.gradients_bytes + self._wrapped.view_bytes,
-                transient_gradient_bytes=self._wrapped.passing_bytes,
+                planned_gradient_bytes=self.resident.gradients_bytes + self._wrapped.bucket_view_bytes,
+                transient_gradient_bytes=self._wrapped.transient_gradient_bytes,
                 time_limit_s=self.options.time_limit_s,
                 recompile=self._recompile,
                 ranks=self.ranks,
@@ -171,7 +171,7 @@ class Compilation:
         if self.ranks is None:
             return graph, plan(graph, self._in_flight_bytes)
         wanted = f"a budget of {self.budget}"
-        agreed = plan_together(self.ranks, graph, self._in_flight_bytes, wanted, plan)
+        agreed = plan_on_rank0(self.ranks, graph, self._in_flight_bytes, wanted, plan)
         self._in_flight_bytes = agreed.in_flight_bytes
         return agreed.graph, agreed.result
 
@@ -222,7 +222,7 @@ class Compilation:
     def _planned(self, capture: Capture, result: Result) -> None:
         # A whole step is over when it returns: nothing of it is in flight.
         if self.budget is not None and capture.graph.boundary is not None:
-            footprint = PlanFootprint.of(capture.graph, result.plan, self._wrapped.passing_bytes)
+            footprint = PlanFootprint.of(capture.graph, result.plan, self._wrapped.transient_gradient_bytes)
             self.guard(capture.graph, footprint, result.budget_bytes)
         _log.info("%s, of it beside the graph's inputs: %s", format_bytes(capture.graph.resident_bytes), self.resident)
         self.hooks.planned(capture, result)
@@ -232,7 +232,7 @@ def _warn_of_tangents(graph: Graph) -> None:
     """Say what gradients of outputs beside a loss cost: AOTAutograd makes them even for outputs that nobody uses."""
     assert graph.boundary is not None
     sizes = [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
-    large = sum(size for size in sizes if size > _SCALAR_BYTES)
+    large = sum(size for size in sizes if size > SCALAR_TANGENT_BYTES)
     if large and large < sum(sizes):
         _log.warning(
             "what the forward returns beside its loss has gradients of %s, zeros if nobody uses them: compile what returns "
@@ -243,4 +243,4 @@ def _warn_of_tangents(graph: Graph) -> None:
 
 def costs_of(options: Options) -> Costs:
     """Where the costs of ops come from."""
-    return Profiler() if options.costs == "measured" else estimated
+    return Profiler() if options.costs == "measured" else estimated_costs

@@ -24,7 +24,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.torch.compilation.planned_graph import PlannedGraph, key_of
 from checkmate.torch.compilation.rebalance import StepUsage, split_on_rank0
-from checkmate.torch.distributed.wrappers import unsharded
+from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
 from checkmate.torch.graph.storages import storage_bytes, storage_key
 
 _log = logging.getLogger("checkmate.torch")
@@ -93,7 +93,7 @@ class Coordinator:
             InFlightError: It would not.
         """
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        flight = _PendingBackward(planned, _without(_storages(tensors), unsharded()), _gradients(tensors))
+        flight = _PendingBackward(planned, _without(_storages(tensors), fsdp_unsharded_bytes()), _gradients(tensors))
         del tensors
         with self._lock:
             if not self._flights:

@@ -1,7 +1,25 @@
-"""The processes of a distributed job, and how they decide together.
+"""Consensus among the ranks of a distributed job: rank 0 decides for all, from one message of each.
 
-What is decided goes through the store that ``torch.distributed`` itself meets at, not through collectives: a rank
-that has no part in a decision must not have to take one, and whoever waits can look whether it waits in vain.
+Messages are keys in the ``TCPStore`` at which the ranks of ``torch.distributed`` met. The protocol of decision ``n``:
+
+1. Every rank but 0 writes its message to ``n/<rank>`` and polls ``n/answer``.
+2. Rank 0 polls ``n/1``, ``n/2``, ... until it has them all, and writes ``n/begun``: from then on the others wait as long as
+   the decision takes, and no longer only as long as the process group's timeout.
+3. Rank 0 decides and writes ``n/answer``. It then deletes the keys of decision ``n - 1``: a message for ``n`` proves that its
+   sender has read the answer to ``n - 1``.
+
+A rank that fails writes the failure in place of its message (rank 0: of its answer), so that every other rank raises
+`RankError` with the reason where it would have waited.
+
+Why not ``torch.distributed.gather_object`` over a gloo group, in 20 lines? Three things would be lost:
+
+- A decision is taken inside a compilation, which only some ranks may enter: shapes differ, or one recompiles. A rank that
+  waits in a collective cannot look around, and fails after the group's timeout (30 minutes) without a reason. Here a waiting
+  rank compares counts of forwards and detects within seconds that its peer runs on without compiling.
+- A collective of ours may be issued while the user's program runs another one; two collectives in different order on two ranks
+  deadlock or mix up data. Reads and writes of a store are independent of collectives.
+- A rank that fails before a decision never enters the collective, and the others wait for it. Here it leaves its failure in
+  the store, where they find it.
 """
 
 from __future__ import annotations
@@ -9,31 +27,49 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import msgspec
 import torch.distributed as dist
 
 from checkmate.core.errors import CheckmateError
-from checkmate.torch._compat.distributed import store_of_job
+from checkmate.torch._compat.distributed import job_store
 from checkmate.torch._compat.dynamo import TorchDynamoException
 
-_GRACE_S = 10.0  # that a rank may be ahead of one that waits for it
-_LOOK_S = 0.5  # between two looks at how far it is
-_PAUSE_S = (0.001, 0.05)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollingTimes:
+    """How a rank waits for a message.
+
+    Attributes:
+        grace_s: Seconds for which a peer may be ahead before it counts as running on without compiling. A peer that is about
+            to compile is ahead by one forward for moments only; ten seconds leave room for a slow data loader.
+        check_s: Seconds between two checks whether the peer is ahead; each costs a round trip to the store.
+        first_pause_s: Seconds between the first two polls; short, as most messages are already there.
+        longest_pause_s: The pause doubles up to this: 20 polls a second and rank are no load for the store.
+    """
+
+    grace_s: float = 10.0
+    check_s: float = 0.5
+    first_pause_s: float = 0.001
+    longest_pause_s: float = 0.05
+
+
+_TIMES = PollingTimes()
 
 
 class RankError(CheckmateError, RuntimeError):
     """The ranks of a distributed job cannot run one plan: all of them stop."""
 
 
-class _Word(msgspec.Struct, frozen=True):
-    """What a rank says, or what rank 0 answers.
+class _Message(msgspec.Struct, frozen=True):
+    """A message of a rank to rank 0, or the answer of rank 0.
 
     Attributes:
-        body: What is decided on.
-        topic: What it is about.
-        error: Why it cannot take part, if it cannot.
-        hint: What to do about it.
+        body: The serialised content.
+        topic: The decision that the message is for, in words.
+        error: Why the sender cannot take part; "" if it can.
+        hint: What the user can do about the error.
     """
 
     body: bytes = b""
@@ -42,16 +78,16 @@ class _Word(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-# Made here, since making one is not safe in several threads.
-_READ_WORD = msgspec.msgpack.Decoder(_Word)
+# Created at import time: creating a decoder is not thread-safe.
+_READ_MESSAGE = msgspec.msgpack.Decoder(_Message)
 
 
 class Ranks:
-    """This process among those of its job.
+    """This process as one of the ranks of a job.
 
     Args:
-        rank: Which one this is.
-        count: How many there are.
+        rank: The rank of this process.
+        count: The number of ranks.
     """
 
     def __init__(self, rank: int, count: int) -> None:
@@ -59,128 +95,154 @@ class Ranks:
         self.count = count
         self._round = 0
         self._forwards = 0
-        self._told: BaseException | None = None
+        self._broadcast_error: BaseException | None = None
 
     def decide(self, topic: str, mine: bytes, decider: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        """What rank 0 decides from what every rank says; every rank takes part, in the same order of decisions.
+        """Take part in a decision; all ranks must take part in the same decisions, in the same order.
 
         Args:
-            topic: What is decided.
-            mine: What this rank says.
-            decider: What makes the decision; called by rank 0 alone, with what each rank said.
+            topic: The decision in words; must be equal on all ranks.
+            mine: Message of this rank.
+            decider: Maps the messages, one per rank, to the answer. Called on rank 0 only.
+
+        Returns:
+            The answer of rank 0.
 
         Raises:
-            RankError: A rank failed, decides on something else or does not come.
-            CheckmateError: What `decider` raised, on rank 0.
+            RankError: Another rank failed, takes part in another decision, or does not arrive.
+            CheckmateError: ``decider`` raised it, on rank 0.
         """
         at, self._round = self._round, self._round + 1
         try:
             return self._lead(at, topic, mine, decider) if self.rank == 0 else self._follow(at, topic, mine)
         except BaseException as error:
-            self._told = error
+            self._broadcast_error = error
             raise
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank stops, unless they know: they stop at their next decision."""
-        if error is self._told:
+    def broadcast_failure(self, error: BaseException) -> None:
+        """Send a failure to the other ranks, which raise it at their next decision; once for each failure."""
+        if error is self._broadcast_error:
             return
         at, self._round = self._round, self._round + 1
-        self._told = error
-        with suppress(RuntimeError):  # nobody is there to be told
-            self._refuse(at, error)
+        self._broadcast_error = error
+        with suppress(RuntimeError):  # the store is gone, and with it the other ranks
+            self._send_failure(at, error)
 
-    def forward_begins(self) -> None:
-        """Note that this rank runs a planned forward, so that nobody waits for it to compile that one."""
+    def record_forward(self) -> None:
+        """Publish that this rank runs one more planned forward, so that no rank waits for it to compile that forward.
+
+        It costs 10 to 20 microseconds a forward.
+        """
         self._forwards += 1
         with suppress(RuntimeError):
-            store_of_job().set(f"forwards/{self.rank}", str(self._forwards))
+            job_store().set(f"forwards/{self.rank}", str(self._forwards))
 
     def _lead(self, at: int, topic: str, mine: bytes, decider: Callable[[Sequence[bytes]], bytes]) -> bytes:
         try:
-            said = [mine]
+            gathered = [mine]
             for rank in range(1, self.count):
-                word = self._await(f"{at}/{rank}", rank, topic)
-                if word.error:
-                    raise RankError(f"rank {rank} stops: {word.error}", hint=word.hint)
-                if word.topic != topic:
+                message = self._receive(f"{at}/{rank}", rank, topic)
+                if message.error:
+                    raise RankError(f"rank {rank} stops: {message.error}", hint=message.hint)
+                if message.topic != topic:
                     raise RankError(
-                        f"rank 0 decides on {topic} and rank {rank} on {word.topic}: they do not run the same step",
-                        hint="every rank has to compile the same functions, in the same order",
+                        f"rank 0 decides on {topic} and rank {rank} on {message.topic}: they do not run the same step",
+                        hint="make every rank call the same compiled functions, in the same order",
                     )
-                said.append(word.body)
-            self._say(f"{at}/begun", _Word())
-            body = decider(said)
+                gathered.append(message.body)
+            self._send(f"{at}/begun", _Message())
+            body = decider(gathered)
         except BaseException as error:
-            self._refuse(at, error)
+            self._send_failure(at, error)
             raise
-        self._say(f"{at}/answer", _Word(body))
-        if at:  # whoever speaks in this round has heard the answer of the one before
+        self._send(f"{at}/answer", _Message(body))
+        if at:  # every rank that wrote a message of this decision has read the answer to the one before
             for key in (f"{at - 1}/begun", f"{at - 1}/answer", *(f"{at - 1}/{rank}" for rank in range(1, self.count))):
-                store_of_job().delete_key(key)
+                job_store().delete_key(key)
         return body
 
     def _follow(self, at: int, topic: str, mine: bytes) -> bytes:
         try:
-            self._say(f"{at}/{self.rank}", _Word(mine, topic))
-            answer = self._await(f"{at}/answer", 0, topic, f"{at}/begun")
+            self._send(f"{at}/{self.rank}", _Message(mine, topic))
+            answer = self._receive(f"{at}/answer", 0, topic, f"{at}/begun")
         except BaseException as error:
-            self._refuse(at, error)
+            self._send_failure(at, error)
             raise
         if answer.error:
             raise RankError(answer.error if answer.topic else f"rank 0 stops: {answer.error}", hint=answer.hint)
         return answer.body
 
-    def _refuse(self, at: int, error: BaseException) -> None:
+    def _send_failure(self, at: int, error: BaseException) -> None:
         known = isinstance(error, CheckmateError)
         text = error.message if known else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        # What rank 0 says of another rank is the whole reason already.
+        # A topic marks a text that names the rank at fault already, as that of every RankError does.
         topic = "rank" if isinstance(error, RankError) else ""
         with suppress(RuntimeError):
-            self._say(f"{at}/{self.rank or 'answer'}", _Word(b"", topic, text, error.hint if known else ""))
+            self._send(f"{at}/{self.rank or 'answer'}", _Message(b"", topic, text, error.hint if known else ""))
 
-    def _say(self, key: str, word: _Word) -> None:
-        store_of_job().set(key, msgspec.msgpack.encode(word))  # type: ignore[arg-type] # bytes are what it keeps
+    def _send(self, key: str, message: _Message) -> None:
+        job_store().set(key, msgspec.msgpack.encode(message))  # type: ignore[arg-type] # the stub wants str; bytes work
 
-    def _await(self, key: str, rank: int, topic: str, begun: str = "") -> _Word:
-        """What a rank says under a key, as soon as it does; however long that takes if it has begun to think."""
-        store = store_of_job()
+    def _receive(self, key: str, rank: int, topic: str, begun: str = "") -> _Message:
+        """Poll for a message.
+
+        Args:
+            key: The key that it will be written to.
+            rank: The rank that will write it.
+            topic: The decision in words.
+            begun: Key whose presence means that the sender is busy deciding, which may take longer than any timeout.
+
+        Raises:
+            RankError: The sender is ahead, so that the message will not come; or the timeout of the process group is over.
+        """
+        store = job_store()
         began = looked = time.monotonic()
         ahead_since: float | None = None
-        pause, most = _PAUSE_S
-        patience = store.timeout  # type: ignore[attr-defined] # that of the process group
+        pause = _TIMES.first_pause_s
+        timeout = store.timeout  # type: ignore[attr-defined] # that of the process group
         try:
             while not store.check([key]):
                 now = time.monotonic()
-                if now - looked > _LOOK_S:
+                if now - looked > _TIMES.check_s:
                     looked = now
                     ahead_since = (ahead_since or now) if self._is_ahead(store, rank) else None
-                if ahead_since is not None and now - ahead_since > _GRACE_S:
+                if ahead_since is not None and now - ahead_since > _TIMES.grace_s:
                     raise RankError(
                         f"rank {self.rank} has to compile a graph, and rank {rank} runs on without: their batches differ in "
                         "shape, or their programs",
-                        hint="give every rank batches of the same shape, or let each plan for itself: ranks='alone'",
+                        hint="give every rank batches of the same shape (drop_last=True, padding), or plan on each rank "
+                        "separately with the option ranks='alone'",
                     )
-                if now - began > patience.total_seconds() and not (begun and store.check([begun])):
-                    raise RankError(f"rank {rank} did not come to decide on {topic} within {patience}")
+                if now - began > timeout.total_seconds() and not (begun and store.check([begun])):
+                    raise RankError(
+                        f"rank {rank} did not come to decide on {topic} within {timeout}",
+                        hint=f"look for an error in the log of rank {rank}; if it is only slow, give init_process_group a longer "
+                        "timeout",
+                    )
                 time.sleep(pause)
-                pause = min(2 * pause, most)
-            return _READ_WORD.decode(store.get(key))
+                pause = min(2 * pause, _TIMES.longest_pause_s)
+            return _READ_MESSAGE.decode(store.get(key))
         except dist.DistError as error:
-            raise RankError(f"the connection between the ranks is lost: {error}", hint="look at what rank 0 says") from error
+            raise RankError(
+                f"the connection between the ranks is lost: {error}", hint="look for an error in the log of rank 0"
+            ) from error
 
     def _is_ahead(self, store: dist.Store, rank: int) -> bool:
+        """Whether a rank ran more planned forwards than this one: it already ran the one that this rank has to compile."""
         key = f"forwards/{rank}"
         return store.check([key]) and int(store.get(key)) > self._forwards
 
 
-_JOB: list[Ranks] = []  # rounds go on counting when the process group is made anew, over whatever store
+# The ranks of the newest job. Kept when the process group is destroyed and initialised again, since a store may outlive it:
+# numbering decisions from 0 again would find the old keys.
+_JOB: list[Ranks] = []
 
 
-def ranks_of_job() -> Ranks | None:
-    """The ranks of the job that this process belongs to; None where it is alone."""
+def job_ranks() -> Ranks | None:
+    """The ranks of the job that this process belongs to; None where it is the only one."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if "fake" in str(dist.get_backend()):  # one process that plays all ranks
+    if "fake" in str(dist.get_backend()):  # one process simulates all ranks
         return None
     rank, count = dist.get_rank(), dist.get_world_size()
     if not _JOB or (_JOB[0].rank, _JOB[0].count) != (rank, count):
@@ -189,13 +251,20 @@ def ranks_of_job() -> Ranks | None:
 
 
 @contextmanager
-def stopping_together(ranks: Ranks | None) -> Iterator[None]:
-    """Tell the other ranks what is raised in a block, so that none of them waits for this one."""
+def broadcasting_failures(ranks: Ranks | None) -> Iterator[None]:
+    """Send an exception raised in the block to the other ranks, so that none of them waits for this one.
+
+    Args:
+        ranks: The ranks of the job; None does nothing.
+
+    Raises:
+        BaseException: The exception of the block.
+    """
     try:
         yield
-    except TorchDynamoException:  # how Dynamo asks for another try
+    except TorchDynamoException:  # Dynamo restarts its analysis by raising: not a failure
         raise
     except BaseException as error:
         if ranks is not None:
-            ranks.fail(error)
+            ranks.broadcast_failure(error)
         raise

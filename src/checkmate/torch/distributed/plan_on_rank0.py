@@ -1,4 +1,8 @@
-"""One plan for all ranks of a distributed job: rank 0 makes it, for the most memory that any of them takes."""
+"""One plan for all ranks of a distributed job: rank 0 makes it, for the largest memory figures of any rank.
+
+Not each rank for itself from the same figures: a search that ends by the clock ends differently on every machine, and ranks
+with different plans wait for the slowest in every collective (docs/decisions/0077).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from checkmate.torch.distributed.consensus import RankError, Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """What all ranks run.
+class AgreedPlan:
+    """The plan that all ranks run.
 
     Attributes:
-        graph: The graph, with the costs that rank 0 measured and the most memory that any rank takes.
-        in_flight_bytes: The most bytes in flight on any rank, among what is resident.
+        graph: The graph, with the costs measured on rank 0 and the largest workspace and resident bytes of any rank.
+        in_flight_bytes: The largest in-flight bytes of any rank; part of the graph's resident bytes.
         result: The plan that rank 0 found.
     """
 
@@ -29,95 +33,113 @@ class Agreed:
     result: Result
 
 
-class _Memory(msgspec.Struct, frozen=True):
-    """What a plan depends on besides the shape of its graph.
+class _RankMemory(msgspec.Struct, frozen=True):
+    """Memory figures in which ranks may differ although they traced the same graph.
 
     Attributes:
-        workspace_bytes: Workspace of each op.
-        apart_bytes: What is resident but for what is in flight.
-        in_flight_bytes: What is in flight.
+        workspace_bytes: Workspace of each op. Shape ``[op]``.
+        other_resident_bytes: Resident bytes except those in flight.
+        in_flight_bytes: Bytes held by other graphs in flight.
     """
 
     workspace_bytes: tuple[int, ...]
-    apart_bytes: int
+    other_resident_bytes: int
     in_flight_bytes: int
 
-    def onto(self, graph: Graph, costs: Sequence[int]) -> Graph:
+    def applied_to(self, graph: Graph, costs: Sequence[int]) -> Graph:
+        """The graph with these memory figures and costs.
+
+        Args:
+            graph: The graph.
+            costs: Cost of each op. Shape ``[op]``.
+        """
         ops = tuple(
             msgspec.structs.replace(op, workspace_bytes=workspace, cost=cost)
             for op, workspace, cost in zip(graph.ops, self.workspace_bytes, costs, strict=True)
         )
-        return msgspec.structs.replace(graph, ops=ops, resident_bytes=self.apart_bytes + self.in_flight_bytes)
+        return msgspec.structs.replace(graph, ops=ops, resident_bytes=self.other_resident_bytes + self.in_flight_bytes)
 
 
-class _Ask(msgspec.Struct, frozen=True):
+class _Request(msgspec.Struct, frozen=True):
+    """Message of a rank: its graph without memory and costs (as digest and summary), its objective and memory figures."""
+
     digest: str
-    wanted: str
-    shown: str
-    memory: _Memory
+    objective: str
+    summary: str
+    memory: _RankMemory
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    memory: _Memory
+    """Answer of rank 0: the figures that it planned for, and the plan."""
+
+    memory: _RankMemory
     costs: tuple[int, ...]
     result: Result
 
 
-_READ_ASK = msgspec.msgpack.Decoder(_Ask)
+_READ_REQUEST = msgspec.msgpack.Decoder(_Request)
 _READ_ANSWER = msgspec.msgpack.Decoder(_Answer)
 
 
-def plan_together(ranks: Ranks, graph: Graph, in_flight_bytes: int, wanted: str, plan: Callable[[Graph, int], Result]) -> Agreed:
-    """The plan of a graph that every rank has traced.
+def plan_on_rank0(
+    ranks: Ranks, graph: Graph, in_flight_bytes: int, objective: str, plan: Callable[[Graph, int], Result]
+) -> AgreedPlan:
+    """Plan on rank 0 a graph that every rank has traced.
 
     Args:
-        ranks: The ranks.
-        graph: The graph as this rank sees it.
-        in_flight_bytes: What is in flight among what is resident.
-        wanted: What the plan has to keep, in words; the same on every rank.
-        plan: Plans a graph beside some bytes in flight; called on rank 0 alone.
+        ranks: The ranks of the job.
+        graph: The graph, with costs and memory of this rank.
+        in_flight_bytes: Bytes held by other graphs in flight; part of the graph's resident bytes.
+        objective: What is asked of the plan, in words, such as "a budget of 8GiB"; must be equal on all ranks.
+        plan: Maps a graph and the in-flight bytes to a plan. Called on rank 0 only.
 
     Raises:
-        RankError: The ranks traced different graphs or want different plans, or rank 0 found none.
-        CheckmateError: No plan, on rank 0.
+        RankError: The ranks traced different graphs or have different objectives, or planning failed on rank 0.
+        CheckmateError: No plan was found; raised on rank 0.
     """
-    memory = _Memory(tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes - in_flight_bytes, in_flight_bytes)
-    shape = _Memory((0,) * len(graph.ops), 0, 0).onto(graph, [0] * len(graph.ops))
-    ask = _Ask(shape.digest, wanted, _shown(graph), memory)
+    memory = _RankMemory(tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes - in_flight_bytes, in_flight_bytes)
+    shape = _RankMemory((0,) * len(graph.ops), 0, 0).applied_to(graph, [0] * len(graph.ops))
+    request = _Request(shape.digest, objective, _summary(graph), memory)
 
-    def decide(said: Sequence[bytes]) -> bytes:
-        asks = [_READ_ASK.decode(each) for each in said]
-        _refuse_different(asks)
-        most = _Memory(
-            tuple(map(max, *(a.memory.workspace_bytes for a in asks))),
-            max(a.memory.apart_bytes for a in asks),
-            max(a.memory.in_flight_bytes for a in asks),
+    def decide(gathered: Sequence[bytes]) -> bytes:
+        requests = [_READ_REQUEST.decode(each) for each in gathered]
+        _refuse_different(requests)
+        most = _RankMemory(
+            tuple(map(max, *(a.memory.workspace_bytes for a in requests))),
+            max(a.memory.other_resident_bytes for a in requests),
+            max(a.memory.in_flight_bytes for a in requests),
         )
         costs = tuple(op.cost for op in graph.ops)
-        return msgspec.msgpack.encode(_Answer(most, costs, plan(most.onto(graph, costs), most.in_flight_bytes)))
+        return msgspec.msgpack.encode(_Answer(most, costs, plan(most.applied_to(graph, costs), most.in_flight_bytes)))
 
-    body = ranks.decide("the plan of a graph", msgspec.msgpack.encode(ask), decide)
+    body = ranks.decide("the plan of a graph", msgspec.msgpack.encode(request), decide)
     answer = _READ_ANSWER.decode(body)
-    agreed = answer.memory.onto(graph, answer.costs)
-    evaluate(agreed, answer.result.plan)  # its digest, and both accounts of memory, on every rank
-    return Agreed(agreed, answer.memory.in_flight_bytes, answer.result)
+    agreed = answer.memory.applied_to(graph, answer.costs)
+    evaluate(agreed, answer.result.plan)  # checks digest, validity and both accounts of memory on every rank
+    return AgreedPlan(agreed, answer.memory.in_flight_bytes, answer.result)
 
 
-def _shown(graph: Graph) -> str:
+def _summary(graph: Graph) -> str:
     return f"{len(graph.ops)} ops that write {format_bytes(sum(value.size_bytes for value in graph.values))}"
 
 
-def _refuse_different(asks: Sequence[_Ask]) -> None:
-    first = asks[0]
-    for rank, ask in enumerate(asks):
-        if ask.wanted != first.wanted:
+def _refuse_different(requests: Sequence[_Request]) -> None:
+    first = requests[0]
+    for rank, request in enumerate(requests):
+        if request.objective != first.objective:
             raise RankError(
-                f"rank 0 asks for {first.wanted} and rank {rank} for {ask.wanted}", hint="give every rank the same options"
+                f"rank 0 asks for {first.objective} and rank {rank} for {request.objective}",
+                hint="give every rank the same options",
             )
-        if ask.digest != first.digest:
-            how = f"{first.shown} and {ask.shown}" if ask.shown != first.shown else f"both {ask.shown}, in other places"
+        if request.digest != first.digest:
+            how = (
+                f"{first.summary} and {request.summary}"
+                if request.summary != first.summary
+                else f"both {request.summary}, in other places"
+            )
             raise RankError(
                 f"rank 0 and rank {rank} traced different graphs: {how}",
-                hint="give every rank batches of the same shape (drop_last, padding), or mark the dimension dynamic with a "
-                "largest size; where ranks are meant to differ, as in a pipeline, let each plan for itself: ranks='alone'",
+                hint="give every rank batches of the same shape (drop_last=True, padding), or mark the dimension as dynamic: "
+                "torch._dynamo.mark_dynamic(x, dim, min=2, max=...); where ranks differ on purpose, as in a pipeline, plan on "
+                "each rank separately with the option ranks='alone'",
             )

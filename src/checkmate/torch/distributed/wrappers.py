@@ -1,4 +1,8 @@
-"""What DistributedDataParallel and fully_shard hold beside the graphs of a step."""
+"""Memory of ``DistributedDataParallel`` and ``fully_shard`` in addition to that of the graphs of a step.
+
+It is computed from the wrappers' parameter groups and not measured: the CPU has no count of allocated bytes, and on CUDA the
+count at compile time is not that at run time (docs/decisions/0078).
+"""
 
 from __future__ import annotations
 
@@ -8,38 +12,38 @@ from typing import Any
 
 import torch
 
-from checkmate.torch._compat.distributed import DistributedDataParallel, ShardedGroup, data_parallel_around, sharded_groups
+from checkmate.torch._compat.distributed import DistributedDataParallel, FSDPGroup, active_ddp, fsdp_groups
 from checkmate.torch.graph.storages import storage_key, unique_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What is held beside a graph by what wraps its module.
+class WrapperMemory:
+    """Memory that the wrappers around a module hold while its graph runs.
 
     Attributes:
-        held_bytes: While the graph runs, its own inputs not counted twice. The wrappers' buffers, every shard and its gradient
-            that is there, parameters of other modules that are gathered, and what gathering and reducing take.
-        view_bytes: Buffers among that which the gradients of the graph's parameters are views of.
-        passing_bytes: Gradients of the graph that are gone when its backward is over: reduced, and only a shard of them kept.
+        held_bytes: Gradient buckets of DDP; of FSDP all shards, existing gradient shards, parameters of other groups that stay
+            gathered, and the buffers of one all-gather and one reduce-scatter. Inputs of the graph itself are not included.
+        bucket_view_bytes: Part of the buckets of which the gradients of the graph's parameters are views.
+        transient_gradient_bytes: Gradients of the graph that its backward frees: reduce-scatter keeps one shard of each.
     """
 
     held_bytes: int = 0
-    view_bytes: int = 0
-    passing_bytes: int = 0
+    bucket_view_bytes: int = 0
+    transient_gradient_bytes: int = 0
 
 
-def beside(example_inputs: Sequence[Any], accumulate: bool) -> Beside:
-    """What is held beside a graph.
+def wrapper_memory(example_inputs: Sequence[Any], accumulate: bool) -> WrapperMemory:
+    """Memory of the wrappers around the module of a graph.
 
     Args:
-        example_inputs: The inputs that it was traced with.
-        accumulate: Whether gradients may be there when it runs.
+        example_inputs: Inputs of the graph, its parameters among them.
+        accumulate: Whether gradients of earlier backwards may exist when the graph runs.
     """
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     held, views = _buckets(tensors)
-    groups = sharded_groups()
+    groups = fsdp_groups()
     if not groups:
-        return Beside(held, views)
+        return WrapperMemory(held, views)
     mine = {storage_key(t): t.requires_grad for t in tensors}
     passing = own = 0
     for group in groups:
@@ -47,23 +51,26 @@ def beside(example_inputs: Sequence[Any], accumulate: bool) -> Beside:
         trained = sum(size for key, size in gathered.items() if mine[key])
         own += sum(gathered.values())
         passing += trained - trained // group.shards
-    return Beside(held + _sharded_bytes(groups, accumulate) - own, views, passing)
+    return WrapperMemory(held + _sharded_bytes(groups, accumulate) - own, views, passing)
 
 
-def unsharded() -> dict[int, int]:
-    """Storage -> bytes of every parameter that ``fully_shard`` gathers and lets go again."""
-    return {key: size for group in sharded_groups() for key, size in group.storages.items()}
+def fsdp_unsharded_bytes() -> dict[int, int]:
+    """Storage key to bytes of every parameter that ``fully_shard`` gathers before use and frees afterwards."""
+    return {key: size for group in fsdp_groups() for key, size in group.storages.items()}
 
 
-def through(wrapped: DistributedDataParallel, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A program that runs where the module of a `DistributedDataParallel` does.
+def run_inside_ddp(wrapped: DistributedDataParallel, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a program in the place of the module inside a `DistributedDataParallel`.
 
-    What that does before a forward, and to the gradients of one, is done for the program: buffers are the same on every
-    rank, and gradients are averaged in its hooks.
+    So the program gets what DDP does for its module: buffers are broadcast before the forward, and hooks average gradients
+    in the backward.
 
     Args:
-        wrapped: What the module is in.
-        run: The program; it calls the module itself.
+        wrapped: The DDP module.
+        run: The program; it calls the inner module itself.
+
+    Returns:
+        A function with the arguments and result of ``run``.
     """
     program = _Program(run)
 
@@ -88,8 +95,13 @@ class _Program(torch.nn.Module):
 
 
 def _buckets(inputs: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Bytes of the buckets that gradients are reduced in, beyond gradients that are views of them; and of those that are."""
-    wrapped = data_parallel_around(inputs)
+    """DDP's gradient buckets, as a pair of bytes.
+
+    Returns:
+        Bytes of the buckets that are not already counted as existing gradients, and bytes of buckets of which gradients are
+        views (``gradient_as_bucket_view=True``).
+    """
+    wrapped = active_ddp(inputs)
     if wrapped is None:
         return 0, 0
     ignored = wrapped.parameters_to_ignore
@@ -101,15 +113,15 @@ def _buckets(inputs: Sequence[torch.Tensor]) -> tuple[int, int]:
     return max(0, size - there), size
 
 
-def _sharded_bytes(groups: Sequence[ShardedGroup], accumulate: bool) -> int:
-    """The most that groups hold at once while one of them computes, forward or backward."""
+def _sharded_bytes(groups: Sequence[FSDPGroup], accumulate: bool) -> int:
+    """Upper bound on the bytes that FSDP groups hold while one of them computes, in forward or backward."""
     shards = sum(group.shard_bytes for group in groups)
     gradients = shards if accumulate else unique_bytes(g for group in groups for g in group.gradients)
-    staying = sum(group.unsharded_bytes for group in groups if group.stays)
-    computing = max((group.unsharded_bytes for group in groups if not group.stays), default=0)
-    # Forward: what a group was gathered into stays until the next is. Backward: the next to come is being
-    # gathered already, and the gradients of the one before are being reduced.
+    staying = sum(group.unsharded_bytes for group in groups if group.stays_unsharded)
+    computing = max((group.unsharded_bytes for group in groups if not group.stays_unsharded), default=0)
+    # Forward: the all-gather buffer of a group is freed when the next group's is ready. Backward: the next group is
+    # prefetched while the gradients of the one before are in their reduce-scatter.
     moving = max(group.unsharded_bytes for group in groups)
     if len(groups) > 1:
-        moving += max(group.reduced_bytes for group in groups)
+        moving += max(group.reduce_scatter_bytes for group in groups)
     return shards + gradients + staying + computing + moving

@@ -1,1 +1,1 @@
-"""A traced step as it would run on a device that is not there."""
+"""Emulation of a CUDA device for a traced step: kernels, autocast rules, allocator, workspace and time."""

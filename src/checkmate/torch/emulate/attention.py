@@ -1,8 +1,17 @@
-"""The attention that PyTorch runs on a CUDA device, chosen from a device profile where there is no device.
+"""The attention kernel that PyTorch selects on a CUDA device, from a device profile and the inputs alone.
 
-On a processor ``scaled_dot_product_attention`` becomes another op, which saves other tensors, and with dropout or some masks
-it makes the whole matrix of weights. The rules are those of ``select_sdp_backend`` in PyTorch's
-``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``; the ops exist, with shapes and derivatives, without a device.
+On a CPU ``scaled_dot_product_attention`` dispatches to another op, which saves other tensors, and with dropout or some masks it
+materialises the whole matrix of attention weights. So the graph of Dynamo is changed to call the op of the CUDA device: its
+shapes and derivatives are registered in every build of PyTorch.
+
+Modelled after PyTorch 2.13:
+
+- kernel selection: ``select_sdp_backend`` and the ``can_use_*`` functions in
+  ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and ``sdp_utils_cpp.h``;
+- padding, mask conversion and scale: ``scaled_dot_product_attention`` in ``aten/src/ATen/native/transformers/attention.cpp``.
+
+Only the second header is installed with PyTorch, and it does not contain the rules by architecture, so that a test cannot
+compare them. Not modelled: nested tensors, and backends that the user disables by ``torch.nn.attention.sdpa_kernel``.
 """
 
 from __future__ import annotations
@@ -16,25 +25,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkmate.cost.device import Device
-from checkmate.torch.emulate.autocast import lowered
+from checkmate.torch.emulate.autocast import cast_if_autocast
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
-_ALIGNED = 8  # elements in half precision; four of float32
+_ALIGNED = 8
+"""Elements of half precision in one 16-byte access: multiples to which head dimensions and masks are padded."""
 
 
-def attention_on(device: Device) -> Callable[..., Tensor]:
-    """``scaled_dot_product_attention`` as it is on a CUDA device, in terms of the op that runs there."""
+def attention_for(device: Device) -> Callable[..., Tensor]:
+    """A replacement for ``scaled_dot_product_attention`` that calls the op of a CUDA device.
+
+    Args:
+        device: Profile of the device.
+    """
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         here = query.device.type
-        read = lowered(here, (query, key, value, attn_mask))
+        # The dispatcher casts before it selects a kernel; the ops below must not be cast a second time.
+        cast = cast_if_autocast(here, (query, key, value, attn_mask))
         with torch.autocast(here, enabled=False):
-            return _attention(device, *read, *args, **kwargs)
+            return _attention(device, *cast, *args, **kwargs)
 
     return attention
 
@@ -50,7 +65,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    kernel = choose(device, query, key, value, attn_mask, dropout_p, is_causal)
+    kernel = select_kernel(device, query, key, value, attn_mask, dropout_p, is_causal)
     if kernel == "math":
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -59,18 +74,18 @@ def _attention(
         attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if kernel == "flash":
-        width = query.shape[-1]
-        padding = (0, -width % _ALIGNED)
+        head_dim = query.shape[-1]
+        padding = (0, -head_dim % _ALIGNED)
         query, key, value = (F.pad(t, padding) if padding[1] else t for t in (query, key, value))
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        return out[..., :width] if padding[1] else out
+        return out[..., :head_dim] if padding[1] else out
     if attn_mask is not None:
         attn_mask = _aligned(attn_mask).expand(*query.shape[:-1], key.shape[-2])
     run = aten._scaled_dot_product_cudnn_attention if kernel == "cudnn" else aten._scaled_dot_product_efficient_attention
     return run(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
-def choose(
+def select_kernel(
     device: Device,
     query: Tensor,
     key: Tensor,
@@ -79,46 +94,52 @@ def choose(
     dropout_p: float,
     is_causal: bool,
 ) -> Kernel:
-    """The kernel that PyTorch prefers, of those that can run. Shapes are ``[batch, heads, length, width]``.
+    """The attention kernel that PyTorch selects: the first in order of preference that supports the inputs.
 
     Args:
-        device: A CUDA device.
-        query: What asks.
-        key: What is looked at.
-        value: What is taken.
-        attn_mask: What may be looked at, or what is added to the weights.
-        dropout_p: Probability that a weight is dropped.
-        is_causal: Whether nothing later may be looked at.
+        device: Profile of a CUDA device.
+        query: Query tensor, ``[batch, heads, q_len, head_dim]``.
+        key: Key tensor, ``[batch, kv_heads, kv_len, head_dim]``.
+        value: Value tensor, ``[batch, kv_heads, kv_len, value_dim]``.
+        attn_mask: Boolean mask, true where attention is allowed, or values added to the scores; broadcastable to
+            ``[batch, heads, q_len, kv_len]``. None for no mask.
+        dropout_p: Probability with which an attention weight is dropped.
+        is_causal: Whether a query attends only to keys at its own and earlier positions.
+
+    Returns:
+        ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``; the last supports everything.
     """
     version = device.compute_capability
-    recent = version is None or version >= (8, 0)  # ROCm has no such version, and its kernels are recent
-    width, half = query.shape[-1], query.dtype in _HALF
-    same_width = width == key.shape[-1] == value.shape[-1]
+    recent = version is None or version >= (8, 0)  # None for ROCm, whose kernels support what Ampere's do
+    head_dim, half = query.shape[-1], query.dtype in _HALF
+    same_head_dim = head_dim == key.shape[-1] == value.shape[-1]
     grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
     square = not is_causal or query.shape[-2] == key.shape[-2]
     if query.dim() != 4 or (attn_mask is not None and (is_causal or (attn_mask.requires_grad and not half))):
         return "math"
-    if version is not None and version[0] == 9 and half and width % _ALIGNED == 0 and value.shape[-1] % _ALIGNED == 0:
+    # cuDNN comes first on Hopper, compute capability 9 (`check_prefer_cudnn_attention`).
+    if version is not None and version[0] == 9 and half and head_dim % _ALIGNED == 0 and value.shape[-1] % _ALIGNED == 0:
         short = key.shape[-2] == 1 or (dropout_p and query.shape[-2] == 1)
-        if max(width, value.shape[-1]) <= 128 and not short and (dropout_p * 16).is_integer() and square:
+        if max(head_dim, value.shape[-1]) <= 128 and not short and (dropout_p * 16).is_integer() and square:
             return "cudnn"
-    narrow = width <= (192 if version in ((8, 6), (8, 9)) else 256)
-    if half and recent and same_width and narrow and attn_mask is None and square:
+    # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89`: no backward of flash attention above 192 there.
+    narrow = head_dim <= (192 if version in ((8, 6), (8, 9)) else 256)
+    if half and recent and same_head_dim and narrow and attn_mask is None and square:
         return "flash"
-    aligned = width == key.shape[-1] and all(n % _alignment(query.dtype, recent) == 0 for n in (width, value.shape[-1]))
+    aligned = head_dim == key.shape[-1] and all(n % _alignment(query.dtype, recent) == 0 for n in (head_dim, value.shape[-1]))
     if aligned and not grouped and query.dtype in (*_HALF, torch.float32) and (recent or query.dtype is not torch.bfloat16):
         return "efficient"
     return "math"
 
 
 def _alignment(dtype: torch.dtype, recent: bool) -> int:
-    """Elements that the efficient kernel reads at once."""
+    """Elements of which the efficient kernel needs head dimensions to be multiples (``minimum_gemm_alignment``)."""
     if dtype in _HALF:
         return _ALIGNED
     return 4 if recent else 1
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """A mask whose rows begin where the efficient kernel can read them."""
+    """A mask with rows padded to a multiple of 16 bytes, as ``pad_bias`` in ``attention.cpp`` does; the result is a view."""
     missing = -mask.shape[-1] % _ALIGNED
     return F.pad(mask, (0, missing))[..., : mask.shape[-1]] if missing else mask

@@ -1,7 +1,8 @@
-"""CUDA's rules of `torch.autocast` where there is no CUDA: what runs in half precision, what in float32.
+"""CUDA's rules of `torch.autocast`, for a step that is traced on a CPU.
 
-A processor's autocast has rules of its own: softmax and layer norms stay in half precision, where a CUDA device makes float32 of
-them, which the backward keeps. The rules are those of PyTorch's ``aten/src/ATen/autocast_mode.h``.
+The CPU has different rules: softmax and layer norm stay in half precision, where CUDA computes them in float32 and saves twice
+the bytes for the backward. The lists are those of PyTorch's ``aten/src/ATen/autocast_mode.h`` under the same names; the header
+is installed with PyTorch, and a test compares them.
 """
 
 from __future__ import annotations
@@ -16,54 +17,59 @@ from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.autocast import autocast_kernels, autocast_off, replaced_autocast
 
-LOWER = frozenset([
+LOWER_PRECISION_FP = frozenset([
     "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
     "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "cudnn_convolution", "cudnn_convolution_transpose",
     "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
     "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell",
     "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
 ])  # fmt: skip
-"""Ops that read everything in half precision."""
+"""Ops that cast floating-point inputs to half precision."""
 
-WIDEST = frozenset(
+PROMOTE = frozenset(
     ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot", "scatter_add"]
 )
-"""Ops that read everything in the widest type among what they read."""
+"""Ops that cast floating-point inputs to the widest type among them."""
 
-RESULT = frozenset([
+FP32_SET_OPT_DTYPE = frozenset([
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
     "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 ])  # fmt: skip
-"""Ops that read what there is and make float32 of it."""
+"""Ops that keep the types of their inputs and return float32, by their own argument ``dtype``."""
 
-APPENDED = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-"""Ops that do the same by another overload."""
+FP32_APPEND_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+"""Ops that return float32 by another overload, which has an argument ``dtype``."""
 
 BANNED = frozenset(["binary_cross_entropy"])
-"""Ops that fail: their gradients do not fit half precision."""
+"""Ops that raise an error: their gradients overflow in half precision."""
 
-# All others that CUDA has a rule for read float32.
+# All other ops with a rule for CUDA cast floating-point inputs to float32 (the list FP32 of the header).
 
 
 @contextmanager
-def cuda_rules() -> Iterator[None]:
-    """Autocast for a processor follows CUDA's rules, in the whole process, for as long as a step is traced."""
+def cuda_autocast_rules() -> Iterator[None]:
+    """Make the CPU's autocast follow CUDA's rules, in the whole process, while the context is open."""
     of_cuda = autocast_kernels("CUDA")
     kernels = {name: _kernel(name) if name in of_cuda else None for name in of_cuda | autocast_kernels("CPU")}
     with replaced_autocast(kernels):
         yield
 
 
-def lowered(device_type: str, tensors: Any) -> Any:
-    """What an op of half precision reads, if autocast is on for a kind of device."""
+def cast_if_autocast(device_type: str, tensors: Any) -> Any:
+    """Cast tensors to half precision if autocast is enabled for a type of device, as an op of `LOWER_PRECISION_FP` does.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        tensors: Any nesting of tensors and other values.
+    """
     on = torch.is_autocast_enabled(device_type)
     return cast(tensors, torch.get_autocast_dtype(device_type)) if on else tensors
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    packet, _, overload = APPENDED.get(name, name).partition(".")
+    packet, _, overload = FP32_APPEND_DTYPE.get(name, name).partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    rule = next((rule for names, rule in _RULES if name in names), _read_float32)
+    rule = next((rule for names, rule in _RULES if name in names), _cast_to_float32)
 
     @functools.wraps(rule)
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -73,53 +79,61 @@ def _kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _read_half(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _cast_to_half(op: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast((args, kwargs), torch.get_autocast_dtype("cpu"))
     return op(*args, **kwargs)
 
 
-def _read_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _cast_to_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast((args, kwargs), torch.float32)
     return op(*args, **kwargs)
 
 
-def _read_widest(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _cast_to_widest(op: Any, *args: Any, **kwargs: Any) -> Any:
     half = torch.get_autocast_dtype("cpu")
     widest = torch.float32 if any(t.dtype != half for t in pytree.tree_leaves((args, kwargs)) if _eligible(t)) else half
     args, kwargs = cast((args, kwargs), widest)
     return op(*args, **kwargs)
 
 
-def _make_float32(op: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    takes = [a.name for a in op._schema.arguments]
-    if _eligible(first) and kwargs.get("dtype") is None and len(args) < takes.index("dtype"):
+def _return_float32(op: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    names = [a.name for a in op._schema.arguments]
+    dtype_is_given = kwargs.get("dtype") is not None or len(args) >= names.index("dtype")  # as keyword or by position
+    if _eligible(first) and not dtype_is_given:
         kwargs["dtype"] = torch.float32
     return op(first, *args, **kwargs)
 
 
-def _append_float32(op: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _append_dtype(op: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return op(first, *args, **kwargs, dtype=torch.float32 if _eligible(first) else first.dtype)
 
 
 def _refuse(op: Any, *_: Any, **__: Any) -> Any:
     raise RuntimeError(
-        f"{op} is unsafe under autocast, and fails on a CUDA device: use binary_cross_entropy_with_logits, or BCEWithLogitsLoss"
+        f"{op} is unsafe under autocast and raises on a CUDA device: replace it and the sigmoid before it by "
+        "binary_cross_entropy_with_logits or BCEWithLogitsLoss"
     )
 
 
 _RULES = (
-    (LOWER, _read_half),
-    (WIDEST, _read_widest),
-    (RESULT, _make_float32),
-    (APPENDED, _append_float32),
+    (LOWER_PRECISION_FP, _cast_to_half),
+    (PROMOTE, _cast_to_widest),
+    (FP32_SET_OPT_DTYPE, _return_float32),
+    (FP32_APPEND_DTYPE, _append_dtype),
     (BANNED, _refuse),
 )
 
 
 def _eligible(value: Any) -> bool:
+    """Whether autocast casts a value: a floating-point tensor, except in double precision."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """The same values with their floating-point tensors in a type, but for those in double precision."""
+    """Cast the floating-point tensors among values, except those in double precision.
+
+    Args:
+        values: Any nesting of tensors and other values.
+        dtype: The type to cast to.
+    """
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if _eligible(t) and t.dtype != dtype else t, values)

@@ -1,4 +1,4 @@
-"""A traced step as it would be on a device that is not there: its kernels, its allocator, its costs."""
+"""A device that a traced step is planned for without being present: its kernels, allocator and costs."""
 
 from __future__ import annotations
 
@@ -15,46 +15,50 @@ from checkmate.core.errors import OptionError
 from checkmate.cost.device import Device
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.autocast import autocast_enter
-from checkmate.torch._compat.dispatch import FakeTensor, fake_on
-from checkmate.torch.emulate.attention import attention_on
+from checkmate.torch._compat.dispatch import FakeTensor, fake_tensor_on
+from checkmate.torch.emulate.attention import attention_for
 from checkmate.torch.emulate.autocast import cast
-from checkmate.torch.emulate.workspace import modelled_bytes
+from checkmate.torch.emulate.workspace import modelled_workspace_bytes
 from checkmate.torch.measure.roofline import estimate_ns
 
 aten = torch.ops.aten
 
 _STATISTICS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten._fused_rms_norm.default)
-"""Ops whose statistics are float32 on a CUDA device, and of the input's type on a processor."""
+"""Normalisations whose saved statistics are float32 on CUDA, and of the input's type on a CPU."""
 
-_PROCESSOR_ONLY = ("mkldnn", "onednn", "_for_cpu", "quantized")
+_CPU_ONLY = ("mkldnn", "onednn", "_for_cpu", "quantized")
+"""Parts of names of ops that exist for CPUs alone; a CUDA device runs other ops in their place, which are not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """The device that a step is planned for.
+class EmulatedDevice:
+    """A device that a step is planned for, described by its profile.
 
     Attributes:
-        device: Its profile.
-        measured: Costs of ops on the processor at hand; of them the workspace counts where the target is a processor too.
-        unknown: Op -> how many of them have a workspace that nobody knows before they run.
-        foreign: Op -> how many of them only a processor has, so that the device runs others.
+        device: The device profile.
+        cpu_costs: Measures costs on this machine's CPU. Its workspaces are used where the device is a CPU as well.
+        unknown_workspace: Op to the number of nodes whose workspace is decided only at run time; counted by `costs`.
+        cpu_only: Op to the number of nodes that a CUDA device replaces by other ops; counted by `costs`.
     """
 
     device: Device
-    measured: Callable[[Sequence[fx.Node]], Sequence[OpCost]]
-    unknown: Counter[str] = field(default_factory=Counter)
-    foreign: Counter[str] = field(default_factory=Counter)
+    cpu_costs: Callable[[Sequence[fx.Node]], Sequence[OpCost]]
+    unknown_workspace: Counter[str] = field(default_factory=Counter)
+    cpu_only: Counter[str] = field(default_factory=Counter)
 
     def lower(self, gm: fx.GraphModule) -> None:
-        """Put the device's own kernels into a graph of Dynamo, in place, where a processor has others.
+        """Replace ops in a Dynamo graph, in place, where the device's op saves other tensors than the CPU's.
+
+        Args:
+            gm: The graph, before AOTAutograd.
 
         Raises:
-            OptionError: Part of the step is under autocast for a device whose tensors are not there.
+            OptionError: Part of the step is under ``torch.autocast("cuda")``, which does nothing where it is traced.
         """
         if self.device.kind != "cuda":
             return
-        _refuse_elsewhere(gm.graph)
-        attention = attention_on(self.device)
+        _refuse_autocast_by_name(gm.graph)
+        attention = attention_for(self.device)
         for node in gm.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -62,7 +66,13 @@ class Target:
                 node.target = attention
 
     def relabel(self, graph: fx.Graph) -> None:
-        """Say of every traced tensor that it is on the device, in place: sizes and states are then the device's."""
+        """Move every fake tensor of a graph to the device, in place, so that sizes are rounded as its allocator does.
+
+        The tensors keep their storages, and with them all aliasing.
+
+        Args:
+            graph: A joint graph.
+        """
         if self.device.kind != "cuda":
             return
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -78,23 +88,23 @@ class Target:
             node.meta["val"] = pytree.tree_map_only(FakeTensor, lambda t: _moved(t, moved), value)
 
     def costs(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
-        """Least times on the device, and workspace: as measured on a processor, modelled for a CUDA device."""
+        """Roofline times on the device, and workspace: measured for a CPU, modelled for a CUDA device."""
         times = [estimate_ns(n, self.device) for n in nodes]
         if self.device.kind == "cpu":
-            return [OpCost(t, c.workspace_bytes) for t, c in zip(times, self.measured(nodes), strict=True)]
+            return [OpCost(t, c.workspace_bytes) for t, c in zip(times, self.cpu_costs(nodes), strict=True)]
         return [OpCost(t, self._workspace(n)) for t, n in zip(times, nodes, strict=True)]
 
     def _workspace(self, node: fx.Node) -> int:
-        known, name = modelled_bytes(node), str(node.target)
-        if any(word in name for word in _PROCESSOR_ONLY):
-            self.foreign[name] += 1
+        known, name = modelled_workspace_bytes(node), str(node.target)
+        if any(word in name for word in _CPU_ONLY):
+            self.cpu_only[name] += 1
         elif known is None:
-            self.unknown[name] += 1
+            self.unknown_workspace[name] += 1
         return known or 0
 
 
-def _refuse_elsewhere(graph: fx.Graph) -> None:
-    """Autocast for CUDA by name is silently off for tensors that are elsewhere, and what runs under it cannot be trusted."""
+def _refuse_autocast_by_name(graph: fx.Graph) -> None:
+    """Refuse ``torch.autocast("cuda")``: without CUDA tensors it is silently off, and the traced types would be wrong."""
     inputs = pytree.tree_leaves([n.meta.get("example_value") for n in graph.find_nodes(op="placeholder")])
     here = {t.device.type for t in inputs if isinstance(t, torch.Tensor)}
     regions = [n.args for n in graph.find_nodes(op="call_function", target=autocast_enter)]
@@ -103,13 +113,13 @@ def _refuse_elsewhere(graph: fx.Graph) -> None:
     on = bool(around) or any(enabled for _, _, enabled, _ in regions)
     if by_name and on and "cuda" not in here:
         raise OptionError(
-            "part of the step is under torch.autocast('cuda'), which is off where it is traced: on the processor",
-            hint="write torch.autocast(x.device.type), or leave it to autocast=torch.bfloat16",
+            "part of the step is under torch.autocast('cuda'), which does nothing here, because the step is traced on the CPU",
+            hint="write torch.autocast(x.device.type) in the model, or remove it and pass autocast=torch.bfloat16",
         )
 
 
 def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     if id(tensor) not in moved:
-        # The one that came is kept, so that its id is nobody else's.
-        moved[id(tensor)] = (tensor, fake_on(tensor, "cuda"))
+        # The original is kept alive, so that its id is not reused.
+        moved[id(tensor)] = (tensor, fake_tensor_on(tensor, "cuda"))
     return moved[id(tensor)][1]

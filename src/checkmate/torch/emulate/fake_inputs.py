@@ -1,4 +1,4 @@
-"""Models and batches without memory behind them, made ready to be traced as if on a processor."""
+"""Fake tensors in the place of models and batches on the meta device, so that they can be traced."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from checkmate.torch._compat.dispatch import FakeTensor, FakeTensorMode
 
 
 @contextmanager
-def lent(example: Any, *owners: object) -> Iterator[Any]:
-    """Stand-ins with shapes and nothing else for tensors on the meta device, for as long as a step is traced.
+def fake_inputs(example: Any, *owners: object) -> Iterator[Any]:
+    """Replace tensors on the meta device, or of several fake modes, by fake CPU tensors of one mode while a step is traced.
 
-    Tensors of the meta device are traced with other kernels than a processor's, and tensors of several fake modes not at all.
-    Where there are none of either, nothing is replaced.
+    Meta tensors dispatch to other kernels than CPU tensors, so that the graph would be another; tensors of several fake modes
+    cannot be traced together. Where neither occurs, nothing is replaced.
 
     Args:
-        example: A batch.
-        owners: Modules and optimizers whose tensors are replaced in place, and put back afterwards; others are left alone.
+        example: A batch: any nesting of tensors and other values.
+        owners: Modules and optimizers; their tensors are replaced in place and restored on leaving. Other objects are ignored.
 
     Yields:
-        The batch.
+        The batch, with its tensors replaced.
     """
     modules = [m for owner in owners if isinstance(owner, nn.Module) for m in owner.modules()]
     groups = [g for owner in owners if isinstance(owner, torch.optim.Optimizer) for g in owner.param_groups]
@@ -35,30 +35,30 @@ def lent(example: Any, *owners: object) -> Iterator[Any]:
     if len(modes) == 1 and not any(t.device.type == "meta" for t in (*held, *batch)):
         yield example
         return
-    stand_in = _maker()
+    to_fake = _fake_tensor_cache()
     undo: list[Callable[[], None]] = []
     try:
         for module in modules:
             for tensors in cast(tuple[dict[str, Any], ...], (module._parameters, module._buffers)):
                 before = dict(tensors)
                 undo.append(lambda tensors=tensors, before=before: tensors.update(before))
-                tensors.update({name: None if t is None else stand_in(t) for name, t in before.items()})
+                tensors.update({name: None if t is None else to_fake(t) for name, t in before.items()})
         for group in groups:
             parameters = group["params"]
             undo.append(lambda group=group, parameters=parameters: group.update(params=parameters))
-            group["params"] = [stand_in(p) for p in parameters]
-        yield pytree.tree_map_only(torch.Tensor, stand_in, example)
+            group["params"] = [to_fake(p) for p in parameters]
+        yield pytree.tree_map_only(torch.Tensor, to_fake, example)
     finally:
         for step in reversed(undo):
             step()
 
 
-def _maker() -> Callable[[torch.Tensor], Any]:
-    """Makes one stand-in for each tensor: what is shared stays shared."""
+def _fake_tensor_cache() -> Callable[[torch.Tensor], Any]:
+    """A function from tensors to fake tensors; equal objects map to one fake tensor, so that tied weights stay tied."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    def to_fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
             device = "cpu" if tensor.device.type == "meta" else tensor.device
             with mode:
@@ -70,4 +70,4 @@ def _maker() -> Callable[[torch.Tensor], Any]:
             made[id(tensor)] = (tensor, fake)
         return made[id(tensor)][1]
 
-    return stand_in
+    return to_fake

@@ -1,7 +1,13 @@
-"""Bytes that ops of a CUDA device take only while they run, from the source of their kernels, where that can be read.
+"""Workspace of ops on a CUDA device, modelled after the source of their kernels in PyTorch 2.13.
 
-What a library chooses when it runs (cuDNN for convolutions, sorts, scans) is not known before; it is said of how many
-ops that is so.
+Workspace that a library decides at run time (cuDNN's algorithms, CUB's sorts and scans) is not known; `fits` reports the
+number of such ops. Sources:
+
+- flash attention: ``mha_bwd`` in ``flash_api.cpp`` of flash-attention 2, which PyTorch builds from ``third_party``;
+- memory-efficient attention: ``_efficient_attention_backward`` in
+  ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``, and the kernel's ``Params::workspace_size`` in
+  ``mem_eff_attention/kernel_backward.h``;
+- optimizer updates: `checkmate.torch.graph.optimizer_ops.temporary_count`.
 """
 
 from __future__ import annotations
@@ -16,7 +22,8 @@ from checkmate.torch.graph.storages import concrete, leaves, storage_bytes
 
 aten = torch.ops.aten
 
-_CHOSEN_LATER = (
+# Ops whose library decides at run time how much workspace to take.
+_CHOSEN_AT_RUN_TIME = (
     aten.convolution.default,
     aten.convolution_backward.default,
     aten.embedding_dense_backward.default,
@@ -37,11 +44,15 @@ _CHOSEN_LATER = (
 )
 
 
-def modelled_bytes(node: fx.Node) -> int | None:
-    """Workspace of an op on a CUDA device; None where nobody knows it before it runs.
+def modelled_workspace_bytes(node: fx.Node) -> int | None:
+    """Bytes of workspace of an op on a CUDA device.
 
     Args:
-        node: The op. Products count as zero: the matrix library's workspace is resident.
+        node: The op.
+
+    Returns:
+        Bytes, or None where it is decided at run time. Matrix products count as 0: the workspace of cuBLAS is allocated once
+        and resident (``blas_workspace_bytes`` of the device profile).
     """
     target = node.target
     if target is aten._scaled_dot_product_flash_attention_backward.default:
@@ -50,17 +61,21 @@ def modelled_bytes(node: fx.Node) -> int | None:
         return _efficient_backward(node)
     if target is UPDATE:
         parameter, _, optimizer, which = node.args
-        made = updates_of(optimizer).temporaries(which)  # type: ignore[arg-type]
+        made = updates_of(optimizer).temporary_count(which)  # type: ignore[arg-type]
         return None if made is None else made * storage_bytes(leaves(parameter.meta["val"])[0])  # type: ignore[union-attr]
-    return None if target in _CHOSEN_LATER else 0
+    return None if target in _CHOSEN_AT_RUN_TIME else 0
 
 
 def _flash_backward(node: fx.Node) -> int:
-    """``mha_bwd`` of flash attention 2: the query's gradient in float32, a number a row, and grouped heads expanded."""
+    """Workspace of ``mha_bwd``: query gradient accumulated in float32, one float per row, and key and value gradients per head.
+
+    Rows are rounded up to 128 and head dimensions to 32 (64 above 128), the tile sizes of the kernel. With grouped-query
+    attention the gradients of key and value are computed for every query head and then summed over each group.
+    """
     _, query, key, value = (leaves(n.meta["val"])[0] for n in node.args[:4])  # type: ignore[union-attr]
-    batch, heads, length, width = map(concrete, query.shape)
-    rows = _up(length, 128)
-    held = 4 * batch * heads * rows * (_up(width, 32 if width <= 128 else 64) + 1)
+    batch, heads, q_len, head_dim = map(concrete, query.shape)
+    rows = _up(q_len, 128)
+    held = 4 * batch * heads * rows * (_up(head_dim, 32 if head_dim <= 128 else 64) + 1)
     if heads != concrete(key.shape[1]):
         expanded = batch * heads * concrete(key.shape[2])
         held += expanded * (concrete(key.shape[3]) + concrete(value.shape[3])) * key.element_size()
@@ -68,13 +83,14 @@ def _flash_backward(node: fx.Node) -> int:
 
 
 def _efficient_backward(node: fx.Node) -> int:
-    """``_efficient_attention_backward``: a number a row, and gradients in float32 where they are summed in lower precision."""
+    """Workspace of ``_efficient_attention_backward``: one float per row, and float32 accumulators of half-precision gradients."""
     _, query, key, value = (leaves(n.meta["val"])[0] for n in node.args[:4])  # type: ignore[union-attr]
-    batch, heads, length, width = map(concrete, query.shape)
-    held = 4 * batch * heads * _up(length, 16)
+    batch, heads, q_len, head_dim = map(concrete, query.shape)
+    kv_len, value_dim = concrete(key.shape[2]), concrete(value.shape[3])
+    held = 4 * batch * heads * _up(q_len, 16)
     if query.element_size() < 4:
-        held += 4 * math.prod((batch, heads, _up(length, 64), _up(width, 16)))
-        held += 4 * batch * heads * _up(concrete(key.shape[2]), 64) * (_up(width, 16) + _up(concrete(value.shape[3]), 16))
+        held += 4 * math.prod((batch, heads, _up(q_len, 64), _up(head_dim, 16)))
+        held += 4 * batch * heads * _up(kv_len, 64) * (_up(head_dim, 16) + _up(value_dim, 16))
     return held
 
 

@@ -1,4 +1,4 @@
-"""A step that is asked about: traced for a device, at the size of its example or another."""
+"""Trace a step for an emulated device, at the size of its example or another, within a time limit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,38 @@ from torch.utils import _pytree as pytree
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
-from checkmate.torch.emulate.device import Target
-from checkmate.torch.emulate.fake_inputs import lent
+from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.measure.optimizer_state import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.step.programs import Loss
 from checkmate.torch.step.step import Example, captured, recipe_of
 
-_LEAST_S = 1.0
-_MOST_S = 10.0  # over the limit
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeShares:
+    """How the time limit of `fits` is divided. Shares are of the seconds left when a search begins.
+
+    Attributes:
+        smallest_budget: Share of the search for the smallest budget: it has to prove, and rarely needs more.
+        plan: Share of the search for the cheapest plan, the main result.
+        largest_size: Share of the search for the largest batch or sequence; the rest is for a trace that confirms it.
+        least_s: Seconds that every search gets even if the limit is over: without them it would find nothing.
+        overtime_of_trace: Where tracing took all of the time, a search gets this share of the trace's seconds, so that the
+            total stays in proportion.
+        overtime_s: Most seconds of such overtime.
+    """
+
+    smallest_budget: float = 0.2
+    plan: float = 0.5
+    largest_size: float = 0.6
+    least_s: float = 1.0
+    overtime_of_trace: float = 0.25
+    overtime_s: float = 10.0
+
+
+SHARES = TimeShares()
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
@@ -32,21 +54,21 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-"""What an optimizer may be asked for by name."""
+"""Optimizers by name. Learning rates do not matter for memory; momentum does, since it is state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """A step as traced for a device.
+class TracedStep:
+    """A step traced for a device.
 
     Attributes:
-        graph: The step.
-        whole: Whether the updates are in it.
-        resident_sizes: Sizes in bytes of parameters and buffers, then of the optimizer's state.
-        parameter_bytes: Parameters and buffers.
-        state_bytes: State of the optimizer.
-        update_bytes: What the optimizer's step takes where it comes after the backward, resident bytes included; else 0.
-        stateless: Name of an optimizer whose state, still to be made, is not known and not counted; "" where it is.
+        graph: The graph of the step.
+        whole: Whether the optimizer's updates are in the graph.
+        resident_sizes: Bytes of each parameter and buffer, then of each tensor of the optimizer's state.
+        parameter_bytes: Bytes of parameters and buffers.
+        state_bytes: Bytes of the optimizer's state.
+        update_bytes: Peak of ``optimizer.step()`` after the backward, resident bytes included; 0 in a whole step.
+        stateless: Name of the optimizer if its state is unknown and not counted; "" if it is known.
     """
 
     graph: Graph
@@ -59,15 +81,28 @@ class Traced:
 
     @property
     def keep_all_bytes(self) -> int:
-        """Peak of keeping everything."""
+        """Peak of the step if nothing is recomputed."""
         return max(keep_all_bytes(self.graph), self.update_bytes)
 
 
-class Question:
-    """What is asked about, and how much time is left.
+class DeviceTracer:
+    """Traces one step for one device, and keeps the time.
+
+    Args:
+        model: As in `fits`, like ``loss``, ``example``, ``optimizer``, ``whole`` and ``autocast``.
+        loss: The loss.
+        example: A batch.
+        optimizer: An optimizer, its name, or None.
+        whole: Whether the optimizer's updates are planned with the rest.
+        autocast: Type of `torch.autocast`, or None.
+        target: The device.
+        until: Value of ``time.perf_counter()`` at which the time limit is over.
 
     Attributes:
-        trace_s: Seconds that the last trace took.
+        trace_s: Seconds that the newest trace took.
+
+    Raises:
+        OptionError: No optimizer of that name is known.
     """
 
     def __init__(
@@ -78,7 +113,7 @@ class Question:
         optimizer: torch.optim.Optimizer | str | None,
         whole: bool | None,
         autocast: torch.dtype | None,
-        target: Target,
+        target: EmulatedDevice,
         until: float,
     ) -> None:
         if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
@@ -93,32 +128,33 @@ class Question:
         self.trace_s = 0.0
 
     def share_s(self, share: float) -> float:
-        """A share of the seconds that are left; where tracing took them all, a part of what it took."""
-        return max(_LEAST_S, share * (self.until - time.perf_counter()), min(_MOST_S, self.trace_s / 4))
+        """A share of the seconds left, or the overtime of `TimeShares` where that is more."""
+        overtime = min(SHARES.overtime_s, SHARES.overtime_of_trace * self.trace_s)
+        return max(SHARES.least_s, share * (self.until - time.perf_counter()), overtime)
 
     def has_time_for(self, seconds: float) -> bool:
-        """Whether so many seconds are left."""
+        """Whether at least so many seconds are left."""
         return time.perf_counter() + seconds <= self.until
 
     def size(self, dim: int) -> int | None:
-        """Size of a dimension that all tensors of the example that have it share, or None."""
+        """Size of a dimension of the example's tensors, or None if those that have the dimension differ."""
         sizes = {t.shape[dim] for t in _tensors(self.example) if t.ndim > dim}
         return sizes.pop() if len(sizes) == 1 else None
 
-    def traced(self, dim: int = 0, size: int | None = None) -> Traced:
-        """The step for the device.
+    def traced(self, dim: int = 0, size: int | None = None) -> TracedStep:
+        """Trace the step for the device.
 
         Args:
             dim: A dimension of the example's tensors.
-            size: What its size is to be; that of the example by default.
+            size: Size of that dimension to trace with; that of the example by default.
         """
         began = time.perf_counter()
         given = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
         granule = self.target.device.granule_bytes
-        self.target.unknown.clear()
-        self.target.foreign.clear()
+        self.target.unknown_workspace.clear()
+        self.target.cpu_only.clear()
         example = self.example if size is None else _resized(self.example, dim, size)
-        with lent(example, self.model, self.loss, given) as batch:
+        with fake_inputs(example, self.model, self.loss, given) as batch:
             there = [*self.model.parameters(), *self.model.buffers()]
             trained = [p for p in there if p.requires_grad]
             sizes = {storage_key(t): _rounded(t, granule) for t in there}
@@ -132,7 +168,7 @@ class Question:
                 update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, self.target.device.kind)
             stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
         self.trace_s = time.perf_counter() - began
-        return Traced(
+        return TracedStep(
             graph=graph,
             whole=recipe.whole,
             resident_sizes=(*sizes.values(), *moved * (state // max(1, sum(moved)))),

@@ -1,4 +1,4 @@
-"""Facts about ATen ops that decide what a plan may do with them, in one place."""
+"""Properties of ATen ops that decide whether and where a plan may compute them, in one place."""
 
 from __future__ import annotations
 
@@ -19,30 +19,35 @@ from checkmate.torch._compat.dispatch import (
 aten = torch.ops.aten
 
 BATCH_NORM = aten._native_batch_norm_legit_functional.default
-"""BatchNorm in training as AOTAutograd traces it: outputs 3 and 4 are the new running statistics."""
+"""BatchNorm as AOTAutograd traces it in training; outputs 3 and 4 are the new running mean and variance."""
 
 BATCH_NORM_NO_STATS = aten._native_batch_norm_legit.no_stats
-"""The same without running statistics: outputs 0 to 2, equal to the bit."""
+"""BatchNorm without running statistics; its outputs 0 to 2 are bitwise those of `BATCH_NORM`."""
 
 _IGNORED_IN_TRAINING = {aten.native_batch_norm_backward.default: ((3, 4), 7)}
-"""Op -> (arguments that it does not use in training, argument that says whether it trains)."""
+"""Op to (positions of arguments that it ignores in training, position of its ``train`` flag).
+
+Keeping the running statistics alive for an op that ignores them would hold buffers that the forward has already updated.
+"""
 
 _PURE = ("aten", "prims", "checkmate")
-"""Namespaces whose ops do nothing but what their schemas say."""
+"""Namespaces whose schemas are complete: their ops have no effect besides the arguments marked as written."""
 
 _SEEDS = ("inductor_seed.default", "inductor_seeds.default")
+"""Ops that draw a seed for later ops; a recomputation would draw another seed, and none of them can replay a state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is known of an op.
+class OpProperties:
+    """Properties of an op in a graph.
 
     Attributes:
-        random: Draws from a random generator, so that a second computation must replay its state.
-        mutates: Positions of the arguments it overwrites.
-        effect: Does something beyond its outputs: mutations, collectives, prints.
-        sequenced: Keeps its place among all that are: its effect is not only on the arguments it overwrites.
-        pinned: Must run exactly once.
+        random: It draws from a random generator, so that a recomputation must replay the generator's state.
+        mutates: Positions of the arguments that it overwrites.
+        effect: It has a side effect: a mutation, a collective, a print.
+        sequenced: It keeps its order relative to every other sequenced op, because its side effect is not only on the
+            arguments that it overwrites.
+        pinned: It must run exactly once.
     """
 
     random: bool
@@ -52,29 +57,29 @@ class Facts:
     pinned: bool
 
 
-def facts(node: torch.fx.Node) -> Facts:
-    """What is known of the op of a ``call_function`` node."""
+def op_properties(node: torch.fx.Node) -> OpProperties:
+    """Properties of the op of a ``call_function`` node."""
     target = node.target
     must_save = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
     if target is run_and_save_rng_state:
-        return Facts(random=True, mutates=(), effect=False, sequenced=False, pinned=True)
+        return OpProperties(random=True, mutates=(), effect=False, sequenced=False, pinned=True)
     if isinstance(target, HigherOrderOperator):
-        inside = [facts(n) for body in _bodies(node) for n in body.graph.nodes if n.op == "call_function"]
+        inside = [op_properties(n) for body in _bodies(node) for n in body.graph.nodes if n.op == "call_function"]
         effect = "effects" in target.name() or any(f.effect for f in inside)
-        # What is random inside could be replayed only as a whole, by a state that nobody saves.
+        # A random op in its body cannot be replayed: no op saves the generator's state for a whole body.
         random = any(f.random for f in inside)
-        return Facts(random=random, mutates=(), effect=effect, sequenced=effect, pinned=effect or random or must_save)
+        return OpProperties(random=random, mutates=(), effect=effect, sequenced=effect, pinned=effect or random or must_save)
     if not isinstance(target, OpOverload):
-        return Facts(random=False, mutates=(), effect=False, sequenced=False, pinned=must_save)
+        return OpProperties(random=False, mutates=(), effect=False, sequenced=False, pinned=must_save)
     tagged = torch.Tag.nondeterministic_seeded in target.tags
     mutates = tuple(i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     collective = target.namespace in COLLECTIVES
-    # Attention kernels carry the random tag even where dropout_p is 0, and `is_impure` goes by the tag:
-    # asked first, it would pin every attention output.
+    # Attention kernels have the tag even where dropout_p is 0, and `is_impure` believes the tag. Asking `is_impure` first
+    # would pin every attention output, the largest values of a transformer.
     random = tagged and _dropout_p(node) != 0.0
     effect = bool(mutates) or collective or (not tagged and node.is_impure())
     seeds = any(str(target).endswith(name) for name in _SEEDS)
-    return Facts(
+    return OpProperties(
         random=random and not seeds,
         mutates=mutates,
         effect=effect,
@@ -83,15 +88,15 @@ def facts(node: torch.fx.Node) -> Facts:
     )
 
 
-def names(node: torch.fx.Node) -> tuple[str, ...]:
-    """Names that a user knows an op by: ``"aten::mm"``, ``"mm"``."""
+def op_names(node: torch.fx.Node) -> tuple[str, ...]:
+    """Names by which a user can refer to an op: ``"aten::mm"`` and ``"mm"``."""
     target = node.target
     full = target._schema.name if isinstance(target, OpOverload) else str(target)
     return full, full.rsplit("::", 1)[-1]
 
 
-def reads(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Nodes whose values an op really uses, each once."""
+def used_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Input nodes whose values an op uses, without duplicates."""
     skip = unused_arguments(node)
     if not skip:
         return node.all_input_nodes
@@ -102,7 +107,7 @@ def reads(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def unused_arguments(node: torch.fx.Node) -> tuple[int, ...]:
-    """Positions of arguments that an op is given and does not use: None may stand there."""
+    """Positions of arguments that an op ignores, so that None can be passed instead."""
     known = _IGNORED_IN_TRAINING.get(node.target)  # type: ignore[arg-type]
     if known is None:
         return ()
@@ -111,28 +116,32 @@ def unused_arguments(node: torch.fx.Node) -> tuple[int, ...]:
 
 
 def trains_batch_norm(node: torch.fx.Node) -> bool:
-    """Whether the op is a BatchNorm that updates its running statistics."""
+    """Whether a node is a BatchNorm in training, which updates running statistics."""
     return node.target is BATCH_NORM and node.args[5] is True
 
 
 def is_collective(node: torch.fx.Node) -> bool:
-    """Whether the op talks to other processes, so that it cannot be run alone."""
+    """Whether an op exchanges data with other processes, so that it cannot be run in one process to measure it."""
     return isinstance(node.target, OpOverload) and node.target.namespace in COLLECTIVES
 
 
 def random_op(node: torch.fx.Node) -> tuple[OpOverload, str] | None:
-    """(op, how) of a node that draws random numbers; ``how`` is ``"plain"``, ``"save"`` or ``"replay"``."""
+    """The op of a node that draws random numbers, and how it treats the generator's state.
+
+    Returns:
+        The op and ``"plain"``, ``"save"`` or ``"replay"``; None for a node that is not random.
+    """
     if node.op != "call_function":
         return None
     if node.target is run_and_save_rng_state:
         return node.args[0], "save"  # type: ignore[return-value]
     if node.target is run_with_rng_state:
         return node.args[1], "replay"  # type: ignore[return-value]
-    return (node.target, "plain") if isinstance(node.target, OpOverload) and facts(node).random else None
+    return (node.target, "plain") if isinstance(node.target, OpOverload) and op_properties(node).random else None
 
 
 def _bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
-    """Modules whose graphs a higher-order op runs."""
+    """Graph modules that a higher-order op calls."""
     owner = node.graph.owning_module
     given = [n for n in node.all_input_nodes if n.op == "get_attr"] if owner is not None else []
     found = [operator.attrgetter(str(n.target))(owner) for n in given]
@@ -147,7 +156,7 @@ def _dropout_p(node: torch.fx.Node) -> object:
 
 
 def _device(node: torch.fx.Node) -> object:
-    # The state of the generator can only be saved where the device shows in the arguments.
+    # `run_and_save_rng_state` picks the generator from the arguments: without a tensor or a device among them it cannot.
     for read in node.all_input_nodes:
         value = read.meta.get("val")
         if isinstance(value, torch.Tensor):
@@ -156,4 +165,4 @@ def _device(node: torch.fx.Node) -> object:
 
 
 FORWARD_ONLY = "checkmate_forward_only"
-"""Key in a node's metadata: its op is never computed in the backward."""
+"""Key in a node's metadata: the op must not run in the backward, since a pass already gave the backward its own copy."""

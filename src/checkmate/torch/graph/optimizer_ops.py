@@ -1,8 +1,8 @@
-"""An optimizer's own step as ops of a graph, one for every parameter, and the memory of its state.
+"""An optimizer's step as ops of a graph, one per parameter.
 
-``checkmate::born`` marks a gradient in the program that is traced; it has no effect, so that it goes
-through AOTAutograd as it is. `take_updates` makes ``checkmate::update`` of it, which overwrites the
-parameter by the optimizer's own code: the arithmetic, the state and its file format are the optimizer's.
+``checkmate::gradient_ready`` marks a gradient in the program that is traced. It has no side effect, so that AOTAutograd
+leaves it in place. The pass `apply_optimizer_in_backward` replaces it by ``checkmate::update``, which overwrites the
+parameter by calling the optimizer's own code: arithmetic, state and ``state_dict`` are the optimizer's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import optim
 
-# The schema of `update` says what it overwrites; that is all a planner needs to know of it.
+# The `(a!)` in the schema of `update` tells every graph pass and the planner that it overwrites the parameter.
 _library = torch.library.Library("checkmate", "DEF")
-_library.define("born(Tensor parameter, Tensor gradient, int optimizer, int which) -> Tensor")
+_library.define("gradient_ready(Tensor parameter, Tensor gradient, int optimizer, int which) -> Tensor")
 _library.define("update(Tensor(a!) parameter, Tensor gradient, int optimizer, int which) -> ()")
 
-BORN = torch.ops.checkmate.born.default
+GRADIENT_READY = torch.ops.checkmate.gradient_ready.default
 UPDATE = torch.ops.checkmate.update.default
 
-_APART = (
+_PER_PARAMETER_OPTIMIZERS = (
     optim.SGD,
     optim.Adam,
     optim.AdamW,
@@ -38,16 +38,20 @@ _APART = (
     optim.Rprop,
     optim.ASGD,
 )
-"""Optimizers that update each parameter by itself, whatever becomes of the others."""
+"""Optimizers whose update of one parameter does not depend on other parameters, so that updates can run one at a time.
+
+Subclasses are not accepted: a subclass may override ``step``.
+"""
 
 _NOT_COST = ("params", "lr", "initial_lr")
+"""Options of a parameter group on which the time of an update does not depend."""
 
 
 class Updates:
-    """The updates of an optimizer, one for each of its parameters.
+    """An optimizer's step split into one update per parameter.
 
     Args:
-        optimizer: See `why_not` for which can be taken apart.
+        optimizer: One for which `unsupported_reason` returns None.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
@@ -57,7 +61,8 @@ class Updates:
             (g, i) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"]) if p.requires_grad
         ]
         step = type(optimizer).step
-        # torch wraps every step for profiles and hooks; what is inside still turns gradients off.
+        # `Optimizer.profile_hook_step` wraps `step`; the wrapper would run hooks and a profiler range per parameter. The
+        # function inside keeps `_use_grad_for_differentiable`, which disables gradients.
         self._step: Callable[[optim.Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
         _LIVE[self.key] = self
 
@@ -67,7 +72,12 @@ class Updates:
         return [self.optimizer.param_groups[g]["params"][i] for g, i in self._at]
 
     def run(self, which: int, gradient: torch.Tensor) -> None:
-        """Update one parameter from its gradient."""
+        """Update one parameter: run the optimizer's step with all other parameters removed from its groups.
+
+        Args:
+            which: Index into `parameters`.
+            gradient: The parameter's gradient.
+        """
         g, i = self._at[which]
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         group, parameters = groups[g], groups[g]["params"]
@@ -80,8 +90,16 @@ class Updates:
             optimizer.param_groups, group["params"] = groups, parameters
             parameter.grad = None
 
-    def rehearsed(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """The same update of another tensor with a state of its own, to be measured."""
+    def clone_for_measurement(self, which: int, parameter: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """The update of a parameter, on a copy of the parameter and with new state: for measuring time and workspace.
+
+        Args:
+            which: Index into `parameters`.
+            parameter: The tensor to update in place of the parameter.
+
+        Returns:
+            A function of (ignored, gradient), with the argument order of ``checkmate::update``.
+        """
         group = self.optimizer.param_groups[self._at[which][0]]
         shadow = copy.copy(self.optimizer)
         dummy = torch.nn.Parameter(parameter)
@@ -95,12 +113,12 @@ class Updates:
 
         return update
 
-    def temporaries(self, which: int) -> int | None:
-        """Tensors of a parameter's size that its update makes and drops again; None where that is not known."""
-        return temporaries(self.optimizer, self.optimizer.param_groups[self._at[which][0]])
+    def temporary_count(self, which: int) -> int | None:
+        """Temporary tensors of a parameter's size in its update; see `temporary_count`."""
+        return temporary_count(self.optimizer, self.optimizer.param_groups[self._at[which][0]])
 
     def describe(self, which: int) -> str:
-        """What the cost of an update depends on besides the shape."""
+        """Text of all options on which the cost of an update depends besides shape and type."""
         group = self.optimizer.param_groups[self._at[which][0]]
         return f"{type(self.optimizer).__name__}{sorted((k, v) for k, v in group.items() if k not in _NOT_COST)}"
 
@@ -110,12 +128,12 @@ _LIVE: weakref.WeakValueDictionary[int, Updates] = weakref.WeakValueDictionary()
 
 
 def updates_of(key: int) -> Updates:
-    """The updates that a node of a graph refers to."""
+    """The `Updates` with a key, as nodes of a graph refer to it."""
     return _LIVE[key]
 
 
-@torch.library.register_fake("checkmate::born", lib=_library)
-def _born(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, which: int) -> torch.Tensor:
+@torch.library.register_fake("checkmate::gradient_ready", lib=_library)
+def _gradient_ready_fake(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, which: int) -> torch.Tensor:
     return gradient.new_empty(0)
 
 
@@ -124,24 +142,37 @@ def _update(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, whi
     _LIVE[optimizer].run(which, gradient)
 
 
-def why_not(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
-    """Why an optimizer's step cannot be taken apart and planned with the rest, or None if it can."""
+def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
+    """Why an optimizer's step cannot be split into one update per parameter, or None if it can.
+
+    Args:
+        optimizer: The optimizer.
+        model: The model whose step is planned.
+    """
     name = type(optimizer).__name__
-    if type(optimizer) not in _APART:
-        return f"{name} is not known to update each parameter by itself"
+    if type(optimizer) not in _PER_PARAMETER_OPTIMIZERS:
+        return f"{name} is not among the optimizers known to update each parameter independently of the others"
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name} is differentiable"
+        return f"{name} has differentiable=True"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has hooks on its step, which would run once for every parameter"
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
     if others:
-        return f"{name} does not have {others[0]!r}, whose gradient has to stay"
+        return f"{name} does not update {others[0]!r}, whose gradient must therefore be kept"
     return None
 
 
-def temporaries(optimizer: optim.Optimizer, group: dict[str, Any]) -> int | None:
-    """Tensors of a parameter's size that its update makes on a CUDA device and drops again; None where that is not known."""
+def temporary_count(optimizer: optim.Optimizer, group: dict[str, Any]) -> int | None:
+    """Temporary tensors of a parameter's size that an update allocates on a CUDA device; None where that is not known.
+
+    Read from ``torch/optim/sgd.py`` and ``adam.py``, ``foreach`` implementation: each of weight decay, Nesterov momentum
+    and ``maximize`` makes a new gradient; Adam makes a denominator. AdamW decays the parameter in place.
+
+    Args:
+        optimizer: The optimizer.
+        group: The parameter group that the parameter is in.
+    """
     decays = bool(group.get("weight_decay")) and not isinstance(optimizer, optim.AdamW)
     if type(optimizer) is optim.SGD:
         return decays + bool(group["nesterov"]) + bool(group["maximize"])

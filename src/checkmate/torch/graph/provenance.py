@@ -1,4 +1,4 @@
-"""Where in the user's program an op comes from."""
+"""Provenance of ops: module path and source line in the user's program."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^[LG]\['(\w+)'\]\.?")
-_CLOSURE = re.compile(r"^.*\bcell_contents\b\.?")  # how a module in a closure of a closure is named
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_CLOSURE = re.compile(r"^.*\bcell_contents\b\.?")  # Dynamo's path to a module that it found in a closure
+# Frames of torch and of all of `checkmate.torch` are not the user's; the programs that `compile` traces are ours.
+_LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def source_of(node: fx.Node) -> str:
-    """Module path, file and line of an op, ``"layers.0.mlp, model.py:12"``; what is not known is left out."""
+    """Module path, file and line of an op, as in ``"layers.0.mlp, model.py:12"``; unknown parts are left out."""
     return ", ".join(part for part in (_module(node), _line(node)) if part)
 
 
 def _module(node: fx.Node) -> str:
     stacks = [_stack(node)]
-    if node.meta.get("autograd_backward"):  # nothing says what it is the backward of, but what it reads
+    if node.meta.get("autograd_backward"):  # no metadata names its forward op; take a module from its inputs
         stacks += [_stack(read) for read in node.all_input_nodes]
     stack = next(filter(None, stacks), None)
     if not stack:
@@ -36,7 +37,7 @@ def _stack(node: fx.Node) -> dict[str, Any] | None:
 
 
 def _line(node: fx.Node) -> str:
-    """The innermost line that is neither torch's own nor ours, its file without folders: they differ from machine to machine."""
+    """The innermost frame outside torch and Checkmate; the file without its folder, which differs between machines."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or "")
-    mine = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)]
+    mine = [f for f in frames if not f[0].startswith(_LIBRARY_FOLDERS)]
     return f"{Path(mine[-1][0]).name}:{mine[-1][1]}" if mine else ""

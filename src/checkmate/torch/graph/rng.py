@@ -1,4 +1,8 @@
-"""Random ops computed again: the state of the generator, saved at the first computation and replayed."""
+"""Recomputation of random ops: the generator's state is saved at the first computation and replayed later.
+
+Without it dropout would draw another mask in the backward than in the forward, and gradients would be wrong. The ops that
+save and replay are those of torch's own partitioner (``torch/_prims/rng_prims.py``).
+"""
 
 from __future__ import annotations
 
@@ -12,27 +16,35 @@ from torch import fx
 from checkmate.torch._compat.dispatch import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch.graph.storages import leaves
 
-_CUDA_STATE_BYTES = 16
+_CUDA_RNG_STATE_BYTES = 16
+"""State of a CUDA generator: a 64-bit seed and a 64-bit Philox offset (``aten/src/ATen/cuda/CUDAGeneratorImpl.cpp``)."""
 
 
 @functools.cache
-def _cpu_state_bytes() -> int:
+def _cpu_rng_state_bytes() -> int:
+    """5056 bytes in torch 2.13: a Mersenne Twister and cached normal samples (``aten/src/ATen/CPUGeneratorImpl.cpp``)."""
     return torch.get_rng_state().untyped_storage().nbytes()
 
 
-def state_bytes(node: fx.Node) -> int:
-    """Bytes of the generator state that an op's second computation needs: 5056 on the CPU, 16 on CUDA."""
+def rng_state_bytes(node: fx.Node) -> int:
+    """Bytes of the generator state that must be held to recompute a random op: 5056 on the CPU, 16 on CUDA."""
     devices = {t.device.type for t in leaves(node.meta.get("val"))}
-    return _CUDA_STATE_BYTES if "cuda" in devices else _cpu_state_bytes()
+    return _CUDA_RNG_STATE_BYTES if "cuda" in devices else _cpu_rng_state_bytes()
 
 
-def emit_saving(
+def emit_with_saved_state(
     graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
-    """Compute a random op and keep the state it began with.
+    """Emit a random op that also returns the generator state from before it ran.
+
+    Args:
+        graph: The graph to append to.
+        node: The op in the original graph, for its target and metadata.
+        args: Arguments in ``graph``.
+        kwargs: Keyword arguments in ``graph``.
 
     Returns:
-        The op's output, the state, and all nodes emitted.
+        The node of the op's output, the node of the state, and all nodes emitted in order.
     """
     op: Any = node.target
     both = graph.call_function(run_and_save_rng_state, (op, *args), kwargs)
@@ -42,14 +54,25 @@ def emit_saving(
     mode = detect_fake_mode(value)
     assert mode is not None
     with mode:
-        held = torch.empty(state_bytes(node), dtype=torch.uint8, device="cpu")
+        held = torch.empty(rng_state_bytes(node), dtype=torch.uint8, device="cpu")
     for emitted, meaning in ((both, (held, value)), (state, held), (output, value)):
         emitted.meta = {**node.meta, "val": meaning} if emitted is not state else {"val": held}
     return output, state, [both, state, output]
 
 
 def emit_replay(graph: fx.Graph, node: fx.Node, state: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Compute a random op again with a saved state; the generator is as before afterwards."""
+    """Emit a random op that runs from a saved generator state and leaves the generator as it was.
+
+    Args:
+        graph: The graph to append to.
+        node: The op in the original graph, for its target and metadata.
+        state: The node of the saved state in ``graph``.
+        args: Arguments in ``graph``.
+        kwargs: Keyword arguments in ``graph``.
+
+    Returns:
+        The node of the op's output.
+    """
     op: Any = node.target
     again = graph.call_function(run_with_rng_state, (state, op, *args), kwargs)
     again.meta = dict(node.meta)

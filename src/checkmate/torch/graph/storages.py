@@ -1,4 +1,8 @@
-"""Tensors of traced graphs: their storages and exact bytes."""
+"""Storages of traced tensors, and their exact bytes.
+
+A tensor is a view of a storage, and memory belongs to storages: two tensors with one storage are allocated once. A fake
+tensor has a storage without data, of the size that the real one will have, so that traced graphs can be counted exactly.
+"""
 
 from __future__ import annotations
 
@@ -8,65 +12,78 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import GraphError
-from checkmate.torch._compat.symbolic import bound_by_hint, largest_value, value_at_largest
+from checkmate.torch._compat.symbolic import bound_by_hint, upper_bound, value_at_upper_bounds
 
-CUDA_GRANULE = 512
-"""Bytes to which the CUDA allocator rounds a request."""
+CUDA_ALIGNMENT_BYTES = 512
+"""Granularity of the CUDA caching allocator: ``kMinBlockSize`` in PyTorch's ``c10/core/AllocatorConfig.h``."""
+
+SCALAR_TANGENT_BYTES = 16
+"""A tangent of at most so many bytes is taken to be that of a scalar: one element of complex128, the widest type.
+
+It differs from other tangents in who holds it: ``loss.backward()`` creates the gradient of the loss and holds it until the
+backward returns, while the gradient of any other output is freed after its last use in the backward.
+"""
 
 
 def leaves(value: object) -> list[torch.Tensor]:
-    """Tensors in what an op returns, in order."""
+    """Tensors in a nested value such as the result of an op, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage for as long as the tensor lives."""
+    """Identity of a tensor's storage; valid while the tensor is alive, since addresses are reused."""
     return tensor.untyped_storage()._cdata
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that the allocator hands out for a tensor's storage, at most: sizes that are symbols count as their largest."""
-    return _granules(tensor, _most(tensor.untyped_storage().nbytes()))
+    """Bytes that the allocator hands out for a tensor's storage; symbolic sizes count as the largest that they can be."""
+    return _aligned(tensor, _most(tensor.untyped_storage().nbytes()))
 
 
-def present_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's storage as it is while its graph is traced."""
+def current_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the allocator hands out for a tensor's storage at its current size, where sizes are symbolic."""
     size = tensor.untyped_storage().nbytes()
-    return _granules(tensor, size if isinstance(size, int) else int(size.node.hint))
+    return _aligned(tensor, size if isinstance(size, int) else int(size.node.hint))
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tensor], int] = storage_bytes) -> int:
-    """Bytes of the storages of tensors, each storage once."""
+    """Total bytes of the storages of tensors; a storage that several share is counted once.
+
+    Args:
+        tensors: The tensors.
+        size_of: Bytes of a tensor's storage.
+    """
     return sum({storage_key(t): size_of(t) for t in tensors}.values())
 
 
 def concrete(number: int | torch.SymInt) -> int:
-    """A traced size as an integer, without a guard: what it is when every symbol is at its largest.
+    """A traced size as an integer, with every symbol at its upper bound and without installing a guard on its value.
 
     Raises:
         GraphError: The size depends on data.
     """
-    return number if isinstance(number, int) else _known(number, value_at_largest)
+    return number if isinstance(number, int) else _known(number, value_at_upper_bounds)
 
 
 def _most(number: int | torch.SymInt) -> int:
-    # 1024 - n is not at its most where n is.
-    return number if isinstance(number, int) else _known(number, largest_value)
+    # The largest value need not be at the upper bounds: that of 1024 - n is at the lower bound of n.
+    return number if isinstance(number, int) else _known(number, upper_bound)
 
 
 def _known(number: torch.SymInt, value_of: Callable[[torch.SymInt], float | None]) -> int:
     if number.node.hint is None:
         raise GraphError(
             f"the size {number} depends on the data: how much memory the step takes cannot be known before it runs",
-            hint="keep data-dependent shapes out of the compiled function",
+            hint="move the op whose output shape depends on the data (nonzero, unique, boolean indexing) out of the compiled "
+            "function, or replace it by one of fixed shape, such as torch.where",
         )
     value = value_of(number)
-    if value is None:  # a number that the user gave has become a size: x[:n]
+    if value is None:  # an integer argument of the user became a size, as n in x[:n]
         bound_by_hint(number)
         value = value_of(number)
     assert value is not None
     return int(value)
 
 
-def _granules(tensor: torch.Tensor, size: int) -> int:
-    return -(-size // CUDA_GRANULE) * CUDA_GRANULE if tensor.device.type == "cuda" else size
+def _aligned(tensor: torch.Tensor, size: int) -> int:
+    return -(-size // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES if tensor.device.type == "cuda" else size

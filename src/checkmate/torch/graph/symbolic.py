@@ -1,7 +1,7 @@
-"""Sizes that are symbols when a graph arrives: planned for as they are, or for the largest that they may be.
+"""Dynamic shapes: bounds for symbolic sizes, so that one plan serves all sizes up to the largest.
 
-A plan is exact for one size of every dimension. Where the user asks for dynamic shapes, it is made for the largest:
-whatever is smaller takes no more. A guard keeps everything larger out, so that torch compiles it, and plans it, anew.
+A plan is exact for one size of every dimension. Where the user asks for dynamic shapes, the plan is made for the largest
+size: a smaller batch takes no more memory. A guard rejects larger sizes, for which torch compiles and plans again.
 """
 
 from __future__ import annotations
@@ -13,25 +13,29 @@ from typing import Any
 import torch
 
 from checkmate.torch._compat.dynamo import dynamo_config
-from checkmate.torch._compat.symbolic import bound_by_hint, is_guessed, largest_asked
+from checkmate.torch._compat.symbolic import bound_by_hint, is_automatic_dynamic, user_upper_bound
 
 _log = logging.getLogger("checkmate.torch")
 
 
-def settle_shapes(example_inputs: Sequence[Any]) -> None:
-    """Bound every symbol among the sizes of some tensors, so that its largest value is known.
+def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
+    """Give every symbolic size among the inputs of a graph an upper bound, by installing guards.
 
-    A dimension that ``torch._dynamo.mark_dynamic(x, dim, min=2, max=...)`` bounds keeps its range. Others that the user asked
-    to be dynamic are bounded by the size at hand. Those that torch made dynamic by itself, since their size
-    changed, are guarded to be what they are: nobody asked to share a plan. Numbers that are given as they are may
-    grow freely, unless they turn out to be sizes (`checkmate.torch.graph.storages`).
+    - A dimension with a range from ``torch._dynamo.mark_dynamic(x, dim, min=2, max=...)`` keeps it.
+    - Another dimension that the user asked to be dynamic is bounded by its current size.
+    - A dimension that torch made dynamic by itself, because its size changed, is specialised to its current size: the user
+      did not ask for one plan over all sizes, and one for the largest would waste time on the smaller.
+    - Integer arguments stay unbounded unless they turn out to be sizes (`checkmate.torch.graph.storages`).
+
+    Args:
+        example_inputs: Inputs of the graph: tensors and symbolic integers; others are ignored.
     """
     guessed: dict[str, int] = {}
     bounded: dict[str, int] = {}
     for symbol in _symbols(example_inputs):
-        if is_guessed(symbol):
-            guessed[str(symbol)] = int(symbol)
-        elif largest_asked(symbol) is None and symbol.node.hint is not None:
+        if is_automatic_dynamic(symbol):
+            guessed[str(symbol)] = int(symbol)  # int() specialises: it installs a guard for this value
+        elif user_upper_bound(symbol) is None and symbol.node.hint is not None:
             bound_by_hint(symbol)
             bounded[str(symbol)] = symbol.node.hint
     if guessed:
@@ -44,14 +48,14 @@ def settle_shapes(example_inputs: Sequence[Any]) -> None:
             dynamo_config.recompile_limit,
         )
     if bounded:
-        _log.info("planned for sizes up to %s; larger ones are compiled and planned anew", ", ".join(map(str, bounded.values())))
+        _log.info("planned for sizes up to %s; larger ones are compiled and planned again", ", ".join(map(str, bounded.values())))
 
 
 def _symbols(example_inputs: Sequence[Any]) -> list[torch.SymInt]:
-    """Symbols of the inputs, those of numbers only where they were guessed."""
+    """Symbols in shapes, strides and offsets of the inputs; those of integer arguments only where automatic dynamic made them."""
     found: dict[str, torch.SymInt] = {}
     for value in example_inputs:
-        sizes = [value] if isinstance(value, torch.SymInt) and is_guessed(value) else []
+        sizes = [value] if isinstance(value, torch.SymInt) and is_automatic_dynamic(value) else []
         if isinstance(value, torch.Tensor):
             sizes = [*value.shape, *value.stride(), value.storage_offset()]
         found.update((str(s), s) for s in sizes if isinstance(s, torch.SymInt) and s.node.expr.is_Symbol)

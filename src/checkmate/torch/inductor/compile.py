@@ -31,18 +31,18 @@ from checkmate.torch._compat.aot import BoxedRun, functorch_config
 from checkmate.torch._compat.dispatch import FakeTensor
 from checkmate.torch._compat.inductor import (
     CustomPartitionerFn,
-    chosen_by,
     compile_fx,
     compile_fx_inner,
     inductor_config,
     prefers_channels_last,
+    use_inductor_choices,
 )
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.graph.copy import copied
+from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.trial_step import measured_step
+from checkmate.torch.measure.trial_step import measure_step
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import Task, partition
 from checkmate.torch.passes.channels_last import with_channels_last
@@ -107,7 +107,7 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward modules that run the plan."""
         kwargs.pop("compiler", None)
-        task = dataclasses.replace(self._task, lay_out=with_channels_last) if prefers_channels_last(gm) else self._task
+        task = dataclasses.replace(self._task, layout_pass=with_channels_last) if prefers_channels_last(gm) else self._task
         return partition(gm, joint_inputs, task=task, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanPartitioner:
@@ -157,7 +157,7 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
         compiled = _compiled_once(gm, example_inputs, fitted, options)
         if compiled.planned is None or not search.measures:
             return compiled
-        step = measured_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
+        step = measure_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
         step = search.record(step)
         chosen = search.best()
         if chosen == len(search.trials) - 1:
@@ -213,12 +213,12 @@ def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task
         return callables[which]
 
     partitioner = PlanPartitioner(task, options)
-    copy = fx.GraphModule(gm, copied(gm.graph))  # Inductor changes what it is given
+    copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes what it is given
     copy.meta = dict(gm.meta)
     patches = {**INDUCTOR_CONFIG, "custom_partitioner_fn": partitioner}
     # The backward is compiled now and not at its first run: Dynamo is still at work, and its books of a compilation
     # are kept once.
-    with functorch_config.patch(force_non_lazy_backward_lowering=True), chosen_by(PlanChoices()):
+    with functorch_config.patch(force_non_lazy_backward_lowering=True), use_inductor_choices(PlanChoices()):
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
     return Compiled(run, callables["forward"], callables.get("backward", callables["forward"]), partitioner.planned)
 

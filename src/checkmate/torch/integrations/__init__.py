@@ -1,4 +1,4 @@
-"""Callbacks for the trainers of other libraries, one file a library; `PeakCallback` is for transformers' Trainer."""
+"""Callbacks for trainers of other libraries, one module per library; `PeakCallback` is for transformers' ``Trainer``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import a callback at its first use, so that no trainer's library is needed for the others."""
+    """Import a callback when it is first used, so that only the library of that trainer needs to be installed."""
     if name == "PeakCallback":
         from checkmate.torch.integrations.transformers import PeakCallback
 

@@ -1,7 +1,7 @@
-"""What a trainer needs of Checkmate beyond ``torch.compile``; imported on its own, since it imports the trainer.
+"""Callback for Hugging Face's ``Trainer``; in a separate module, since it imports transformers.
 
-The model is compiled before the trainer gets it, ``model.compile(backend="checkmate", options=...)``: that is all that
-Lightning and accelerate need, and what Hugging Face's ``Trainer`` needs to train within a budget.
+To train within a budget, compile the model before it is passed to the trainer: ``model.compile(backend="checkmate",
+options=...)``. Lightning and accelerate need no more, nor does ``Trainer``; the callback here only logs peaks.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _log = logging.getLogger("checkmate.torch")
 
 
 class PeakCallback(TrainerCallback):
-    """Logs the planned and the measured peak of a step of Hugging Face's ``Trainer``.
+    """Log the planned and the measured peak of one step of Hugging Face's ``Trainer``.
 
-    One step is measured, from its first forward to its last backward: on the CPU by torch's profiler, which slows that step
-    down, on CUDA by the allocator. Both peaks are totals: ``planned_peak_bytes`` and ``measured_peak_bytes`` are in what the
-    trainer logs next, in its ``log_history``, and attributes.
+    The step is measured from its first forward to its last backward: on the CPU by torch's profiler, which slows down that
+    step, on CUDA by the allocator. Both peaks include resident bytes. They are added as ``planned_peak_bytes`` and
+    ``measured_peak_bytes`` to the trainer's next log entry and to ``log_history``.
 
     Args:
-        step: Which step to measure; the first compiles, and a budget that several graphs share holds from the second on.
+        step: The step to measure, from 1. The first step compiles, and a budget that several graphs share holds from the
+            second step on.
 
     Attributes:
-        planned_bytes: The most that the step was to take, resident bytes included; None before it, or if nothing is planned.
-        measured_bytes: What it took: parameters, gradients, optimizer state, and what was allocated above them. The batch is
-            there before the step begins and is not in it on the CPU.
+        planned_bytes: Planned peak of the step; None before the step, or if no graph is planned.
+        measured_bytes: Measured peak: parameters, gradients, optimizer state, and what was allocated above them. On the CPU it
+            does not include the batch, which is allocated before the step begins.
     """
 
     def __init__(self, step: int = 3) -> None:
@@ -55,7 +56,7 @@ class PeakCallback(TrainerCallback):
         self._logged = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to measure."""
+        """Start measuring if this is the step."""
         if state.global_step + 1 != self.step or profiler_running():
             return
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -67,7 +68,7 @@ class PeakCallback(TrainerCallback):
         self._peak = lambda: resident + trace.peak()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop measuring: what an optimizer takes by itself is in no plan."""
+        """Stop measuring: the memory of ``optimizer.step()`` is in no plan."""
         if self._peak is None:
             return
         self._running.close()
@@ -77,7 +78,7 @@ class PeakCallback(TrainerCallback):
         _log.info("step %d: planned %s, measured %s", self.step, planned, format_bytes(self.measured_bytes))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add the peaks to what is logged, once."""
+        """Add the peaks to the log entry, once."""
         if self.measured_bytes is None or self._logged:
             return
         self._logged = True
@@ -87,12 +88,12 @@ class PeakCallback(TrainerCallback):
                 where.update(found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop measuring a step that was never over."""
+        """Stop measuring a step that did not finish."""
         self._running.close()
 
 
 def _resident_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of what a trainer holds between steps."""
+    """Bytes held between steps: parameters, buffers, gradients and optimizer state."""
     held = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters() if p.grad is not None]]
     states = getattr(optimizer, "state", {})
     return unique_bytes([*held, *[t for state in states.values() for t in leaves(state)]])

@@ -1,4 +1,4 @@
-"""A joint forward and backward FX graph as a `checkmate.Graph`: sole reader of the nodes' metadata."""
+"""Capture: a joint forward and backward FX graph as a `checkmate.core.graph.Graph`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,32 @@ from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import run_with_rng_state
 from checkmate.torch.graph.mutations import Mutators, mutators, overwriters
-from checkmate.torch.graph.op_properties import FORWARD_ONLY, Facts, facts, names, reads, trains_batch_norm
+from checkmate.torch.graph.op_properties import (
+    FORWARD_ONLY,
+    OpProperties,
+    op_names,
+    op_properties,
+    trains_batch_norm,
+    used_inputs,
+)
 from checkmate.torch.graph.optimizer_ops import UPDATE
 from checkmate.torch.graph.provenance import source_of
-from checkmate.torch.graph.rng import state_bytes
+from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import leaves
 from checkmate.torch.joint.ordering import order_pairs
 from checkmate.torch.joint.values import Values
 
 Costs = Callable[[Sequence[fx.Node]], Sequence[OpCost]]
-"""Costs of nodes, in order."""
+"""Maps nodes to their costs, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An op of the graph and the nodes it stands for.
+    """The FX nodes of one op of a captured graph.
 
     Attributes:
         node: The ``call_function`` node, or None for the boundary.
-        getitems: Nodes that pick one of its outputs.
+        getitems: ``operator.getitem`` nodes that select its outputs.
     """
 
     node: fx.Node | None
@@ -43,13 +50,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """A graph together with the joint FX graph that it describes.
+    """A captured graph together with the joint FX graph that it describes.
 
     Attributes:
-        graph: What planners see.
-        joint: The joint module, untouched.
-        members: Nodes of each op. Shape ``[op]``.
-        num_fwd_outputs: How many of the joint outputs belong to the forward; all of them in a whole step.
+        graph: The graph for planners.
+        joint: The joint module, unchanged.
+        members: FX nodes of each op. Shape ``[op]``.
+        num_fwd_outputs: How many of the joint outputs are outputs of the forward; all of them in a whole step.
     """
 
     graph: Graph
@@ -59,12 +66,12 @@ class Capture:
 
     @property
     def forward_outputs(self) -> list[Any]:
-        """What the forward returns."""
+        """Outputs of the forward: nodes, numbers or None."""
         return list(_outputs(self.joint)[: self.num_fwd_outputs])
 
     @property
     def backward_outputs(self) -> list[Any]:
-        """What the backward returns: the gradients."""
+        """Outputs of the backward: the gradients, nodes or None."""
         return list(_outputs(self.joint)[self.num_fwd_outputs :])
 
 
@@ -78,18 +85,17 @@ def capture_joint(
     extra_resident_bytes: int = 0,
     name: str = "",
 ) -> Capture:
-    """The graph of a training step that AOTAutograd traced.
+    """Capture a training step that AOTAutograd traced.
 
     Args:
         joint: The joint module; it is not changed.
-        num_fwd_outputs: How many of its outputs belong to the forward. None for a whole step, gradients and updates
-            in it: it has no boundary, and what it returns is there when it ends.
-        costs: Costs and workspace of nodes.
-        hold_outputs: Whether the caller holds the forward's outputs to the end of the step; otherwise
-            they are gone when the backward begins, unless it needs them.
-        no_recompute: Names of ops that run once, with or without their library's.
-        extra_resident_bytes: What is resident besides the inputs of the graph: gradients that are
-            there already, optimizer state.
+        num_fwd_outputs: How many of its outputs are outputs of the forward. None for a whole step with gradients and updates:
+            it has no boundary, and all of its outputs are live at its end.
+        costs: Maps nodes to time and workspace.
+        hold_outputs: Whether the caller holds the forward's outputs to the end of the step. Otherwise they can be freed when
+            the backward begins, unless it reads them.
+        no_recompute: Names of ops that must run once, with namespace (``"aten::mm"``) or without.
+        extra_resident_bytes: Resident bytes besides the inputs of the graph, such as existing gradients and optimizer state.
         name: Name of the graph.
 
     Raises:
@@ -108,20 +114,24 @@ def _refuse_sparse(nodes: Sequence[fx.Node]) -> None:
         if any(tensor.layout is not torch.strided for tensor in leaves(node.meta.get("val"))):
             raise GraphError(
                 f"{node.name!r} ({source_of(node)}) is a sparse tensor: how much memory it takes depends on the data",
-                hint="make the gradients of embeddings dense: nn.Embedding(..., sparse=False); or keep what makes it out of "
-                "the graph, by torch.compiler.disable(embedding)",
+                hint="make the gradients of embeddings dense: nn.Embedding(..., sparse=False); or exclude the module from "
+                "compilation: torch.compiler.disable(embedding)",
             )
 
 
 @dataclass(eq=False, slots=True)
-class _Draft:
+class _OpNodes:
+    """An op in the making: its node, getitems collected so far, and whether it belongs to the backward."""
+
     node: fx.Node
-    facts: Facts
+    properties: OpProperties
     backward: bool
     getitems: list[fx.Node] = field(default_factory=list)
 
 
 class _Builder:
+    """Builds the `Capture` of a joint module. The arguments are those of `capture_joint`."""
+
     def __init__(
         self, joint: fx.GraphModule, num_fwd_outputs: int | None, hold_outputs: bool, no_recompute: frozenset[str]
     ) -> None:
@@ -134,27 +144,28 @@ class _Builder:
         self.nodes = list(joint.graph.nodes)
         self.forward_outputs = [o for o in outputs[: self.num_fwd_outputs] if isinstance(o, fx.Node)]
         self.backward_outputs = [o for o in outputs[self.num_fwd_outputs :] if isinstance(o, fx.Node)]
-        self.drafts: dict[fx.Node, _Draft] = {}  # node, getitems included -> its op
+        self.op_nodes: dict[fx.Node, _OpNodes] = {}  # node, getitems included -> its op
         self.values = Values()
         self.boundary: int | None = None
 
     def build(self, costs: Costs, extra_resident_bytes: int, name: str) -> Capture:
         _refuse_sparse(self.nodes)
-        resident = self.values.externals(self.nodes) + extra_resident_bytes
-        self._draft()
+        resident = self.values.add_external(self.nodes) + extra_resident_bytes
+        self._collect()
         needed = self._needed()
         forward = [d for d in self._unique() if (self.whole or not d.backward) and d.node in needed]
         backward = [d for d in self._unique() if not self.whole and d.backward and d.node in needed]
         boundary = self.boundary = None if self.whole else len(forward)
+        # Values are numbered in the order of ops: forward, boundary (its tangents), backward.
         made = [self.values.outputs(d.node, d.getitems) for d in forward]
         tangents = self.values.tangents(self.nodes)
         made += [self.values.outputs(d.node, d.getitems) for d in backward]
-        listed = [(i + (i >= len(forward)), d.node, d.facts) for i, d in enumerate(forward + backward)]
+        listed = [(i + (i >= len(forward)), d.node, d.properties) for i, d in enumerate(forward + backward)]
         known = mutators(listed)
         kept, single = self._kept()
         ops = [
-            self._op(draft, o, outputs, cost, known, single)
-            for (o, _, _), draft, outputs, cost in zip(
+            self._op(op, o, outputs, cost, known, single)
+            for (o, _, _), op, outputs, cost in zip(
                 listed, forward + backward, made, costs([node for _, node, _ in listed]), strict=True
             )
         ]
@@ -173,7 +184,12 @@ class _Builder:
             members.insert(boundary, Member(None))
         return Capture(graph, self.joint, tuple(members), self.num_fwd_outputs)
 
-    def _draft(self) -> None:
+    def _collect(self) -> None:
+        """Group nodes into ops, and decide which belong to the backward.
+
+        A whole step has no ``partitioner_tag``, because AOTAutograd traced it as an inference graph; there the mark of autograd
+        decides. In a joint graph all that depends on a tangent is backward, tagged or not: passes add nodes without tags.
+        """
         backward = {n for n in self.nodes if is_tangent(n)}
         for node in self.nodes:
             if node.op != "call_function":
@@ -186,63 +202,69 @@ class _Builder:
             if in_backward:
                 backward.add(node)
             source = node.args[0] if node.target is operator.getitem else None
-            if source in self.drafts:
-                draft = self.drafts[source]  # type: ignore[index]
-                draft.getitems.append(node)
+            if source in self.op_nodes:
+                op = self.op_nodes[source]  # type: ignore[index]
+                op.getitems.append(node)
             else:
-                draft = _Draft(node, facts(node), node in backward)
-            self.drafts[node] = draft
+                op = _OpNodes(node, op_properties(node), node in backward)
+            self.op_nodes[node] = op
 
-    def _unique(self) -> list[_Draft]:
-        return [d for n, d in self.drafts.items() if n is d.node]
+    def _unique(self) -> list[_OpNodes]:
+        return [d for n, d in self.op_nodes.items() if n is d.node]
 
     def _needed(self) -> set[fx.Node]:
-        """Nodes that an output, an effect or the random stream of the forward needs."""
+        """Nodes that an output, a side effect or the random stream of the forward depends on; all others are dead code.
+
+        Random ops of the forward count although dead: they advance the generator, as in the user's program.
+        """
         stack = [*self.forward_outputs, *self.backward_outputs]
-        stack += [d.node for d in self._unique() if d.facts.effect or (d.facts.random and not d.backward)]
+        stack += [d.node for d in self._unique() if d.properties.effect or (d.properties.random and not d.backward)]
         needed: set[fx.Node] = set()
         while stack:
             node = stack.pop()
-            draft = self.drafts.get(node)
-            if draft is None or draft.node in needed:
+            op = self.op_nodes.get(node)
+            if op is None or op.node in needed:
                 continue
-            needed.add(draft.node)
-            stack += reads(draft.node)
+            needed.add(op.node)
+            stack += used_inputs(op.node)
         return needed
 
     def _kept(self) -> tuple[set[int], set[int]]:
-        """Values live at the end, and those whose op may run only once.
+        """Values that are live at the end of the step, and values whose op must run exactly once.
 
-        What the caller holds is the storage that the forward returned, so its owner is never made again.
-        A view of it may be: it would hold the same storage.
+        The caller holds the storages that the forward returned. A second computation of one would be a second allocation,
+        so the op that allocates it runs once. A view of it may be computed again, since it refers to the same storage.
         """
         held = {self.values.of_node[o] for o in self.forward_outputs if o in self.values.of_node} if self.hold_outputs else set()
         gradients = {self.values.of_node[o] for o in self.backward_outputs if o in self.values.of_node}
-        return held | gradients | self.values.seeds, {self.values.root(v) for v in held}
+        return held | gradients | self.values.scalar_tangents, {self.values.root(v) for v in held}
 
-    def _op(self, draft: _Draft, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
-        node = draft.node
+    def _op(self, op: _OpNodes, me: int, outputs: tuple[int, ...], cost: OpCost, known: Mutators, single: set[int]) -> Op:
+        node = op.node
+        # No computation of this op is allowed after an op that overwrites what it reads. BatchNorm is exempt: recomputed
+        # without running statistics (partition/apply_plan.py), it does not read what it overwrites.
         later = set[int]() if trains_batch_norm(node) else {o for o in overwriters(node, known) if o > me}
         if node.meta.get(FORWARD_ONLY) and self.boundary is not None:
             later.add(self.boundary)
-        replay = state_bytes(node) if draft.facts.random and not draft.facts.pinned else 0
-        replayed = state_bytes(node) if node.target is run_with_rng_state else 0
+        replay = rng_state_bytes(node) if op.properties.random and not op.properties.pinned else 0
+        replayed = rng_state_bytes(node) if node.target is run_with_rng_state else 0
         return Op(
             name=node.name,
             inputs=self.values.read_by(node),
             outputs=outputs,
             cost=cost.cost_ns,
-            # While a state is replayed the generator's own is put aside.
+            # During a replay the generator's current state is saved, to be restored. A graph has no workspace for
+            # recomputations alone, so that it counts for every computation of a random op.
             workspace_bytes=cost.workspace_bytes + replay + replayed,
             replay_bytes=replay,
             recomputable=not (
-                draft.facts.pinned
+                op.properties.pinned
                 or any(v in single for v in outputs)
                 or not leaves(node.meta.get("val"))
-                or not self.no_recompute.isdisjoint(names(node))
+                or not self.no_recompute.isdisjoint(op_names(node))
             ),
             clobbered_by=tuple(sorted(later)),
-            phase="optimizer" if node.target is UPDATE else "backward" if draft.backward else "forward",
+            phase="optimizer" if node.target is UPDATE else "backward" if op.backward else "forward",
             kind=str(node.target),
             source=source_of(node),
         )

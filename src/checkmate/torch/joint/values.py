@@ -1,4 +1,17 @@
-"""The values of a joint graph: storages, views of them, and which node stands for which."""
+"""Values of a joint graph: allocations, views of them, and the FX node of each.
+
+A value of `checkmate.core.graph.Graph` that allocates is a storage; a view of it has 0 bytes and keeps the storage alive. FX
+graphs have tensors instead, several per storage, so that aliasing has to be recovered. It is exact because fake tensors share
+storages as the real ones will: two tensors alias if and only if their storage keys are equal. Without it a view would be
+counted as a second allocation, or freed separately from its base.
+
+Cases in which an equal key alone would mislead:
+
+- A parameter, buffer, input or constant is allocated before the step; it and its views cost nothing (`_EXTERNAL`).
+- Two calls of one nested region are traced once and show the same fake results. Each call allocates at run time, so that a
+  result shares storage with its op's inputs or not at all, whatever earlier op had the same key.
+- An op that writes in place returns the storage of its input, and is a view of it.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +23,38 @@ from torch import fx
 from checkmate.core.graph import Value
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
-from checkmate.torch.graph.op_properties import reads
-from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
+from checkmate.torch.graph.op_properties import used_inputs
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, leaves, storage_bytes, storage_key
 
-_EXTERNAL = -1  # storage of a parameter, buffer, batch or constant: resident
-_SEED_BYTES = 16  # who calls `backward` on a scalar holds its tangent until it returns
+_EXTERNAL = -1  # owner of a storage that exists before the step
 
 
 class Values:
-    """Values in the order in which ops make them.
+    """Values in the order in which ops write them.
 
     Attributes:
-        of_node: Value that a node stands for.
-        seeds: Tangents of scalars.
+        of_node: The value of each node that returns one tensor, getitems included.
+        scalar_tangents: Values that are tangents of scalars, which the caller of ``backward`` holds until it returns.
     """
 
     def __init__(self) -> None:
         self.of_node: dict[fx.Node, int] = {}
-        self.seeds: set[int] = set()
-        self._inside: dict[fx.Node, list[int]] = {}  # node that returns several -> its values
-        self._owner: dict[int, int] = {}  # storage -> value that owns it
-        self._made: list[tuple[str, int, int | None]] = []
+        self.scalar_tangents: set[int] = set()
+        self._inside: dict[fx.Node, list[int]] = {}  # node -> all values that its op writes
+        self._owner: dict[int, int] = {}  # storage key -> value that allocates it
+        self._made: list[tuple[str, int, int | None]] = []  # name, bytes, base of each value
 
     def root(self, value: int) -> int:
-        """Value that owns the storage of a value."""
+        """The value that allocates the storage of a value: the value itself, or its base."""
         base = self._made[value][2]
         return value if base is None else base
 
     def all(self, kept: set[int]) -> tuple[Value, ...]:
-        """The values, those of ``kept`` as kept."""
+        """All values; those in ``kept`` must be live at the end of the step."""
         return tuple(Value(name, size, base=base, kept=v in kept) for v, (name, size, base) in enumerate(self._made))
 
-    def externals(self, nodes: Sequence[fx.Node]) -> int:
-        """Note every storage that is there before the step; return their bytes."""
+    def add_external(self, nodes: Sequence[fx.Node]) -> int:
+        """Record all storages that exist before the step; return their bytes, each storage once."""
         total = 0
         for node in nodes:
             if node.op not in ("placeholder", "get_attr") or is_tangent(node):
@@ -54,18 +66,26 @@ class Values:
         return total
 
     def outputs(self, node: fx.Node, getitems: Sequence[fx.Node]) -> tuple[int, ...]:
-        """Make the values of an op, also of outputs that nobody reads."""
+        """Add the values of an op, one per output tensor, also of outputs without readers: they are allocated as well.
+
+        Args:
+            node: The op.
+            getitems: Nodes that select its outputs; a value has the name of the first that selects it.
+
+        Returns:
+            The values; for an op without output tensors one value of 0 bytes, so that ops that read its number depend on it.
+        """
         names = {_path(g, node): g.name for g in reversed(getitems)}
-        # Calls of one nested region are traced once: later ones show the same storages, and make new ones.
+        # A higher-order op never returns views of its inputs. An equal key comes from another call that was traced with it.
         sources = [] if isinstance(node.target, HigherOrderOperator) else node.all_input_nodes
         shared = {storage_key(t) for read in sources for t in leaves(read.meta.get("val"))}
         made: dict[tuple[int, ...], int] = {}
         for path, tensor in _tensors(node.meta.get("val")):
             if storage_key(tensor) not in shared:
-                self._owner.pop(storage_key(tensor), None)
+                self._owner.pop(storage_key(tensor), None)  # a new allocation, whichever earlier op had this key
                 shared.add(storage_key(tensor))
             made[path] = self._add(tensor, names.get(path, ".".join(map(str, (node.name, *path)))))
-        if not made:  # a number that other ops read
+        if not made:
             made[()] = len(self._made)
             self._made.append((node.name, 0, None))
         for each in (node, *getitems):
@@ -76,7 +96,7 @@ class Values:
         return tuple(made.values())
 
     def tangents(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
-        """Make the values that the boundary writes."""
+        """Add the tangents: values that the boundary writes."""
         made: list[int] = []
         for node in nodes:
             if not is_tangent(node):
@@ -84,17 +104,17 @@ class Values:
             for tensor in leaves(node.meta.get("val")):
                 self.of_node[node] = self._add(tensor, node.name)
                 made.append(self.of_node[node])
-                if storage_bytes(tensor) <= _SEED_BYTES:
-                    self.seeds.add(made[-1])
+                if storage_bytes(tensor) <= SCALAR_TANGENT_BYTES:
+                    self.scalar_tangents.add(made[-1])
         return tuple(made)
 
     def read_by(self, node: fx.Node) -> tuple[int, ...]:
-        """Values that an op reads, each once."""
+        """Values that an op reads, without duplicates."""
         found: dict[int, None] = {}
-        for read in reads(node):
+        for read in used_inputs(node):
             if read in self.of_node:
                 found[self.of_node[read]] = None
-            else:  # a tuple read as a whole
+            else:  # a node with several outputs, passed as one tuple
                 found.update(dict.fromkeys(self._inside.get(read, ())))
         return tuple(found)
 
@@ -109,7 +129,7 @@ class Values:
 
 
 def _tensors(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """(path, tensor) of every tensor in what an op returns."""
+    """Path and tensor of every tensor in a nested result; a path is the indices of successive getitems."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (list, tuple)):
@@ -118,7 +138,7 @@ def _tensors(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _path(node: fx.Node, producer: fx.Node) -> tuple[int, ...]:
-    """Where in what ``producer`` returns a chain of getitems ends."""
+    """Path of a chain of getitems through the result of ``producer``."""
     path: list[int] = []
     while node is not producer:
         path.append(node.args[1])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Errors of measuring."""
+"""Errors raised while time or memory is measured."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from checkmate.core.errors import CheckmateError
 
 
 class ProfilerBusyError(CheckmateError, RuntimeError):
-    """Workspace cannot be measured while another torch profiler is on."""
+    """Memory on the CPU cannot be measured while another torch profiler is active."""

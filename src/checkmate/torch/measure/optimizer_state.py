@@ -1,4 +1,4 @@
-"""Memory of an optimizer: its state, and the temporaries of its own step."""
+"""Memory of an optimizer: its state, and the temporary tensors of its step."""
 
 from __future__ import annotations
 
@@ -7,42 +7,50 @@ import logging
 import torch
 from torch import optim
 
-from checkmate.torch.graph.optimizer_ops import temporaries
+from checkmate.torch.graph.optimizer_ops import temporary_count
 from checkmate.torch.graph.storages import leaves, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
 
 
-_STEP_BYTES = 4  # a float32 counter for every parameter, in the host's memory if the parameter is not
+_STEP_BYTES = 4
+"""Adam's float32 step counter, one per parameter. With ``capturable=False`` it is in host memory, whatever the device."""
 
 
-def state_bytes(optimizer: optim.Optimizer, granule: int = 1) -> int:
-    """Bytes of an optimizer's state, that of the first step included where it is yet to be made.
+def state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int:
+    """Bytes of an optimizer's state, including state that its first step has yet to allocate.
 
-    Exact for SGD, Adam and AdamW; for others only what is there already counts, which is logged.
+    Exact for SGD, Adam and AdamW. For other optimizers state that does not exist yet is unknown: it counts as zero, with a
+    warning in the log.
 
     Args:
         optimizer: The optimizer.
-        granule: Bytes to which the allocator of the device rounds a request up.
+        alignment: Granularity of the device's allocator in bytes.
     """
-    there = unique_bytes(t for state in optimizer.state.values() for t in leaves(state))
-    coming = 0
+    existing = unique_bytes(t for state in optimizer.state.values() for t in leaves(state))
+    missing = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and not optimizer.state.get(parameter):
-                coming += _coming_bytes(optimizer, group, parameter, granule)
-    return there + coming
+                missing += _uninitialised_state_bytes(optimizer, group, parameter, alignment)
+    return existing + missing
 
 
 def state_is_known(optimizer: optim.Optimizer) -> bool:
-    """Whether `state_bytes` counts all of an optimizer's state: it is there already, or of a kind that is known."""
+    """Whether `state_bytes` is complete: the state exists already, or the optimizer is one whose state is known."""
     return bool(optimizer.state) or type(optimizer) in (optim.SGD, optim.Adam, optim.AdamW)
 
 
 def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
-    """Bytes that an optimizer's own step takes while it runs: for all parameters at once on CUDA, for one on a processor."""
+    """Bytes of temporary tensors during ``optimizer.step()``.
+
+    Args:
+        optimizer: The optimizer.
+        kind: Type of the device. On ``"cuda"`` torch's default ``foreach`` implementation has temporaries of all parameters
+            at once; on ``"cpu"`` the step loops over parameters and has those of one.
+    """
     sizes = [
-        (temporaries(optimizer, group) or 0) * p.numel() * p.element_size()
+        (temporary_count(optimizer, group) or 0) * p.numel() * p.element_size()
         for group in optimizer.param_groups
         for p in group["params"]
         if p.requires_grad
@@ -50,15 +58,19 @@ def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
     return sum(sizes) if kind == "cuda" else max(sizes, default=0)
 
 
-def _coming_bytes(optimizer: optim.Optimizer, group: dict[str, object], parameter: torch.Tensor, granule: int) -> int:
-    size = -(-parameter.numel() * parameter.element_size() // granule) * granule
+def _uninitialised_state_bytes(
+    optimizer: optim.Optimizer, group: dict[str, object], parameter: torch.Tensor, alignment: int
+) -> int:
+    """State that the first step allocates for a parameter: SGD one momentum buffer, Adam two moments, AMSGrad a third."""
+    size = -(-parameter.numel() * parameter.element_size() // alignment) * alignment
     kind = type(optimizer)
     if kind is optim.SGD:
         return size if group["momentum"] else 0
     if kind in (optim.Adam, optim.AdamW):
-        return size * (3 if group["amsgrad"] else 2) + (_STEP_BYTES if granule == 1 else 0)
+        return size * (3 if group["amsgrad"] else 2) + (_STEP_BYTES if alignment == 1 else 0)
     _log.warning(
-        "the state that %s allocates at its first step is not known and not reserved: give `reserve`, or compile after one step",
+        "the state that %s allocates at its first step is unknown and not reserved: pass its size as `reserve`, or run one "
+        "step before compiling",
         kind.__name__,
     )
     return 0

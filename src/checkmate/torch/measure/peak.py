@@ -1,4 +1,4 @@
-"""The true peak of allocated memory while something runs."""
+"""Measured peak of allocated memory while a function runs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from checkmate.torch.measure.errors import ProfilerBusyError
 
 
 def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None = None) -> int:
-    """Bytes that a call allocates at its peak, over what was there when it began.
+    """Peak of allocated bytes during a call, above those allocated when it begins.
 
-    On the CPU this is what the allocator reports to torch's profiler, on CUDA
+    On the CPU this comes from the allocator's reports to torch's profiler, on CUDA from
     ``torch.cuda.max_memory_allocated``; both are exact. Call a compiled function once or twice before
     measuring it: the first call compiles.
 
     Args:
-        fn: What to run, once.
-        device: Whose memory; CUDA if it is in use, else the CPU.
+        fn: The function; it is called once, without arguments.
+        device: The device whose memory is measured; CUDA if it is in use, else the CPU.
+
+    Returns:
+        Bytes.
 
     Raises:
-        ProfilerBusyError: On the CPU, another torch profiler is on.
+        ProfilerBusyError: The device is the CPU and another torch profiler is active.
 
     Examples:
         >>> import torch
@@ -41,7 +44,9 @@ def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None 
         torch.cuda.synchronize(where)
         return torch.cuda.max_memory_allocated(where) - before
     if profiler_running():
-        raise ProfilerBusyError("the peak cannot be measured while a torch profiler is on", hint="measure outside the profiler")
+        raise ProfilerBusyError(
+            "the peak cannot be measured while a torch profiler is active", hint="call measure_peak outside of the profiler"
+        )
     with memory_trace() as trace:
         fn()
     return trace.peak()

@@ -1,10 +1,11 @@
-"""Measured time and workspace of ops on the user's device, each distinct op once in a lifetime."""
+"""Measured time and workspace of ops on the user's device; each distinct op is measured once and stored."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
-from checkmate.torch._compat.symbolic import value_at_largest
+from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.op_properties import is_collective, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
@@ -21,20 +22,42 @@ from checkmate.torch.measure.errors import ProfilerBusyError
 from checkmate.torch.measure.roofline import estimate_ns
 
 _log = logging.getLogger("checkmate.torch")
-_REPEATS = 5
-_ENOUGH_NS = 50_000_000
-_SLOW = 4.0  # times the estimate: perhaps the op, perhaps what else the machine was doing
-_SLOW_NS = 1_000_000
-_SLOW_REPEATS = 25
-_SLOW_ENOUGH_NS = 500_000_000
 _RANGE = "checkmate::op"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingEffort:
+    """How many times an op is run to measure its time; the fastest run counts.
+
+    The minimum, because everything else that a machine does only adds time. A run that seems slow is given more chances:
+    stored costs live long, and one reading of 50 ms on a busy machine was a tenth of a MobileNet's step (docs/decisions/0012).
+
+    Attributes:
+        repeats: Most runs of an op. Readings of one op spread over about a tenth, so one run is not enough.
+        limit_ns: No further run once runs took so long together.
+        slow_factor: A reading above so many times the roofline estimate is suspected to be disturbed. A slow kernel may be
+            suspected wrongly, which costs only the additional runs.
+        slow_ns: Ops faster than this are never suspected: in them the fixed cost of a call dominates, which no roofline has.
+        slow_repeats: Most runs of a suspected op.
+        slow_limit_ns: No further run of a suspected op once its runs took so long together.
+    """
+
+    repeats: int = 5
+    limit_ns: int = 50_000_000
+    slow_factor: float = 4.0
+    slow_ns: int = 1_000_000
+    slow_repeats: int = 25
+    slow_limit_ns: int = 500_000_000
+
+
+_EFFORT = TimingEffort()
+
+
 class Profiler:
-    """Costs of FX nodes, measured or from the store.
+    """Costs of FX nodes, measured or read from a store.
 
     Args:
-        store: Where measures are kept.
+        store: Where measured costs are kept; the user's cost cache by default.
     """
 
     def __init__(self, store: CostStore | None = None) -> None:
@@ -42,7 +65,7 @@ class Profiler:
         self.known: dict[str, OpCost] = {}
 
     def __call__(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
-        """Cost of each node; nodes of the same signature share one measure."""
+        """Cost of each node; nodes with the same `signature` share one measurement."""
         keys = [signature(n) for n in nodes]
         distinct = {k: n for k, n in zip(keys, nodes, strict=True) if k is not None}
         missing = [k for k in distinct if k not in self.known]
@@ -54,20 +77,24 @@ class Profiler:
             measured = measure_nodes({k: distinct[k] for k in missing})
             self.store.add(measured)
             self.known.update({k: OpCost(estimate_ns(distinct[k]), 0) for k in missing})
-            # Another process may have measured the same op meanwhile: what is in the store counts.
+            # Another process may have measured the same op meanwhile. The first entry of the store counts, so that all
+            # processes plan with the same costs.
             self.known.update(self.store.get(missing))
             _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
-        return [OpCost(*(self.known[k] if k is not None else _alone(n))) for k, n in zip(keys, nodes, strict=True)]
+        return [OpCost(*(self.known[k] if k is not None else _without_running(n))) for k, n in zip(keys, nodes, strict=True)]
 
 
-def _alone(node: fx.Node) -> tuple[int, int]:
-    """Nanoseconds and workspace of what cannot be run alone: gloo, which serves the CPU, copies what a collective returns."""
+def _without_running(node: fx.Node) -> tuple[int, int]:
+    """Nanoseconds and workspace of an op that cannot be run in isolation.
+
+    A collective on the CPU runs in gloo, which copies the result once.
+    """
     copied = is_collective(node) and not _on_cuda(node)
     return estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0
 
 
 def signature(node: fx.Node) -> str | None:
-    """What the cost of an op depends on, as text; None for what cannot be run alone."""
+    """Text of all on which the cost of an op depends; None for an op that cannot be run in isolation."""
     target, args, kwargs = _call(node)
     if not isinstance(target, OpOverload) or is_collective(node):
         return None
@@ -80,26 +107,32 @@ def signature(node: fx.Node) -> str | None:
 
 
 def measure_nodes(nodes: dict[str, fx.Node]) -> dict[str, OpCost]:
-    """Time and workspace of nodes by real runs; nodes that fail are logged and left out.
+    """Measure time and workspace of nodes by running them on tensors of the traced shapes.
+
+    Args:
+        nodes: Signature to node.
+
+    Returns:
+        Signature to cost. Nodes that fail are logged and left out.
 
     Raises:
-        ProfilerBusyError: Workspace on the CPU is to be measured while a torch profiler is on.
+        ProfilerBusyError: Another torch profiler is active.
     """
     if profiler_running():
         raise ProfilerBusyError(
-            f"the workspace of {len(nodes)} ops has to be measured, and a torch profiler is on already",
-            hint="call the compiled function once before profiling it: what is measured is kept",
+            f"the workspace of {len(nodes)} ops has to be measured, and another torch profiler is active",
+            hint="call the compiled function once before you start the profiler: measurements are stored",
         )
     cpu_state = torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     found: dict[str, OpCost] = {}
     try:
         with no_dispatch(), no_modes(), torch.no_grad():
-            times = {k: t for k, n in nodes.items() if (t := _tried(n, _time_ns)) is not None}
+            times = {k: t for k, n in nodes.items() if (t := _measured_or_warned(n, _time_ns)) is not None}
             cpu = {k: nodes[k] for k in times if not _on_cuda(nodes[k])}
             workspaces = _cpu_workspaces(cpu) if cpu else {}
             for k in times:
-                if k not in cpu and (workspace := _tried(nodes[k], _cuda_workspace)) is not None:
+                if k not in cpu and (workspace := _measured_or_warned(nodes[k], _cuda_workspace)) is not None:
                     workspaces[k] = int(workspace)
     finally:
         torch.set_rng_state(cpu_state)
@@ -111,7 +144,7 @@ def measure_nodes(nodes: dict[str, fx.Node]) -> dict[str, OpCost]:
 
 
 def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What a node really calls: random ops that save or replay a state are looked through."""
+    """Target, arguments and keyword arguments to measure; ops that save or replay a random state stand for the op inside."""
     if node.target is run_and_save_rng_state:
         return node.args[0], tuple(node.args[1:]), dict(node.kwargs)
     if node.target is run_with_rng_state:
@@ -126,7 +159,7 @@ def _describe(argument: Any) -> str:
         if isinstance(value, torch.Tensor):
             shape, stride = _layout(value)
             return f"{value.dtype}{shape}{stride}@{value.device.type}"
-        return f"sym {_real(value)}"
+        return f"sym {_materialised(value)}"
     if isinstance(argument, (list, tuple)):
         return "(" + ",".join(_describe(a) for a in argument) + ")"
     if isinstance(argument, dict):
@@ -148,69 +181,74 @@ def _on_cuda(node: fx.Node) -> bool:
     return any(t.device.type == "cuda" for t in leaves(node.meta.get("val")))
 
 
-def _real(value: Any) -> Any:
-    """A real tensor with a traced one's layout, expanded dimensions included."""
+def _materialised(value: Any) -> Any:
+    """A real tensor with the shape and strides of a traced one (expanded dimensions stay expanded), or a plain number."""
     if isinstance(value, torch.Tensor):
         shape, stride = _layout(value)
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
         flat = torch.empty(extent, dtype=value.dtype, device=value.device)
-        # Values matter little: no denormals, no NaN, valid indices, nothing masked.
+        # Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, so that they are
+        # valid indices, and booleans are true, so that a mask masks nothing.
         if value.dtype.is_floating_point or value.dtype.is_complex:
             flat.fill_(0.5) if value.dtype.itemsize == 1 or value.dtype.is_complex else flat.uniform_(0.1, 0.9)
         else:
             flat.fill_(value.dtype is torch.bool)
         return flat.as_strided(shape, stride)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        largest = value_at_largest(value)
+        largest = value_at_upper_bounds(value)
         return value.node.hint if largest is None else largest
     if isinstance(value, (list, tuple)):
-        return type(value)(_real(v) for v in value)
+        return type(value)(_materialised(v) for v in value)
     return value
 
 
-def _prepared(node: fx.Node) -> Callable[[], Any]:
+def _ready_to_run(node: fx.Node) -> Callable[[], Any]:
     target, args, kwargs = _call(node)
-    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _real(n.meta.get("val")))
+    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val")))
     if target is UPDATE:
         parameter, gradient, optimizer, which = real_args
-        update = updates_of(optimizer).rehearsed(which, parameter)
-        update(parameter, gradient)  # the first makes the state, which is resident
+        update = updates_of(optimizer).clone_for_measurement(which, parameter)
+        update(parameter, gradient)  # the first call allocates the optimizer's state, which is resident and not workspace
         return lambda: update(parameter, gradient)
     return lambda: target(*real_args, **real_kwargs)
 
 
-def _tried(node: fx.Node, measure: Callable[[fx.Node], float]) -> float | None:
+def _measured_or_warned(node: fx.Node, measure: Callable[[fx.Node], float]) -> float | None:
     try:
         return measure(node)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
-        _log.warning("%s (%s) could not be measured and is estimated, with no workspace: %s", node.name, node.target, error)
+        _log.warning(
+            "%s (%s) could not be measured; its time is estimated and its workspace taken as 0: %s", node.name, node.target, error
+        )
         return None
 
 
 def _time_ns(node: fx.Node) -> float:
-    run = _prepared(node)
+    run = _ready_to_run(node)
     run()
     if _on_cuda(node):
         return _cuda_time_ns(run)
-    # On one thread the time of the process is free of what others do on the machine. On several, a run waits
-    # for whichever thread was put aside, tens of milliseconds: what looks slow is run again until it is not.
+    # On one thread, the process's CPU time excludes other processes. On several threads wall time has to be used, and a run
+    # waits for any worker thread that the scheduler preempted, tens of milliseconds: a slow reading is repeated.
     clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
-    slow = max(_SLOW * estimate_ns(node), _SLOW_NS)
+    slow = max(_EFFORT.slow_factor * estimate_ns(node), _EFFORT.slow_ns)
     took: list[int] = []
     while True:
         began = clock()
         out = run()
         took.append(clock() - began)
         del out
-        patient = min(took) > slow
-        if len(took) >= (_SLOW_REPEATS if patient else _REPEATS) or sum(took) > (_SLOW_ENOUGH_NS if patient else _ENOUGH_NS):
+        suspected = min(took) > slow
+        repeats = _EFFORT.slow_repeats if suspected else _EFFORT.repeats
+        limit_ns = _EFFORT.slow_limit_ns if suspected else _EFFORT.limit_ns
+        if len(took) >= repeats or sum(took) > limit_ns:
             return min(took)
 
 
 def _cuda_time_ns(run: Callable[[], Any]) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     best = float("inf")
-    for _ in range(_REPEATS):
+    for _ in range(_EFFORT.repeats):
         begin.record()
         out = run()
         end.record()
@@ -221,7 +259,7 @@ def _cuda_time_ns(run: Callable[[], Any]) -> float:
 
 
 def _cuda_workspace(node: fx.Node) -> float:
-    run = _prepared(node)
+    run = _ready_to_run(node)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -233,7 +271,7 @@ def _cuda_workspace(node: fx.Node) -> float:
 
 
 def _new_bytes(node: fx.Node) -> int:
-    """Bytes that an op's outputs newly allocate by the account of the graph."""
+    """Bytes of output storages that are not storages of inputs: the part of an op's peak that is not workspace."""
     _, args, kwargs = _call(node)
     given: set[int] = set()
     fx.map_arg((args, kwargs), lambda n: given.update(storage_key(t) for t in leaves(n.meta.get("val"))))
@@ -242,11 +280,11 @@ def _new_bytes(node: fx.Node) -> int:
 
 
 def _cpu_workspaces(nodes: dict[str, fx.Node]) -> dict[str, int]:
-    """Peak of the CPU allocator during each op beyond its outputs, all in one profiler session."""
+    """Workspace of each op: peak of the CPU allocator while it runs, less its outputs. One profiler session for all ops."""
     began: list[fx.Node] = []
 
     def once(node: fx.Node) -> float:
-        run = _prepared(node)
+        run = _ready_to_run(node)
         began.append(node)
         with torch.profiler.record_function(_RANGE):
             out = run()
@@ -254,6 +292,6 @@ def _cpu_workspaces(nodes: dict[str, fx.Node]) -> dict[str, int]:
         return 0.0
 
     with memory_trace() as trace:
-        ran = [k for k, node in nodes.items() if _tried(node, once) is not None]
-    peaks = dict(zip(began, trace.ranges(_RANGE), strict=True))
+        ran = [k for k, node in nodes.items() if _measured_or_warned(node, once) is not None]
+    peaks = dict(zip(began, trace.peaks_within(_RANGE), strict=True))
     return {k: max(0, peaks[nodes[k]] - _new_bytes(nodes[k])) for k in ran}

@@ -1,4 +1,4 @@
-"""Estimated cost of an op from its arithmetic and its bytes, where it is not measured."""
+"""Roofline estimate of an op's time from its arithmetic and its memory traffic, where it is not measured."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 
 _log = logging.getLogger("checkmate.torch")
-_VIEW_NS = 100  # no kernel, but an entry in the program all the same
+_VIEW_NS = 100
+"""Cost of a view: it runs no kernel, but the dispatcher is called all the same."""
 _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
-def estimated(nodes: Sequence[fx.Node]) -> list[OpCost]:
-    """Costs of nodes on an ordinary processor without running any; their workspace counts as zero."""
+def estimated_costs(nodes: Sequence[fx.Node]) -> list[OpCost]:
+    """Estimated costs of nodes on the ``"CPU"`` device profile, without running any; their workspace counts as zero."""
     return [OpCost(estimate_ns(n), 0) for n in nodes]
 
 
 def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
-    """Nanoseconds that an op takes at least: right in proportion, not in size.
+    """Lower bound on the nanoseconds of an op: ratios between ops are useful, absolute times are not.
 
     Args:
         node: The op.
-        device: Where it runs; an ordinary processor by default.
+        device: The device profile; that of a generic CPU by default.
     """
     device = load_device("CPU") if device is None else device
     given = {storage_key(t): storage_bytes(t) for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
@@ -48,7 +49,7 @@ def _mutable(node: fx.Node) -> bool:
 
 
 def _dtype(node: fx.Node) -> str:
-    """The type that an op computes in, as device profiles name it."""
+    """The type in which an op computes, by its name in device profiles: a torch type, or ``"tf32"``."""
     read = [t.dtype for n in node.all_input_nodes for t in leaves(n.meta.get("val")) if t.dtype.is_floating_point]
     dtype = str(read[0] if read else torch.float32).removeprefix("torch.")
     if dtype != "float32":
@@ -66,12 +67,12 @@ def _flop(node: fx.Node) -> int:
     try:
         return int(formula(*args, **kwargs, out_val=_shaped(node.meta.get("val"))))
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:
-        _log.warning("no arithmetic known for %s: %s", node.target, error)
+        _log.warning("the floating-point operations of %s could not be counted and are taken as 0: %s", node.target, error)
         return 0
 
 
 def _shaped(value: Any) -> Any:
-    """Traced tensors with their sizes as integers: a formula that compared symbols would leave guards behind."""
+    """Meta tensors of traced shapes with integer sizes: a formula that compares symbolic sizes would install guards."""
 
     def known(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Dry steps: a compiled forward and backward run on the real batch, measured, and everything put back."""
+"""Trial steps: run a compiled forward and backward on the real batch, measure its memory, and restore all state."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ _log = logging.getLogger("checkmate.torch")
 _BACKWARD = "checkmate::backward"
 
 
-def measured_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> StepMemory:
-    """Run two steps, the first of which loads and allocates what stays, and measure the second.
+def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> StepMemory:
+    """Run two steps and measure the second; the first loads kernels and allocates buffers that stay.
 
-    Inputs are given as aliases that are leaves of their own: no gradient reaches a parameter, and no hook is called. What a
-    forward overwrites and the random state are put back.
+    Inputs are passed as new leaf tensors that alias them, so that no gradient reaches a parameter and no hook is called.
+    Storages that the forward overwrites and the states of random generators are restored.
 
     Args:
         run: A compiled forward with its backward.
-        inputs: What it was compiled for: real tensors, and numbers.
-        hold_outputs: Whether the caller holds what it returns until the backward is over.
+        inputs: The inputs it was compiled for: real tensors, and numbers.
+        hold_outputs: Whether the caller holds the outputs until the backward is over.
 
     Returns:
-        What the second step took; all that a CUDA device has, if a step ran out of it.
+        Memory of the second step. If a step runs out of memory, all of the CUDA device's: more than any budget.
 
     Raises:
-        ProfilerBusyError: On the CPU, another torch profiler is on.
+        ProfilerBusyError: The inputs are on the CPU and another torch profiler is active.
     """
     if profiler_running():
         raise ProfilerBusyError(
-            "a compiled step has to be measured, and a torch profiler is on already",
-            hint="call the compiled function once before profiling it",
+            "a compiled step has to be measured, and another torch profiler is active",
+            hint="call the compiled function once before you start the profiler",
         )
     with _put_back(inputs), no_modes(), torch.enable_grad():
         try:
             _step(run, inputs, hold_outputs)
             return _measured(run, inputs, hold_outputs)
-        except torch.OutOfMemoryError as error:  # this plan is too large, and another may not be
+        except torch.OutOfMemoryError as error:  # a smaller plan may still fit
             _log.info("a measured step ran out of memory: %s", error)
-        return _all_of_it()
+        return _whole_device()
 
 
-def _all_of_it() -> StepMemory:
+def _whole_device() -> StepMemory:
     torch.cuda.empty_cache()
     _, everything = torch.cuda.mem_get_info()
     return StepMemory(forward_peak_bytes=everything, saved_bytes=everything, backward_peak_bytes=everything, gradient_bytes=0)
@@ -96,12 +96,20 @@ def _measured_on_cuda(run: Callable[..., Any], inputs: Sequence[Any], hold_outpu
 
 
 def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, between: Callable[[], None] | None = None) -> int:
-    """Run a forward and a backward; return the bytes of the gradients that the backward leaves."""
+    """Run a forward and a backward; return the bytes of the gradients that the backward leaves.
+
+    Args:
+        run: The compiled forward.
+        inputs: Its inputs.
+        hold_outputs: Whether the outputs stay alive during the backward.
+        between: Called between forward and backward.
+    """
     leaves = [t.data.requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in inputs]
     results = [r for r in run(*leaves) if isinstance(r, torch.Tensor)]
     losses = [r for r in results if r.requires_grad]
-    # A step has a loss: what it returns besides gets gradients of zeros from AOTAutograd itself. A part of a step has
-    # none, and its gradients come from what follows: expanded scalars take nothing until the backward reads them.
+    # If there is a scalar output it is the loss, and AOTAutograd itself makes zero gradients for the other outputs, as in
+    # the user's step. Without one this is a part of a step, whose gradients come from the graph that follows it: expanded
+    # scalars allocate nothing before the backward reads them.
     losses = [r for r in losses if not r.ndim] or losses
     seeds = [torch.ones((), dtype=r.dtype, device=r.device).expand(r.shape) for r in losses]
     edges = [torch.autograd.graph.get_gradient_edge(r) for r in losses]
@@ -117,7 +125,7 @@ def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, be
 
 @contextmanager
 def _put_back(inputs: Sequence[Any]) -> Iterator[None]:
-    """Restore what a step overwrites, in storages, and the state of every random generator."""
+    """Restore, on leaving, the storages that a step overwrites and the state of every random generator."""
     written = overwritten_inputs(len(inputs))
     chosen = [t for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and (written is None or i in written)]
     storages = {storage_key(t): t.untyped_storage() for t in chosen}
@@ -127,6 +135,7 @@ def _put_back(inputs: Sequence[Any]) -> Iterator[None]:
         try:
             yield
         finally:
-            # By storage: the version of a tensor that an earlier graph saved must stay what it is.
+            # Through the storage and not the tensor: writing a tensor raises its version counter, and the backward of an
+            # earlier graph that saved the tensor would then be refused by autograd.
             for key, storage in storages.items():
                 storage.copy_(saved[key])

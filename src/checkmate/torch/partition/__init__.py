@@ -1,1 +1,1 @@
-"""A plan imposed on a joint graph, split into forward and backward, and its peak counted once more."""
+"""From a plan to FX modules: apply it to the joint graph, partition, and check the peak of what will run."""

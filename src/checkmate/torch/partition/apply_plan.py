@@ -1,7 +1,16 @@
-"""Impose a plan on a joint graph: one node for every computation, in the plan's order, tagged by side.
+"""Apply a plan to a joint graph: emit one node for every computation, in the plan's order, tagged as forward or backward.
 
-Stock partitioning does the rest: every clone is explicit, so nothing is left for it to decide. Frees
-need no imposing either, as boxed FX code frees every tensor after its last use.
+PyTorch's other way in, recompute tags for its partitioner, states which nodes may be recomputed, but not when, how often or in
+which order; the partitioner decides that. Here every recomputation is a separate node, placed where the plan has it, so that
+``default_partition`` finds nothing to decide: it splits at the tags. What would break:
+
+- without ``must_be``/``is`` tags on every node, the partitioner would move ops that depend on inputs alone to the forward, and
+  their results would be saved instead of recomputed;
+- with recompute tags left on nodes, it would hand the graph to the min-cut partitioner, which would ignore the plan;
+- with a module attribute (body of a higher-order op) shared between forward and backward, it would be treated as a value to save.
+
+Frees of the plan need no nodes: boxed FX code frees every tensor after its last use (`checkmate.torch._compat.aot.boxed`), which
+is never later than the plan does. `checkmate.torch.partition.check_peak` verifies the outcome.
 """
 
 from __future__ import annotations
@@ -13,27 +22,37 @@ import torch
 from torch import fx
 
 from checkmate.core.plan import Plan
-from checkmate.torch.graph.op_properties import BATCH_NORM_NO_STATS, facts, trains_batch_norm, unused_arguments
-from checkmate.torch.graph.rng import emit_replay, emit_saving
+from checkmate.torch.graph.op_properties import BATCH_NORM_NO_STATS, op_properties, trains_batch_norm, unused_arguments
+from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.joint.capture import Capture, Member
 
 _RECOMPUTE_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
-def impose(capture: Capture, plan: Plan) -> fx.GraphModule:
-    """The joint module that computes what a plan says, in its order.
+def apply_plan(capture: Capture, plan: Plan) -> fx.GraphModule:
+    """Build the joint module that runs a plan.
 
     Args:
         capture: The captured graph; its joint module is not changed.
         plan: A valid plan of ``capture.graph``.
 
     Returns:
-        A new joint module, ready to be split into forward and backward; the graph of a whole step is ready to run.
+        A new joint module, ready for ``default_partition``; that of a whole step is ready to run.
     """
     return _Writer(capture, plan).write()
 
 
 class _Writer:
+    """Emits the nodes of a plan.
+
+    Attributes:
+        times: Op to the number of its computations.
+        env: Node of the original graph to its newest copy. Readers take the newest, as in the core's definition of a plan.
+        done: Ops that were computed at least once.
+        state: Random op to the node of its saved generator state.
+        backward: Whether the boundary was passed.
+    """
+
     def __init__(self, capture: Capture, plan: Plan) -> None:
         self.capture = capture
         self.order = plan.order
@@ -70,7 +89,8 @@ class _Writer:
         node = member.node
         assert node is not None
         for used in node.all_input_nodes:
-            # Bodies of higher-order ops are emitted at each use: before the boundary they would be saved.
+            # The body of a higher-order op gets a get_attr node at each use. One node in the forward, read by the backward,
+            # would be an output of the forward, and a module cannot be one.
             if self._is_module(used):
                 self._tag(self._copy(used), used)
         first = o not in self.done
@@ -80,13 +100,15 @@ class _Writer:
         kwargs = {k: self._now(v) for k, v in node.kwargs.items()}
         emitted: list[fx.Node]
         getitems = member.getitems
-        if self.times[o] > 1 and facts(node).random:
+        if self.times[o] > 1 and op_properties(node).random:
             if first:
-                new, self.state[o], emitted = emit_saving(self.graph, node, args, kwargs)
+                new, self.state[o], emitted = emit_with_saved_state(self.graph, node, args, kwargs)
             else:
                 new = emit_replay(self.graph, node, self.state[o], args, kwargs)
                 emitted = [new]
         elif trains_batch_norm(node) and not with_stats:
+            # Equal to the bit in its outputs 0 to 2, and does not read the running statistics, which the step may have
+            # overwritten since the first computation.
             x, weight, bias, _, _, _, momentum, eps = args
             new = self.graph.call_function(BATCH_NORM_NO_STATS, (x, weight, bias, True, momentum, eps))
             new.meta = {**node.meta, "val": tuple(node.meta["val"][:3])}
@@ -103,6 +125,11 @@ class _Writer:
             self._tag(each, node)
 
     def _tag(self, emitted: fx.Node, origin: fx.Node) -> None:
+        """Set the side on which ``default_partition`` puts a node.
+
+        AOTAutograd marks some nodes as ``must_be_in_forward`` or ``must_be_in_backward``, such as mutations of inputs. A
+        computation on the other side is a recomputation, which gets the plain tag of its side.
+        """
         for tag in _RECOMPUTE_TAGS:
             emitted.meta.pop(tag, None)
         if self.capture.graph.boundary is None:
@@ -114,10 +141,9 @@ class _Writer:
         emitted.meta["partitioner_tag"] = f"must_be_in_{side}" if must else f"is_{side}"
 
     def _stats_readers(self) -> set[int]:
-        """Positions of the BatchNorm computations whose new running statistics somebody reads.
+        """Positions in the plan of the BatchNorm computations whose new running statistics are used.
 
-        All the others compute without them, so that they neither touch statistics that have been
-        updated since nor make what is not needed.
+        Only these update the statistics. Were every computation to do so, a recomputed BatchNorm would update them twice.
         """
         graph, members = self.capture.graph, self.capture.members
         norms = {o for o, m in enumerate(members) if m.node is not None and trains_batch_norm(m.node)}
@@ -145,14 +171,20 @@ class _Writer:
         return node.op == "get_attr" and isinstance(getattr(self.capture.joint, str(node.target), None), torch.nn.Module)
 
 
-def strip_dead_random(module: fx.GraphModule) -> int:
-    """Remove random ops that nobody reads from a backward module; return how many.
+def eliminate_dead_rng(module: fx.GraphModule) -> int:
+    """Remove unused random ops from a backward module; ``default_partition`` keeps them, since they are impure.
 
-    Only there: in the forward they advance the generator as the user's program does.
+    Not to be used on a forward module: there an unused random op advances the generator, as the user's program does.
+
+    Args:
+        module: The backward module; changed in place.
+
+    Returns:
+        The number of ops removed.
     """
     dead = 0
     for node in reversed(list(module.graph.nodes)):
-        if node.op == "call_function" and not node.users and facts(node).random:
+        if node.op == "call_function" and not node.users and op_properties(node).random:
             module.graph.erase_node(node)
             dead += 1
     if dead:

@@ -1,4 +1,4 @@
-"""From a graph of AOTAutograd to what runs: capture, plan, impose, split where there is a boundary, count again."""
+"""From AOTAutograd's graph to the modules that run: prepare, capture, plan, apply the plan, partition, check the peak."""
 
 from __future__ import annotations
 
@@ -16,43 +16,62 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.aot import default_partition
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
-from checkmate.torch.partition.apply_plan import impose, strip_dead_random
-from checkmate.torch.partition.check_peak import SplitError, recount, recount_whole
-from checkmate.torch.passes.optimizer_in_backward import take_updates
+from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
+from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
+from checkmate.torch.passes.optimizer_in_backward import apply_optimizer_in_backward
 from checkmate.torch.passes.prepare import prepare
 
 _log = logging.getLogger("checkmate.torch")
-_SLACK_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakTolerance:
+    """By how much the peak of the modules may differ from the planned one.
+
+    Attributes:
+        above_bytes: A larger excess is a `SplitError`. Room for four scalars of the widest type: an excess that small breaks no
+            budget, and is no reason to stop a step.
+        below_share: Excess of the plan that is not worth a warning. A plan may count more than runs: the state of a random op
+            that is never replayed, and running statistics that a recomputed BatchNorm does not write.
+        below_bytes: The same in bytes, for small graphs: thirteen states of the CPU's generator.
+    """
+
+    above_bytes: int = 64
+    below_share: float = 0.01
+    below_bytes: int = 65536
+
+
+_TOLERANCE = PeakTolerance()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """How one graph is to be split.
+    """How one graph is to be planned and partitioned.
 
     Attributes:
-        costs: Costs of nodes.
-        plan: Finds the plan of what was captured, and says for which graph: with other costs or more memory, if ranks agreed on
-            those. May note on captured nodes what a compiler is to mind.
+        costs: Maps nodes to costs.
+        plan: Maps the capture to a plan, and to the graph that the plan is for: with other costs or more memory, if ranks agreed
+            on those. It may leave hints for a compiler in the metadata of captured nodes.
         hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
-        split_convolutions: Whether a convolution's backward is made two ops.
-        respect: Whether checkpointed regions are computed again, and never held.
-        no_recompute: Names of ops that run once.
-        extra_resident_bytes: What is resident besides the graph's inputs.
-        on_planned: Told the captured graph and its plan before anything runs.
-        relabel: Makes a graph's traced tensors those of another device, in place.
-        lay_out: A graph with other layouts of its tensors.
+        split_convolutions: Whether the backward of a convolution is split into one op per gradient.
+        honours_checkpoints: Whether checkpointed regions are recomputed, and never held.
+        no_recompute: Names of ops that must run once.
+        extra_resident_bytes: Resident bytes besides the graph's inputs.
+        on_planned: Called with the captured graph and its plan before anything runs.
+        relabel: Moves the fake tensors of a graph to another device, in place.
+        layout_pass: Returns a graph whose tensors have other layouts.
     """
 
     costs: Costs
     plan: Callable[[Capture], tuple[Graph, Result]]
     hold_outputs: bool
     split_convolutions: bool
-    respect: bool
+    honours_checkpoints: bool
     no_recompute: frozenset[str]
     extra_resident_bytes: int
     on_planned: Callable[[Capture, Result], None]
     relabel: Callable[[fx.Graph], None] = lambda graph: None
-    lay_out: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
+    layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
 
 
 def partition(
@@ -63,32 +82,35 @@ def partition(
     task: Task,
     **rest: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward modules that run a plan.
+    """Forward and backward modules that run a plan: a ``partition_fn`` of AOTAutograd.
 
     Args:
-        joint: The joint module; untouched if planning fails.
+        joint: The joint module; unchanged if planning fails.
         joint_inputs: Its traced inputs; empty for the body of a higher-order op.
-        num_fwd_outputs: How many of its outputs belong to the forward.
-        task: How to split.
-        rest: What AOTAutograd hands to a partitioner besides.
+        num_fwd_outputs: How many of its outputs are outputs of the forward.
+        task: How to plan and partition.
+        rest: Further keyword arguments from AOTAutograd, passed on to ``default_partition``.
+
+    Returns:
+        The forward module and the backward module.
 
     Raises:
         GraphError: The graph is the body of a higher-order op.
-        SplitError: What would run takes other memory than planned.
-        CheckmateError: No plan.
+        SplitError: The modules would take more memory than planned.
+        CheckmateError: No plan was found.
     """
     if not joint_inputs:
         raise GraphError(
             "the step has a higher-order op whose body AOTAutograd differentiates by itself, which cannot be planned",
-            hint="take the higher-order op out of what is compiled",
+            hint="exclude the module that calls it from compilation: torch.compiler.disable(module)",
         )
     began = time.perf_counter()
     prepared = prepare(
         joint,
         split_convolutions=task.split_convolutions,
-        respect=task.respect,
+        honours_checkpoints=task.honours_checkpoints,
         no_recompute=task.no_recompute,
-        lay_out=task.lay_out,
+        layout_pass=task.layout_pass,
     )
     task.relabel(prepared.graph)
     capture = capture_joint(
@@ -100,35 +122,35 @@ def partition(
         extra_resident_bytes=task.extra_resident_bytes,
     )
     capture, result = _planned(capture, task)
-    imposed = impose(capture, result.plan)
+    imposed = apply_plan(capture, result.plan)
     forward, backward = default_partition(imposed, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-    strip_dead_random(backward)
-    _compare(capture, result, recount(forward, backward, num_fwd_outputs, task.costs, hold_outputs=task.hold_outputs))
+    eliminate_dead_rng(backward)
+    _check_peak(capture, result, peak_of_split(forward, backward, num_fwd_outputs, task.costs, hold_outputs=task.hold_outputs))
     task.on_planned(capture, result)
     _log.debug("split in %.1f s", time.perf_counter() - began)
     return forward, backward
 
 
-def whole(module: fx.GraphModule, task: Task) -> fx.GraphModule:
-    """The module of a whole step that runs a plan; the one that came is untouched.
+def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
+    """The module of a whole step that runs a plan; the given module is not changed.
 
     Args:
-        module: Forward, backward and marked gradients in one graph, as AOTAutograd hands it to an inference compiler.
+        module: Forward, backward and marked gradients in one graph, as AOTAutograd passes it to an inference compiler.
         task: How to plan it.
 
     Raises:
-        SplitError: What would run takes other memory than planned.
-        CheckmateError: No plan.
+        SplitError: The module would take more memory than planned.
+        CheckmateError: No plan was found.
     """
     prepared = prepare(module, split_convolutions=task.split_convolutions)
-    take_updates(prepared)
+    apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
     capture = capture_joint(
         prepared, None, task.costs, no_recompute=task.no_recompute, extra_resident_bytes=task.extra_resident_bytes
     )
     capture, result = _planned(capture, task)
-    imposed = impose(capture, result.plan)
-    _compare(capture, result, recount_whole(imposed, task.costs))
+    imposed = apply_plan(capture, result.plan)
+    _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))
     task.on_planned(capture, result)
     return imposed
 
@@ -138,15 +160,13 @@ def _planned(capture: Capture, task: Task) -> tuple[Capture, Result]:
     return replace(capture, graph=graph), result
 
 
-def _compare(capture: Capture, result: Result, counted: int) -> None:
+def _check_peak(capture: Capture, result: Result, counted: int) -> None:
     planned = result.peak_bytes - capture.graph.resident_bytes
-    if counted > planned + _SLACK_BYTES:
+    if counted > planned + _TOLERANCE.above_bytes:
         raise SplitError(
-            f"the step as split takes {format_bytes(counted)} ({counted} bytes) above what is resident, and its plan "
+            f"the partitioned step takes {format_bytes(counted)} ({counted} bytes) above resident memory, and its plan "
             f"{format_bytes(planned)} ({planned} bytes); nothing has run",
-            hint="this is a bug of checkmate: please report it with the model",
+            hint="this is a bug of checkmate: please report it with the model, and compile without a budget until it is fixed",
         )
-    # A plan may count more than what runs: a random op's replay where it is not replayed, or running
-    # statistics that a recomputation does not make.
-    if counted < 0.99 * planned - 65536:
-        _log.warning("the step as split takes %s, its plan %s", format_bytes(counted), format_bytes(planned))
+    if counted < (1 - _TOLERANCE.below_share) * planned - _TOLERANCE.below_bytes:
+        _log.warning("the partitioned step takes %s, its plan %s", format_bytes(counted), format_bytes(planned))

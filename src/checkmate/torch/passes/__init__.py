@@ -1,1 +1,1 @@
-"""Rewrites of a joint FX graph before it is planned."""
+"""Graph passes: rewrites of an FX graph before it is planned."""

@@ -1,8 +1,12 @@
-"""Regions under ``torch.utils.checkpoint`` as the user meant them: computed again in the backward, and not held for it.
+"""``checkpoints="respected"``: recompute regions under ``torch.utils.checkpoint`` in the backward, and never keep them.
 
-By default such a region is a hint, and a plan may keep what it likes. To respect it, what the backward of a region
-reads of it is made by ops of its own, which come after the boundary; a planner has nothing left to decide there, and
-decides on the rest.
+AOTAutograd traces through ``torch.utils.checkpoint`` and leaves tags on the ops of a region: ``recompute`` (the policy) and
+``ac_graph_id`` (which region). By default they are hints, and a plan may keep what it likes. To enforce them, this pass
+gives the backward its own copies of the region's ops that it reads, after the boundary, and marks the originals as
+``FORWARD_ONLY``. The planner sees an ordinary graph in which no value of the region crosses the boundary.
+
+The alternative, a constraint "this value is not live at the boundary", would need support in every solver, bound and
+validator (docs/decisions/0044).
 """
 
 from __future__ import annotations
@@ -17,103 +21,130 @@ from torch.utils.checkpoint import CheckpointPolicy
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator, detect_fake_mode
 from checkmate.torch.graph.mutations import mutators, overwriters
-from checkmate.torch.graph.op_properties import FORWARD_ONLY, facts, names, trains_batch_norm
-from checkmate.torch.graph.rng import emit_replay, emit_saving
+from checkmate.torch.graph.op_properties import FORWARD_ONLY, op_names, op_properties, trains_batch_norm
+from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.graph.storages import leaves, storage_key
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _TAGS = ("recompute", "ac_graph_id", FORWARD_ONLY)
-_UNKNOWN = -1
+_UNKNOWN = -1  # region of a backward op whose forward op is not known; sequence numbers and region ids are never negative
 
 
-def respect_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> int:
-    """Give the backward of every checkpointed region ops of its own for what it reads of the region.
+def honour_checkpoints(graph: fx.Graph, no_recompute: frozenset[str]) -> int:
+    """Copy the ops of checkpointed regions into the backward, for the backward ops of the same region.
 
-    What other parts of the step read of a region, its result above all, is held as elsewhere. So is what cannot be
-    computed again: what must be saved, effects, readers of what the step overwrites, higher-order ops.
+    Values of a region that other parts of the step read, above all its result, are treated like any other value. So are
+    those that cannot be recomputed: of ops with the policy "must save", with side effects, that read a storage that the
+    step overwrites, and of higher-order ops.
+
+    Which backward op belongs to which region follows from ``seq_nr``. Autograd numbers the nodes of its graph in the order
+    of creation; AOTAutograd writes that number on the forward op and on the backward ops of the same autograd node. So a
+    backward op has the region of the first forward op of its number. Two cases need care:
+
+    - A forward op that creates no autograd node has the current number, that of the op before it, which may lie outside of
+      its region. Only the first op with a number decides, hence ``setdefault``.
+    - A backward op without a known number, such as a sum of gradients, may belong to any region. It reads the copy: reading
+      the original would keep it alive across the boundary, which is what the user asked to avoid.
+
+    A backward op of another region reads the original, which is then held, as eager mode holds what a later op saved.
+    Reading a copy there would be correct as well, but would recompute what eager mode does not.
 
     Args:
         graph: A joint graph; changed in place.
-        no_recompute: Names of ops that run once.
+        no_recompute: Names of ops that must run once.
 
     Returns:
-        How many ops it got.
+        The number of ops that the backward recomputes.
     """
     nodes = list(graph.nodes)
     backward = _backward(nodes)
     forward = [n for n in nodes if n.op == "call_function" and n not in backward]
-    known = mutators((i, n, facts(n)) for i, n in enumerate(nodes) if n.op == "call_function")
+    known = mutators((i, n, op_properties(n)) for i, n in enumerate(nodes) if n.op == "call_function")
     marked: dict[fx.Node, int] = {}
-    regions: dict[int, int | None] = {}  # autograd's number of an op -> its region
+    regions: dict[int, int | None] = {}  # seq_nr -> region
     for node in forward:
         if "seq_nr" in node.meta:
-            # What needs no gradient has the number of the op before it.
             regions.setdefault(node.meta["seq_nr"], node.meta.get("ac_graph_id"))
+        # A recomputation after the overwrite would read new numbers. BatchNorm is exempt: its recomputation is the variant
+        # without running statistics, which are all that it overwrites.
         overwritten = not trains_batch_norm(node) and any(True for _ in overwriters(node, known))
-        if _may_be_again(node, marked, no_recompute) and not overwritten:
+        if _is_recomputable(node, marked, no_recompute) and not overwritten:
             marked[node] = node.meta["ac_graph_id"]
-            node.meta[FORWARD_ONLY] = _owns(node)
-    writer = _Writer(graph, marked)
+            node.meta[FORWARD_ONLY] = _allocates(node)
+    writer = _RegionRecomputation(graph, marked)
     for reader in nodes:
         if reader in backward and reader.op == "call_function":
             here = regions.get(reader.meta.get("seq_nr", _UNKNOWN), _UNKNOWN)
-            writer.serve(reader, [n for n in reader.all_input_nodes if n in marked and here in (_UNKNOWN, marked[n])])
+            writer.recompute_for(reader, [n for n in reader.all_input_nodes if n in marked and here in (_UNKNOWN, marked[n])])
     return writer.finish()
 
 
-class _Writer:
+class _RegionRecomputation:
+    """Emits copies of region ops into the backward.
+
+    Args:
+        graph: The joint graph.
+        marked: Ops that may be recomputed, and their regions.
+    """
+
     def __init__(self, graph: fx.Graph, marked: dict[fx.Node, int]) -> None:
         self.graph = graph
         self.marked = marked
         self.position = {n: i for i, n in enumerate(graph.nodes)}
-        self.again: dict[fx.Node, fx.Node] = {}
-        self.instead: dict[fx.Node, fx.Node] = {}  # random op -> what is read since its state is saved
+        self.recomputed: dict[fx.Node, fx.Node] = {}  # op -> its copy in the backward
+        self.replacement: dict[fx.Node, fx.Node] = {}  # random op -> output of the op that replaced it to save the RNG state
 
-    def serve(self, reader: fx.Node, own: list[fx.Node]) -> None:
-        """Make what a reader reads of its region, and what that takes, right before it."""
+    def recompute_for(self, reader: fx.Node, own: list[fx.Node]) -> None:
+        """Recompute region values that ``reader`` uses, with their dependencies, immediately before it.
+
+        Args:
+            reader: An op of the backward.
+            own: Its inputs that are to be recomputed.
+        """
         stack, needed = list(own), set[fx.Node]()
         while stack:
             node = stack.pop()
-            if node not in needed and node not in self.again:
+            if node not in needed and node not in self.recomputed:
                 needed.add(node)
                 stack += [i for i in node.all_input_nodes if self._same_region(i, node)]
         for node in sorted(needed, key=self.position.__getitem__):
-            self._compute_again(node, reader)
+            self._recompute(node, reader)
         for node in own:
-            read = self.instead.get(node, node)
-            reader.replace_input_with(read, self.again[read])
+            read = self.replacement.get(node, node)
+            reader.replace_input_with(read, self.recomputed[read])
 
     def finish(self) -> int:
-        """Drop what nobody reads any more."""
+        """Remove getitems without users; return the number of recomputed ops."""
         for node in reversed(list(self.marked)):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
-        return len(self.again)
+        return len(self.recomputed)
 
     def _same_region(self, read: fx.Node, node: fx.Node) -> bool:
         return read in self.marked and self.marked[read] == self.marked[node]
 
-    def _compute_again(self, node: fx.Node, reader: fx.Node) -> None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.again[n] if self._same_region(n, node) else n)
+    def _recompute(self, node: fx.Node, reader: fx.Node) -> None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.recomputed[n] if self._same_region(n, node) else n)
         value = _computed(node, args, kwargs)
         meta = {k: v for k, v in node.meta.items() if k not in _TAGS} | {"partitioner_tag": "is_backward", "val": value}
-        if facts(node).random:
+        if op_properties(node).random:
             with self.graph.inserting_before(node):
-                output, state, _ = emit_saving(self.graph, node, node.args, node.kwargs)
+                output, state, _ = emit_with_saved_state(self.graph, node, node.args, node.kwargs)
             with self.graph.inserting_before(reader):
                 new = emit_replay(self.graph, node, state, args, kwargs)
             node.replace_all_uses_with(output)
             self.graph.erase_node(node)
             self.marked[output] = self.marked.pop(node)
-            self.instead[node] = node = output
+            self.replacement[node] = node = output
         else:
             with self.graph.inserting_before(reader):
                 new = self.graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_again")
         new.meta = meta
-        self.again[node] = new
+        self.recomputed[node] = new
 
 
 def _backward(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Nodes of the backward: tagged by AOTAutograd, tangents, and all that depends on either."""
     found: set[fx.Node] = set()
     for node in nodes:
         tagged = "backward" in str(node.meta.get("partitioner_tag", ""))
@@ -122,28 +153,31 @@ def _backward(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _may_be_again(node: fx.Node, marked: dict[fx.Node, int], no_recompute: frozenset[str]) -> bool:
+def _is_recomputable(node: fx.Node, marked: dict[fx.Node, int], no_recompute: frozenset[str]) -> bool:
     if node.meta.get("recompute") not in _RECOMPUTE or "ac_graph_id" not in node.meta:
         return False
     if node.target is operator.getitem:
         return node.args[0] in marked
-    known = facts(node)
+    known = op_properties(node)
     return (
         not known.pinned
         and not isinstance(node.target, HigherOrderOperator)
         and bool(leaves(node.meta.get("val")))
-        and no_recompute.isdisjoint(names(node))
+        and no_recompute.isdisjoint(op_names(node))
     )
 
 
-def _owns(node: fx.Node) -> bool:
-    """Whether an op makes storage: views are made where they are read."""
+def _allocates(node: fx.Node) -> bool:
+    """Whether an op allocates storage. Views need no `FORWARD_ONLY`: a planner may create them wherever they are read."""
     given = {storage_key(t) for i in node.all_input_nodes for t in leaves(i.meta.get("val"))}
     return any(storage_key(t) not in given for t in leaves(node.meta.get("val")))
 
 
 def _computed(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What an op returns, traced once more: storages of its own."""
+    """The fake result of an op, traced again.
+
+    A copied result would share its storages with the original, and the planner would take both for one allocation.
+    """
     mode = detect_fake_mode(node.meta["val"])
     assert mode is not None
     with mode, torch.no_grad():

@@ -1,4 +1,4 @@
-"""Nested compiled regions, put back into the graph around them."""
+"""Inline ``nested_compile_region`` calls into the graph that calls them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from checkmate.torch._compat.dispatch import invoke_subgraph
 
 
 def inline_regions(gm: fx.GraphModule) -> int:
-    """Replace every call of a ``nested_compile_region`` in a graph of Dynamo by the ops of its body.
+    """Replace every call of a ``nested_compile_region`` in a Dynamo graph by the ops of its body.
 
-    AOTAutograd would split each body by itself, the same way at every call, where a plan may keep in one
-    layer what it computes again in the next.
+    AOTAutograd would partition each body separately and identically at every call. A plan over the inlined ops can keep
+    values in one layer that it recomputes in the next.
 
     Args:
-        gm: The graph; changed in place.
+        gm: The graph module; changed in place.
 
     Returns:
-        How many calls were replaced.
+        The number of calls replaced.
     """
     calls = 0
     for module in reversed([m for m in gm.modules() if isinstance(m, fx.GraphModule)]):

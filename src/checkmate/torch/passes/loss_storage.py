@@ -1,4 +1,4 @@
-"""Correct the storages of reduced losses in a traced graph."""
+"""Correct the storage sizes of reduced losses in a traced graph."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ _LOSSES = (
 
 
 def correct_loss_storages(graph: fx.Graph) -> None:
-    """Give reduced losses the storage that they have: that of every element, of which the scalar is the first.
+    """Give the scalar result of a reduced loss the storage that its CPU kernel allocates: one element per input element.
 
-    Their kernels write the loss of each element where the result goes and then reduce it there, and a traced
-    tensor does not know. Nothing else in the op database of torch does so.
+    The kernels write the elementwise loss into the result and reduce it in place (``aten/src/ATen/native/Loss.cpp``), so that
+    the scalar keeps the larger storage alive. Fake tensors do not show this, and the plan would be short by the size of
+    the prediction. A test compares every op of torch's own op database; only these do so.
+
+    Args:
+        graph: A joint graph; the fake tensors in its metadata are resized in place.
     """
     for loss in _LOSSES:
         for node in graph.find_nodes(op="call_function", target=loss):

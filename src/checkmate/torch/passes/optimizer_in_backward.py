@@ -1,4 +1,7 @@
-"""Updates in the graph of a whole step, each where its gradient is born."""
+"""Optimizer in backward: each parameter's update as soon as its gradient is complete, in the graph of a whole step.
+
+PyTorch has the same idea for eager mode, as hooks: ``torch.distributed.optim._apply_optimizer_in_backward``.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,24 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from checkmate.torch.graph.op_properties import facts
-from checkmate.torch.graph.optimizer_ops import BORN, UPDATE
+from checkmate.torch.graph.op_properties import op_properties
+from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, UPDATE
 from checkmate.torch.graph.storages import leaves, storage_key
 
 
-def take_updates(module: fx.GraphModule) -> None:
-    """Make an update of every gradient that is marked, and move every mutation as early as it may be.
+def apply_optimizer_in_backward(module: fx.GraphModule) -> None:
+    """Replace gradient markers by parameter updates, and move every mutation to the earliest position that is correct.
 
-    AOTAutograd puts what overwrites an input at the end of the graph, and the markers stand there too: all
-    gradients would live until then. A mutation may go before all that does not read what it
-    overwrites; so gradients are consumed one by one.
+    AOTAutograd places mutations of inputs at the end of the graph, where the markers stand too: all gradients would be
+    alive there at once. A mutation commutes with every op that does not read or write the overwritten storage, so that it
+    can move up to the last op that does, and gradients are freed one by one.
 
     Args:
-        module: The graph of a whole step as AOTAutograd made it; changed in place. Instead of what the markers
-            returned, it returns the loss again: with dynamic shapes AOTAutograd wants a tensor of every output.
+        module: The graph of a whole step as AOTAutograd made it; changed in place. In place of the markers' results it
+            returns the loss again, because with dynamic shapes AOTAutograd requires every output to be a tensor.
     """
     graph = module.graph
-    markers = graph.find_nodes(op="call_function", target=BORN)
+    markers = graph.find_nodes(op="call_function", target=GRADIENT_READY)
     loss = [out for out in graph.output_node().args[0] if out not in markers][-1]  # type: ignore[union-attr]
     for marker in markers:
         with graph.inserting_before(marker):
@@ -38,7 +41,7 @@ def take_updates(module: fx.GraphModule) -> None:
 
 
 def _hoist(graph: fx.Graph) -> None:
-    """Place each mutation right after its operands and the last of those that must come before it."""
+    """Place each mutation directly after the last of its operands and of the ops that read what it overwrites."""
     readers: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         for key in _storages(node.all_input_nodes):
@@ -49,14 +52,14 @@ def _hoist(graph: fx.Graph) -> None:
         assert isinstance(target, fx.Node)
         before = [r for key in _storages([target]) for r in readers[key] if r is not node and r.op == "call_function"]
         if any(order[r] > order[node] for r in before):
-            continue  # read again after it: it stays where it is
+            continue  # a later op reads the new value: moving could pass one that must read the old
         last = max([*before, *node.all_input_nodes], key=order.__getitem__)
         if last.op != "placeholder":
             last.append(node)
 
 
 def _moves(node: fx.Node) -> bool:
-    known = facts(node)
+    known = op_properties(node)
     return known.mutates == (0,) and not known.sequenced
 
 

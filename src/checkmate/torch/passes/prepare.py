@@ -1,4 +1,8 @@
-"""Rewrites of a joint graph before it is planned: they change the choice of plans, and no bit, if layouts stay."""
+"""All passes on a joint graph before it is planned.
+
+They widen or narrow the choice of plans. Results are bitwise those of the original graph, unless a layout pass changes
+the order of sums.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from collections.abc import Callable
 
 from torch import fx
 
-from checkmate.torch.graph.copy import copied
-from checkmate.torch.passes.activation_checkpoint import respect_checkpoints
+from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch.passes.activation_checkpoint import honour_checkpoints
 from checkmate.torch.passes.convolution_backward import split_convolution_backward
 from checkmate.torch.passes.loss_storage import correct_loss_storages
 
@@ -16,24 +20,25 @@ def prepare(
     joint: fx.GraphModule,
     *,
     split_convolutions: bool,
-    respect: bool = False,
+    honours_checkpoints: bool = False,
     no_recompute: frozenset[str] = frozenset(),
-    lay_out: Callable[[fx.Graph], fx.Graph] = lambda graph: graph,
+    layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph,
 ) -> fx.GraphModule:
-    """A copy of a joint module with the rewrites applied; the original stays as it is, but for `correct_loss_storages`.
+    """A copy of a joint module with the passes applied.
 
     Args:
-        joint: The joint module.
-        split_convolutions: See `split_convolution_backward`.
-        respect: Whether checkpointed regions are walls; see `respect_checkpoints`.
-        no_recompute: Names of ops that run once.
-        lay_out: Gives tensors other layouts.
+        joint: The joint module. It is not changed, except for the sizes corrected by `correct_loss_storages`, since its fake
+            tensors are shared with the copy.
+        split_convolutions: Whether to apply `split_convolution_backward`.
+        honours_checkpoints: Whether checkpointed regions are recomputed and never kept; see `honour_checkpoints`.
+        no_recompute: Names of ops that must run once.
+        layout_pass: Applied first; returns a graph whose tensors have other layouts.
     """
-    graph = lay_out(copied(joint.graph))
+    graph = layout_pass(copy_graph(joint.graph))
     if split_convolutions:
         split_convolution_backward(graph)
-    if respect:
-        respect_checkpoints(graph, no_recompute)
+    if honours_checkpoints:
+        honour_checkpoints(graph, no_recompute)
     correct_loss_storages(graph)
     graph.lint()
     return fx.GraphModule(joint, graph)

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import OptionError
-from checkmate.torch.graph.optimizer_ops import BORN, Updates
+from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, Updates
 
 Loss = Callable[..., torch.Tensor]
 Program = Callable[..., tuple[Any, torch.Tensor]]
@@ -72,7 +72,9 @@ def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, 
         with torch.no_grad():
             if clip_norm is not None:
                 found = _clipped(found, clip_norm)
-            marks = [BORN(p, g, key, i) for i, (p, g) in enumerate(zip(parameters, found, strict=True)) if g is not None]
+            marks = [
+                GRADIENT_READY(p, g, key, i) for i, (p, g) in enumerate(zip(parameters, found, strict=True)) if g is not None
+            ]
         return _joined(predictions), value, marks
 
     return own_code(step)

@@ -22,15 +22,15 @@ from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import PlanSource
 from checkmate.solvers.session import Solver
-from checkmate.torch._compat.distributed import DistributedDataParallel, inside_data_parallel, is_sharded
-from checkmate.torch._compat.dynamo import Carrier, Unsupported, dynamo_config
+from checkmate.torch._compat.distributed import DistributedDataParallel, inside_ddp_forward, uses_fsdp
+from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, dynamo_config
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
-from checkmate.torch.distributed.wrappers import through
-from checkmate.torch.emulate.autocast import cuda_rules
-from checkmate.torch.emulate.device import Target
-from checkmate.torch.emulate.fake_inputs import lent
-from checkmate.torch.graph.optimizer_ops import Updates, why_not
+from checkmate.torch.distributed.wrappers import run_inside_ddp
+from checkmate.torch.emulate.autocast import cuda_autocast_rules
+from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.emulate.fake_inputs import fake_inputs
+from checkmate.torch.graph.optimizer_ops import Updates, unsupported_reason
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
@@ -77,7 +77,7 @@ class Recipe:
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """What the program is traced in, without a word to other ranks."""
-        return contextlib.nullcontext() if self.wrapped is None else inside_data_parallel(self.wrapped)
+        return contextlib.nullcontext() if self.wrapped is None else inside_ddp_forward(self.wrapped)
 
 
 class Step:
@@ -113,7 +113,7 @@ class Step:
         with contextlib.suppress(_Done), recipe.tracing():
             self._batch(example)
         if recipe.wrapped is not None:
-            self._run = through(recipe.wrapped, self._run)
+            self._run = run_inside_ddp(recipe.wrapped, self._run)
         capture, result = self._planned[0]
         self.graph, self.plan, self.result = capture.graph, result.plan, result
         self._armed = True
@@ -291,15 +291,15 @@ def capture(
         GraphBreakError: The step cannot be traced as one graph.
         OptionError: No such device is known.
     """
-    target = None if device is None else Target(load_device(device), measured=Profiler())
+    target = None if device is None else EmulatedDevice(load_device(device), cpu_costs=Profiler())
     granule = 1 if target is None else target.device.granule_bytes
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs)
-    with lent(checked(example, loss), model, loss, optimizer) as batch:
+    with fake_inputs(checked(example, loss), model, loss, optimizer) as batch:
         recipe = recipe_of(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
         return captured(recipe, batch, options, target)
 
 
-def captured(recipe: Recipe, batch: Example, options: Options, target: Target | None = None) -> Graph:
+def captured(recipe: Recipe, batch: Example, options: Options, target: EmulatedDevice | None = None) -> Graph:
     """The graph of a step, by a recipe.
 
     Args:
@@ -312,13 +312,13 @@ def captured(recipe: Recipe, batch: Example, options: Options, target: Target | 
     def stop(graph: Graph) -> Result:
         done = _Done()
         done.graph = graph
-        raise Carrier(done)
+        raise DynamoTransparentError(done)
 
     hooks = Hooks(planner=stop, inference=False, whole=recipe.whole, target=target)
     backend = functools.partial(compile_graph, options=options, hooks=hooks)
     run = torch.compile(recipe.program, backend=backend, fullgraph=True, dynamic=False)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    rules = cuda_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
+    rules = cuda_autocast_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
     try:
         with recipe.tracing(), rules:
             _traced(functools.partial(run, args, kwargs))
@@ -345,7 +345,7 @@ def recipe_of(
     cut_evenly(example, micro_batches)
     if clip_norm is not None and not clip_norm > 0:
         raise OptionError(f"clip_norm={clip_norm!r} must be more than zero")
-    if is_sharded(model):
+    if uses_fsdp(model):
         raise OptionError(
             "fully_shard gathers parameters between the graphs of its modules, so that no one graph is the step",
             hint="torch.compile(model, backend='checkmate', options={'budget': ...}) plans the graph of each module",
@@ -355,7 +355,7 @@ def recipe_of(
     forward = forward_program(model, loss)
     if autocast is not None:
         forward = under_autocast(forward, _device_type(model, example), _half(autocast))
-    reason = "there is no optimizer" if optimizer is None else why_not(optimizer, model)
+    reason = "there is no optimizer" if optimizer is None else unsupported_reason(optimizer, model)
     if wrapped is not None:
         reason = "DistributedDataParallel averages gradients in hooks of the backward"
     if whole is False:
