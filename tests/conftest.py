@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,20 @@ def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("costs")
         patch.setenv("CHECKMATE_CACHE", str(folder))
         yield folder
+
+
+def pytest_sessionstart() -> None:
+    """Importing makes next to no garbage: without looking for it, what tests import is there a sixth sooner."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a full collection with PyTorch and TensorFlow there takes 0.4 s, and hundreds of tests ask for one.
+
+    Keras collects whenever its session is cleared, and `measure_peak` before it measures.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
