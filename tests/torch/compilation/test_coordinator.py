@@ -71,7 +71,9 @@ def test_a_step_that_is_given_up_is_not_in_flight() -> None:
     model, x = mlp(), input_of("dropout", 1024)
     run, _ = compiled(lambda: model(x).mean(), budget="80%", **QUICK)
     loss = run()
+    assert IN_FLIGHT.held_bytes() > 0
     del loss
+    assert IN_FLIGHT.held_bytes() == 0
     run().backward()
 
 
