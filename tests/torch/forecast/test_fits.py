@@ -52,7 +52,8 @@ print(json.dumps(found))
 @pytest.mark.parametrize(
     ("optimizer", "whole", "names"),
     [
-        ("adamw", "None", ("dropout", "attention", "batch_norm")),
+        ("adamw", "None", ("dropout", "batch_norm")),
+        pytest.param("adamw", "None", ("attention",), marks=pytest.mark.slow),
         pytest.param("momentum", "None", ("tied", "in_place", "views", "custom_function"), marks=pytest.mark.slow),
         pytest.param("sgd", "None", ("dropout", "attention", "batch_norm"), marks=pytest.mark.slow),
         pytest.param("adam", "False", ("dropout", "attention", "batch_norm", "tied"), marks=pytest.mark.slow),
