@@ -30,7 +30,7 @@ from typing import Any
 
 import checkmate
 from checkmate import Auto, Graph, Limits, LocalSearch, Problem
-from checkmate.core.problem import keep_all_bytes
+from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers import session
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.session import Solver
@@ -212,9 +212,9 @@ def table(report: dict[str, Any]) -> str:
         "Every numeric parameter is halved and doubled while the others stay. `LocalSearch` decodes "
         f"{DECODES} sequences from each start,",
         f"`Auto` has {AUTO_S:g} CPU seconds: far less than the 60 s that it is tuned for, so that the shares of its phases show.",
-        f"{len(SEEDS)} seeds each. Columns: change of the mean overhead (geometric; lower is better), for `Auto` also of the mean gap, both",
-        f"in percentage points. A parameter *matters* if a change exceeds {CLEAR:g} standard deviations of the defaults with {seeds} seeds,",
-        "scaled to the number of seeds.",
+        f"{len(SEEDS)} seeds each. Columns: change of the mean overhead (geometric; lower is better), for `Auto` also of the mean gap,",
+        f"both in percentage points. A parameter *matters* if a change exceeds {CLEAR:g} standard deviations of the defaults with",
+        f"{seeds} seeds, scaled to the number of seeds.",
         "",
     ]
     for kind in ("local-search", "auto"):

@@ -1,7 +1,8 @@
-"""What all tests share: how Hypothesis runs, a store of measured costs of their own, and who needs a device."""
+"""What all tests share: how Hypothesis runs, a store of measured costs, and who needs a device."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,30 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One folder for all processes of a run: what one of them measures the others and their children do not measure again.
+
+    It is empty at first: a plan that an earlier run remembered would be tested in place of what the solvers find now.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "costs"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("costs")
         patch.setenv("CHECKMATE_CACHE", str(folder))
         yield folder
+
+
+def pytest_sessionstart() -> None:
+    """Importing makes next to no garbage: without looking for it, what tests import is there a sixth sooner."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection that looks at PyTorch and TensorFlow takes 0.4 s, and hundreds of tests ask for one.
+
+    Keras collects whenever its session is cleared, and `measure_peak` before it measures.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

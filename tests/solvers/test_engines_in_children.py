@@ -80,7 +80,7 @@ def test_an_infeasible_program_is_called_so():
 
 
 @needs_ortools
-@pytest.mark.parametrize("solver", [Intervals(), Milp("scip")], ids=repr)
+@pytest.mark.parametrize("solver", [Intervals(), pytest.param(Milp("scip"), marks=pytest.mark.slow)], ids=repr)
 def test_a_real_ctrl_c_ends_the_child_and_keeps_the_plan(solver):
     """SIGINT inside the engine's search: the best plan so far, at once, and nobody left behind."""
     script = (

@@ -79,7 +79,7 @@ def test_with_brute_force_every_point_is_the_optimum():
 
 def test_heuristic_points_enclose_the_optimum():
     """Plans handed up and bounds handed down stay on their side of the truth."""
-    for seed in range(60):
+    for seed in range(30):
         graph = random_graph(random.Random(seed), max_ops=6)
         curve = pareto(graph, points=4, solver=checkmate.Auto(rounds=1), limits=Limits(time_s=10.0, gap=0.0))
         check(graph, curve)
@@ -131,6 +131,7 @@ def test_a_curve_is_the_same_in_other_processes(block):
     assert shape(here) == shape(there)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_a_curve_is_the_same_on_a_dask_cluster(block):
     """Dask's executor is one like any other."""

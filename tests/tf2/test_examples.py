@@ -36,7 +36,9 @@ def test_the_promised_lines_are_there(name):
     lines = [line.strip() for line in code_of(EXAMPLES / name).splitlines()]
     at = -1
     for wanted in PROMISED.strip().splitlines():
-        at = next(i for i, line in enumerate(lines) if i > at and line.startswith(wanted))
+        found = next((i for i, line in enumerate(lines) if i > at and line.startswith(wanted)), None)
+        assert found is not None, f"{name} has no line that begins with {wanted!r} after its line {at + 1} of code"
+        at = found
 
 
 @pytest.mark.slow

@@ -1,13 +1,21 @@
-"""What the PyTorch tests share: one thread, and a clean Dynamo."""
+"""What the PyTorch tests share: one thread, a clean Dynamo, and no import of what no test of the run needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from checkmate.torch.compilation.coordinator import COORDINATOR
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """All tests of PyTorch's op database are slow, and to list its ops takes 3 s in every process."""
+    if collection_path.name == "test_op_database.py" and config.getoption("markexpr") == "not slow":
+        return True
+    return None
 
 
 @pytest.fixture(autouse=True, scope="session")

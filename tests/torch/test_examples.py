@@ -22,7 +22,11 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", NEEDED)
+QUICK = ("plain_loop", "with_trainer")
+"""Those that run every time."""
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NEEDED])
 def test_a_trainer_keeps_a_budget(name: str) -> None:
     """Compiled before the trainer gets it, and nothing else changed."""
     missing = [package for package in NEEDED[name] if importlib.util.find_spec(package) is None]

@@ -32,7 +32,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("name", ["dropout", "batch_norm", "attention"])
+@pytest.mark.parametrize("name", ["dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in ("batch_norm", "attention"))])
 def test_planned_is_measured_in_a_fresh_process(name: str) -> None:
     """Every byte that the allocator hands out is one that the graph accounts for."""
     points = child(RUN.format(name=name))

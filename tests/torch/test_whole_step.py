@@ -258,6 +258,7 @@ def test_gradients_left_over_are_not_lost_in_silence() -> None:
     ("given", "words"), [({"micro_batches": 3}, "does not cut a batch of 128 rows"), ({"clip_norm": 0}, "clip_norm=0")]
 )
 def test_wrong_amounts_are_refused(given: dict[str, Any], words: str) -> None:
+    """Before anything is traced: a batch in equal parts, and a norm above zero."""
     model = network()
     with pytest.raises(OptionError, match=words):
         checkmate.torch.compile(model, loss_of, torch.optim.SGD(model.parameters(), 0.1), example=(X, Y), **given)

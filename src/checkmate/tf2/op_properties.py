@@ -57,7 +57,7 @@ FORWARDS: dict[str, tuple[int, ...]] = {
     "SelectV2": (1, 2),
     "MaxPoolGrad": (0,),
 }
-"""Inputs whose buffer a kernel takes for its output if nobody else holds it. See ``tests/tf2/test_classify.py``."""
+"""Inputs whose buffer a kernel takes for its output if nobody else holds it. See ``tests/tf2/test_op_properties.py``."""
 
 FORWARDS_TO_SECOND = frozenset({"SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"})
 """Take their first input's buffer for their second output, the gradient."""

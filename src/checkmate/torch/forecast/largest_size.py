@@ -113,6 +113,5 @@ def _confirmed(tracer: DeviceTracer, lines: AffineGraph, found: MaxBatch, availa
             return None
         fewer -= fewer % _PARAMETERS.rows if fewer > _PARAMETERS.rows else 0
         result = result_of_order(lines(fewer), found.plan.order)
-        assert result.plan is not None
         found = replace(found, batch=fewer, plan=result.plan, result=result)
     return None

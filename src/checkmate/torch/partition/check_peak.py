@@ -1,9 +1,9 @@
 """Peak memory of forward and backward modules, from their own nodes alone.
 
 A second account of memory, independent of the first: it reads neither the captured graph nor the plan, and shares with capture,
-simulation and validation only the sizes of storages and of random states. A partitioner that saves one tensor too many, a node in the wrong place, or a value that
-capture took for a view changes this peak and not the planned one. Without the check such an error would surface as a step over
-its budget, perhaps hours into training; with it, `SplitError` is raised before anything runs.
+simulation and validation only the sizes of storages and of random states. A partitioner that saves one tensor too many, a node
+in the wrong place, or a value that capture took for a view changes this peak and not the planned one. Without the check such an
+error would surface as a step over its budget, perhaps hours into training; with it, `SplitError` is raised before anything runs.
 
 Liveness is that of boxed FX code: a storage is allocated by the node that first returns a tensor of it, and freed after the
 last node that reads any tensor of it, except:

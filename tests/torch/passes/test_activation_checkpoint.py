@@ -110,8 +110,17 @@ def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("name", REGIONS)
-@pytest.mark.parametrize("how", ["keep", "forget"])
+KEPT_QUICKLY = ("nested_and_rest", "products_saved")
+"""Regions that are tested with the fewest computations, too, every time."""
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "forget") for name in REGIONS),
+        *(pytest.param(n, "keep", marks=() if n in KEPT_QUICKLY else pytest.mark.slow) for n in REGIONS),
+    ],
+)
 def test_a_respected_region_changes_no_bit(name: str, how: str) -> None:
     """Against the same model without any budget; once with the fewest computations, once with the most."""
     model, forward = REGIONS[name]()

@@ -22,7 +22,7 @@ QUICK = {"time_limit_s": 3.0}
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-QUICKER = ("dropout", "batch_norm", "in_place", "noise")
+QUICKER = ("dropout", "in_place")
 
 
 @pytest.mark.parametrize(
