@@ -1,4 +1,4 @@
-"""Draw the pictures of the documents anew: `python docs/images/make.py`."""
+"""Draw the pictures of the documents: `python docs/images/make.py`."""
 
 from __future__ import annotations
 
