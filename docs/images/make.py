@@ -36,7 +36,7 @@ def main() -> None:
     )
     (HERE / "memory.svg").write_text(themed_svg(figure))
     raster = Figure(figsize=(8.4, 5.0), layout="constrained")
-    schedule(raster.subplots(), graph, result.plan, title="The schedule: what each stage computes and is handed")
+    schedule(raster.subplots(), graph, result.plan, title="The schedule: ops that each stage computes, and values held when it begins")
     (HERE / "schedule.svg").write_text(themed_svg(raster))
 
 
