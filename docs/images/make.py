@@ -36,7 +36,7 @@ def main() -> None:
     )
     (HERE / "memory.svg").write_text(themed_svg(figure))
     raster = Figure(figsize=(8.4, 5.0), layout="constrained")
-    schedule(raster.subplots(), graph, result.plan, title="The schedule: ops that each stage computes, and values held when it begins")
+    schedule(raster.subplots(), graph, result.plan, title="The schedule: ops computed in each stage, values held at its start")
     (HERE / "schedule.svg").write_text(themed_svg(raster))
 
 
