@@ -103,9 +103,9 @@ def table(rows: list[Row], where: dict[str, str]) -> str:
         "# Largest batches",
         "",
         "Made by `python benchmarks/max_batch.py`: figure 6 of Jain et al. (2020). 16e9 bytes with parameters and their",
-        "gradients counted once, at most one extra forward pass, the paper's cost and memory model. *Proven* is the largest",
-        "batch that is not excluded, whatever the plan and the order; where it equals the batch found, that one is optimal.",
-        "*Heuristic* is the best of the simple ones, *program* the paper's integer program and how it was solved. One thread, at",
+        "gradients counted once, at most one extra forward pass, the paper's cost and memory model. *Proven* is the proven",
+        "upper bound for any plan and order; if it equals the batch found, that batch is optimal. *Heuristic* is the best",
+        "of the simple heuristics, *program* the paper's integer program and how it was solved. One thread, at",
         f"most 60 s a network. {where['cpu']}, Python {where['python']}, HiGHS {where['highspy']}.",
         "",
         "| network | keep all | heuristic | program | batch | proven | overhead | seconds |",
@@ -118,7 +118,7 @@ def table(rows: list[Row], where: dict[str, str]) -> str:
             f"| {row.network} | {row.keep_all} | {network.heuristic} | {program} | {row.batch} | {row.upper_bound} | "
             f"{row.overhead:.4f} | {row.elapsed_s} |"
         )
-    lines += ["", "What proves the bounds:", "", *(f"- {row.network}: {row.why}." for row in rows)]
+    lines += ["", "Proofs of the bounds:", "", *(f"- {row.network}: {row.why}." for row in rows)]
     return "\n".join(lines) + "\n"
 
 

@@ -1,8 +1,8 @@
-"""The way of a newcomer, timed: the README's first command, then a model of one's own under a budget, then its report.
+"""The first use, timed: the README's first command, then a new model under a budget, then its report.
 
     python benchmarks/newcomer.py    # a fresh copy of what is committed, a fresh environment; about five minutes
 
-The model is written here as one would write it after reading the README and nothing else.
+The model is written as a user would write it after reading only the README.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ def main() -> int:
     RESULTS.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
     total = sum(seconds for _, seconds in rows)
     lines = [
-        "# The way of a newcomer",
+        "# First use, timed",
         "",
         "Made by `python benchmarks/newcomer.py`: the README's first command in a fresh environment and a fresh copy, then a",
-        "model of one's own (six transformer layers), written after reading the README and nothing else, under half of its",
-        f"memory, and its report. {where['cpu']}, Python {where['python']}, packages from a mirror nearby,",
-        f"and a load of {where['load']} by what else the machine did.",
+        "new model (six transformer layers), written after reading only the README, within half of its memory, and its",
+        f"report. {where['cpu']}, Python {where['python']}, packages from a nearby mirror, and a load of {where['load']} from",
+        "other processes.",
         "",
         "| command | seconds |",
         "|---|---:|",
         *(f"| `{command}` | {seconds} |" for command, seconds in rows),
         f"| **in all** | **{total:.0f}** |",
         "",
-        "What is left of ten minutes is for reading the README and writing the model's ten lines.",
+        "The rest of ten minutes is for reading the README and writing the ten lines of the model.",
     ]
     PAGE.write_text("\n".join(lines) + "\n")
     print(PAGE.read_text())

@@ -59,9 +59,9 @@ def table(stored: dict[str, object]) -> str:
     lines = [
         "# A curve of cost against budget",
         "",
-        "Made by `python benchmarks/pareto.py`: a captured GPT-2 step of 1300 ops, twelve budgets, ten seconds a point at",
-        f"most, stopped at a gap of 0.5 %, on two cores: {seconds}, workers started.",
-        f"{stored['same']} of {len(points)} points are the same in both; time ends the solve of the others, whose costs",
+        "Made by `python benchmarks/pareto.py`: a captured GPT-2 step of 1300 ops, twelve budgets, at most ten seconds for",
+        f"each point, stopped at a gap of 0.5 %, on two cores: {seconds}, with running workers.",
+        f"{stored['same']} of {len(points)} points are equal in both; the time limit ended the solve of the others, whose costs",
         f"differ by {worst:.2f} % at most. Python {where['python']}, HiGHS {where['highspy']}, distributed "
         f"{where['distributed']}.",
         "",

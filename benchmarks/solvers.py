@@ -157,8 +157,9 @@ def table(points: list[Point], where: dict[str, str]) -> str:
         "",
         "Made by `python benchmarks/solvers.py`: the networks of Jain et al. (2020) in the paper's cost model, training steps",
         "captured from PyTorch, and generated graphs. `f` is the fraction of the way from the largest working set to the peak of",
-        "keeping everything; a share is of what keeping everything takes above resident bytes. The bound holds for every order",
-        "of execution and any number of recomputations. One thread, at most 60 s a point, stopped at a gap of 0.01 %.",
+        "keeping everything; a share is relative to the memory that keeping everything needs above resident bytes. The bound",
+        "holds for every order of execution and any number of recomputations. One thread, at most 60 s for each point, stopped",
+        "at a gap of 0.01 %.",
         f"{where['cpu']}, {where['jobs']} points side by side, Python {where['python']}, HiGHS {where['highspy']}.",
     ]
     for suite in dict.fromkeys(p.suite for p in points):

@@ -238,20 +238,21 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Planned and measured peaks in TensorFlow",
         "",
-        "Made by `benchmarks/tf2_peaks.py`; do not edit. Every row is a process of its own. Peaks are MiB above what is",
-        "resident; time is processor time over that of the chained step that keeps everything. *Live* is what the plan holds,",
-        "*passed on* the same with outputs that take over a dying input's buffer, *asked for* what TensorFlow's own trace says,",
-        "*measured* the allocator's chunks. *Identical* compares predictions, losses and all variables of five steps.",
+        "Made by `benchmarks/tf2_peaks.py`; do not edit. Every row is a separate process. Peaks are MiB above the resident",
+        "memory; time is processor time divided by that of the step with control edges that keeps everything. *Live* is the peak",
+        "of the plan, *forwarded* the same with outputs that reuse the buffer of an input without later readers, *requested* the",
+        "peak in TensorFlow's own trace of requests, *measured* that of the allocator's chunks. *Identical* compares",
+        "predictions, losses and all variables of five steps.",
         "",
         ran_on(report),
     ]
     for name, row in report["networks"].items():
         keep, plain_row, pieces = row["keep_all"], row["plain"], row["recompute_grad"]
         piece = (
-            "has no place to cut for `tf.recompute_grad`"
+            "cannot be split for `tf.recompute_grad`"
             if pieces["peak_bytes"] is None
             else f"`tf.recompute_grad` on {pieces['pieces']} pieces {mib(pieces['peak_bytes'])} in {ratio(pieces, keep)} of the "
-            f"time, and {'the same' if pieces['digest'] == plain_row['digest'] else 'other'} numbers than plain"
+            f"time, with results {'equal to' if pieces['digest'] == plain_row['digest'] else 'different from'} plain"
         )
         lines += [
             "",
@@ -260,7 +261,7 @@ def table(report: dict[str, Any]) -> str:
             f"{keep['ops']} ops; keeping everything {mib(keep['measured_bytes'])} in {keep['time_s']:.2f} s; plain `tf.function` "
             f"{mib(plain_row['peak_bytes'])} in {ratio(plain_row, keep)} of the time; {piece}.",
             "",
-            "| budget | live | passed on | asked for | measured | recomputed | overhead | time | identical |",
+            "| budget | live | forwarded | requested | measured | recomputed | overhead | time | identical |",
             "|---:|---:|---:|---:|---:|---:|---:|---:|---|",
         ]
         lines += [

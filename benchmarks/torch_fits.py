@@ -113,11 +113,11 @@ def ask(name: str) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
     lines = [
-        "# Fits: large models on GPUs that are not there",
+        "# Fits: large models on GPUs that are not present",
         "",
-        "Made by `benchmarks/torch_fits.py`; do not edit. Nothing was run on a GPU: sizes come from shapes, times from the",
-        "least that a device's profile allows. Seconds are of `fits`, on a machine that others use at the same time; its load is",
-        "beside them. Memory is all that the process ever had.",
+        "Made by `benchmarks/torch_fits.py`; do not edit. Nothing was run on a GPU: sizes come from shapes, and times are lower",
+        "bounds from the device's profile. Seconds are those of `fits`, on a machine shared with other users; *load* is its",
+        "load. *Memory* is the peak resident size of the process.",
         "",
         ran_on(report),
         "",
@@ -133,7 +133,7 @@ def table(report: dict[str, Any]) -> str:
             f"| {row['wall_s']} | {row['cpu_s']} | {row['load'][0]} | {gib[3]} |"
         )
     for name, row in report["cases"].items():
-        lines += ["", f"{name}: {row['about']} {row['optimizer']}. What `fits` remarks:", ""]
+        lines += ["", f"{name}: {row['about']} {row['optimizer']}. Remarks of `fits`:", ""]
         lines += [f"- {remark}" for remark in row["remarks"]]
     return "\n".join([*lines, ""])
 

@@ -198,10 +198,10 @@ def table(report: dict[str, Any]) -> str:
         "# Peak against step time in PyTorch",
         "",
         "Made by `benchmarks/torch_front.py`; do not edit. All variants of a model ran in one process, their steps interleaved.",
-        "Peaks are MiB above what is resident; time is the fastest of the rounds, as a ratio to our own step that keeps",
-        "everything. *Ours at this peak* is the time of our fastest variant that takes no more. *Right* compares loss,",
+        "Peaks are MiB above the resident memory; time is the fastest of the rounds, as a ratio to our own step that keeps",
+        "everything. *Ours at this peak* is the time of our fastest variant with at most this peak. *Right* compares loss,",
         "gradients and buffers, byte by byte: ours with keeping everything on the same backend, the others with eager mode",
-        "(where a model traces to another program than eager mode runs, all that is compiled differs from eager).",
+        "(if a model traces to a different program than eager mode runs, all compiled variants differ from eager mode).",
         "",
         ran_on(report),
         "",
@@ -213,7 +213,7 @@ def table(report: dict[str, Any]) -> str:
             "",
             f"![{name}: peak against time](../images/front_{name}.svg)",
             "",
-            f"{row['ops']} ops; no plan takes less than {mib(row['floor_bytes'])}, the smallest peak found is "
+            f"{row['ops']} ops; no plan needs less than {mib(row['floor_bytes'])}, the smallest peak found is "
             f"{mib(row['smallest_bytes'])}; keeping everything takes {keep['time_s']:.3f} s.{_tangents(name, row)}",
             "",
             "| variant | peak | time | ours at this peak | right |",
@@ -244,7 +244,7 @@ def table(report: dict[str, Any]) -> str:
 def _tangents(name: str, row: dict[str, Any]) -> str:
     if not name.endswith(WHOLE):
         return ""
-    return f" Gradients of zeros for the logits take {mib(row['tangent_bytes'])}; `{name.removesuffix(WHOLE)}` is without."
+    return f" The zero gradient of the logits needs {mib(row['tangent_bytes'])}; `{name.removesuffix(WHOLE)}` has none."
 
 
 def draw(name: str, row: dict[str, Any]) -> None:

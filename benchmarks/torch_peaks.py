@@ -215,8 +215,8 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Planned and measured peaks in PyTorch",
         "",
-        "Made by `benchmarks/torch_peaks.py`; do not edit. Every row is a process of its own. Peaks are MiB above what is",
-        "resident, time is the ratio of process time to keeping everything on the same backend. *Identical* compares loss,",
+        "Made by `benchmarks/torch_peaks.py`; do not edit. Every row is a separate process. Peaks are MiB above the resident",
+        "memory, time is the ratio of process time to keeping everything on the same backend. *Identical* compares loss,",
         "gradients, buffers and random state, byte by byte, with keeping everything.",
         "",
         ran_on(report),
@@ -230,7 +230,7 @@ def table(report: dict[str, Any]) -> str:
             f"{row['ops']} ops; keeping everything {mib(keep['measured_bytes'])} (planned {mib(row['planned_keep_all_bytes'])}), "
             f"{keep['time_s']:.2f} s; eager {mib(row['eager']['measured_bytes'])}, {row['eager']['time_s']:.2f} s;",
             f"`torch.utils.checkpoint` on each of {blocks['blocks']} blocks {mib(blocks['measured_bytes'])}, "
-            f"{blocks['time_s'] / keep['time_s']:.3f} of the time; no plan takes less than {mib(row['floor_bytes'])}.",
+            f"{blocks['time_s'] / keep['time_s']:.3f} of the time; no plan needs less than {mib(row['floor_bytes'])}.",
             "",
             "| budget | planned | measured | difference, bytes | overhead | proven at least | time | identical |",
             "|---:|---:|---:|---:|---:|---:|---:|---|",

@@ -163,8 +163,9 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# The optimizer inside the step",
         "",
-        "Made by `benchmarks/torch_whole_step.py`; do not edit. Peaks are MiB above what is resident, parameters and optimizer",
-        "state among that; times are of the process on one thread, the fastest of four rounds in which all steps took turns.",
+        "Made by `benchmarks/torch_whole_step.py`; do not edit. Peaks are MiB above the resident memory, which includes",
+        "parameters and optimizer state; times are process times on one thread, the fastest of four rounds in which all steps",
+        "alternated.",
         "*Bits* compares losses, parameters, buffers and optimizer state after three steps with eager mode.",
         "",
         ran_on(report),

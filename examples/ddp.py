@@ -1,7 +1,7 @@
 """Data-parallel training under a budget: `torchrun --nproc-per-node 2 examples/ddp.py`.
 
-On the CPU with gloo, so that it runs anywhere; on GPUs say "nccl" and move model and batches. Every rank runs the plan that
-rank 0 makes, and keeps the budget. If one cannot plan, all stop and say why.
+It uses the CPU and gloo, so that it runs anywhere; on GPUs use "nccl" and move model and batches. Every rank runs the plan of
+rank 0 and keeps the budget. If one rank cannot plan, all stop with the reason.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from checkmate.torch import measure_peak
 
 
 def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], int]:
-    """Losses on this rank, the parameters, and the peak of the last step above what was there when it began."""
+    """Losses on this rank, the parameters, and the peak of the last step above the memory in use when it began."""
     torch.manual_seed(0)
     model = Classifier()
     run = DistributedDataParallel(model)
     if budget is not None:
-        # One graph, one plan. By default torch cuts the graph at DDP's buckets, to reduce gradients meanwhile: the
-        # budget is then divided over the parts.
+        # One graph, one plan. By default torch splits the graph at DDP's buckets, to reduce gradients during the
+        # backward; the budget is then divided over the parts.
         torch._dynamo.config.optimize_ddp = False
         run = torch.compile(run, backend="checkmate", options={"budget": budget, "time_limit_s": 2})
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

@@ -1,4 +1,4 @@
-"""Train on scikit-learn's digits within half the memory that keeping everything takes.
+"""Train on scikit-learn's digits within half the memory that keeping all activations needs.
 
 Needs `pip install "checkmate-remat[demo]"`. Run it with `python examples/digits.py`; plan its graph with
 `checkmate capture examples/digits.py:build`.

@@ -1,7 +1,7 @@
 """Sharded training under a budget: `torchrun --nproc-per-node 2 examples/fsdp.py`.
 
-`fully_shard` gathers the parameters of each layer before it runs, so that each layer is a graph of its own; the budget is divided
-over all of them when the first step is over, and holds from the second on.
+`fully_shard` gathers the parameters of each layer before it runs, so each layer is a separate graph. The budget is divided over
+all graphs after the first step, and holds from the second step on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from checkmate.torch import measure_peak
 
 
 def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], int]:
-    """Losses on this rank, its shards, and the peak of the last step above what was there when it began."""
+    """Losses on this rank, its shards, and the peak of the last step above the memory in use when it began."""
     torch.manual_seed(0)
     model = Classifier()
     for layer in model.layers:

@@ -1,6 +1,6 @@
 """A small GPT-2 with random weights, for `checkmate capture examples/gpt2.py:build`.
 
-Needs `pip install transformers` beside the `torch` extra.
+Needs `pip install transformers` and the `torch` extra.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BATCH, LENGTH = 4, 128
 
 
 class Logits(nn.Module):
-    """A language model that returns its logits and nothing else."""
+    """A language model that returns only its logits."""
 
     def __init__(self, model: GPT2LMHeadModel) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A plain training loop under a budget: one line compiles the model, and the rest stays as it is."""
+"""A plain training loop under a budget: one line compiles the model, and the rest is unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BATCHES = 5
 
 
 class Block(nn.Module):
-    """A layer of a class of one's own: `torch.compile` skips calls of modules of `torch.nn` itself where hooks surround them."""
+    """A layer with its own class: `torch.compile` skips calls of modules that `torch.nn` defines if hooks surround them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A transformer that returns its loss: what is compiled has the loss in it, and no prediction to hold."""
+    """A transformer that returns its loss: the compiled graph includes the loss, and no prediction has to be held."""
 
     def __init__(self, width: int = 64, layers: int = 3, classes: int = 10) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def batches(count: int = BATCHES) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train(budget: str | None) -> tuple[list[float], int]:
-    """Losses, and the peak of the last step above what was there when it began."""
+    """Losses, and the peak of the last step above the memory in use when it began."""
     torch.manual_seed(0)
     model = Classifier()
     if budget is not None:

@@ -1,7 +1,7 @@
-"""Train Keras's VGG19 on small images, planned: the call that the original Checkmate promised.
+"""Train Keras's VGG19 on small images, with a plan: the call has the signature of the original Checkmate.
 
 Needs `pip install "checkmate-remat[tf2]"`. Run it with `python examples/vgg19.py`, or within a budget:
-`TF_CPU_ALLOCATOR_USE_BFC=1 python examples/vgg19.py 600MiB` (the variable makes TensorFlow count on a CPU what it allocates).
+`TF_CPU_ALLOCATOR_USE_BFC=1 python examples/vgg19.py 600MiB` (the variable makes TensorFlow count allocations on a CPU).
 """
 
 from __future__ import annotations

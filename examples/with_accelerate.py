@@ -1,7 +1,7 @@
-"""Hugging Face accelerate under a budget: compile before `prepare`, and do not name the backend to accelerate.
+"""Hugging Face accelerate under a budget: compile before `prepare`, and do not pass the backend's name to accelerate.
 
-Needs `pip install accelerate` beside the `torch` extra. Accelerate has a fixed list of backends, of which ours is not one; what
-is compiled already, it leaves as it is. `accelerate launch` runs it on several processes: every rank then runs one plan.
+Needs `pip install accelerate` and the `torch` extra. Accelerate has a fixed list of backends, without ours, and does not change a
+model that is already compiled. `accelerate launch` runs it on several processes: every rank then runs one plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from checkmate.torch import measure_peak
 
 
 def train(budget: str | None) -> tuple[list[float], int]:
-    """Losses, and the peak of the last step above what was there when it began."""
+    """Losses, and the peak of the last step above the memory in use when it began."""
     accelerator = Accelerator(cpu=True)
     set_seed(0)
     model = Classifier()

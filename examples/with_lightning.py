@@ -1,6 +1,6 @@
-"""Lightning under a budget: the module compiles its network when it is made, and the Trainer needs to know nothing.
+"""Lightning under a budget: the module compiles its network when it is created, and the Trainer is unchanged.
 
-Needs `pip install lightning` beside the `torch` extra.
+Needs `pip install lightning` and the `torch` extra.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from checkmate.torch import measure_peak
 
 
 class Task(lightning.LightningModule):
-    """What is trained."""
+    """The network to train."""
 
     def __init__(self, budget: str | None) -> None:
         super().__init__()
         self.network = Classifier()
         if budget is not None:
-            # Lightning clears gradients after the forward: in that they are there, and the plan has to know.
+            # Lightning clears gradients after the forward, so the plan has to reserve room for them.
             options = {"budget": budget, "time_limit_s": 1, "accumulate": True}
             self.network.compile(backend="checkmate", options=options)
         self.losses: list[float] = []
@@ -50,7 +50,7 @@ def fit(task: Task) -> None:
 
 
 def train(budget: str | None) -> tuple[list[float], int]:
-    """Losses, and the peak of a second fit, which compiles nothing, above what was there when it began."""
+    """Losses, and the peak of a second fit, which compiles nothing, above the memory in use when it began."""
     lightning.seed_everything(0, verbose=False)
     task = Task(budget)
     fit(task)

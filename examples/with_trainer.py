@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer under a budget: compile the model before the Trainer gets it.
+"""Hugging Face's Trainer under a budget: compile the model before you pass it to the Trainer.
 
-Needs `pip install transformers accelerate` beside the `torch` extra. `TrainingArguments(torch_compile_backend="checkmate")` does
+Needs `pip install transformers accelerate` and the `torch` extra. `TrainingArguments(torch_compile_backend="checkmate")` does
 not work: accelerate keeps a fixed list of backends.
 """
 
@@ -19,7 +19,7 @@ STEPS, LENGTH, VOCABULARY = 4, 64, 512
 
 
 class LossOnly(GPT2LMHeadModel):
-    """In training, nothing but the loss: logits would have a gradient of their own size, full of zeros."""
+    """In training, return only the loss: AOTAutograd materializes a zero gradient for returned logits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -40,12 +40,12 @@ class Tokens(Dataset):
 
 
 def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], PeakCallback]:
-    """Losses, parameters, and what the callback measured; without a budget the same backend keeps everything."""
+    """Losses, parameters, and the measurements of the callback; without a budget the same backend keeps everything."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
     model = LossOnly(config)
-    model.loss_type = "ForCausalLM"  # known by the name of the class otherwise, and a warning would break the graph
-    # AdamW will hold two moments of every parameter, and the backend does not see an optimizer.
+    model.loss_type = "ForCausalLM"  # else it comes from the class name, and a warning breaks the graph
+    # AdamW will hold two moments of every parameter, and the backend does not know the optimizer.
     moments = 2 * sum(p.nbytes for p in model.parameters())
     options = {"budget": budget, "reserve": moments, "time_limit_s": 1} if budget else {}
     model.compile(backend="checkmate", options=options)

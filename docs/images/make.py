@@ -1,4 +1,4 @@
-"""Draw the pictures of the documents anew: `python docs/images/make.py`."""
+"""Draw the pictures of the documents: `python docs/images/make.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
     )
     (HERE / "memory.svg").write_text(themed_svg(figure))
     raster = Figure(figsize=(8.4, 5.0), layout="constrained")
-    schedule(raster.subplots(), graph, result.plan, title="The schedule: what each stage computes and is handed")
+    schedule(raster.subplots(), graph, result.plan, title="The schedule: ops computed in each stage, values held at its start")
     (HERE / "schedule.svg").write_text(themed_svg(raster))
 
 

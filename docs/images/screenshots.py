@@ -1,4 +1,4 @@
-"""Take the pictures of the report anew: `python docs/images/screenshots.py`. Needs Chromium and selenium."""
+"""Take the pictures of the report: `python docs/images/screenshots.py`. Needs Chromium and selenium."""
 
 from __future__ import annotations
 

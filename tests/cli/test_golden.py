@@ -138,7 +138,7 @@ def test_completion_knows_every_verb(run, shell):
     outcome = run("completion", shell)
     assert outcome.code == 0
     assert all(verb in outcome.out for verb in VERBS)
-    assert "hint: send it to" in outcome.err
+    assert "hint: write the script to" in outcome.err
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

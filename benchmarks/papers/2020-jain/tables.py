@@ -22,25 +22,25 @@ def page(stored: dict[str, Any]) -> str:
     lines = [
         "# Checkmate (Jain et al. 2020)",
         "",
-        "Made by `python benchmarks/papers/2020-jain/run.py`; its README says what differs from the paper. The paper's cost and",
-        f"memory model and networks, one thread, {said(stored)}",
-        f"At most {effort['ours']:g} s a point for ours, {effort['program']:g} s for the paper's program on HiGHS, which is",
-        f"started from a quick plan of our search, {effort['rounding']:g} s for rounding its relaxation;",
+        "Made by `python benchmarks/papers/2020-jain/run.py`; its README lists the differences from the paper. The paper's cost",
+        f"and memory model and networks, one thread, {said(stored)}",
+        f"At most {effort['ours']:g} s for each point of ours, {effort['program']:g} s for the paper's program on HiGHS, which",
+        f"starts from a quick plan of our search, {effort['rounding']:g} s for rounding its relaxation;",
         f"{stored['seconds'] / 60:.0f} minutes in all.",
         "",
         "## Figure 5: overhead against budget",
         "",
-        "Cost over the cost of computing every op once; a dash where a method has no plan within the budget. *Bound* is proven",
-        "for every plan and order. *Original* is the original's own program on an open engine, 600 s a point, where it was run.",
+        "Cost over the cost of computing every op once; a dash if a method has no plan within the budget. *Bound* is proven",
+        "for every plan and order. *Original* is the original's program on an open engine, 600 s for each point, if it was run.",
         "",
     ]
     for figure in stored["figure_5"]:
         lines += [f"### {figure['network']}, batch {figure['batch']}", "", *_figure_5(figure), ""]
-    lines += ["## Table 2: how much dearer the others are", ""]
+    lines += ["## Table 2: how much more expensive the others are", ""]
     lines += [
-        "Geometric mean over the budgets above of a method's cost over ours, where both have a plan (at how many of the",
-        "budgets, in brackets); then the paper's figure, over its integer program. A method that finds plans only where",
-        "memory is plenty looks better than it is.",
+        "Geometric mean over the budgets above of a method's cost divided by ours, for budgets at which both have a plan (their",
+        "number is in brackets); then the paper's figure, relative to its integer program. A method that finds plans only at",
+        "large budgets looks better than it is.",
         "",
         *_table_2(stored["figure_5"]),
         "",
@@ -52,7 +52,7 @@ def page(stored: dict[str, Any]) -> str:
         "",
         "## Unit chains",
         "",
-        "Every op costs 1 and makes 1 byte; *original* is its program on an open engine.",
+        "Every op costs 1 and writes 1 byte; *original* is its program on an open engine.",
         "",
         *_chains(stored["chains"]),
         "",

@@ -87,12 +87,13 @@ def page(stored: dict[str, Any]) -> str:
     lines = [
         "# FastSA (2023)",
         "",
-        "Made by `python benchmarks/papers/2023-fastsa/run.py`; its README says what differs from the paper. Every op costs 1,",
-        f"the budget is a share of the initial peak above what is resident, at most {stored['time_s']:g} s a solve, one thread.",
+        "Made by `python benchmarks/papers/2023-fastsa/run.py`; its README lists the differences from the paper. Every op costs",
+        f"1, the budget is a share of the initial peak above the resident memory, at most {stored['time_s']:g} s for each solve,",
+        "one thread.",
         said(stored),
         "",
-        "The paper reports, at 25 %, 1.08 to 1.43 times the time and a peak 10 % below to 5 % above the one asked for, in 36 s",
-        "or less for 8,330 ops. Here the peak is never above, and the bound holds for every plan and order.",
+        "The paper reports, at 25 %, 1.08 to 1.43 times the time and a peak 10 % below to 5 % above the budget, in 36 s",
+        "or less for 8,330 ops. Here the peak never exceeds the budget, and the bound holds for every plan and order.",
         "",
         *markdown(["graph", "ops", "budget", "peak", "overhead", "bound", "gap", "first plan, s", "seconds"], cells),
     ]

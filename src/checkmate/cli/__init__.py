@@ -1,7 +1,7 @@
-"""The ``checkmate`` command: verbs are commands, nouns are files.
+"""The ``checkmate`` command: verbs are commands, their arguments are files.
 
-Data goes to stdout (``--json`` on every verb), talk to stderr. Exit codes: 0 ok, 1 no plan within the budget or a plan
-that does not hold, 2 usage or bad input, 3 a fault of Checkmate itself.
+Data goes to stdout (``--json`` on every verb), messages to stderr. Exit codes: 0 success, 1 no plan within the budget or a
+plan that does not hold, 2 wrong usage or bad input, 3 internal error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line.
 
     Args:
-        argv: Words after the program's name; those of the process by default.
+        argv: Arguments after the program's name; ``sys.argv[1:]`` by default.
 
     Returns:
         The exit code.

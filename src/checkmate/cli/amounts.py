@@ -1,4 +1,4 @@
-"""Costs, shares and budgets as text for people."""
+"""Format shares, graphs and budgets for the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from checkmate.core.units import format_bytes
 
 
 def format_share(share: float | None, digits: int = 1) -> str:
-    """A share as a percentage, or a dash.
+    """Format a share as a percentage, or None as a dash.
 
     Examples:
         >>> format_share(0.0042, 2), format_share(None)
@@ -17,14 +17,14 @@ def format_share(share: float | None, digits: int = 1) -> str:
 
 
 def describe_graph(graph: Graph, path: object) -> str:
-    """One line about a graph: its file, its size and its digest."""
+    """Describe a graph in one line: file, number of ops and values, digest."""
     digest = graph.digest.removeprefix("sha256:")[:8]
     return f"{path}  {len(graph.ops)} ops, {len(graph.values)} values, sha256 {digest}"
 
 
 def describe_budget(budget_bytes: int, keep_all_bytes: int) -> str:
-    """One line about a budget: how it compares to keeping everything."""
+    """Describe a budget in one line, relative to the peak of keeping everything."""
     budget, keep_all = format_bytes(budget_bytes), format_bytes(keep_all_bytes)
     if budget_bytes > keep_all_bytes:
-        return f"{budget}, more than the {keep_all} that keeping everything takes"
-    return f"{budget}, {100 * budget_bytes / max(1, keep_all_bytes):.1f}% of the {keep_all} that keeping everything takes"
+        return f"{budget}, more than the {keep_all} that keeping everything needs"
+    return f"{budget}, {100 * budget_bytes / max(1, keep_all_bytes):.1f}% of the {keep_all} that keeping everything needs"

@@ -1,4 +1,4 @@
-"""Assemble the verbs; turn what goes wrong into one clear line and an exit code."""
+"""Assemble the verbs, and turn every error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _VERBS = (
 
 
 def application() -> App:
-    """The verbs, assembled."""
+    """The command-line application with all verbs."""
     import checkmate
 
     app = App(
         name="checkmate",
-        help="Say how much memory a training step may take; get the fastest way to run it that fits, with a proof.",
+        help="Run a training step within a memory budget: the cheapest plan that fits, with a proven optimality gap.",
         version=checkmate.__version__,
         help_formatter=DefaultFormatter(panel_spec=PanelSpec(box=_NO_BOX, padding=(0, 0))),
         help_format="markdown",
@@ -72,22 +72,22 @@ def run(argv: Sequence[str]) -> int:
     try:
         code = application()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        return _fail(BAD_INPUT, type(error).__name__, str(error), "see `checkmate --help`", as_json)
+        return _fail(BAD_INPUT, type(error).__name__, str(error), "run `checkmate --help` to see the usage", as_json)
     except (InfeasibleBudgetError, PlanNotFoundError) as error:
         return _fail(NO_PLAN, type(error).__name__, error.message, error.hint, as_json, _numbers(error))
     except SolverError as error:
         notes = "; ".join([error.message, *getattr(error, "__notes__", ())])
-        return _fail(INTERNAL, "SolverError", notes, "this is a bug of the solver: please report it with the graph file", as_json)
+        return _fail(INTERNAL, "SolverError", notes, "report this bug of the solver, with the graph file", as_json)
     except CheckmateError as error:
         return _fail(BAD_INPUT, type(error).__name__, error.message, error.hint, as_json)
     except KeyboardInterrupt:
-        return _fail(NO_PLAN, "KeyboardInterrupt", "interrupted before there was anything to keep", "", as_json)
+        return _fail(NO_PLAN, "KeyboardInterrupt", "interrupted before a plan was found", "", as_json)
     except BrokenPipeError:
         raise
-    except Exception as error:  # noqa: BLE001  (the edge of the program: whatever it is becomes exit code 3)
-        terminal.talk().print(traceback.format_exc(), markup=False, soft_wrap=True)
+    except Exception as error:  # noqa: BLE001  (the edge of the program: every unexpected error becomes exit code 3)
+        terminal.messages().print(traceback.format_exc(), markup=False, soft_wrap=True)
         message = f"{type(error).__name__}: {error}"
-        return _fail(INTERNAL, type(error).__name__, message, "this is a bug: please report it with the lines above", as_json)
+        return _fail(INTERNAL, type(error).__name__, message, "report this bug, with the lines above", as_json)
     return code if isinstance(code, int) else OK
 
 

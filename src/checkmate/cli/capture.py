@@ -1,4 +1,4 @@
-"""``checkmate capture``: the graph of a training step, as a file."""
+"""``checkmate capture``: write the graph of a training step to a file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from checkmate.core.units import format_bytes, format_cost
 
 
 def capture(target: str, /, *, batch: int | None = None, out: Path | None = None, json: terminal.Json = False) -> int:
-    """Capture the training step of a PyTorch model as a graph file. Nothing is run.
+    """Write the graph of a PyTorch model's training step to a file. Only single ops run, to measure their costs.
 
     Args:
-        target: FILE.py:FUNCTION or MODULE:FUNCTION; FUNCTION() returns (model, loss, example), example being (x, y).
-        batch: Call FUNCTION(batch) instead of FUNCTION(): two captures give the largest batch (`checkmate max-batch`).
-        out: Graph file to write; named after the file or module by default.
+        target: FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example) and example is (x, y).
+        batch: Call FUNCTION(batch) instead of FUNCTION(); `checkmate max-batch` finds the largest batch from two captures.
+        out: Graph file to write; by default the name comes from the file or module.
         json: Print one JSON object on stdout.
 
     Returns:
@@ -51,9 +51,9 @@ def capture(target: str, /, *, batch: int | None = None, out: Path | None = None
     terminal.facts(
         [
             ("graph", amounts.describe_graph(graph, path)),
-            ("resident", f"{format_bytes(graph.resident_bytes)}: parameters and what else no plan can change"),
-            ("keep-all", f"{format_bytes(keep_all)} at the peak, resident bytes included"),
-            ("cost", f"{format_cost(graph.cost, graph.cost_unit)} for computing every op once"),
+            ("resident", f"{format_bytes(graph.resident_bytes)}: parameters and other memory that no plan changes"),
+            ("keep-all", f"{format_bytes(keep_all)} at the peak, resident memory included"),
+            ("cost", f"{format_cost(graph.cost, graph.cost_unit)} to compute every op once"),
         ]
     )
     terminal.closing([path], f"plan it with `checkmate plan {path} --budget 50%`")

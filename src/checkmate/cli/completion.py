@@ -1,4 +1,4 @@
-"""``checkmate completion``: what makes a shell complete verbs and options."""
+"""``checkmate completion``: scripts with which shells complete verbs and options."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from checkmate.cli import terminal
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /, *, json: terminal.Json = False) -> int:
-    """Print the completion script of a shell.
+    """Print the completion script for a shell.
 
     Args:
-        shell: Which shell.
+        shell: The shell.
         json: Print one JSON object on stdout.
 
     Returns:
@@ -30,5 +30,5 @@ def completion(shell: Literal["bash", "zsh", "fish"], /, *, json: terminal.Json 
         "zsh": "a file _checkmate in a folder of $fpath",
         "fish": "~/.config/fish/completions/checkmate.fish",
     }
-    terminal.closing([], f"send it to {places[shell]}")
+    terminal.closing([], f"write the script to {places[shell]}")
     return 0

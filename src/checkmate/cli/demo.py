@@ -1,4 +1,4 @@
-"""``checkmate demo``: train a real network under half the memory it needs, and check every promise."""
+"""``checkmate demo``: train a network within half the memory it needs, and check every guarantee."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _CHAIN = 8
 
 
 def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, json: terminal.Json = False) -> int:
-    """Train a network on scikit-learn's digits within half the memory it needs, and check every promise.
+    """Train a network on scikit-learn's digits within half the memory it needs, and check every guarantee.
 
-    The same training runs beside it keeping everything. The exit code is 0 only if the measured peak is within the
-    budget and within 1% of the planned one, and all losses and parameters are the same to the last bit.
+    A second training with all activations kept runs for comparison. The exit code is 0 only if the measured peak is within
+    the budget and within 1% of the planned one, and all losses and parameters are bitwise equal.
 
     Args:
-        out: Folder for report.html; made if it is not there.
-        budget: A total such as 30MiB, or a share such as 50% of what keeping everything takes above what is resident.
-        time_limit: Seconds for planning.
+        out: Folder for report.html, created if it does not exist.
+        budget: Total such as 30MiB, or a share such as 50% of the memory that keeping everything needs above the resident memory.
+        time_limit: Time limit of planning, in seconds.
         json: Print one JSON object on stdout.
 
     Returns:
@@ -45,7 +45,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError(f"cannot make {out}: {error.strerror or error}", hint="choose another folder with --out") from error
+        raise OptionError(f"cannot create {out}: {error.strerror or error}", hint="choose another folder with --out") from error
     from checkmate.cli import digits
     from checkmate.cli.demo_page import demo_page
 
@@ -68,7 +68,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
 
 
 def _compile_solver() -> None:
-    """Solve a chain: the solver's code is compiled at its first use and cached, which is no part of planning."""
+    """Solve a small chain, so that the one-time compilation of the solver does not count as planning time."""
     chain = [(i, i + 1) for i in range(2 * _CHAIN - 1)]
     skips = [(_CHAIN - 2 - i, _CHAIN + i) for i in range(_CHAIN - 1)]
     ones = [1] * (2 * _CHAIN)
@@ -76,7 +76,7 @@ def _compile_solver() -> None:
 
 
 def _checks(trained: Trained) -> dict[str, bool]:
-    """The promises, each kept or not."""
+    """Whether each guarantee was kept."""
     return {
         "within_budget": trained.planned.measured_bytes <= trained.planned.result.budget_bytes,
         "as_planned": abs(_error(trained.planned)) <= _TOLERANCE,
@@ -160,6 +160,6 @@ def _row(name: str, run: Run, ratio: float) -> list[str]:
 
 @contextmanager
 def _status() -> Iterator[Status]:
-    console = terminal.talk()
+    console = terminal.messages()
     with Status("starting", console=console) as status:
         yield status

@@ -1,4 +1,4 @@
-"""The demo's report: the page of its plan, with what was measured beside what was planned."""
+"""The report of the demo: the page of its plan, with the measured figures next to the planned ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def demo_page(trained: Trained, outcome: dict[str, Any]) -> str:
-    """The report of a demo."""
+    """HTML report of a demo run."""
     planned = trained.planned
     return html_report(
         planned.graph,
@@ -27,15 +27,15 @@ def demo_page(trained: Trained, outcome: dict[str, Any]) -> str:
 
 
 def _summary(trained: Trained, outcome: dict[str, Any]) -> str:
-    verdict = "Every promise was kept." if outcome["holds"] else "<strong>Not every promise was kept.</strong>"
+    verdict = "Every guarantee was kept." if outcome["holds"] else "<strong>Not every guarantee was kept.</strong>"
     return (
-        f"A residual CNN was trained for {trained.steps} steps on scikit-learn's digits, once by the plan and once keeping "
-        f"everything, on the same batches. {verdict}"
+        f"A residual CNN was trained for {trained.steps} steps on scikit-learn's digits, once with the plan and once with all "
+        f"activations kept, on the same batches. {verdict}"
     )
 
 
 def _measured(outcome: dict[str, Any]) -> list[list[str]]:
-    """Rows of what the training showed: a name, then keeping everything and the plan."""
+    """Rows of measured figures: a name, then the values for keep-all and for the plan."""
     yes = {True: "yes", False: "NO"}
     peaks = [format_bytes(outcome[name]) for name in ("keep_all_measured_peak_bytes", "measured_peak_bytes")]
     shares = [amounts.format_share(outcome[name]) for name in ("keep_all_accuracy", "accuracy")]
@@ -45,5 +45,5 @@ def _measured(outcome: dict[str, Any]) -> list[list[str]]:
         ["accuracy", *shares],
         ["measured peak within budget", "", yes[outcome["within_budget"]]],
         ["measured peak as planned, to 1%", "", yes[outcome["as_planned"]]],
-        ["losses and parameters identical to the last bit", "", yes[outcome["identical"]]],
+        ["losses and parameters bitwise equal", "", yes[outcome["identical"]]],
     ]

@@ -1,4 +1,4 @@
-"""``checkmate devices``: what can be planned for without having it."""
+"""``checkmate devices``: the devices that `checkmate fits` knows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def devices(name: str | None = None, /, *, json: terminal.Json = False) -> int:
     """List the devices that `checkmate fits` knows, or show one with the source of every figure.
 
     Args:
-        name: A device's name, or the path of a profile of your own.
-        json: Print one JSON object on stdout; that of one device is a profile to start from.
+        name: Name of a device, or path of a profile.
+        json: Print one JSON object on stdout; for a single device it is a profile that you can edit.
 
     Returns:
         The exit code.
@@ -29,8 +29,8 @@ def devices(name: str | None = None, /, *, json: terminal.Json = False) -> int:
         return 0
     header = [("device", False), ("memory", True), ("float32", True), ("tf32", True), ("bfloat16", True), ("traffic", True)]
     terminal.table(header, [_row(device) for device in known])
-    terminal.data().print("peaks in TFLOP/s, dense; traffic in GB/s", soft_wrap=True)
-    terminal.closing([], "see the sources of a device's figures with `checkmate devices H100`")
+    terminal.data().print("peak rates in TFLOP/s, dense; memory traffic in GB/s", soft_wrap=True)
+    terminal.closing([], "list the sources of a device's figures with `checkmate devices H100`")
     return 0
 
 
@@ -41,7 +41,7 @@ def _one(device: Device, json: bool) -> int:
     peaks = ", ".join(f"{dtype} {_tera(peak)}" for dtype, peak in device.peak_flop_per_s.items())
     facts = [
         ("device", f"{device.name}, {device.about}"),
-        ("memory_bytes", f"{format_bytes(device.memory_bytes)} that a process sees"),
+        ("memory_bytes", f"{format_bytes(device.memory_bytes)} available to a process"),
         ("context_bytes", format_bytes(device.context_bytes)),
         ("blas_workspace_bytes", format_bytes(device.blas_workspace_bytes)),
         ("granule_bytes", format_bytes(device.granule_bytes)),
@@ -56,7 +56,7 @@ def _one(device: Device, json: bool) -> int:
     for title, notes in (("published", device.sources), ("assumed", device.assumed)):
         for field, note in sorted(notes.items()):
             console.print(f"{title:<11}{field}: {note}", soft_wrap=True)
-    terminal.closing([], f"write a profile of your own from `checkmate devices {json_module.dumps(device.name)} --json`")
+    terminal.closing([], f"write your own profile, starting from `checkmate devices {json_module.dumps(device.name)} --json`")
     return 0
 
 

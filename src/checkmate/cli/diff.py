@@ -1,4 +1,4 @@
-"""``checkmate diff``: what two plans of one graph do differently."""
+"""``checkmate diff``: the differences between two plans of one graph."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from checkmate.studies.compare import Comparison, compare
 
 
 def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: terminal.Json = False) -> int:
-    """Say what two plans of one graph do differently: peak, cost, what is computed again and what is held.
+    """List the differences between two plans of one graph: peak, cost, recomputed ops and held values.
 
     Args:
-        graph: Graph file of both.
-        first: Plan file, or result file.
-        second: Another.
-        most: Most lines of each list.
-        json: Print one JSON object on stdout, with everything in it.
+        graph: Graph file of both plans.
+        first: Plan file or result file.
+        second: Second plan file or result file.
+        most: Maximum number of lines in each list.
+        json: Print one JSON object on stdout, with the complete lists.
 
     Returns:
-        The exit code: 0 whether they differ or not.
+        The exit code: 0 whether or not the plans differ.
     """
     if most < 1:
-        raise OptionError(f"most={most!r} must be one or more")
+        raise OptionError(f"--most {most} must be one or more", hint="give the number of lines, such as --most 5")
     target = files.load(graph, Graph)
     found = compare(target, files.load_plan(first), files.load_plan(second))
     if json:
@@ -33,7 +33,7 @@ def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: term
         return 0
     terminal.facts([("graph", amounts.describe_graph(target, graph)), ("first", str(first)), ("second", str(second))])
     terminal.data().print(f"\n{found.render(most)}", soft_wrap=True)
-    terminal.closing([], f"see them side by side with `checkmate report {graph} {second} --against {first}`")
+    terminal.closing([], f"draw both with `checkmate report {graph} {second} --against {first}`")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the demo trains: a residual network on scikit-learn's digits, twice side by side."""
+"""The training of the demo: a residual network on scikit-learn's digits, with a plan and keeping everything."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WIDTH = 64
 BLOCKS = 5
 SEED = 0
 WARM_UP = 2
-"""Steps before anything is measured: the backward pass is compiled and optimizer state made in the first."""
+"""Steps before the measurements: the first compiles the backward pass and creates the optimizer's state."""
 
 Batch = tuple[Tensor, Tensor]
 
 
 def _norm(width: int) -> nn.Module:
-    """BatchNorm whose statistics settle within the few steps of a demo."""
+    """BatchNorm whose running statistics converge within the few steps of a demo."""
     return nn.BatchNorm2d(width, momentum=0.3)
 
 
@@ -49,12 +49,12 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input plus what the body makes of it, rectified."""
+        """ReLU of the sum of the input and the output of the body."""
         return torch.relu(x + self.body(x))
 
 
 def network() -> nn.Module:
-    """The network, its parameters decided by the seed."""
+    """The network, with parameters initialized from the seed."""
     torch.manual_seed(SEED)
     stem = [nn.Conv2d(1, WIDTH, 3, padding=1, bias=False), _norm(WIDTH), nn.ReLU()]
     head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * WIDTH, 10)]
@@ -62,7 +62,7 @@ def network() -> nn.Module:
 
 
 def data() -> tuple[Batch, Batch]:
-    """Digits to train on and digits to test on: images ``[n, 1, 8, 8]`` and their classes."""
+    """Training and test digits: images ``[n, 1, 8, 8]`` and their classes ``[n]``."""
     pixels, targets = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     classes = torch.tensor(targets)
@@ -72,7 +72,7 @@ def data() -> tuple[Batch, Batch]:
 
 
 def batches(data: Batch, epochs: int) -> Iterator[Batch]:
-    """Batches of one size, in an order that the seed decides."""
+    """Batches of equal size, in an order determined by the seed."""
     x, y = data
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(epochs):
@@ -84,7 +84,7 @@ def batches(data: Batch, epochs: int) -> Iterator[Batch]:
 
 @dataclass
 class Run:
-    """One of the two trainings: its model, its compiled step, its random stream and what was seen of it."""
+    """One of the two trainings: model, compiled step, random state and measurements."""
 
     model: nn.Module
     step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -98,7 +98,7 @@ class Run:
     accuracy: float = 0.0
 
     def advance(self, x: Tensor, y: Tensor, *, measure: bool, timed: bool) -> None:
-        """Train one step in this run's own random stream."""
+        """Train one step with the random state of this run."""
         torch.set_rng_state(self.random_state)
         seen: list[float] = []
 
@@ -119,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Both trainings, done."""
+    """Both finished trainings."""
 
     planned: Run
     keep_all: Run
@@ -128,7 +128,7 @@ class Trained:
 
     @property
     def identical(self) -> bool:
-        """Whether every loss, parameter, buffer and the random state came out the same to the last bit."""
+        """Whether all losses, parameters, buffers and the random state are bitwise equal."""
         ours, theirs = self.planned.model.state_dict(), self.keep_all.model.state_dict()
         return (
             self.planned.losses == self.keep_all.losses
@@ -138,13 +138,13 @@ class Trained:
 
     @property
     def time_ratio(self) -> float:
-        """Time of the planned steps over the time of the same steps keeping everything."""
+        """Time of the planned steps divided by the time of the same steps keeping everything."""
         return sum(self.planned.seconds) / sum(self.keep_all.seconds)
 
 
 def train(budget: str, *, epochs: int, time_limit_s: float, say: Callable[[str], None]) -> Trained:
     """Train two copies of the network on the same batches, interleaved: one within the budget, one keeping everything."""
-    with _settled():
+    with _reproducible():
         seen, unseen = data()
         model = network()
         planned = _prepare(model, seen, budget, time_limit_s, None, say)
@@ -180,8 +180,8 @@ def _accuracy(model: nn.Module, unseen: Batch) -> float:
 
 
 @contextmanager
-def _settled() -> Iterator[None]:
-    """One thread and our own random stream, both put back after."""
+def _reproducible() -> Iterator[None]:
+    """Use one thread; restore the number of threads and the random state at the end."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
     try:

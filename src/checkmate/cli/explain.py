@@ -1,4 +1,4 @@
-"""``checkmate explain``: what fills the peak of a plan, and why."""
+"""``checkmate explain``: the contents of a plan's peak, with reasons."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from checkmate.studies.explain import explain as explanation_of
 
 
 def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int = 10, json: terminal.Json = False) -> int:
-    """Say what fills the peak of a plan and why it is there, what is computed again, and what a MiB is worth.
+    """List the contents of a plan's peak with reasons, the recomputed ops, and the cost of a MiB less.
 
     Args:
         graph: Graph file.
-        plan: Plan file, or result file.
-        curve: Curve file, as `checkmate pareto` writes it; the worth of a MiB is read from it.
-        most: Most lines of each list.
-        json: Print one JSON object on stdout, with everything in it.
+        plan: Plan file or result file.
+        curve: Curve file from `checkmate pareto`, from which the cost of a MiB less and the saving of a MiB more are read.
+        most: Maximum number of lines in each list.
+        json: Print one JSON object on stdout, with the complete lists.
 
     Returns:
         The exit code.
     """
     if most < 1:
-        raise OptionError(f"most={most!r} must be one or more")
+        raise OptionError(f"--most {most} must be one or more", hint="give the number of lines, such as --most 10")
     target, steps = files.load(graph, Graph), files.load_plan(plan)
     known = None if curve is None else files.load(curve, Curve)
     found = explanation_of(target, steps, curve=known)
@@ -36,7 +36,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int 
         return 0
     terminal.facts([("graph", amounts.describe_graph(target, graph))])
     terminal.data().print(f"\n{found.render(most)}", soft_wrap=True)
-    terminal.closing([], f"look at it with `checkmate report {graph} {plan}`")
+    terminal.closing([], f"draw the plan with `checkmate report {graph} {plan}`")
     return 0
 
 

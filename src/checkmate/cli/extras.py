@@ -1,4 +1,4 @@
-"""Optional dependencies that a verb needs."""
+"""Optional dependencies of verbs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from checkmate.core.errors import MissingExtraError
 
 
 def needs(module: str, extra: str) -> None:
-    """Make sure that a module of an extra is installed.
+    """Check that a module of an extra is installed.
 
     Raises:
-        MissingExtraError: It is not; the hint has the command that installs it.
+        MissingExtraError: The module is missing; the hint has the command that installs it.
     """
     if importlib.util.find_spec(module) is None:
-        raise MissingExtraError(f"this needs {module}, which is not installed", hint=f'pip install "checkmate-remat[{extra}]"')
+        raise MissingExtraError(
+            f"this command needs {module}, which is not installed", hint=f'pip install "checkmate-remat[{extra}]"'
+        )

@@ -1,4 +1,4 @@
-"""Files that a verb reads and writes; trouble with them is bad input."""
+"""Reading and writing the files of verbs; an error counts as bad input."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _C = TypeVar("_C", Graph, Plan, Result, Curve)
 
 
 def load(path: Path, kind: type[_C]) -> _C:
-    """The graph, plan, result or curve in a file.
+    """Read a graph, plan, result or curve from a file.
 
     Raises:
         OptionError: The file cannot be opened.
-        FileFormatError: It holds something else, or cannot be read.
+        FileFormatError: The file has another format or is damaged.
     """
     try:
         return files.read_as(path, kind)
@@ -31,34 +31,34 @@ def load(path: Path, kind: type[_C]) -> _C:
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan in a plan or result file.
+    """Read the plan from a plan or result file.
 
     Raises:
         OptionError: The file cannot be opened.
-        FileFormatError: It holds no plan, or cannot be read.
+        FileFormatError: The file has no plan or is damaged.
     """
     return load_planned(path)[0]
 
 
 def load_planned(path: Path) -> tuple[Plan, Result | None]:
-    """The plan in a plan or result file, and the result where it is one.
+    """Read the plan from a plan or result file, and the result from a result file.
 
     Raises:
         OptionError: The file cannot be opened.
-        FileFormatError: It holds no plan, or cannot be read.
+        FileFormatError: The file has no plan or is damaged.
     """
     try:
         content = files.read(path)
     except OSError as error:
-        raise OptionError(f"{path}: {error.strerror or error}", hint="give a plan file, as `checkmate plan` writes it") from error
+        raise OptionError(f"{path}: {error.strerror or error}", hint="give a plan file written by `checkmate plan`") from error
     plan = content.plan if isinstance(content, Result) else content
     if not isinstance(plan, Plan):
-        raise FileFormatError(f"{path}: holds no plan", hint="give a plan file, as `checkmate plan` writes it")
+        raise FileFormatError(f"{path}: the file has no plan", hint="give a plan file written by `checkmate plan`")
     return plan, content if isinstance(content, Result) else None
 
 
 def save(value: Graph | Plan | Result | Curve, path: Path) -> None:
-    """Write a file whole, or say why not.
+    """Write a value to a file atomically.
 
     Raises:
         OptionError: The file cannot be written.
@@ -68,7 +68,7 @@ def save(value: Graph | Plan | Result | Curve, path: Path) -> None:
 
 
 def save_bytes(data: bytes, path: Path) -> None:
-    """Write bytes whole, or say why not.
+    """Write bytes to a file atomically.
 
     Raises:
         OptionError: The file cannot be written.
@@ -79,7 +79,7 @@ def save_bytes(data: bytes, path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn trouble with writing a file into bad input.
+    """Turn errors of writing a file into bad input.
 
     Raises:
         OptionError: The file cannot be written.
@@ -87,11 +87,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OptionError(f"cannot write {path}: {error.strerror or error}", hint="choose another place with --out") from error
+        raise OptionError(f"cannot write {path}: {error.strerror or error}", hint="choose another path with --out") from error
 
 
 def beside(path: Path, ending: str) -> Path:
-    """A file's name in the current folder with another ending.
+    """Path in the current folder with the name of a file and another ending.
 
     Examples:
         >>> beside(Path("models/gpt2.graph.json"), "-8GiB.plan.json").name

@@ -1,4 +1,4 @@
-"""``checkmate fits``: whether a step fits a device that is not there."""
+"""``checkmate fits``: whether a step fits a device that need not be present."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def fits(
     out: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
-    """Say whether a training step fits a device that need not be there: exact in bytes, approximate in time.
+    """Tell whether a training step fits a device that need not be present: exact in bytes, approximate in time.
 
     Args:
-        target: FILE.py:FUNCTION or MODULE:FUNCTION; FUNCTION() returns (model, loss, example), example being (x, y). It is called
-            where tensors have shapes and no memory, and once more with memory if it cannot do without.
-        device: A device's name, as `checkmate devices` lists them, or the path of a profile.
+        target: FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example) and example is (x, y). It is
+            called with fake tensors, which have shapes but no memory, and again with real ones if it needs values.
+        device: Name of a device, as listed by `checkmate devices`, or path of a profile.
         optimizer: sgd, momentum, adam or adamw; none by default.
         batch: Call FUNCTION(batch) instead of FUNCTION().
-        whole: Whether the optimizer's updates are in the step, each where its gradient is born; or a plain loop.
-        autocast: Type of a region of torch.autocast around model and loss, by the device's rules; none by default.
-        memory: What the device has, such as 24GiB, instead of what its profile says.
-        headroom: Share of the memory that is left free.
-        sequence_dim: Dimension of the example's tensors whose largest size is asked for besides the batch's.
-        time_limit: Seconds of wall time.
-        out: Graph file of the step on the device to write; none by default.
+        whole: Whether each parameter is updated as soon as its gradient is computed; a plain loop updates after the backward.
+        autocast: Type of a torch.autocast region around model and loss, with the device's rules; none by default.
+        memory: Memory of the device, such as 24GiB, instead of the figure in its profile.
+        headroom: Share of the memory to leave free.
+        sequence_dim: Sequence dimension of the example's tensors, to find the longest sequence besides the largest batch.
+        time_limit: Time limit in seconds of wall time.
+        out: Graph file to write, of the step on the device; none by default.
         json: Print one JSON object on stdout.
 
     Returns:
-        The exit code: 0 if it fits, 1 if not or if that is not known.
+        The exit code: 0 if the step fits, 1 if it does not fit or the answer is not known.
     """
     load_device(device)
     needs("torch", "torch")
@@ -90,8 +90,8 @@ def _next(answer: Any, target: str, out: Path | None) -> str:
     if out is not None:
         return f"plan it with `checkmate plan {out} --budget {answer.available_bytes}`"
     if answer:
-        return f"keep its graph with `checkmate fits {target} ... --out step.graph.json`"
-    return "a smaller batch, --optimizer, --memory or another --device may change it"
+        return f"write the graph with `checkmate fits {target} ... --out step.graph.json`"
+    return "try a smaller batch, or another --optimizer, --memory or --device"
 
 
 def _as_json(answer: Any, out: Path | None) -> dict[str, Any]:

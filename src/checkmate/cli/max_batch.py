@@ -35,24 +35,24 @@ def max_batch(
     out: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
-    """Find the largest batch that fits a budget, and a proof that none is much larger. Ctrl-C keeps the largest so far.
+    """Find the largest batch that fits a budget, with a proven upper bound. Ctrl-C keeps the largest so far.
 
-    Sizes and costs between and beyond two captures of the same step are taken as lines in the batch. With one capture
-    they are proportional to the batch, and what is resident is constant.
+    Sizes and costs are linear in the batch, determined by two captures of the same step. With one capture they are
+    proportional to the batch, and the resident memory is constant.
 
     Args:
-        small: Graph file of the step at a batch.
-        large: Graph file of the same step at a larger batch.
-        budget: Total such as 16GB, resident bytes included.
-        batch: Batch of the first graph.
-        large_batch: Batch of the second graph.
-        max_overhead: Most that a plan may cost: a number such as 1.3, over computing each op once; or "one extra forward".
-        solver: How to look; `checkmate solvers` lists them.
-        time_limit: Seconds of wall time for all of it.
-        gap: Stop the last solve when its plan is proven within this share of the best.
-        seed: Seed of everything random.
-        threads: Threads the solver may use.
-        out: Plan file to write, and beside it the graph at that batch; named after the graph and the batch by default.
+        small: Graph file of the step at one batch size.
+        large: Graph file of the same step at a larger batch size.
+        budget: Total such as 16GB, resident memory included.
+        batch: Batch size of the first graph.
+        large_batch: Batch size of the second graph.
+        max_overhead: Limit on the cost of the plan: a factor such as 1.3 over computing each op once, or "one extra forward".
+        solver: Name of the solver; `checkmate solvers` lists them.
+        time_limit: Time limit in seconds of wall time, for all solves together.
+        gap: Optimality gap at which the last solve stops.
+        seed: Seed of all randomness.
+        threads: Maximum number of threads of the solver.
+        out: Plan file to write, with the graph at that batch next to it; by default the name comes from graph and batch.
         json: Print one JSON object on stdout.
 
     Returns:
@@ -106,19 +106,20 @@ def max_batch(
     terminal.table(header, [[*row, f"{found.elapsed_s:.1f} s"]])
     exact = "this is the largest" if found.batch == found.upper_bound else f"none above {found.upper_bound} is possible"
     terminal.data().print(f"{exact}: {found.why}", soft_wrap=True)
-    terminal.closing([graph_path, plan_path], f"look at it with `checkmate report {graph_path} {plan_path}`")
+    terminal.closing([graph_path, plan_path], f"draw the plan with `checkmate report {graph_path} {plan_path}`")
     return 0
 
 
 def _affine(small: Path, batch: int, large: Path | None, large_batch: int | None) -> AffineGraph:
     if (large is None) != (large_batch is None):
         raise OptionError(
-            "a second graph and --large-batch go together", hint="give both, or neither if all is proportional to the batch"
+            "a second graph and --large-batch go together",
+            hint="give both, or neither if sizes are proportional to the batch",
         )
     first = files.load(small, Graph)
     if large is None or large_batch is None:
         if batch < 1:
-            raise OptionError(f"batch={batch!r} must be one or more")
+            raise OptionError(f"--batch {batch} must be one or more", hint="give the batch size of the captured graph")
         return AffineGraph.proportional(first, batch)
     return AffineGraph(first, batch, files.load(large, Graph), large_batch)
 
@@ -130,5 +131,6 @@ def _overhead(text: str) -> float | Literal["one extra forward"]:
         return float(text)
     except ValueError:
         raise OptionError(
-            f"--max-overhead {text!r} is neither a number nor {ONE_EXTRA_FORWARD!r}", hint="1.25 allows a quarter more"
+            f"--max-overhead {text!r} is neither a number nor {ONE_EXTRA_FORWARD!r}",
+            hint="give a factor, such as 1.25 for a quarter more",
         ) from None

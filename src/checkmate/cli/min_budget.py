@@ -1,4 +1,4 @@
-"""``checkmate min-budget``: how little memory a step takes."""
+"""``checkmate min-budget``: the smallest budget of a step."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def min_budget(
     out: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
-    """Find the smallest budget that a graph can be run in, and what sets it.
+    """Find the smallest budget in which a graph can run, and the op that sets it.
 
     Args:
-        graph: Graph file, as `checkmate capture` writes it.
-        time_limit: Seconds of wall time.
-        seed: Seed of everything random.
-        reorder: Whether ops may leave the order of the graph.
-        out: Plan file to write; named after the graph by default.
+        graph: Graph file from `checkmate capture`.
+        time_limit: Time limit in seconds of wall time.
+        seed: Seed of all randomness.
+        reorder: Whether a plan can change the order of the graph.
+        out: Plan file to write; by default the name comes from the graph.
         json: Print one JSON object on stdout.
 
     Returns:
@@ -72,7 +72,9 @@ def min_budget(
             ("cost", f"{format_cost(result.cost, target.cost_unit)}, {result.overhead:.3f}x: the first found"),
         ]
     )
-    proven = "no plan of any order takes less" if result.proven else "no plan is proven to take less than the floor"
+    proven = (
+        "no plan in any order needs less" if result.proven else "the smallest possible peak lies between the floor and this one"
+    )
     terminal.data().print(f"\n{proven}", soft_wrap=True)
-    terminal.closing([where], f"get the cheapest plan in it with `checkmate plan {graph} --budget {format_at_least(peak)}`")
+    terminal.closing([where], f"find the cheapest plan within it with `checkmate plan {graph} --budget {format_at_least(peak)}`")
     return 0

@@ -1,4 +1,4 @@
-"""``checkmate pareto``: what memory buys."""
+"""``checkmate pareto``: cost and lower bound against budget."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def pareto(
     out: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
-    """Find what memory buys: the cheapest plans from the smallest budget to keeping everything. Ctrl-C keeps what is solved.
+    """Find the cheapest plan for each budget from the smallest to keeping everything. Ctrl-C keeps the solved points.
 
     Args:
-        graph: Graph file, as `checkmate capture` writes it.
-        points: Budgets, evenly spaced.
-        solver: How to look; `checkmate solvers` lists them.
-        time_limit: Seconds of wall time a point.
-        gap: Stop a point when its plan is proven within this share of the best.
-        seed: Seed of everything random.
-        jobs: Processes to solve in.
-        reorder: Whether ops may leave the order of the graph.
-        out: Curve file to write, plans included; named after the graph by default.
+        graph: Graph file from `checkmate capture`.
+        points: Number of budgets, evenly spaced.
+        solver: Name of the solver; `checkmate solvers` lists them.
+        time_limit: Time limit of each point, in seconds of wall time.
+        gap: Optimality gap at which the solve of a point stops.
+        seed: Seed of all randomness.
+        jobs: Number of processes.
+        reorder: Whether a plan can change the order of the graph.
+        out: Curve file to write, plans included; by default the name comes from the graph.
         json: Print one JSON object on stdout.
 
     Returns:
         The exit code.
     """
     if jobs < 1:
-        raise OptionError(f"jobs={jobs!r} must be one or more")
+        raise OptionError(f"--jobs {jobs} must be one or more", hint="give the number of processes, such as --jobs 4")
     target, chosen = files.load(graph, Graph), solver_named(solver)
     limits = Limits(time_s=time_limit, gap=gap, seed=seed)
     with ExitStack() as stack:
@@ -79,14 +79,16 @@ def pareto(
     terminal.facts(
         [
             ("graph", amounts.describe_graph(target, graph)),
-            ("floor", f"{format_bytes(curve.floor_bytes)}: no plan of any order takes less"),
+            ("floor", f"{format_bytes(curve.floor_bytes)}: no plan in any order needs less"),
             ("solver", f"{solver.lower()}, {time_limit:g} s limit a point, stops at a gap of {amounts.format_share(gap)}"),
         ]
     )
     header = [(name, True) for name in ("budget", "peak", "cost", "overhead", "bound", "gap", "time")]
     terminal.table(header, [_row(target, point) for point in curve.points])
     middle = curve.points[len(curve.points) // 2].budget_bytes
-    terminal.closing([where], f"look at it: `checkmate report {graph} PLAN --curve {where}`; plan for one: --budget {middle}")
+    terminal.closing(
+        [where], f"draw the curve with `checkmate report {graph} PLAN --curve {where}`; make PLAN with --budget {middle}"
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``checkmate plan``: the cheapest plan of a graph within a budget."""
+"""``checkmate plan``: find the cheapest plan of a graph within a budget."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def plan(
     result: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
-    """Find the cheapest plan of a graph that never holds more than a budget. Ctrl-C keeps the best so far.
+    """Find the cheapest plan of a graph within a memory budget. Ctrl-C keeps the best plan so far.
 
     Args:
-        graph: Graph file, as `checkmate capture` writes it.
-        budget: Total such as 8GiB, or a share such as 50% of what keeping everything takes above what is resident.
-        solver: How to look; `checkmate solvers` lists them.
-        time_limit: Seconds of wall time.
-        gap: Stop when the plan is proven within this share of the best.
-        seed: Seed of everything random.
-        threads: Threads the solver may use.
-        recompute: Which ops may be computed again.
-        reorder: Whether ops may leave the order of the graph.
-        out: Plan file to write; named after the graph and the budget by default.
-        result: Result file to write as well: the plan with its bound and how the solve went; `checkmate report` reads it.
+        graph: Graph file from `checkmate capture`.
+        budget: Total such as 8GiB, or a share such as 50% of the memory that keeping everything needs above the resident memory.
+        solver: Name of the solver; `checkmate solvers` lists them.
+        time_limit: Time limit in seconds of wall time.
+        gap: Optimality gap at which the solve stops.
+        seed: Seed of all randomness.
+        threads: Maximum number of threads of the solver.
+        recompute: The ops that a plan can recompute.
+        reorder: Whether a plan can change the order of the graph.
+        out: Plan file to write; by default the name comes from graph and budget.
+        result: Result file to write as well, with the plan, its lower bound and how the solve ended; `checkmate report` reads it.
         json: Print one JSON object on stdout.
 
     Returns:
@@ -83,7 +83,7 @@ def plan(
     _conclude(name, solved)
     wrote = [where] if result is None else [where, result]
     next_verb = f"checkmate verify {graph} {where} --budget {budget}"
-    terminal.closing(wrote, f"check it anywhere with `{next_verb}`, look at it with `checkmate report {graph} {wrote[-1]}`")
+    terminal.closing(wrote, f"check the plan with `{next_verb}`, draw it with `checkmate report {graph} {wrote[-1]}`")
     return 0
 
 

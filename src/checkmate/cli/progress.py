@@ -1,4 +1,4 @@
-"""Long work, drawn on stderr while it runs, where that is a terminal."""
+"""Progress of long computations, drawn on stderr if it is a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkmate.solvers.solve import solve
 
 
 def solve_drawn(problem: Problem, solver: Solver, limits: Limits) -> Result:
-    """As `solve`, with its progress on stderr where that is a terminal."""
+    """Run `solve` with a progress line on stderr, if it is a terminal."""
     unit = problem.graph.cost_unit
     with drawn("looking for a plan") as say:
         return solve(problem, solver, limits=limits, on_progress=lambda progress: say(_line(progress, unit)))
@@ -25,8 +25,8 @@ def solve_drawn(problem: Problem, solver: Solver, limits: Limits) -> Result:
 
 @contextmanager
 def drawn(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner, a clock and a line of text while something runs; gives what changes the text."""
-    console = terminal.talk()
+    """Draw a spinner, a clock and a line of text during the block; yields a function that replaces the text."""
+    console = terminal.messages()
     if not console.is_terminal:
         yield lambda _text: None
         return

@@ -1,4 +1,4 @@
-"""``checkmate report``: a plan as one page, and for other viewers."""
+"""``checkmate report``: draw a plan as one page, and export it for other viewers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def report(
     memory_viz: Path | None = None,
     json: terminal.Json = False,
 ) -> int:
-    """Draw a plan as one offline HTML file: memory over the step, the schedule, what fills the peak, what is computed again.
+    """Draw a plan as one offline HTML file: memory over the step, schedule, contents of the peak, recomputed ops.
 
     Args:
         graph: Graph file.
-        plan: Plan file; or result file, as `checkmate plan --result` writes it, whose bound is shown too.
-        against: Another plan file of the graph to show beside it.
-        curve: Curve file, as `checkmate pareto` writes it.
+        plan: Plan file, or result file from `checkmate plan --result`, whose lower bound is shown too.
+        against: Second plan file of the same graph, for comparison.
+        curve: Curve file from `checkmate pareto`.
         budget: Total such as 8GiB, or a share such as 50%, drawn as a line.
         out: HTML file to write.
         perfetto: Trace file to write as well, for ui.perfetto.dev.

@@ -1,4 +1,4 @@
-"""``checkmate solvers``: what can look for plans."""
+"""``checkmate solvers``: the installed solvers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkmate.solvers.session import Solver
 
 
 def solvers(*, json: terminal.Json = False) -> int:
-    """List the solvers that are installed, with their options.
+    """List the installed solvers with their options.
 
     Args:
         json: Print one JSON object on stdout.
@@ -25,23 +25,23 @@ def solvers(*, json: terminal.Json = False) -> int:
         terminal.emit({"solvers": [{"name": n, "about": _about(k), "options": _options(k)} for n, k in kinds.items()]})
         return 0
     rows = [(name, _about(kind), ", ".join(f"{o}={d}" for o, d in _options(kind).items())) for name, kind in kinds.items()]
-    terminal.table([("solver", False), ("what it does", False), ("options", False)], rows)
+    terminal.table([("solver", False), ("method", False), ("options", False)], rows)
     terminal.closing([], "choose one with `checkmate plan GRAPH --budget 8GiB --solver NAME`")
     return 0
 
 
 def solver_named(name: str) -> Solver:
-    """The solver of a name, with its default options.
+    """The solver with a given name, with its default options.
 
     Raises:
-        OptionError: There is none of that name.
+        OptionError: No installed solver has that name.
     """
     kinds = available()
     kind = kinds.get(name.lower().replace("_", "-"))
     if kind is None:
         near = difflib.get_close_matches(name.lower(), kinds, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise OptionError(f"there is no solver {name!r}", hint=f"{hint}installed: {', '.join(sorted(kinds))}")
+        raise OptionError(f"there is no solver {name!r}", hint=f"{hint}choose one of {', '.join(sorted(kinds))}")
     return kind()
 
 

@@ -1,4 +1,4 @@
-"""The model, loss and batch that a command line names, and what goes wrong with them as bad input."""
+"""Load the model, loss and batch that a command line names; errors in them count as bad input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def resolve(target: str) -> Callable[..., object]:
     """The function that a command line names.
 
     Raises:
-        OptionError: The text cannot be read, or there is no such function.
+        OptionError: The text has another form, or the function does not exist.
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name.isidentifier():
@@ -31,10 +31,10 @@ def resolve(target: str) -> Callable[..., object]:
 
 
 def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
-    """What the function returns: model, loss and example.
+    """Call the function for its model, loss and example.
 
     Raises:
-        OptionError: It raises, or returns something else.
+        OptionError: The function raises, or returns something else.
     """
     import torch
 
@@ -47,35 +47,37 @@ def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
 
 
 def without_memory(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
-    """As `built`, with shapes and nothing else where the function can do with that.
+    """As `built`, with fake tensors (shapes without memory) if the function works with them.
 
     Raises:
-        OptionError: It raises, or returns something else.
+        OptionError: The function raises, or returns something else.
     """
     from checkmate.torch._compat.dispatch import FakeTensorMode
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return built(target, function)
-    except (CheckmateError, RuntimeError):  # it looks at values, such as those of data that it reads
+    except (CheckmateError, RuntimeError):  # the function needs values, such as those of data that it reads
         return built(target, function)
 
 
 @contextmanager
 def tracing(target: str) -> Iterator[None]:
-    """A model that fails while it is traced is bad input, said in the words of its error.
+    """Turn an error of tracing into bad input, with the message of the error.
 
     Raises:
-        OptionError: It failed.
+        OptionError: The trace failed.
     """
-    logging.disable(logging.ERROR)  # torch logs a traceback of what is raised anyway
+    logging.disable(logging.ERROR)  # torch also logs the traceback of the exception
     try:
         yield
     except Exception as error:
         if not type(error).__module__.startswith("torch."):
             raise
         text = " ".join(re.split(r"Hint:|from user code", str(error))[0].split())
-        raise OptionError(f"{target}: the step cannot be traced: {text}", hint="see that loss(model(x), y) runs") from error
+        raise OptionError(
+            f"{target}: the step cannot be traced: {text}", hint="make loss(model(x), y) run without Checkmate first"
+        ) from error
     finally:
         logging.disable(logging.NOTSET)
 
@@ -114,7 +116,7 @@ def _from_name(name: str) -> Any:
 
 
 def _call(what: str, function: Callable[[], Any]) -> Any:
-    """Call the user's code; what goes wrong in it is bad input, named with the place."""
+    """Call the user's code; an exception in it becomes bad input, with its file and line."""
     try:
         return function()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Where output goes: data to stdout, talk to stderr."""
+"""Output of verbs: data to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Json = Annotated[bool, Parameter(name="--json", negative="")]
 
 
 def data() -> Console:
-    """Console for what the user asked for."""
+    """Console for data, on stdout."""
     return Console(highlight=False, markup=False)
 
 
-def talk() -> Console:
-    """Console for progress, remarks and errors."""
+def messages() -> Console:
+    """Console for progress, remarks and errors, on stderr."""
     return Console(stderr=True, highlight=False, markup=False)
 
 
@@ -32,8 +32,8 @@ def emit(value: Mapping[str, Any]) -> None:
 
 
 def say_error(message: str, hint: str = "") -> None:
-    """Print what was wrong, and what to do about it after a blank line."""
-    console = talk()
+    """Print an error message and, after a blank line, its hint."""
+    console = messages()
     console.print(Text.assemble(("error", "bold red"), f": {message}"), soft_wrap=True)
     if hint:
         console.print()
@@ -41,7 +41,7 @@ def say_error(message: str, hint: str = "") -> None:
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> None:
-    """Print named facts, one a line, the names in one column."""
+    """Print names and texts in two columns."""
     console = data()
     width = max(len(name) for name, _ in rows) + 2
     for name, text in rows:
@@ -52,7 +52,7 @@ def table(header: Iterable[tuple[str, bool]], rows: Iterable[Iterable[str]]) -> 
     """Print a table without boxes.
 
     Args:
-        header: Name of each column, and whether it holds numbers and goes to the right.
+        header: Name of each column, and whether it is right-aligned, as numbers are.
         rows: Text of the cells.
     """
     console = data()
@@ -69,9 +69,9 @@ def table(header: Iterable[tuple[str, bool]], rows: Iterable[Iterable[str]]) -> 
 
 
 def closing(wrote: Iterable[object], hint: str = "") -> None:
-    """Say what was written and what to try next."""
+    """Print the files that were written and a hint on the next command."""
     sys.stdout.flush()
-    console = talk()
+    console = messages()
     for path in wrote:
         console.print(Text.assemble((f"{'wrote':<8}", "bold"), str(path)), soft_wrap=True)
     if hint:

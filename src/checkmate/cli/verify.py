@@ -1,4 +1,4 @@
-"""``checkmate verify``: whether a plan holds, without a framework or a device."""
+"""``checkmate verify``: check a plan, without a framework or a device."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def verify(
 ) -> int:
     """Check a plan against its graph and a budget: exit code 0 if it holds, 1 if not.
 
-    Two accounts of memory that share no code have to agree on it.
+    Two accounts of memory that share no code have to agree.
 
     Args:
         graph: Graph file.
         plan: Plan file.
         budget: Total such as 8GiB, or a share such as 50%; without it only the plan's own rules are checked.
-        recompute: Which ops may be computed again.
-        reorder: Whether ops may leave the order of the graph.
+        recompute: The ops that a plan can recompute.
+        reorder: Whether a plan can change the order of the graph.
         json: Print one JSON object on stdout.
 
     Returns:
@@ -50,7 +50,7 @@ def verify(
     broken = list(validate(target, steps, budget_bytes, recompute=recompute, reorder=reorder))
     timeline = _timeline(target, steps)
     if timeline is not None and budget_bytes is not None and (timeline.peak_bytes > budget_bytes) != _over(broken):
-        broken.append(Violation("budget", timeline.peak_step, "the two accounts of memory disagree: a bug of Checkmate"))
+        broken.append(Violation("budget", timeline.peak_step, "the two accounts of memory disagree, which is a bug of Checkmate"))
     overhead = timeline.cost / target.cost if timeline is not None and target.cost else None
     if json:
         terminal.emit(
@@ -77,17 +77,17 @@ def verify(
     terminal.facts(rows)
     if broken:
         shown = [(str(v.step), v.rule, v.message) for v in broken[:_SHOWN]]
-        terminal.table([("step", True), ("rule", False), ("what is wrong", False)], shown)
+        terminal.table([("step", True), ("rule", False), ("violation", False)], shown)
         rest = f", of which {_SHOWN} are shown" if len(broken) > _SHOWN else ""
         terminal.data().print(f"does not hold: {len(broken)} violation{'s' * (len(broken) > 1)}{rest}", soft_wrap=True)
-        terminal.closing([], f"plan it anew with `checkmate plan {graph} --budget {budget or '8GiB'}`")
+        terminal.closing([], f"find a valid plan with `checkmate plan {graph} --budget {budget or '8GiB'}`")
         return 1
     terminal.data().print("\nholds" if budget_bytes is None else "\nholds, within the budget at every step", soft_wrap=True)
     return 0
 
 
 def _timeline(graph: Graph, plan: Plan) -> Timeline | None:
-    """The running account of a plan that can be run at all, else None: `validate` says why."""
+    """The simulated timeline, or None for a plan that cannot run; `validate` gives the reasons."""
     try:
         return simulate(graph, plan)
     except PlanError:
@@ -100,4 +100,4 @@ def _over(broken: list[Violation]) -> bool:
 
 def _describe(graph: Graph, plan: Plan) -> str:
     again = len(plan.order) - len(set(plan.order))
-    return f"{len(plan.steps)} steps, {again} of them computing an op again"
+    return f"{len(plan.steps)} steps, {again} of them recomputations"

@@ -1,4 +1,4 @@
-"""Figures: every function draws on an `Axes` that it is given."""
+"""Figures: every function draws on the `Axes` that the caller passes."""
 
 from __future__ import annotations
 

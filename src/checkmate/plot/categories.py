@@ -1,4 +1,4 @@
-"""Memory over one training step, by what it is held for."""
+"""Memory over one training step, stacked by category."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from checkmate.studies.lifetimes import CATEGORIES, by_category
 def memory_by_category(
     ax: Axes, timeline: Timeline, *, budget_bytes: int | None = None, most_bytes: int | None = None, title: str = ""
 ) -> Axes:
-    """Draw the bytes that a plan holds while it runs, stacked by what they are held for.
+    """Draw the bytes that a plan holds over the step, stacked by category.
 
     Args:
-        ax: Where to draw.
-        timeline: What the plan holds.
-        budget_bytes: The budget, drawn as a line.
-        most_bytes: Upper end of the axis, to draw several plans at one scale.
+        ax: Axes to draw on.
+        timeline: Simulated memory of the plan.
+        budget_bytes: Budget to draw as a line.
+        most_bytes: Upper end of the memory axis, to draw several plans on one scale.
         title: Title of the figure.
 
     Returns:
-        ``ax``, with one collection a category that holds anything, from the bottom up.
+        ``ax``, with one collection for each category that is not empty, from the bottom up.
 
     Examples:
         >>> import checkmate

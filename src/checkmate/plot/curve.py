@@ -1,4 +1,4 @@
-"""Cost against budget."""
+"""Overhead and lower bound against budget."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from checkmate.plot import style
 
 
 def pareto_curve(ax: Axes, graph: Graph, curve: Curve, *, chosen: Timeline | None = None, title: str = "") -> Axes:
-    """Draw overhead against budget, and the band down to the bound that no plan of any order can go below.
+    """Draw overhead against budget, and the band down to the proven lower bound.
 
     Args:
-        ax: Where to draw.
-        graph: The graph.
-        curve: Its curve.
-        chosen: A plan to mark at its peak and cost.
+        ax: Axes to draw on.
+        graph: Graph of the curve.
+        curve: Plans and bounds by budget.
+        chosen: Simulated memory of a plan to mark at its peak and cost.
         title: Title of the figure.
 
     Returns:
@@ -35,7 +35,7 @@ def pareto_curve(ax: Axes, graph: Graph, curve: Curve, *, chosen: Timeline | Non
     budgets = [point.budget_bytes for point in curve.points]
     found = [point.cost / every_op_once for point in curve.points]
     bounds = [point.bound / every_op_once for point in curve.points]
-    # A plan holds for every larger budget, a bound for every smaller one.
+    # A plan is valid for every larger budget, a bound for every smaller one.
     ax.step(budgets, found, where="post", color=style.PLAN, linewidth=1.6, marker="o", markersize=4, label="plans found")
     ax.step(budgets, bounds, where="pre", color=style.PLAN, linewidth=1.0, linestyle=":", label="proven bound")
     for k in range(len(budgets) - 1):

@@ -20,15 +20,15 @@ def memory_timeline(
     budget_bytes: int | None = None,
     title: str = "",
 ) -> Axes:
-    """Draw the bytes that a plan holds while it runs, in the order and at the pace of its ops.
+    """Draw the bytes that a plan holds over the step, against the cost of the ops so far.
 
-    The plan's peak and the start of its backward pass are marked.
+    The peak and the start of the backward pass are marked.
 
     Args:
-        ax: Where to draw.
-        timeline: What the plan holds.
-        keep_all: What keeping everything holds, for comparison.
-        budget_bytes: The budget, drawn as a line.
+        ax: Axes to draw on.
+        timeline: Simulated memory of the plan.
+        keep_all: Simulated memory of keeping everything, for comparison.
+        budget_bytes: Budget to draw as a line.
         title: Title of the figure.
 
     Returns:
@@ -71,7 +71,7 @@ def memory_timeline(
 
 
 def _curve(timeline: Timeline) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Edges in time and bytes held between them, one span a computation."""
+    """Edges in time ``[n + 1]`` and the bytes held between them ``[n]``, one span for each computation."""
     runs = [p for p, step in enumerate(timeline.plan.steps) if isinstance(step, Compute)]
     if not runs:
         return np.array([0.0, 1.0]), np.array([timeline.graph.resident_bytes], dtype=np.int64)
@@ -79,7 +79,7 @@ def _curve(timeline: Timeline) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.
 
 
 def _mark_boundary(ax: Axes, timeline: Timeline, edges: npt.NDArray[np.float64]) -> None:
-    """A line where the first op of the backward pass begins, if there is one."""
+    """Mark the start of the first backward op with a line, if there is one."""
     ops = timeline.graph.ops
     first = next((p for p, o in enumerate(timeline.plan.order) if ops[o].phase == "backward"), None)
     if first is None:

@@ -1,4 +1,4 @@
-"""What fills the peak of a plan, and what is computed again."""
+"""Contents of a plan's peak, and cost of its recomputations, as bars."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from checkmate.studies.modules import remats_by_module
 
 
 def peak_residents(ax: Axes, timeline: Timeline, *, most: int = 10, title: str = "") -> Axes:
-    """Draw the largest of what is held at the peak as bars, and the rest as one.
+    """Draw the largest entries of the peak as bars, and the rest as one bar.
 
     Args:
-        ax: Where to draw.
-        timeline: What the plan holds.
-        most: Bars, the one of the rest not counted.
+        ax: Axes to draw on.
+        timeline: Simulated memory of the plan.
+        most: Maximum number of bars, without the one for the rest.
         title: Title of the figure.
 
     Returns:
@@ -47,17 +47,17 @@ def peak_residents(ax: Axes, timeline: Timeline, *, most: int = 10, title: str =
 
 
 def computed_again(ax: Axes, graph: Graph, plan: Plan, *, most: int = 10, title: str = "") -> Axes:
-    """Draw what recomputation costs, module by module, the most costly first.
+    """Draw the cost of recomputation for each module, the most expensive first.
 
     Args:
-        ax: Where to draw.
+        ax: Axes to draw on.
         graph: The graph.
-        plan: The plan.
-        most: Bars, the one of the rest not counted.
+        plan: A plan of the graph.
+        most: Maximum number of bars, without the one for the rest.
         title: Title of the figure.
 
     Returns:
-        ``ax``, whose bars sum to the cost of all computations that are not the first of their op.
+        ``ax``, whose bars sum to the cost of all recomputations.
 
     Examples:
         >>> import checkmate

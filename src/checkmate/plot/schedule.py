@@ -1,4 +1,4 @@
-"""The schedule of a plan, as Jain et al. (2020) draw it."""
+"""The schedule of a plan as stages by ops, as in Jain et al. (2020)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from checkmate.plot import style
 
 _NOT, _HELD, _FIRST, _AGAIN = 0, 1, 2, 3
 _FINE = 150
-"""Above this many ops a cell is thinner than a line, so that computations are drawn as points as well."""
+"""With more ops than this a cell is thinner than a line, so computations are also drawn as points."""
 
 
 def schedule(ax: Axes, graph: Graph, plan: Plan, *, title: str = "") -> Axes:
-    """Draw which ops each stage computes (the matrix R) and whose values it is handed (the matrix S).
+    """Draw the ops that each stage computes (matrix R) and those whose values are held when it begins (matrix S).
 
     Args:
-        ax: Where to draw.
+        ax: Axes to draw on.
         graph: The graph.
-        plan: The plan.
+        plan: A plan of the graph.
         title: Title of the figure.
 
     Returns:
-        ``ax``, with one image whose array has 1 for a value held when the stage begins, 2 for a first computation
-        and 3 for a recomputation.
+        ``ax``, with one image ``[stages, ops]`` whose entries are 1 for a value held when the stage begins, 2 for a first
+        computation, 3 for a recomputation and 0 otherwise.
 
     Examples:
         >>> import checkmate

@@ -1,4 +1,4 @@
-"""Colours and axes that the figures share; all of them read on white and on black."""
+"""Shared colours and axes of the figures; the colours are legible on white and on black."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CATEGORIES = {
     "updates": ("#8e5bd0", "updates"),
     "workspace": ("#c2549d", "workspace"),
 }
-"""Colour and name of what memory is held for; the page of `checkmate.report` has the same."""
+"""Colour and label of each memory category; the page of `checkmate.report` uses the same."""
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _TIMES = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 def bytes_axis(ax: Axes, most_bytes: int) -> None:
-    """Let the y axis start at zero and count in one binary unit, at round numbers of it."""
+    """Start the y axis at zero, with ticks at round numbers of one binary unit."""
     unit, scale = byte_unit(most_bytes)
     ax.set_ylim(0, max(1, most_bytes) * 1.22)
     ticks = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 4, 5, 8, 10]).tick_values(0, most_bytes / scale)
@@ -40,7 +40,7 @@ def bytes_axis(ax: Axes, most_bytes: int) -> None:
 
 
 def bytes_along(ax: Axes, least_bytes: int, most_bytes: int) -> str:
-    """Let the x axis count in one binary unit, at round numbers of it; gives the unit."""
+    """Put the ticks of the x axis at round numbers of one binary unit, and return the unit."""
     unit, scale = byte_unit(most_bytes)
     ticks = MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]).tick_values(least_bytes / scale, most_bytes / scale)
     ax.set_xticks([t * scale for t in ticks if least_bytes <= t * scale <= most_bytes])
@@ -49,17 +49,17 @@ def bytes_along(ax: Axes, least_bytes: int, most_bytes: int) -> str:
 
 
 def byte_unit(most_bytes: int) -> tuple[str, int]:
-    """Name and size of the largest binary unit that an amount has one of."""
+    """Name and size of the largest binary unit that is not larger than an amount."""
     return next(((name, size) for name, size in _UNITS if most_bytes >= size), _UNITS[-1])
 
 
 def time_scale(cost_unit: str) -> tuple[float, str]:
-    """Factor and name of the unit in which a cost axis counts."""
+    """Factor and name of the unit of a cost axis."""
     return (_TIMES[cost_unit], "ms") if cost_unit in _TIMES else (1.0, cost_unit)
 
 
 def time_edges(timeline: Timeline) -> npt.NDArray[np.float64]:
-    """Cost, in the axis's unit, at which each computation begins, and the last ends; one each if none costs anything."""
+    """Cost, in the axis's unit, at the start of each computation and at the end, ``[n + 1]``; unit costs if all are zero."""
     costs = np.array([timeline.graph.ops[o].cost for o in timeline.plan.order], dtype=np.float64)
     if not costs.any():
         costs[:] = 1.0
@@ -67,25 +67,25 @@ def time_edges(timeline: Timeline) -> npt.NDArray[np.float64]:
 
 
 def time_axis(ax: Axes, cost_unit: str, end: float) -> None:
-    """Let the x axis count what the ops so far cost."""
+    """Label the x axis with the cost of the ops so far."""
     _, unit = time_scale(cost_unit)
     ax.set_xlim(0, end or 1)
     ax.set_xlabel(f"cost of the ops so far ({unit})" if unit != "ms" else "time in ops (ms)")
 
 
 def budget_line(ax: Axes, budget_bytes: int) -> None:
-    """A dashed line at the budget."""
+    """Draw a dashed line at the budget."""
     label = f"budget {format_bytes(budget_bytes)}"
     ax.axhline(budget_bytes, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), label=label, zorder=3)
 
 
 def open_frame(ax: Axes) -> None:
-    """Leave out the upper and the right spine."""
+    """Hide the upper and the right spine."""
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def legend_above(ax: Axes, handles: list[Line2D] | None = None) -> None:
-    """Put the legend in one row above the axes, where it covers nothing."""
+    """Put the legend in one row above the axes, so that it does not cover the figure."""
     ax.legend(
         handles=handles,
         loc="lower left",

@@ -1,4 +1,4 @@
-"""Figures as SVG text that follows the reader's light or dark theme."""
+"""Figures as SVG text that adapts to the reader's light or dark theme."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _THEME = "svg { color: #24292f } @media (prefers-color-scheme: dark) { svg { col
 
 
 def themed_svg(figure: Figure, *, standalone: bool = True) -> str:
-    """A figure as one SVG element on no background, whose ink is the text colour around it.
+    """Render a figure as one SVG element with a transparent background and the text colour of its surroundings.
 
     Args:
-        figure: The figure; everything black in it takes the theme's colour.
-        standalone: Whether the SVG brings both themes along; inside an HTML page it takes the page's colour.
+        figure: The figure; its text, ticks and spines get the theme's colour.
+        standalone: Whether the SVG includes both themes; without them it uses the colour of the HTML page around it.
 
     Returns:
-        The element, the same text for the same figure.
+        The SVG element; the same figure gives the same text.
     """
     stream = io.StringIO()
     figure.patch.set_alpha(0.0)
@@ -40,7 +40,7 @@ def themed_svg(figure: Figure, *, standalone: bool = True) -> str:
 
 
 def _ink(ax: Axes) -> None:
-    """Give all text, ticks and spines of an `Axes` the colour that stands for the theme's."""
+    """Give all text, ticks and spines of an `Axes` the placeholder of the theme's colour."""
     for text in ax.findobj(Text):
         text.set_color(_INK)
     for spine in ax.spines.values():

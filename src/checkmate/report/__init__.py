@@ -1,4 +1,4 @@
-"""What a plan does, for people: one offline HTML file, and exports for the viewers of Perfetto and PyTorch."""
+"""Reports about plans: one offline HTML file, and exports for the viewers of Perfetto and PyTorch."""
 
 from checkmate.report.memory_snapshot import memory_snapshot
 from checkmate.report.page import html_report

@@ -1,4 +1,4 @@
-"""The curve of cost against budget, as SVG."""
+"""Overhead and lower bound against budget, as SVG."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 14, 38
 
 
 def curve_svg(graph: Graph, curve: Curve, peak_bytes: int, cost: int) -> str:
-    """Overhead and bound against budget; a plan's own point is marked.
+    """Draw overhead and lower bound against budget, and mark the point of one plan.
 
     Args:
-        graph: The graph.
-        curve: Its curve.
-        peak_bytes: Peak of the plan to mark, resident bytes included.
-        cost: Its cost.
+        graph: Graph of the curve.
+        curve: Plans and bounds by budget.
+        peak_bytes: Peak of the plan to mark, resident memory included.
+        cost: Cost of the plan to mark.
+
+    Returns:
+        The SVG element.
     """
     every_op_once = graph.cost or 1
     found = [(p.budget_bytes, p.cost / every_op_once, p.bound / every_op_once) for p in curve.points]
@@ -36,7 +39,7 @@ def curve_svg(graph: Graph, curve: Curve, peak_bytes: int, cost: int) -> str:
     def y(overhead: float) -> float:
         return _TOP + (_HIGH - _TOP - _BOTTOM) * (1 - (overhead - 1) / (top - 1))
 
-    # Both are steps: a plan holds for every larger budget up to the next, a bound for every smaller one.
+    # Both are step functions: a plan is valid for larger budgets up to the next point, a bound for smaller ones.
     costs = _stairs([(x(b), y(o)) for b, o, _ in found], ahead=True)
     bounds = _stairs([(x(b), y(bound)) for b, _, bound in found], ahead=False)
     parts = [f'<svg id="curve" viewBox="0 0 {_WIDE} {_HIGH}" role="img" aria-label="Overhead against budget">']
@@ -62,7 +65,7 @@ def curve_svg(graph: Graph, curve: Curve, peak_bytes: int, cost: int) -> str:
 
 
 def _stairs(points: list[tuple[float, float]], *, ahead: bool) -> list[tuple[float, float]]:
-    """Corners of a step function that holds from each point on, or up to it."""
+    """Corners of a step function that is constant after each point (``ahead``) or before it."""
     corners = [points[0]]
     for (x0, y0), (x1, y1) in pairwise(points):
         corners += [(x1, y0) if ahead else (x0, y1), (x1, y1)]

@@ -1,4 +1,4 @@
-"""What the page draws, as one compact JSON object."""
+"""Data of the report page, as one compact JSON object."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 class Run(NamedTuple):
-    """A plan under a name.
+    """A named plan.
 
     Attributes:
-        name: What the page calls it.
+        name: Name of the plan on the page.
         plan: The plan.
     """
 
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> str:
-    """The graph and its plans as JSON that may stand in a script element. Text that repeats is listed once."""
+    """Encode the graph and its plans as JSON that is safe inside a script element; repeated text is stored once."""
     strings: dict[str, int] = {}
 
     def number(text: str) -> int:
@@ -71,7 +71,7 @@ def _run(graph: Graph, run: Run) -> dict[str, Any]:
         "peak": timeline.peak_bytes,
         "peak_step": timeline.peak_step,
         "cost": timeline.cost,
-        # A computation is its op, a free is minus one minus its value.
+        # A computation of op o is o, a free of value v is -1 - v.
         "steps": [step.op if isinstance(step, Compute) else -1 - step.value for step in run.plan.steps],
         "lives": {
             "value": [life.value for life in made],

@@ -1,4 +1,4 @@
-"""A plan as a memory snapshot of PyTorch, for the viewer at pytorch.org/memory_viz."""
+"""Export of a plan as a PyTorch memory snapshot, for the viewer at pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _BASE = 0x7F0000000000
 
 
 def memory_snapshot(graph: Graph, plan: Plan) -> dict[str, Any]:
-    """The planned timeline as `torch.cuda.memory._snapshot` would have recorded it.
+    """Convert a plan to the format of `torch.cuda.memory._snapshot`.
 
-    Every storage, workspace and replay state is allocated and freed in the order of the plan. Addresses are never used
-    twice: this is the account of bytes, without what an allocator adds to it. What is resident is one block that is
-    there from the start.
+    Every storage, workspace and replay state is allocated and freed in the order of the plan. Addresses are never reused:
+    the snapshot has the allocated bytes, without rounding and fragmentation. Resident memory is one block that is
+    allocated from the start.
 
     Args:
         graph: The graph.
-        plan: The plan.
+        plan: A plan of the graph.
 
     Returns:
-        An object to be pickled; it has nothing but dictionaries, lists, numbers and text.
+        An object to be pickled, made of dictionaries, lists, numbers and text only.
 
     Raises:
-        PlanError: The plan cannot be run.
+        PlanError: The plan cannot run.
         WrongGraphError: The plan was made for another graph.
 
     Examples:

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else."""
+"""The report page: one HTML file without external resources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from checkmate.studies.lifetimes import CATEGORIES, by_category
 
 _SCRIPTS = ("model.js", "memory.js", "schedule.js", "detail.js", "main.js")
 _LABELS = {
-    "resident": "parameters and what else is always there",
+    "resident": "parameters and other resident memory",
     "activations": "activations kept",
     "recomputed": "computed again",
     "gradients": "gradients",
@@ -45,28 +45,28 @@ def html_report(
     summary: str = "",
     facts: Iterable[Sequence[str]] = (),
 ) -> str:
-    """A plan as one page that loads nothing: memory over the step, the schedule, what fills the peak, what is computed again.
+    """Render a plan as one HTML page: memory over the step, schedule, contents of the peak, recomputed ops.
 
-    Every number comes from `checkmate.simulate`, or is derived in the page from the same steps.
+    The page loads nothing. Every number comes from `checkmate.simulate`, or the page computes it from the same steps.
 
     Args:
         graph: The graph.
-        plan: The plan.
-        before: What to show it beside; computing every op once in the graph's order by default.
+        plan: A plan of the graph.
+        before: Plan for comparison; by default the one that computes every op once in the graph's order.
         against: Another plan of the graph to compare with.
-        names: What to call the three.
-        result: The solve that found the plan, for its bound.
-        curve: Cost against budget of the graph, drawn with the plan's own point.
-        budget_bytes: The budget, drawn as a line; that of the result by default.
-        title: Heading; made from the graph's name and the peak by default.
-        summary: First words, HTML; said from the numbers by default.
-        facts: Further rows of the table at the top: a name, then a cell for the first and for the second of the plans.
+        names: Names of the three plans on the page.
+        result: Result of the solve that found the plan, to show its lower bound.
+        curve: Plans and bounds by budget, drawn with the point of this plan.
+        budget_bytes: Budget to draw as a line; that of the result by default.
+        title: Heading; by default from the graph's name and the peak.
+        summary: First paragraph, as HTML; by default made from the numbers.
+        facts: Further rows of the table at the top: a name, then one cell for each of the first two plans.
 
     Returns:
         The text of the page.
 
     Raises:
-        PlanError: A plan cannot be run.
+        PlanError: A plan cannot run.
         WrongGraphError: A plan or the curve was made for another graph.
 
     Examples:
@@ -139,8 +139,8 @@ def _sections(
     if curve is not None:
         yield "<h2>What memory buys</h2>"
         yield (
-            "<p>Cost against budget: plans found, and the bound that no plan of any order can go below; the band between is "
-            "what may be left to gain. The large point is this plan.</p>"
+            "<p>Cost against budget: the plans found, and the proven lower bound on every plan in any order. The band between "
+            "them is what a better plan could save at most. The large point is this plan.</p>"
         )
         yield curve_svg(graph, curve, peak_bytes, cost)
         yield f"<details><summary>The points as a table</summary>{table(*curve_table(graph, curve))}</details>"

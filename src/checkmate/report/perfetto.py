@@ -1,4 +1,4 @@
-"""A plan as a trace for ui.perfetto.dev, in the Chrome trace event format."""
+"""Export of a plan as a trace for ui.perfetto.dev, in the Chrome trace event format."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from checkmate.studies.lifetimes import CATEGORIES, by_category
 
 _MICROSECONDS = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 _FIRST, _AGAIN = 1, 2
-"""Tracks of first computations and of those that come again."""
+"""Tracks of first computations and of recomputations."""
 
 
 def perfetto_trace(graph: Graph, plan: Plan) -> dict[str, Any]:
-    """The planned timeline: a slice for each computation, counters for what is held, by what it is held for.
+    """Convert a plan to a trace: a slice for each computation, and a counter for each memory category.
 
     Args:
         graph: The graph.
-        plan: The plan.
+        plan: A plan of the graph.
 
     Returns:
-        An object to be written as JSON. Costs that are no times are taken as microseconds.
+        An object to be written as JSON. Costs without a time unit count as microseconds.
 
     Raises:
-        PlanError: The plan cannot be run.
+        PlanError: The plan cannot run.
         WrongGraphError: The plan was made for another graph.
 
     Examples:

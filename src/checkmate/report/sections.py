@@ -21,13 +21,13 @@ Row = Sequence[str]
 
 
 class _Markup(str):
-    """HTML that is put into a page as it is."""
+    """HTML that is inserted into the page without escaping."""
 
     __slots__ = ()
 
 
 def table(header: Row, rows: Iterable[Row], numbers: Iterable[int] = (), identity: str = "") -> str:
-    """A table; the columns in ``numbers`` go to the right."""
+    """Render a table; the columns in ``numbers`` are right-aligned."""
     right = set(numbers)
 
     def cell(index: int, text: str) -> str:
@@ -44,12 +44,12 @@ def table(header: Row, rows: Iterable[Row], numbers: Iterable[int] = (), identit
 
 
 def facts_of(graph: Graph, runs: Sequence[Run], result: Result | None, budget_bytes: int | None, more: Iterable[Row]) -> str:
-    """The plans side by side: peak, cost, what is proven."""
+    """Table that compares peak, cost and proven gap of the plans."""
     timelines = [simulate(graph, run.plan) for run in runs]
     highest = max(1, timelines[0].peak_bytes - graph.resident_bytes)
     rows: list[list[str]] = [
         ["peak", *(format_bytes(timeline.peak_bytes) for timeline in timelines)],
-        ["peak above what is resident", *(f"{(t.peak_bytes - graph.resident_bytes) / highest:.1%}" for t in timelines)],
+        ["peak above resident memory", *(f"{(t.peak_bytes - graph.resident_bytes) / highest:.1%}" for t in timelines)],
         ["cost", *(format_cost(timeline.cost, graph.cost_unit) for timeline in timelines)],
         ["overhead", *(f"{t.cost / graph.cost if graph.cost else 1.0:.4f}x" for t in timelines)],
         ["computations", *(f"{len(run.plan.order):,}" for run in runs)],
@@ -67,10 +67,10 @@ def facts_of(graph: Graph, runs: Sequence[Run], result: Result | None, budget_by
 
 
 def computed_again(graph: Graph, plan: Plan) -> str:
-    """Recomputations by module, the most costly first."""
+    """Recomputations by module, the most expensive first."""
     groups = remats_by_module(graph, plan)
     if not groups:
-        return "<p>Nothing is.</p>"
+        return "<p>No op is computed again.</p>"
     total = max(1, simulate(graph, plan).cost)
     shown, rest = list(groups[:_SHOWN]), groups[_SHOWN:]
     if rest:
@@ -87,7 +87,7 @@ def computed_again(graph: Graph, plan: Plan) -> str:
 
 
 def compared(difference: Comparison, first: str, second: str) -> str:
-    """What two plans do differently, as two lists a plan."""
+    """Differences between two plans: two lists for each plan."""
     parts: list[str] = []
     for name, more, held in (
         (first, difference.more_in_a, difference.held_in_a),
@@ -109,7 +109,7 @@ def compared(difference: Comparison, first: str, second: str) -> str:
 
 
 def curve_table(graph: Graph, curve: Curve) -> tuple[Row, list[Row], tuple[int, ...]]:
-    """Header, rows and columns of numbers of a curve."""
+    """Header, rows and number columns of the table of a curve."""
     rows: list[Row] = [
         [
             format_bytes(point.budget_bytes),

@@ -1,4 +1,4 @@
-// Words and tables about a step that was chosen.
+// Text and tables about the chosen step.
 "use strict";
 
 const SHOWN = 15;
@@ -12,7 +12,7 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// One line about a step, for the eye, the ear and the pointer.
+// One line about a step, for the tooltip and for screen readers.
 function described(run, p) {
   const { step } = run, op = run.steps[p], k = run.position(p);
   if (op === undefined) return "nothing runs";

@@ -1,11 +1,11 @@
-// The bytes of one run over its ops, stacked by what they are held for.
+// The bytes of one run over its ops, stacked by category.
 "use strict";
 
 const MARGIN = { left: 64, right: 12, top: 14, bottom: 34 };
 
 function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim(); }
 
-// A canvas as large as its box, in device pixels; gives the context and the size in CSS pixels.
+// A canvas as large as its box, in device pixels; returns the context and the size in CSS pixels.
 function fitted(canvas) {
   const box = canvas.getBoundingClientRect(), ratio = window.devicePixelRatio || 1;
   canvas.width = Math.max(1, Math.round(box.width * ratio));
@@ -161,7 +161,7 @@ class MemoryChart {
     context.setLineDash([]);
   }
 
-  // The time that a chosen value lives, as a bar along the bottom.
+  // The lifetime of the chosen value, as a bar along the bottom.
   #lifetime(context, scale) {
     const { run } = this, { lives } = run;
     const first = run.position(lives.made[this.life]), last = run.position(Math.min(lives.gone[this.life], run.steps.length) - 1);

@@ -1,8 +1,8 @@
-// What the page draws, derived from the embedded graph and plans. No drawing here.
+// Data of the figures, derived from the embedded graph and plans. Nothing is drawn here.
 "use strict";
 
 const NAMES = {
-  resident: "parameters and what else is always there", activations: "activations kept", recomputed: "computed again",
+  resident: "parameters and other resident memory", activations: "activations kept", recomputed: "computed again",
   gradients: "gradients", updates: "updates of the optimizer", workspace: "workspace",
 };
 
@@ -118,7 +118,7 @@ class Run {
     return found;
   }
 
-  // Stages as Jain et al. (2020) draw them: rows of computations, and the rows into which each op's value is handed.
+  // Stages as in Jain et al. (2020): the computations of each row, and the rows at whose begin each op's value is held.
   stages() {
     if (this.cachedStages) return this.cachedStages;
     const { step, steps } = this;

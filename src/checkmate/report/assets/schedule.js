@@ -1,4 +1,4 @@
-// Stages by ops: what each stage computes, and whose values it is handed.
+// Stages by ops: the ops that each stage computes, and those whose values are held when it begins.
 "use strict";
 
 class ScheduleChart {
