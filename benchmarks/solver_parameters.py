@@ -212,8 +212,8 @@ def table(report: dict[str, Any]) -> str:
         "Every numeric parameter is halved and doubled while the others stay. `LocalSearch` decodes "
         f"{DECODES} sequences from each start,",
         f"`Auto` has {AUTO_S:g} CPU seconds: far less than the 60 s that it is tuned for, so that the shares of its phases show.",
-        f"{len(SEEDS)} seeds each. Columns: change of the mean overhead (geometric; lower is better), for `Auto` also of the mean",
-        "gap, both in percentage points. A parameter *matters* if a change exceeds",
+        f"{len(SEEDS)} seeds each. Columns: change of the mean overhead (geometric; lower is better), for `Auto` also of the",
+        "mean gap, both in percentage points. A parameter *matters* if a change exceeds",
         f"{CLEAR:g} standard deviations of the defaults with {seeds} seeds, scaled to the number of seeds.",
         "",
     ]

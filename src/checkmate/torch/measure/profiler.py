@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
@@ -61,36 +62,20 @@ class Profiler:
     """
 
     def __init__(self, store: CostStore | None = None) -> None:
-        self.store = CostStore() if store is None else store
-        self.known: dict[str, OpCost] = {}
+        self._costs = MeasuredCosts(signature=signature, measure=measure_nodes, estimate=_without_running, store=store)
 
     def __call__(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
         """Cost of each node; nodes with the same `signature` share one measurement."""
-        keys = [signature(n) for n in nodes]
-        distinct = {k: n for k, n in zip(keys, nodes, strict=True) if k is not None}
-        missing = [k for k in distinct if k not in self.known]
-        if missing:
-            self.known.update(self.store.get(missing))
-            missing = [k for k in missing if k not in self.known]
-        if missing:
-            began = time.perf_counter()
-            measured = measure_nodes({k: distinct[k] for k in missing})
-            self.store.add(measured)
-            self.known.update({k: OpCost(estimate_ns(distinct[k]), 0) for k in missing})
-            # Another process may have measured the same op meanwhile. The first entry of the store counts, so that all
-            # processes plan with the same costs.
-            self.known.update(self.store.get(missing))
-            _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
-        return [OpCost(*(self.known[k] if k is not None else _without_running(n))) for k, n in zip(keys, nodes, strict=True)]
+        return self._costs(nodes)
 
 
-def _without_running(node: fx.Node) -> tuple[int, int]:
-    """Nanoseconds and workspace of an op that cannot be run in isolation.
+def _without_running(node: fx.Node) -> OpCost:
+    """Cost of an op that cannot be run in isolation.
 
     A collective on the CPU runs in gloo, which copies the result once.
     """
     copied = is_collective(node) and not _on_cuda(node)
-    return estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0
+    return OpCost(estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0)
 
 
 def signature(node: fx.Node) -> str | None:
@@ -106,7 +91,7 @@ def signature(node: fx.Node) -> str | None:
     return " ".join(parts)
 
 
-def measure_nodes(nodes: dict[str, fx.Node]) -> dict[str, OpCost]:
+def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
     """Measure time and workspace of nodes by running them on tensors of the traced shapes.
 
     Args:

@@ -1,0 +1,68 @@
+"""Costs of ops measured once per distinct op and kept in a store that all processes of a user share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from checkmate.cost.store import CostStore, OpCost
+
+_log = logging.getLogger("checkmate.frontend")
+
+OpT = TypeVar("OpT")
+
+
+class MeasuredCosts(Generic[OpT]):
+    """Costs of the ops of a framework: from the store, measured where the store has none, estimated where an op cannot run alone.
+
+    Args:
+        signature: Text of all on which the cost of an op depends; None for an op that cannot run in isolation.
+        measure: Costs of distinct ops by signature; ops that could not be measured are left out.
+        estimate: Cost of an op that is not measured.
+        store: Where measured costs are kept; the user's cost cache by default.
+
+    Examples:
+        >>> import tempfile
+        >>> store = CostStore(tempfile.mkdtemp() + "/costs.sqlite")
+        >>> measured = []
+        >>> def measure(ops):
+        ...     measured.extend(ops)
+        ...     return {key: OpCost(1000, 8) for key in ops}
+        >>> costs = MeasuredCosts(signature=str, measure=measure, estimate=lambda op: OpCost(1, 0), store=store)
+        >>> [cost.cost_ns for cost in costs(["mm", "add", "mm"])]
+        [1000, 1000, 1000]
+        >>> measured
+        ['mm', 'add']
+    """
+
+    def __init__(
+        self,
+        *,
+        signature: Callable[[OpT], str | None],
+        measure: Callable[[Mapping[str, OpT]], Mapping[str, OpCost]],
+        estimate: Callable[[OpT], OpCost],
+        store: CostStore | None = None,
+    ) -> None:
+        self.store = CostStore() if store is None else store
+        self.known: dict[str, OpCost] = {}
+        self._signature, self._measure, self._estimate = signature, measure, estimate
+
+    def __call__(self, ops: Sequence[OpT]) -> list[OpCost]:
+        """Cost of each op, in order; ops of the same signature share one measurement."""
+        keys = [self._signature(op) for op in ops]
+        distinct = {k: op for k, op in zip(keys, ops, strict=True) if k is not None}
+        missing = [k for k in distinct if k not in self.known]
+        if missing:
+            self.known.update(self.store.get(missing))
+            missing = [k for k in missing if k not in self.known]
+        if missing:
+            began = time.perf_counter()
+            self.store.add(self._measure({k: distinct[k] for k in missing}))
+            self.known.update({k: self._estimate(distinct[k]) for k in missing})
+            # Another process may have measured the same op meanwhile. The first entry of the store counts, so that all
+            # processes plan with the same costs.
+            self.known.update(self.store.get(missing))
+            _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
+        return [self.known[k] if k is not None else self._estimate(op) for k, op in zip(keys, ops, strict=True)]

@@ -1,0 +1,74 @@
+"""How a budget travels: its text is parsed once, and it becomes bytes once, on every path from the user to the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import checkmate
+import checkmate.torch
+from checkmate import Budget
+from checkmate.core.graph import Graph
+
+OPTIONS = {"budget": "60%", "time_limit_s": 5, "costs": "flops"}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a budget was parsed, and how often it was resolved."""
+    counted: Counter[str] = Counter()
+    parse, resolve = Budget.parse.__func__, Budget.resolve  # type: ignore[attr-defined]
+
+    def counting_parse(cls: type[Budget], amount: Any) -> Budget:
+        counted["parsed"] += 1
+        return parse(cls, amount)
+
+    def counting_resolve(self: Budget, graph: Graph) -> int:
+        counted["resolved"] += 1
+        return resolve(self, graph)
+
+    monkeypatch.setattr(Budget, "parse", classmethod(counting_parse))
+    monkeypatch.setattr(Budget, "resolve", counting_resolve)
+    return counted
+
+
+def network() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6))), torch.randn(256, 64)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_the_backend_parses_and_resolves_once(calls: Counter[str], compiler: str) -> None:
+    """A share that is resolved against two graphs is two budgets."""
+    model, x = network()
+    step = torch.compile(lambda x: model(x).square().mean(), backend="checkmate", options={**OPTIONS, "compiler": compiler})
+    step(x).backward()
+    assert calls == {"parsed": 1, "resolved": 1}
+
+
+def test_a_whole_step_parses_and_resolves_once(calls: Counter[str]) -> None:
+    """From the call to the plan, and not again when the step runs."""
+    model, x = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = checkmate.torch.compile(model, nn.functional.mse_loss, optimizer, example=(x, x), **OPTIONS)  # type: ignore[arg-type]
+    step(x, x)
+    assert step.result.budget_bytes == Budget.parse("60%").resolve(step.graph)
+    assert calls == {"parsed": 2, "resolved": 2}  # one of each is the line above
+
+
+def test_the_command_line_parses_and_resolves_once(
+    calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`checkmate plan` reports the budget that it plans for."""
+    from checkmate.cli import main
+
+    chain = Graph.from_dag(cost=[1] * 6, size_bytes=[100] * 6, edges=[(i, i + 1) for i in range(5)], kept=[5])
+    checkmate.write(chain, tmp_path / "chain.graph.json")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", str(tmp_path / "chain.graph.json"), "--budget", "100%", "--json"]) == 0
+    assert calls == {"parsed": 1, "resolved": 1}
