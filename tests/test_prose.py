@@ -37,10 +37,10 @@ INSTEAD = {
 """Words that had a private meaning here, and the words to use."""
 
 IMPERATIVES = re.compile(
-    r"add|allow|call|capture|cast|change|check|choose|compile|convert|correct|define|depend|draw|ensure|exclude"
-    r"|fix|follow|give|import|increase|install|keep|leave|list|lower|make|mark|measure|move|name|number"
+    r"add|allow|build|call|capture|cast|change|check|choose|compile|convert|correct|define|depend|draw|ensure|exclude"
+    r"|fix|follow|give|import|increase|install|keep|leave|let|list|look|lower|make|mark|measure|move|name|number"
     r"|omit|open|parse|pass|pip|plan|print|provide|put|raise|read|recapture|reduce|remove|rename|replace"
-    r"|report|return|round|run|see|select|set|solve|split|start|store|synchronize|take|try|uninstall|unset"
+    r"|report|return|round|run|see|select|set|solve|split|start|stop|store|synchronize|take|try|turn|uninstall|unset"
     r"|unwrap|update|upgrade|use|wait|wrap|write"
 )
 NO_ACTION = re.compile(
