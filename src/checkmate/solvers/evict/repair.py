@@ -52,7 +52,7 @@ class RepairSettings(NamedTuple):
 
 
 class Repaired(NamedTuple):
-    """What `repair` came to.
+    """Result of `repair`.
 
     Attributes:
         found: Whether a plan within the budget and below the cutoff was found; it is then in ``w.sequence``.
@@ -113,7 +113,7 @@ class _Excess(NamedTuple):
 
 
 class _Remake(NamedTuple):
-    """What it takes to make an evicted value again.
+    """Effort to make an evicted value again.
 
     Attributes:
         cost: Cost of the ops that have to run again, or `IMPOSSIBLE`.
