@@ -96,7 +96,7 @@ class AutoParameters:
         first_divisor: The first search takes one part in so many of `suggested_decodes`.
         round_divisor: The same for the search in each round and in the final search.
         least_round_decodes: Sequences in a round's search on the largest graphs.
-        temperature: Start of the temperature of a search, as a share of the cost: about one cheap op of a thousand.
+        temperature: Start of the temperature of a search, as a share of the cost: that of less than one op in a thousand.
         final_temperature: The same in the final search on large graphs, where the best plan has been searched around already.
         gap_divisor: Integer programs stop at one part in so many of the session's gap: bounds add up with what the search leaves.
         least_gap: Smallest gap of an integer program, as a share: near the engine's tolerance of 1e-6 nothing is gained.
@@ -114,8 +114,8 @@ class AutoParameters:
     first_divisor: int = 10
     round_divisor: int = 4
     least_round_decodes: int = 200
-    temperature: float = 2e-4
-    final_temperature: float = 1e-3
+    temperature: float = 6e-4
+    final_temperature: float = 3e-3
     gap_divisor: float = 4.0
     least_gap: float = 2e-5
     plans_for_events: int = 2

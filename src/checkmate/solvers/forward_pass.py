@@ -42,7 +42,7 @@ def check_points(points: str) -> None:
     if points not in ("articulation", "linearized"):
         raise OptionError(
             f"points={points!r} is neither 'articulation' nor 'linearized'",
-            hint="'articulation' cuts where every path passes, 'linearized' anywhere in the graph's order",
+            hint="choose 'articulation' to cut where every path passes, or 'linearized' to cut anywhere in the graph's order",
         )
 
 

@@ -127,7 +127,7 @@ def _drops(forward: ForwardPass, steps: list[list[int]], held_from: dict[int, in
         steps: Ops of each step.
         held_from: `held_states`.
         early: Whether a state that is not among ``held_from`` is held from the reversal of the step after it, which starts
-            from it, and not only from that of its own step. Which is cheaper depends on what the step's ops read.
+            from it, and not only from that of the step that made it. Which is cheaper depends on what the step's ops read.
     """
     count = len(steps)
     begins = [NEVER] * (count + 1)  # stage at which the reversal of step 1..count begins

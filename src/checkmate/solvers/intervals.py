@@ -39,14 +39,17 @@ class Intervals:
 
     def __post_init__(self) -> None:
         if self.max_recomputes < 0:
-            raise OptionError(f"max_recomputes={self.max_recomputes!r} must be zero or more", hint="0 computes every op once")
+            raise OptionError(
+                f"max_recomputes={self.max_recomputes!r} must be zero or more",
+                hint="choose how often an op may be computed again, such as 2",
+            )
 
     def run(self, problem: Problem, session: Session) -> Termination:
         """Start from a quick plan and take what the engine finds, to the limits.
 
         Raises:
             MissingExtraError: OR-Tools is not installed.
-            SolverError: The engine's answer is no order of the graph's ops.
+            SolverError: The engine's answer is not an order of the graph's ops.
         """
         from checkmate.solvers.backends.child import ask, require_ortools
 
@@ -69,7 +72,7 @@ class Intervals:
                 order = msgspec.convert(said, list[int])
                 session.offer(fold.invert(order))
             except (msgspec.ValidationError, IndexError) as error:
-                raise SolverError(f"the engine's answer is no order of {count} ops: {error}") from error
+                raise SolverError(f"the engine's answer is not an order of {count} ops: {error}") from error
 
         time_s = None if math.isinf(session.left_s()) else session.left_s()
         answer = ask(_CHILD, self._job(folded, session, hint), time_s=time_s, on_message=take)

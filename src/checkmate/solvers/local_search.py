@@ -28,7 +28,7 @@ class LocalSearchParameters:
     least_decodes: int = 400
     most_decodes: int = 60_000
     parts: int = 4
-    temperature: float = 2e-4
+    temperature: float = 6e-4
 
 
 PARAMETERS = LocalSearchParameters()

@@ -36,7 +36,7 @@ class WarmStartParameters:
     """
 
     decodes: int = 400
-    temperature: float = 2e-4
+    temperature: float = 6e-4
 
 
 PARAMETERS = WarmStartParameters()

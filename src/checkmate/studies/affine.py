@@ -152,5 +152,5 @@ def check_growing(small: Graph, small_batch: int, large: Graph, large_batch: int
         if before > after:
             raise GraphError(
                 f"{what}: {before} bytes at batch {small_batch}, {after} bytes at batch {large_batch}",
-                hint="no size may fall as the batch grows, or nothing could be proven of larger batches",
+                hint="capture the step such that no size falls as the batch grows; otherwise nothing is proven of larger batches",
             )

@@ -159,7 +159,7 @@ def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanat
     if curve is not None and curve.graph_digest != graph.digest:
         raise WrongGraphError(
             f"the curve was made for another graph ({curve.graph_digest[:15]}, not {graph.digest[:15]})",
-            hint="make it for this graph with `pareto`",
+            hint="make the curve of this graph with `pareto`",
         )
     step = timeline.peak_step
     running = plan.steps[step] if plan.steps else None

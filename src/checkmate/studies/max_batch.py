@@ -135,7 +135,7 @@ def _factor(max_overhead: float | str) -> Fraction | None:
     if isinstance(max_overhead, str) or not 1 <= max_overhead < math.inf:
         raise OptionError(
             f"max_overhead={max_overhead!r} is neither {ONE_EXTRA_FORWARD!r} nor a number of one or more",
-            hint="1.25 allows a quarter more than computing each op once",
+            hint=f"give a number such as 1.25, a quarter more than computing each op once, or {ONE_EXTRA_FORWARD!r}",
         )
     return Fraction(max_overhead)
 

@@ -32,7 +32,7 @@ def solve_integer(
 
     Raises:
         MissingExtraError: OR-Tools is not installed.
-        SolverError: The engine's answer is no solution of the program.
+        SolverError: The engine's answer is not a solution of the program.
     """
     require_ortools()
     columns = len(program.cost)
@@ -46,7 +46,7 @@ def solve_integer(
         except (TypeError, ValueError):
             values = np.zeros(0)
         if values.shape != (columns,) or not np.isfinite(values).all():
-            raise SolverError(f"SCIP returned what is no solution of {columns} columns: {str(said)[:80]}")
+            raise SolverError(f"SCIP's answer is not a solution of {columns} columns: {str(said)[:80]}")
         found = float(program.cost @ values)
         if found < cost:
             best, cost = values, found

@@ -33,7 +33,7 @@ class Instance(NamedTuple):
     """A folded graph as flat arrays.
 
     Ops 0..n-1 are the graph's. Op n is END: the target of the last stage, which reads every kept value, so that
-    what must be live at the end needs no rule of its own. Bytes and costs are float64, which is exact below 2^53.
+    no further rule is needed for what must be live at the end. Bytes and costs are float64, which is exact below 2^53.
 
     Attributes:
         targets: Op that each stage computes. Shape ``[stage]``.

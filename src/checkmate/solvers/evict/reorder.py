@@ -214,7 +214,7 @@ def _sweep(nodes, order, low, high, held, room, held_after):
     computations are there, not on their order. So a move costs its distance, not the length of the plan.
 
     Args:
-        nodes: The computations; ``last`` is set anew for instances whose last reader is among these places.
+        nodes: The computations; ``last`` is updated for instances whose last reader is among these places.
         order: Node at each place.
         low: First place.
         high: Last place.

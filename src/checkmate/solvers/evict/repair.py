@@ -52,7 +52,7 @@ class RepairSettings(NamedTuple):
 
 
 class Repaired(NamedTuple):
-    """What `repair` came to.
+    """Result of `repair`.
 
     Attributes:
         found: Whether a plan within the budget and below the cutoff was found; it is then in ``w.sequence``.
@@ -83,10 +83,7 @@ class RuinParameters(NamedTuple):
         high_noise: Noise of the others.
         batches: Batch fractions to draw from: 0, 1, ... this many less one, times ``batch_step``.
         batch_step: See ``batches``.
-        threshold: Largest rise in cost that may be accepted, as a multiple of the temperature.
-        rounds: Rounds of one repair beside one for each value.
-        restart_period: Iterations after which the search goes back to the best code if it is far from it.
-        restart_excess: Cost over the best that counts as far, as a share of it.
+        rounds: Rounds of one repair beside one for each value: the clock is not looked at during a repair.
     """
 
     most_values: int = 12
@@ -98,10 +95,7 @@ class RuinParameters(NamedTuple):
     high_noise: float = 0.3
     batches: int = 3
     batch_step: float = 0.5
-    threshold: float = 3.0
     rounds: int = 200
-    restart_period: int = 200
-    restart_excess: float = 0.003
 
 
 class _Excess(NamedTuple):
@@ -119,7 +113,7 @@ class _Excess(NamedTuple):
 
 
 class _Remake(NamedTuple):
-    """What it takes to make an evicted value again.
+    """Effort to make an evicted value again.
 
     Attributes:
         cost: Cost of the ops that have to run again, or `IMPOSSIBLE`.
@@ -465,8 +459,8 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
         best: Best code, changed in place.
         trial: Working space.
         budget: Bytes above resident ones.
-        temperature: Cost by which a result may be worse than the current one and still be kept, times a random number and
-            `RuinParameters.threshold`: threshold accepting (Dueck and Scheuer 1990) with a random threshold.
+        temperature: Largest cost by which a result may be worse than the current one and still be kept; each iteration draws
+            its threshold up to that: threshold accepting (Dueck and Scheuer 1990) with a random threshold.
         parameters: The choices.
         state: The costs of the two codes, and the work done so far.
         work_limit: Sequences decoded after which no iteration begins.
@@ -481,7 +475,6 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
     current_cost = state.current_cost
     best_cost = state.best_cost
     decodes = state.decodes
-    iteration = 0
     while decodes < work_limit:
         n = 0
         for v in range(values):
@@ -497,7 +490,7 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
         exponent = random_below(random, parameters.exponents) * parameters.exponent_step
         noise = parameters.high_noise if random_below(random, 2) else parameters.low_noise
         batch = random_below(random, parameters.batches) * parameters.batch_step
-        limit = current_cost + temperature * next_random(random) * parameters.threshold
+        limit = current_cost + temperature * next_random(random)
         settings = RepairSettings(budget, exponent, noise, batch, limit, parameters.rounds + values)
         repaired = repair(g, w, trial, settings, random)
         decodes += repaired.decodes
@@ -507,9 +500,4 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
             if current_cost < best_cost:
                 best_cost = current_cost
                 _copy(trial, best)
-        # The threshold lets the cost drift upwards by small steps; from far above the best it seldom returns.
-        iteration += 1
-        if iteration % parameters.restart_period == 0 and current_cost > best_cost * (1 + parameters.restart_excess):
-            current_cost = best_cost
-            _copy(best, current)
     return Improved(current_cost, best_cost, decodes)

@@ -186,7 +186,7 @@ class Search:
 
         Args:
             decodes: Sequences to decode: a unit of work that does not depend on the machine, so that a run can be repeated.
-            temperature: Share of the cost by which an iteration may be worse, falling linearly to 0.
+            temperature: Largest share of the cost by which an iteration may be worse, falling linearly to 0.
             out_of_time: Called between chunks of work; ends the search early.
 
         Returns:
