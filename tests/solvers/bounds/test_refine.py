@@ -119,7 +119,7 @@ def test_of_two_longest_chains_the_first_is_taken():
 def test_single_cuts_prove_each_bound_that_is_better_than_those_before():
     """And return the event with the best; each says whether it holds for any order."""
     infinite = 0
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         problem = tight_problem(rng)
         model = CutModel(problem, some_targets(rng, problem))
@@ -166,7 +166,7 @@ def test_an_event_that_is_impossible_alone_ends_the_search():
 def test_the_quick_bound_is_the_better_of_two_and_says_if_floating_ops_pay():
     """With them the bound can only be sharper, but a program that is larger for nothing costs time."""
     seen = set()
-    for seed in range(80):
+    for seed in range(50):
         rng = random.Random(seed)
         problem = tight_problem(rng)
         model = CutModel(problem)
