@@ -55,6 +55,12 @@ ROUND = "\n\nhint: sizes are exact bytes and costs whole units: round them first
             "value 0 ('v') is a view of value 0, which is no other value",
         ),
         (
+            [("a", (), (0, 1, 2))],
+            [("v", 0, 1), ("w", 0, 2), ("u", 0, 1)],
+            {},
+            "value 0 ('v') is a view of value 1, which is no other value",
+        ),
+        (
             [("a", (), (0,)), ("b", (), (1,))],
             [("v", 1), ("w", 1)],
             {"order": [(1, 0)]},

@@ -29,6 +29,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ pytest_add_cli_args_test_selection = {tests}
 pytest_add_cli_args = ["-o", "addopts=--import-mode=importlib", "-m", "not slow", "-p", "no:cacheprovider"]
 process_isolation = "forkserver" # HiGHS and numba hold threads, which a fork of a process that has run tests would lose
 timeout_constant = 2.0
-timeout_multiplier = 15.0
+timeout_multiplier = 6.0
 """
 
 
@@ -205,10 +206,9 @@ def _counts(counts: Counter[str]) -> dict[str, float]:
 
 def _mutant(name: str, path: Path) -> Mutant:
     """What a mutant changes: its function's changed lines before and after."""
-    import libcst as cst
     from mutmut.mutation.diff_apply import read_mutant_function, read_original_function
 
-    module = cst.parse_module(path.read_text())
+    module = _parsed(path)
     before, after = (
         module.code_for_node(function).splitlines()
         for function in (read_original_function(module, name), read_mutant_function(module, name))
@@ -224,6 +224,14 @@ def _mutant(name: str, path: Path) -> Mutant:
         _joined("".join(line[1:] for line in changed if line.startswith("-"))),
         _joined("".join(line[1:] for line in changed if line.startswith("+"))),
     )
+
+
+@cache
+def _parsed(path: Path) -> Any:
+    """A module with all its mutants, which takes seconds to parse."""
+    import libcst as cst
+
+    return cst.parse_module(path.read_text())
 
 
 def _joined(text: str) -> str:

@@ -50,7 +50,7 @@ def linear_bound(cut: CutProgram) -> float:
 def test_the_program_is_that_of_the_proof():
     """Columns that cannot matter are left out and constants are folded: the least cost of the relaxation stays what it is."""
     sharp = impossible = 0
-    for seed in range(180):
+    for seed in range(120):
         rng = random.Random(seed)
         problem = tight_problem(rng)
         targets = some_targets(rng, problem)
@@ -62,14 +62,14 @@ def test_the_program_is_that_of_the_proof():
             assert bound == pytest.approx(stated, abs=1e-5), (seed, chain, floating)
             sharp += 1e-6 < stated < math.inf
             impossible += math.isinf(stated)
-    assert sharp > 50
-    assert impossible > 5
+    assert sharp > 30
+    assert impossible > 3
 
 
 def test_in_integers_the_program_is_that_of_the_proof():
     """Every column is 0 or 1 in a plan, so the bound may be taken over such points only."""
     above_the_relaxation = 0
-    for seed in range(60):
+    for seed in range(40):
         rng = random.Random(seed)
         problem = tight_problem(rng)
         model = CutModel(problem)
