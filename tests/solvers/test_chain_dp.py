@@ -9,7 +9,7 @@ import pytest
 
 from checkmate import BruteForce, ChainDP, Graph, Limits, OptionError, Plan, Problem, Reason, simulate, solve
 from checkmate.core.budget import keep_all_bytes
-from checkmate.solvers.training_chain import TrainingChain
+from checkmate.solvers.reductions.training_chain import TrainingChain
 from tests.solvers.chains import uneven_chain, unit_chain
 from tests.solvers.generators import transformer
 from tests.solvers.instances import check, draw

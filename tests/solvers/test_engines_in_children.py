@@ -13,7 +13,7 @@ from checkmate import Intervals, Limits, Milp, MissingExtraError, OptionError, P
 from checkmate.solvers.backends import child
 from checkmate.solvers.backends.highs import solve_integer
 from checkmate.solvers.backends.mathopt import solve_integer as solve_with_scip
-from checkmate.solvers.stage_program import StageProgram
+from checkmate.solvers.backends.stage_program import StageProgram
 from tests.solvers.chains import unit_chain
 from tests.solvers.generators import transformer
 from tests.solvers.instances import LIMITS, check, draw, stage_optimum
@@ -85,7 +85,7 @@ def test_a_real_ctrl_c_ends_the_child_and_keeps_the_plan(solver):
     """SIGINT inside the engine's search: the best plan so far, at once, and nobody left behind."""
     script = (
         "import os, signal, threading, time; from checkmate import *; from tests.solvers.generators import transformer;"
-        "from checkmate.solvers.targets import load_kernels; load_kernels();"  # compiling takes longer than the search
+        "from checkmate.solvers.evict.starts import load_kernels; load_kernels();"  # compiling takes longer than the search
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a job in the background inherits SIGINT ignored
         "threading.Timer(8, lambda: os.kill(os.getpid(), signal.SIGINT)).start(); began = time.time();"
         f"r = solve(Problem(transformer(6), '30%'), {solver!r}, limits=Limits(time_s=100, gap=0.0));"

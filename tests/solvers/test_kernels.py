@@ -17,7 +17,7 @@ from checkmate import Auto, Limits, Problem, solve
 from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.evict import decode, reorder, repair, schedule
 from checkmate.solvers.states import exploration, kernel
-from checkmate.solvers.targets import load_kernels
+from checkmate.solvers.evict.starts import load_kernels
 
 def versions():
     kernels = [k for module in (decode, repair, reorder, schedule, kernel) for k in vars(module).items()]

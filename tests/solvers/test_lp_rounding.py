@@ -9,8 +9,8 @@ import pytest
 
 from checkmate import Limits, LpRounding, Milp, OptionError, Plan, Problem, Reason, simulate, solve, validate
 from checkmate.core.budget import keep_all_bytes
+from checkmate.solvers.backends.stage_program import StageProgram
 from checkmate.solvers.reductions.fold_views import FoldViews
-from checkmate.solvers.stage_program import StageProgram
 from tests.solvers.chains import unit_chain
 from tests.solvers.generators import transformer
 from tests.solvers.instances import check, draw

@@ -61,9 +61,7 @@ def test_a_whole_step_parses_and_resolves_once(calls: Counter[str]) -> None:
     assert calls == {"parsed": 2, "resolved": 2}  # one of each is the line above
 
 
-def test_the_command_line_parses_and_resolves_once(
-    calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_parses_and_resolves_once(calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`checkmate plan` reports the budget that it plans for."""
     from checkmate.cli import main
 

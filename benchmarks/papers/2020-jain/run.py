@@ -157,7 +157,7 @@ def largest(graph_at: AffineGraph, solver: Solver) -> int:
 def integrality(effort: Effort) -> list[dict[str, Any]]:
     """Optimum over relaxation of the stage program, and over the bound from event cuts, on small chains."""
     from checkmate.solvers.backends.highs import solve_linear
-    from checkmate.solvers.stage_program import StageProgram
+    from checkmate.solvers.backends.stage_program import StageProgram
 
     rows: list[dict[str, Any]] = []
     for layers, budget in ((8, 4), (8, 6), (16, 6), (16, 8)):

@@ -16,7 +16,7 @@ import checkmate.torch
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
-from checkmate.solvers.keep_all import KeepAll
+from checkmate.solvers.baselines.keep_all import KeepAll
 
 BATCH = 128
 EPOCHS = 3

@@ -20,7 +20,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.options import PlanningOptions
-from checkmate.solvers.orders import plan_of_needed
+from checkmate.solvers.reductions.unread import plan_of_needed
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget

@@ -2,12 +2,12 @@
 
 from checkmate.solvers.a_star import AStar
 from checkmate.solvers.auto import Auto
+from checkmate.solvers.baselines.chen import ChenGreedy, ChenSqrtN
+from checkmate.solvers.baselines.griewank import Griewank
+from checkmate.solvers.baselines.keep_all import KeepAll
 from checkmate.solvers.brute_force import BruteForce
 from checkmate.solvers.chain_dp import ChainDP
-from checkmate.solvers.chen import ChenGreedy, ChenSqrtN
-from checkmate.solvers.griewank import Griewank
 from checkmate.solvers.intervals import Intervals
-from checkmate.solvers.keep_all import KeepAll
 from checkmate.solvers.local_search import LocalSearch
 from checkmate.solvers.lp_rounding import LpRounding
 from checkmate.solvers.milp import Milp

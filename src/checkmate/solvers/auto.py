@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Termination
+from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
-from checkmate.solvers.targets import load_kernels
 
 if TYPE_CHECKING:
     from checkmate.solvers.bounds.event_cuts import CutModel
@@ -236,8 +236,8 @@ class _Run:
     def _first_plans(self) -> list[Search]:
         """A search for each start (`targets.starts`), the cheapest plan first."""
         from checkmate.solvers.evict.search import Search
+        from checkmate.solvers.evict.starts import starts
         from checkmate.solvers.local_search import suggested_decodes
-        from checkmate.solvers.targets import starts
 
         session = self.session
         seed = session.limits.seed
@@ -272,8 +272,8 @@ class _Run:
         from plans that fit larger budgets, comes by plans that a search for this budget misses.
         """
         from checkmate.solvers.evict.search import Search
+        from checkmate.solvers.evict.starts import starts
         from checkmate.solvers.smallest import smallest_peak
-        from checkmate.solvers.targets import starts
 
         session = self.session
         late = self._begin(Phase.TIGHT_BUDGET)

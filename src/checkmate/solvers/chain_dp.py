@@ -19,8 +19,8 @@ from checkmate.core.errors import OptionError
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.reductions.training_chain import TrainingChain
 from checkmate.solvers.session import Session
-from checkmate.solvers.training_chain import TrainingChain
 
 Ints = npt.NDArray[np.int64]
 

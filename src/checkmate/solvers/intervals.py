@@ -11,9 +11,9 @@ import msgspec
 from checkmate.core.errors import OptionError, SolverError
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
+from checkmate.solvers.backends.stage_program import given_order_plan, inputs_with_storage
 from checkmate.solvers.reductions.fold_views import FoldViews, may_run_again
 from checkmate.solvers.session import Session
-from checkmate.solvers.stage_program import given_order_plan, inputs_with_storage
 
 _CHILD = "checkmate.solvers.backends.intervals_child"
 

@@ -51,7 +51,7 @@ class LocalSearch:
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search from every start (`targets.starts`) until the work or the time is used up."""
         from checkmate.solvers.evict.search import Search
-        from checkmate.solvers.targets import load_kernels, starts
+        from checkmate.solvers.evict.starts import load_kernels, starts
 
         session.prepare(load_kernels)
         fold = FoldViews.of(problem.graph, priced=True)

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from checkmate.core.errors import OptionError
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
+from checkmate.solvers.backends.stage_program import StageProgram
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
-from checkmate.solvers.stage_program import StageProgram
 
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 from checkmate.core.errors import OptionError
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
+from checkmate.solvers.backends.stage_program import StageProgram, given_order_plan
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
-from checkmate.solvers.stage_program import StageProgram, given_order_plan
 
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats, Solved

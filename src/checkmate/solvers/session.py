@@ -13,7 +13,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Termination
 from checkmate.core.simulate import simulate
-from checkmate.solvers.orders import plan_of_needed
+from checkmate.solvers.reductions.unread import plan_of_needed
 
 _log = logging.getLogger(__name__)
 

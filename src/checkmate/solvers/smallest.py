@@ -9,10 +9,11 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget
 from checkmate.core.simulate import simulate
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.orders import late_order, without_unread
+from checkmate.solvers.evict.orders import late_order
+from checkmate.solvers.evict.starts import load_kernels, starts
 from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.reductions.unread import without_unread
 from checkmate.solvers.session import Session
-from checkmate.solvers.targets import load_kernels, starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

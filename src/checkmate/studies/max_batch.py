@@ -18,10 +18,10 @@ from checkmate.core.result import Limits, Result
 from checkmate.core.units import Amount, format_bytes, parse_bytes
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session, Solver
 from checkmate.solvers.solve import solve
-from checkmate.solvers.targets import load_kernels
 from checkmate.studies.affine import check_growing, check_same_structure
 
 ONE_EXTRA_FORWARD = "one extra forward"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from checkmate.core.problem import Problem
 from checkmate.core.result import Termination
-from checkmate.solvers.forward_pass import NEVER, Drops, ForwardPass, Points, check_points, sweep
+from checkmate.solvers.baselines.forward_pass import NEVER, Drops, ForwardPass, Points, check_points, sweep
 from checkmate.solvers.session import Session
 
 

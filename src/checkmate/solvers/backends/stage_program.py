@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
+from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.reductions.fold_views import may_run_again
 from checkmate.solvers.session import Session
-from checkmate.solvers.targets import load_kernels
 
 if TYPE_CHECKING:
     from checkmate.solvers.backends.program import Floats, Program

@@ -157,7 +157,7 @@ def sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], I
         session: The session.
         choices: Gives the drops of each setting.
     """
-    from checkmate.solvers.targets import load_kernels, target_lists
+    from checkmate.solvers.evict.starts import load_kernels, target_lists
 
     session.prepare(load_kernels)
     fold = FoldViews.of(problem.graph)

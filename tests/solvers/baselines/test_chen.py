@@ -8,7 +8,7 @@ import pytest
 
 from checkmate import BruteForce, ChenGreedy, ChenSqrtN, Graph, Griewank, LocalSearch, OptionError, Problem, Reason, solve
 from checkmate.core.budget import keep_all_bytes
-from checkmate.solvers.forward_pass import articulation_points
+from checkmate.solvers.baselines.forward_pass import articulation_points
 from tests.solvers.chains import uneven_chain, unit_chain
 from tests.solvers.generators import transformer
 from tests.solvers.instances import check, draw

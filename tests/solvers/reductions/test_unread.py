@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate import Graph, Plan, Problem, simulate, solve, validate
-from checkmate.solvers.orders import without_unread
+from checkmate.solvers.reductions.unread import without_unread
 from tests.solvers.test_solve import Claims
 from tests.strategies import graphs_and_orders
 

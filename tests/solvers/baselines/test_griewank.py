@@ -8,7 +8,7 @@ from math import comb
 import pytest
 
 from checkmate import Griewank, Problem, solve
-from checkmate.solvers.griewank import fewest_steps, first_state, held_states
+from checkmate.solvers.baselines.griewank import fewest_steps, first_state, held_states
 from tests.solvers.chains import unit_chain
 
 

@@ -11,7 +11,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
-from checkmate.solvers.orders import deferred_weight_gradients, on_demand_ops
+from checkmate.solvers.evict.orders import deferred_weight_gradients, on_demand_ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

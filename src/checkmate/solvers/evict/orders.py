@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
-from checkmate.core.problem import Problem
+from checkmate.solvers.reductions.unread import ordered_ops
 
 
 def on_demand_ops(graph: Graph) -> frozenset[int]:
@@ -20,7 +16,7 @@ def on_demand_ops(graph: Graph) -> frozenset[int]:
     Args:
         graph: A graph whose views are folded; it has none without a loss op.
     """
-    tied = _ordered(graph) | {c for op in graph.ops for c in op.clobbered_by}
+    tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
     needed = [op.phase == "loss" for op in graph.ops]
     if not any(needed):
         return frozenset()
@@ -42,7 +38,7 @@ def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
     Args:
         graph: A graph whose views are folded.
     """
-    tied = _ordered(graph) | {c for op in graph.ops for c in op.clobbered_by}
+    tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
     sinks: set[int] = set()
     for o, op in enumerate(graph.ops):
         if o in tied or op.phase != "backward" or not _is_free(graph, o):
@@ -85,55 +81,6 @@ def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:
             done[o] = True
             out.append(o)
     return out
-
-
-def plan_of_needed(problem: Problem, order: Sequence[int]) -> Plan:
-    """The plan of an order less the computations that `without_unread` leaves out, every value freed at its earliest place.
-
-    Raises:
-        PlanError: An op of the order reads what no earlier op of it has made.
-    """
-    plan = Plan.from_order(problem.graph, order)
-    needed = without_unread(problem, plan.order)
-    return plan if len(needed) == len(plan.order) else Plan.from_order(problem.graph, needed)
-
-
-def without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
-    """An order without the computations whose outputs are not read before they are computed again.
-
-    Dead code elimination: frameworks drop such computations, so that a plan which counted them would take less than it
-    says (up to 4 % on captured steps). It costs no more and holds no more at any step. An op's first computation
-    goes too if a later one stays, unless its place among the first computations of other ops is prescribed.
-
-    Args:
-        problem: Decides, with its graph's `order`, whether the places of first computations are prescribed.
-        order: Ops in an order that can run.
-    """
-    graph = problem.graph
-    tied = _ordered(graph)
-    if not problem.reorder:
-        tied.update(o for o in order if o not in graph.view_ops)
-    earlier = Counter(order)
-    later = {v for v, value in enumerate(graph.values) if value.kept}  # values read before they are made again
-    needed: set[int] = set()
-    kept: list[int] = []
-    # Backwards, as dead code elimination goes: whether a computation is read depends on what comes after it.
-    for o in reversed(order):
-        op = graph.ops[o]
-        earlier[o] -= 1
-        # The first computation of an op that has its place prescribed stays, and so does the only one of an op.
-        stays = not earlier[o] and (o in tied or o not in needed)
-        if stays or not later.isdisjoint(op.outputs):
-            needed.add(o)
-            later.difference_update(op.outputs)
-            later.update(op.inputs)
-            kept.append(o)
-    return kept[::-1]
-
-
-def _ordered(graph: Graph) -> set[int]:
-    """Ops whose first computation `order` puts before or after that of another."""
-    return {o for pair in graph.order for o in pair}
 
 
 def _is_free(graph: Graph, o: int) -> bool:
