@@ -12,8 +12,6 @@ number of such ops. Sources:
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import fx
 
@@ -42,6 +40,14 @@ _CHOSEN_AT_RUN_TIME = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
+
+EFFICIENT_TILES = ((64, 64, 32), (64, 64, 64), (128, 64, 96), (128, 128, 128), (128, 64, 128), (64, 64, 128),
+                   (128, 64, 65536), (64, 64, 65536))  # fmt: skip
+"""Kernels of the efficient backward from compute capability 7.0 on: rows and columns of a tile, and the largest head dimension
+(``mem_eff_attention/kernels/cutlassB.h``)."""
+
+_MOST_SPLITS = 200
+"""Tiles of key and value gradients that all heads together stage at once (``attention_backward.cu``)."""
 
 
 def modelled_workspace_bytes(node: fx.Node) -> int | None:
@@ -83,15 +89,31 @@ def _flash_backward(node: fx.Node) -> int:
 
 
 def _efficient_backward(node: fx.Node) -> int:
-    """Workspace of ``_efficient_attention_backward``: one float per row, and float32 accumulators of half-precision gradients."""
+    """Workspace of ``_efficient_attention_backward``: one float per row, and tiles that stage gradients in float32.
+
+    The query's gradient is always staged, since several blocks add to it. Those of key and value are staged in half precision,
+    unless a row of them fits the registers of a tile. Which of several tiles runs depends on the shared memory of the device;
+    the largest workspace of those that can run is returned.
+    """
     _, query, key, value = (leaves(n.meta["val"])[0] for n in node.args[:4])  # type: ignore[union-attr]
     batch, heads, q_len, head_dim = map(concrete, query.shape)
     kv_len, value_dim = concrete(key.shape[2]), concrete(value.shape[3])
-    held = 4 * batch * heads * _up(q_len, 16)
-    if query.element_size() < 4:
-        held += 4 * math.prod((batch, heads, _up(q_len, 64), _up(head_dim, 16)))
-        held += 4 * batch * heads * _up(kv_len, 64) * (_up(head_dim, 16) + _up(value_dim, 16))
-    return held
+    largest = max(head_dim, value_dim)
+    limit = next(limit for limit in (32, 64, 128, 65536) if largest <= limit)
+    staged = 0
+    for rows, columns, most in EFFICIENT_TILES:
+        if not largest <= most <= limit:
+            continue
+        elements = _tiles(q_len, rows) * _tiles(head_dim, columns) * (rows * columns + 4)  # 4: the lock of a tile
+        if query.element_size() < 4 and most > rows:
+            splits = max(1, min(_tiles(kv_len, columns), _MOST_SPLITS // (batch * heads)))
+            elements += splits * columns * (_up(head_dim, rows) + _up(value_dim, rows))
+        staged = max(staged, _up(elements, 4))
+    return 4 * batch * heads * (q_len + staged)
+
+
+def _tiles(number: int, size: int) -> int:
+    return -(-number // size)
 
 
 def _up(number: int, multiple: int) -> int:
