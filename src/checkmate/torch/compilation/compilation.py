@@ -44,7 +44,7 @@ class Hooks:
     Attributes:
         planner: Plans a graph instead of the options.
         planned: Told the graph and its plan before anything runs.
-        gate: Called before every run of a forward; may raise.
+        before_forward: Called before every run of a compiled forward; may raise.
         inference: Whether graphs without gradients are compiled; otherwise they are refused.
         whole: Whether the graph is a whole step, its backward and its updates in it.
         target: The device that the step is planned for, where that is not the one at hand.
@@ -52,7 +52,7 @@ class Hooks:
 
     planner: Planner | None = None
     planned: Callable[[Capture, Result], None] = lambda capture, result: None
-    gate: Callable[[], None] | None = None
+    before_forward: Callable[[], None] | None = None
     inference: bool = True
     whole: bool = False
     target: EmulatedDevice | None = None
@@ -118,8 +118,8 @@ class Compilation:
         """A compiled forward, guarded."""
 
         def guarded(args: list[Any]) -> Any:
-            if self.hooks.gate is not None:
-                self.hooks.gate()
+            if self.hooks.before_forward is not None:
+                self.hooks.before_forward()
             if self.ranks is not None:
                 self.ranks.record_forward()
             return COORDINATOR.forward(self._planned_graphs[0], run, args) if self._planned_graphs else run(args)
