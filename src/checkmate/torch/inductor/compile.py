@@ -173,7 +173,7 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
             hint=f"raise the budget by at least {format_at_least(peaks[0] - search.limit_bytes)}, or leave out `plan`",
         )
     if best is None:
-        compilation.least_fused_bytes = search.fused.graph.resident_bytes + min(peaks)
+        compilation.least_fused_bytes = search.chains.contracted.resident_bytes + min(peaks)
         _log.warning(
             "none of %d plans that Inductor compiled kept the %s that the budget leaves above what is resident (the least "
             "that was measured is %s): compiled by 'eager' instead, whose peak is the planned one",
@@ -191,7 +191,7 @@ def _planned(search: CalibratedSearch, capture: Capture) -> tuple[Graph, Result]
     other memory than planned, and sums that are taken over other loops, and so in another order, in every plan.
     """
     graph, result = search.plan(capture.graph)
-    for o in search.fused.stored:
+    for o in search.chains.stored:
         node = capture.members[o].node
         assert node is not None
         if node.all_input_nodes:  # what is made of nothing is cheaper made where it is read

@@ -19,9 +19,10 @@ from checkmate.frontend.calibration import Calibration, Proportional, Trial
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, result_of_order
 from checkmate.frontend.step_memory import StepMemory
+from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.studies.min_budget import min_budget
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.inductor.fusion import Fused, fuse
+from checkmate.torch.inductor.fusion import contract_fusible_chains
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -65,15 +66,15 @@ class CalibratedSearch:
         self._fixed = False  # one plan, whatever is measured: a given one, a division's, or keeping everything
         self._order: tuple[int, ...] = ()
         self._target_bytes = 0
-        self._fused: Fused | None = None
+        self._chains: ContractChains | None = None
         self._least_bytes = 0  # below this a measured peak would not be monotone in the budgets answered so far
         self._calibration: Calibration[Compiled] = Calibration(0, Proportional())
 
     @property
-    def fused(self) -> Fused:
+    def chains(self) -> ContractChains:
         """The graph with its chains contracted, once `plan` has seen it."""
-        assert self._fused is not None
-        return self._fused
+        assert self._chains is not None
+        return self._chains
 
     @property
     def trials(self) -> list[Trial[Compiled]]:
@@ -98,7 +99,7 @@ class CalibratedSearch:
         return graph, result
 
     def _chosen(self, graph: Graph, in_flight_bytes: int) -> Result:
-        if self._fused is None:
+        if self._chains is None:
             self._begin(graph)
         if graph.digest != self._original:
             raise GraphError(
@@ -107,18 +108,18 @@ class CalibratedSearch:
             )
         if self._options.plan is not None:
             return GivenPlan(self._options.plan)(graph)
-        return result_of_order(graph, self.fused.expand(self._order))
+        return result_of_order(graph, self.chains.invert(self._order))
 
     def current(self, graph: Graph, result: Result) -> tuple[Graph, Plan]:
         """The graph and the plan that count for the compilation under way: the contracted one's, unless a plan was given."""
         if self._options.plan is not None:
             return graph, result.plan
-        return self.fused.graph, Plan.from_order(self.fused.graph, self._order)
+        return self.chains.contracted, Plan.from_order(self.chains.contracted, self._order)
 
     def record(self, memory: StepMemory) -> StepMemory:
         """Note the memory of the plan that was compiled last: the largest that any rank measured."""
         memory = self._largest(memory)
-        graph = self.fused.graph
+        graph = self.chains.contracted
         timeline = simulate(graph, Plan.from_order(graph, self._order))
         trial = Trial(
             target_bytes=self._target_bytes,
@@ -185,22 +186,22 @@ class CalibratedSearch:
 
     def _follow(self, graph: Graph, result: Result) -> None:
         """Take over what rank 0 chose."""
-        fused = self._fused or self._contract(graph)
+        chains = self._chains or self._contract(graph)
         if self._options.plan is None:
-            self._order = fused.contract(result.plan.order)
+            self._order = chains.apply_order(result.plan.order)
         else:
-            self._order = keep_everything(fused.graph).plan.order
+            self._order = keep_everything(chains.contracted).plan.order
 
-    def _contract(self, graph: Graph) -> Fused:
-        fused = self._fused = fuse(graph)
-        contracted, budget = fused.graph, self._options.budget
+    def _contract(self, graph: Graph) -> ContractChains:
+        chains = self._chains = contract_fusible_chains(graph)
+        contracted, budget = chains.contracted, self._options.budget
         self.limit_bytes = 0 if budget is None else budget.resolve(contracted) - contracted.resident_bytes
         self._calibration = Calibration(self.limit_bytes, Proportional(least_cost=contracted.cost))
-        return fused
+        return chains
 
     def _begin(self, graph: Graph) -> None:
         self._original = graph.digest
-        contracted = self._contract(graph).graph
+        contracted = self._contract(graph).contracted
         alone = msgspec.structs.replace(contracted, resident_bytes=0)
         self._store = PlanStore(f"{alone.digest} {self._fingerprint}")
         if self._options.budget is None or self._options.plan is not None:
@@ -217,7 +218,7 @@ class CalibratedSearch:
 
     def _remembered(self) -> tuple[int, ...] | None:
         """The cheapest plan that was measured to fit before."""
-        graph = self.fused.graph
+        graph = self.chains.contracted
         known: list[tuple[int, tuple[int, ...]]] = []
         for plan in self._store.all():
             if self._least_bytes <= plan.peak_bytes <= self._calibration.limit_bytes:
@@ -229,7 +230,7 @@ class CalibratedSearch:
 
     def _next_order(self) -> tuple[int, ...] | None:
         """The next order to compile; None if no other is worth it."""
-        graph, limit = self.fused.graph, self._calibration.limit_bytes
+        graph, limit = self.chains.contracted, self._calibration.limit_bytes
         target = self._calibration.next_target()
         if target is None:
             return None
