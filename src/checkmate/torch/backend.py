@@ -142,9 +142,7 @@ def _without_backward(module: fx.GraphModule, compilation: Compilation) -> Boxed
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
     """Compile the graph by Inductor; None if the measured peak of every compilation exceeds the budget."""
-    from checkmate.torch.inductor.compile import (
-        compile_by_inductor,
-    )  # the import takes a second; the eager compiler needs none of it
+    from checkmate.torch.inductor.compile import compile_by_inductor  # an import of a second, which eager does not need
 
     compiled = compile_by_inductor(gm, example_inputs, compilation)
     if compiled is None:

@@ -45,8 +45,8 @@ class Options:
         checkpoints: Treatment of regions under ``torch.utils.checkpoint``. With ``"hints"`` a plan may keep any value of them;
             with ``"respected"`` they are recomputed in the backward and never held for it, and the planner decides on all else.
             Values that selective checkpointing must save are computed once in both cases.
-        ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all of
-            them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans the graphs that it traces.
+        ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all
+            of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans the graphs that it traces.
         costs: ``"measured"`` on the device, or ``"flops"``: estimated, without workspace.
     """
 

@@ -245,11 +245,8 @@ class Compilation:
         if self.budget is not None and capture.graph.boundary is not None:
             footprint = PlanFootprint.of(capture.graph, result.plan, self._wrapped.transient_gradient_bytes)
             self.guard(capture.graph, footprint, result.budget_bytes)
-        _log.info(
-            "resident memory %s, of which besides the graph's inputs: %s",
-            format_bytes(capture.graph.resident_bytes),
-            self.resident,
-        )
+        resident = format_bytes(capture.graph.resident_bytes)
+        _log.info("resident memory %s, of which besides the graph's inputs: %s", resident, self.resident)
         self.hooks.planned(capture, result)
 
 
