@@ -38,12 +38,12 @@ class Variant:
 
 def compiled_by_torch(model: Any) -> Callable[..., Any]:
     """What `torch.compile` is given: a function of its own for every variant, or Dynamo would count them as one."""
-    from checkmate.torch.step.programs import forward_program, own_code
+    from checkmate.torch.step.programs import forward_program, with_unique_code
 
     def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, Any]:
         return None, model(*args, **kwargs)
 
-    return own_code(whole) if getattr(model, "whole", False) else forward_program(model, None)
+    return with_unique_code(whole) if getattr(model, "whole", False) else forward_program(model, None)
 
 
 def returned(program: Callable[..., Any], case: Any) -> Any:

@@ -88,7 +88,7 @@ class Calibration(Generic[T]):
         return self.policy.next_target(self.trials, self.limit_bytes)
 
     def record(self, trial: Trial[T]) -> None:
-        """Note a trial."""
+        """Add a trial."""
         self.trials.append(trial)
 
     def best(self, limit_bytes: int | None = None) -> Trial[T] | None:
@@ -99,7 +99,7 @@ class Calibration(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offset:
-    """A policy for needs that differ from the plan by an amount: what chunks of an allocator add.
+    """A policy where the measured peak exceeds the planned one by a nearly constant amount, such as an allocator's free chunks.
 
     Attributes:
         resident_bytes: Bytes of the limit that no plan can change.
@@ -148,14 +148,14 @@ class Offset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proportional:
-    """A policy for needs that are about a share of the plan: what fusing and reusing buffers takes away or adds.
+    """A policy where the measured peak is about a constant multiple of the planned one, as under a compiler that fuses ops.
 
     Attributes:
         least_cost: Cost of keeping everything: no plan is cheaper.
         most_trials: The most plans that are tried, since each is a compilation of seconds to a minute.
         aim: Share of the limit to aim at when the last trial is used to predict the next.
-        least_gain: Bytes that the need is taken to lose at least for each byte that the plan loses.
-        least_saving: Share of the cost that another trial has to promise to save, once one fits.
+        least_gain: Least number of bytes by which the measured peak is assumed to fall for each byte less in the planned peak.
+        least_saving: Share of the cost that another trial must be able to save, once one fits; less is not worth a compilation.
     """
 
     least_cost: int = 0
@@ -186,9 +186,10 @@ class Proportional:
         return target
 
     def _secant(self, over: Sequence[Trial[Any]], aim_bytes: float) -> int:
-        """The plan at which the line through the two trials that came nearest would need what is aimed at.
+        """Planned peak at which the line through the two trials with the smallest plans has the measured peak that is aimed at.
 
-        What a compiler adds to a plan does not shrink with it, so that a share of the plan falls short again and again.
+        The bytes that a compiler adds to a plan do not shrink with it, so that a constant multiple underestimates the measured
+        peak of smaller plans, trial after trial.
         """
         low, *others = sorted(over, key=_planned)
         high = next((t for t in others if _planned(t) > _planned(low)), None)

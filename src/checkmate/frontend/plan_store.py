@@ -1,7 +1,7 @@
-"""Measured peaks of compiled plans, in a SQLite file of the user's cache folder.
+"""Measured peaks of compiled plans, in a SQLite file in the user's cache folder.
 
-The peak of a compiled plan is known only when it has run. Measured plans are therefore kept with their peaks, and so is which of
-them was the answer to which budget: a smaller budget is never answered with a larger peak.
+The peak of a compiled plan is known only after it has run. Measured plans are therefore stored with their peaks. The answer to
+each budget is stored too, so that no smaller budget is later answered with a larger peak (`PlanStore.monotone_bounds`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class MeasuredPlan:
     """A plan that was compiled and measured.
 
     Attributes:
-        order: Its computations.
-        peak_bytes: What the step took above what is resident.
+        order: Ops in the order of their computations.
+        peak_bytes: Measured peak of the step above the resident bytes.
     """
 
     order: tuple[int, ...]
@@ -39,7 +39,7 @@ class PlanStore:
     """Measured plans of one graph, compiled one way.
 
     Args:
-        key: The graph and all that decides what a compiler makes of its plans.
+        key: Text that identifies the graph and everything else that decides on the measured peaks of its plans.
         path: The file; ``measured_plans.sqlite`` in the user's cache folder by default.
 
     Examples:
@@ -62,18 +62,30 @@ class PlanStore:
             return [MeasuredPlan(tuple(json.loads(plan)), peak) for plan, peak in connection.execute(query, (self.key,))]
 
     def add(self, plan: MeasuredPlan) -> None:
-        """Keep a plan; what was measured last counts."""
+        """Store a plan; a peak that was measured earlier for the same plan is replaced."""
         row = (self.key, _text(plan.order), plan.peak_bytes)
         with closing(self._connect()) as connection, connection:
             connection.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", row)
 
     def record_answer(self, budget_bytes: int, peak_bytes: int) -> None:
-        """Record the measured peak of the plan that a budget was answered with."""
+        """Store the answer to a budget.
+
+        Args:
+            budget_bytes: The budget above the resident bytes.
+            peak_bytes: Measured peak of the plan that was chosen for it.
+        """
         with closing(self._connect()) as connection, connection:
             connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (self.key, budget_bytes, peak_bytes))
 
     def monotone_bounds(self, budget_bytes: int) -> tuple[int, int]:
-        """Least and most bytes that the plan for a budget may need, so that no smaller budget ever gets a larger peak."""
+        """Bounds on the measured peak of a plan for a budget, by which peaks stay monotone in the budget.
+
+        Args:
+            budget_bytes: The budget above the resident bytes.
+
+        Returns:
+            The largest peak that answered a smaller budget, and the smallest that answered a larger one, but at most the budget.
+        """
         with closing(self._connect()) as connection:
             query = "SELECT budget_bytes, peak_bytes FROM answers WHERE key = ? AND budget_bytes != ?"
             rows = list(connection.execute(query, (self.key, budget_bytes)))

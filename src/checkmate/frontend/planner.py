@@ -1,7 +1,7 @@
 """Planners: callables that make the plan of a captured graph.
 
-Frameworks call back with a graph while they compile, so that a front end is handed a planner instead of calling one. A planner
-can be decorated: by one that asks rank 0 of a distributed job, or by one that shares a budget between graphs.
+Frameworks call back with a graph while they compile, so that a front end takes a planner as an argument. A planner can be wrapped
+in another one: rank 0 of a distributed job plans for all ranks, or several graphs share one budget.
 """
 
 from __future__ import annotations

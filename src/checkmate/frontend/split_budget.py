@@ -1,4 +1,4 @@
-"""One budget over several graphs: for each the plan, among those of its curve, that makes the step cheapest together."""
+"""Split one budget over several graphs: choose a plan for each, so that the whole step keeps the budget at the least cost."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from checkmate.studies.min_budget import min_budget
 from checkmate.studies.pareto import pareto
 
 Moment = tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], int]
+"""A time at which a step may peak: the graphs that hold saved tensors, those that left gradients (masks over the forwards), and
+the peak in bytes of the graph that runs."""
 
 _POINTS = 8
-"""Plans that a graph can choose from."""
+"""Plans of each graph on its curve of cost against budget. More of them leave less of the time limit for each."""
 
 _LEAST_S = 3.0
-"""Seconds for each of them at least: small graphs need less, and no graph finds much in less."""
+"""Least seconds for each of these plans: small graphs need less, and for large ones a search finds little in less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +53,13 @@ def candidates(graph: Graph, time_s: float, transient_gradient_bytes: int = 0) -
 
     Args:
         graph: The graph.
-        time_s: Seconds that finding them may take, about.
-        transient_gradient_bytes: Gradients that are gone when the backward is over.
+        time_s: Seconds of wall time for all of them; approximate.
+        transient_gradient_bytes: Bytes of gradients that the backward frees.
+
+    Returns:
+        The plans with their predicted memory; the first is that of `min_budget`.
     """
-    # The end of the curve decides whether a division exists at all: it gets as much time as all the rest.
+    # The smallest peak decides whether any split keeps the budget, so that it gets as much time as all other plans together.
     smallest = min_budget(graph, limits=Limits(time_s=max(4 * _LEAST_S, time_s / 2)))
     curve = pareto(graph, points=_POINTS, limits=Limits(time_s=max(_LEAST_S, time_s / 2 / _POINTS)))
     plans = [smallest.plan, *[point.plan for point in curve.points]]
@@ -65,8 +70,8 @@ def step_peak_bytes(sequence: Sequence[int], picked: Sequence[PlanFootprint]) ->
     """Peak of a step above what is resident: forwards in order, then backwards from the last to the first.
 
     Args:
-        sequence: Graph of each forward.
-        picked: PlanFootprint of each graph.
+        sequence: Index of the graph of each forward, in order.
+        picked: Chosen plan of each graph.
     """
     return max(
         int(before @ _held(sequence, picked) + after @ _gradients(sequence, picked)) + peak
@@ -75,15 +80,18 @@ def step_peak_bytes(sequence: Sequence[int], picked: Sequence[PlanFootprint]) ->
 
 
 def divide(sequence: Sequence[int], offers: Sequence[Sequence[PlanFootprint]], room_bytes: int) -> list[int] | None:
-    """The choice of each graph that makes a step cheapest within a room, or None if none fits.
+    """Choose one plan for each graph, so that a step costs least and its peak is within the room.
 
-    A multiple-choice knapsack with one row for every moment at which a step may peak, solved exactly as a
-    mixed-integer program: a graph that comes several times in a step has one plan for all.
+    A multiple-choice knapsack with one constraint for every time at which a step may peak, solved exactly as a mixed-integer
+    program. A graph that runs several times in a step has the same plan each time.
 
     Args:
-        sequence: Graph of each forward, in order.
-        offers: Choices of each graph.
-        room_bytes: What the step may take above what is resident.
+        sequence: Index of the graph of each forward, in order.
+        offers: Candidate plans of each graph.
+        room_bytes: Largest peak of the step above the resident bytes.
+
+    Returns:
+        Index of the chosen candidate of each graph, or None if no choice is within the room.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
@@ -113,7 +121,7 @@ def divide(sequence: Sequence[int], offers: Sequence[Sequence[PlanFootprint]], r
     if solved.x is None:
         return None
     found = [int(np.argmax(solved.x[at[g] : at[g + 1]])) for g in range(len(offers))]
-    # The solver works to a tolerance; bytes are exact.
+    # The solver satisfies constraints up to a tolerance; the budget is kept to the byte.
     return found if step_peak_bytes(sequence, [offers[g][c] for g, c in enumerate(found)]) <= room_bytes else None
 
 
@@ -126,7 +134,7 @@ def _gradients(sequence: Sequence[int], picked: Sequence[PlanFootprint]) -> npt.
 
 
 def _peak_moments(sequence: Sequence[int], picked: Sequence[PlanFootprint]) -> list[Moment]:
-    """(earlier forwards, later backwards, peak) of every moment at which a step may peak."""
+    """Every time at which a step may peak: in the forward and in the backward of each graph."""
     index = np.arange(len(sequence))
     found: list[Moment] = []
     for i, g in enumerate(sequence):

@@ -16,7 +16,7 @@ class StepMemory:
     Attributes:
         forward_peak_bytes: Peak of the forward.
         saved_bytes: Bytes held from the end of the forward to the beginning of the backward.
-        backward_peak_bytes: Peak from there on.
+        backward_peak_bytes: Peak of the backward.
         gradient_bytes: Bytes of the gradients that the backward leaves.
     """
 
@@ -37,7 +37,10 @@ class StepMemory:
         Args:
             graph: The graph.
             plan: Its plan.
-            transient_gradient_bytes: Bytes of gradients that are gone when the backward is over, such as those that FSDP shards.
+            transient_gradient_bytes: Bytes of gradients that the backward frees, such as those that FSDP shards.
+
+        Raises:
+            ValueError: The graph has no boundary.
         """
         boundary = graph.boundary
         if boundary is None:

@@ -24,7 +24,8 @@ from checkmate.torch.forecast.fits import fits
 from checkmate.torch.measure.peak import measure_peak
 from checkmate.torch.options import Options
 from checkmate.torch.partition.check_peak import SplitError
-from checkmate.torch.step.step import GraphBreakError, Step, capture, compile  # noqa: A004 - torch's own word for it
+from checkmate.torch.step.step import Step, capture, compile  # noqa: A004 - named like torch.compile
+from checkmate.torch.step.tracing import GraphBreakError
 
 __all__ = [
     "Fits",

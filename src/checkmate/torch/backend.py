@@ -32,18 +32,24 @@ def checkmate(
 
     Args:
         gm: The graph that Dynamo traced.
-        example_inputs: Its traced inputs.
-        mode: Not used; any value but None is refused.
-        options: See `Options`.
-        kwargs: Options given as keywords.
+        example_inputs: Its inputs, as Dynamo traced them.
+        mode: The ``mode`` of ``torch.compile``; any value but None is refused.
+        options: The options, by name; see `Options`.
+        kwargs: Options as keywords.
+
+    Returns:
+        The compiled graph.
 
     Raises:
-        CheckmateError: An option is wrong, or no plan keeps the budget; the model is untouched.
+        CheckmateError: An option is wrong, or no plan keeps the budget; the model is unchanged.
     """
     try:
         parsed = Options.of({**(options or {}), **kwargs})
         if mode is not None:
-            raise OptionError(f"mode={mode!r} means nothing to backend 'checkmate'", hint="leave it out")
+            raise OptionError(
+                f"mode={mode!r} has no meaning for backend 'checkmate'",
+                hint="leave out mode; torch.compile(..., backend='checkmate', options={'budget': '8GiB'}) sets the options",
+            )
     except CheckmateError as error:
         raise DynamoTransparentError(error) from error
     return compile_graph(gm, example_inputs, parsed)
@@ -55,17 +61,26 @@ def compile_graph(
     options: Options,
     hooks: Hooks | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo under options.
+    """Compile one graph of Dynamo.
+
+    Args:
+        gm: The graph that Dynamo traced; it is changed.
+        example_inputs: Its inputs, as Dynamo traced them.
+        options: The options.
+        hooks: Callbacks and settings of a caller inside this package.
+
+    Returns:
+        The compiled graph.
 
     Raises:
-        CheckmateError: No plan keeps the budget; carried through Dynamo, so that the user sees it as it is.
+        CheckmateError: No plan keeps the budget. It is raised in a `DynamoTransparentError`, so that Dynamo does not wrap it.
     """
     hooks = Hooks() if hooks is None else hooks
     bound_dynamic_shapes(example_inputs)
     inline_regions(gm)
     compilation = Compilation(example_inputs, options, hooks)
     try:
-        # A hit of AOTAutograd's cache would skip the partition function, and with it the plan.
+        # With a hit in its cache AOTAutograd would not call the partition function, and the graph would run without a plan.
         with functorch_config.patch(enable_autograd_cache=False), broadcasting_failures(compilation.ranks):
             if hooks.target is not None:
                 hooks.target.lower(gm)
@@ -82,8 +97,13 @@ def compile_graph(
 
 
 def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes: int) -> CheckmateError:
-    """The refusal of a budget that no compiled step kept either: one may take less than any plan of single ops."""
-    tried = f"no step that Inductor compiled kept the budget, and the least that one takes is {format_bytes(least_bytes)}"
+    """The refusal of a budget that neither a plan nor any step compiled by Inductor kept.
+
+    Args:
+        error: The refusal for plans op by op.
+        least_bytes: Least budget that a compiled step would keep. It can be less than any plan needs: fused ops store less.
+    """
+    tried = f"no step that Inductor compiled kept the budget, and the smallest of them needs {format_bytes(least_bytes)}"
     message = f"{tried}; op by op: {error.message}"
     if isinstance(error, PlanNotFoundError):
         at_least = format_at_least(least_bytes)
@@ -100,7 +120,7 @@ def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes:
 
 
 def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any]:
-    """The graph compiled so that the exact order of its plan runs."""
+    """Compile the graph op by op, to run in the exact order of its plan."""
     task = compilation.task
     compile_with_aot = aot_autograd(
         fw_compiler=lambda module, inputs: compilation.forward(boxed(module)),
@@ -113,6 +133,7 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
 
 
 def _without_backward(module: fx.GraphModule, compilation: Compilation) -> BoxedRun:
+    """Compile a graph that AOTAutograd has no backward for: a whole step, or one where nothing requires a gradient."""
     if compilation.hooks.whole:
         return compilation.forward(boxed(plan_whole_step(module, compilation.task)))
     compilation.refuse_inference()
@@ -120,8 +141,8 @@ def _without_backward(module: fx.GraphModule, compilation: Compilation) -> Boxed
 
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
-    """The graph compiled by Inductor; None if nothing that it made keeps the budget."""
-    from checkmate.torch.inductor.compile import compile_by_inductor  # takes a second, and nothing else needs it
+    """Compile the graph by Inductor; None if the measured peak of every compilation exceeds the budget."""
+    from checkmate.torch.inductor.compile import compile_by_inductor  # an import of a second, which eager does not need
 
     compiled = compile_by_inductor(gm, example_inputs, compilation)
     if compiled is None:

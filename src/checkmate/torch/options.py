@@ -1,4 +1,4 @@
-"""Options of the backend, checked once."""
+"""Options of the backend, checked once, when the user's call comes in."""
 
 from __future__ import annotations
 
@@ -23,32 +23,31 @@ RanksMode = Literal["together", "alone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the backend is asked for.
+    """Options of ``torch.compile(model, backend="checkmate", options={...})``.
 
     Attributes:
-        budget: The most bytes on the device during forward and backward, everything included:
-            ``"8GiB"``, bytes, or ``"70%"``: what is resident plus 70 % of what keeping everything
-            takes above it. None keeps everything.
-        compiler: ``"eager"``: the plan's exact order runs as it is. ``"inductor"``: its ops are fused; the compiled step is
-            run twice on the first batch, everything it changes put back, and what it is measured to take keeps the
-            budget, at the price of up to four compilations. Where none does, ``"eager"`` takes over and a warning says so.
+        budget: Largest number of bytes on the device during forward and backward, everything included: ``"8GiB"``, a number of
+            bytes, or ``"70%"``: the resident bytes plus 70 % of the bytes that keeping everything needs above them. None keeps
+            everything.
+        compiler: ``"eager"`` runs the ops of the plan one by one, in its exact order. ``"inductor"`` fuses them. The compiled
+            step then runs twice on the first batch, all that it changes is restored, and its measured peak has to keep the
+            budget; this takes up to four compilations. If none keeps it, the ``"eager"`` compiler is used, with a warning.
         solver: A solver or its name; `Auto` by default.
-        time_limit_s: Seconds that planning one graph may take.
-        plan: A plan, or a file with one, to run instead of solving.
+        time_limit_s: Seconds that planning one graph may take, or None for no limit.
+        plan: A plan, or the path of a file with one, to run instead of solving.
         device: The device whose memory counts; that of the model by default.
-        outputs: ``"held"`` if the caller holds what the model returns until the backward is over,
-            ``"released"`` if not.
-        reserve: Memory to leave for what is allocated later, such as optimizer state.
-        accumulate: Whether gradients of earlier backwards may be there when a forward begins.
-        split_convolutions: Whether the gradients of a convolution's weight and input are two ops, so that
-            one can wait for the other: equal to the bit, and less memory.
-        no_recompute: Names of ops that run once: ``"my_library::op"``, or ``"op"`` of any library.
-        checkpoints: What regions under ``torch.utils.checkpoint`` are: ``"hints"``, of which a plan keeps what it
-            likes, or ``"respected"``: computed again in the backward and not held for it, the planner deciding on
-            the rest. What selective checkpointing must save is computed once either way.
-        ranks: In a distributed job, ``"together"``: rank 0 plans for all, which have to trace the same graphs and stop
-            together if they do not or if one cannot plan; or ``"alone"``: each plans what it traces.
-        costs: ``"measured"`` on the device, or ``"flops"``: estimated, with no workspace.
+        outputs: ``"held"`` if the caller holds the outputs of the model until the backward is over, ``"released"`` if not.
+        reserve: Memory to leave free for later allocations, such as optimizer state.
+        accumulate: Whether gradients of earlier backwards may exist when a forward begins.
+        split_convolutions: Whether the gradients of a convolution's weight and input are computed by two ops, so that they need
+            not exist at the same time. Less memory, and the same results to the bit.
+        no_recompute: Names of ops that must run only once: ``"my_library::op"``, or ``"op"`` for any library.
+        checkpoints: Treatment of regions under ``torch.utils.checkpoint``. With ``"hints"`` a plan may keep any value of them;
+            with ``"respected"`` they are recomputed in the backward and never held for it, and the planner decides on all else.
+            Values that selective checkpointing must save are computed once in both cases.
+        ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all
+            of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans the graphs that it traces.
+        costs: ``"measured"`` on the device, or ``"flops"``: estimated, without workspace.
     """
 
     budget: Amount | Budget | None = None
@@ -70,29 +69,38 @@ class Options:
         kinds = {"compiler": Compiler, "outputs": Outputs, "costs": CostSource, "checkpoints": Checkpoints, "ranks": RanksMode}
         for name, kind in kinds.items():
             if getattr(self, name) not in get_args(kind):
-                raise OptionError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}")
-        planning = self.planning  # unreadable text is refused before anything is traced
+                raise OptionError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}",
+                    hint=f"set {name}={get_args(kind)[0]!r}, for example, or leave it out for the default",
+                )
+        planning = self.planning  # parsed now, so that an unreadable budget is refused before anything is traced
         for name in ("budget", "solver", "plan"):
             object.__setattr__(self, name, getattr(planning, name))
         parse_bytes(self.reserve)
         names = self.no_recompute
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise OptionError(f"no_recompute={names!r} is not a sequence of names", hint="give ('my_library::op',)")
+            raise OptionError(
+                f"no_recompute={names!r} is not a sequence of names",
+                hint="give a tuple, such as no_recompute=('my_library::op',)",
+            )
         object.__setattr__(self, "no_recompute", tuple(names))
 
     @property
     def planning(self) -> PlanningOptions:
-        """Which plan to look for."""
+        """The options that all front ends share: budget, solver, time limit and plan."""
         return PlanningOptions.of(budget=self.budget, solver=self.solver, time_limit_s=self.time_limit_s, plan=self.plan)
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes of ``reserve``."""
+        """The option ``reserve`` in bytes."""
         return parse_bytes(self.reserve)
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Options:
-        """Options from what ``torch.compile`` was given.
+        """Options from the mapping that ``torch.compile`` was given.
+
+        Args:
+            options: Values by name, or None for the defaults.
 
         Raises:
             OptionError: An option is unknown; the message names the nearest known one.

@@ -39,39 +39,40 @@ _log = logging.getLogger("checkmate.torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """How a caller inside this package takes part in a compilation.
+    """Callbacks and settings of a compilation for callers inside this package.
 
     Attributes:
-        planner: Plans a graph instead of the options.
-        planned: Told the graph and its plan before anything runs.
-        gate: Called before every run of a forward; may raise.
-        inference: Whether graphs without gradients are compiled; otherwise they are refused.
-        whole: Whether the graph is a whole step, its backward and its updates in it.
-        target: The device that the step is planned for, where that is not the one at hand.
+        planner: Makes the plan; the planner of the options by default.
+        planned: Called with the capture and its plan before anything runs.
+        before_forward: Called before every run of a compiled forward; may raise.
+        inference: Whether graphs without gradients are compiled; they are refused otherwise.
+        whole: Whether the graph is a whole step, with the backward and the updates.
+        target: The device to plan for; by default the one at hand.
     """
 
     planner: Planner | None = None
     planned: Callable[[Capture, Result], None] = lambda capture, result: None
-    gate: Callable[[], None] | None = None
+    before_forward: Callable[[], None] | None = None
     inference: bool = True
     whole: bool = False
     target: EmulatedDevice | None = None
 
 
 class Compilation:
-    """One graph on its way to a compiled step.
+    """The compilation of one Dynamo graph.
 
     Args:
-        example_inputs: Its inputs.
+        example_inputs: Inputs of the graph.
         options: The user's options.
-        hooks: How a caller inside this package takes part.
+        hooks: Callbacks and settings of the caller.
 
     Attributes:
         options: As given.
         hooks: As given.
-        ranks: The ranks that plan together, if there are several.
-        resident: Memory beside the graph's own inputs that no plan can change.
-        least_fused_bytes: The least budget that a step compiled by Inductor would have kept, where none kept what was asked for.
+        budget: The budget, or None.
+        ranks: The ranks that plan together, or None.
+        resident: Memory besides the graph's own inputs that no plan can change.
+        least_fused_bytes: Where no step compiled by Inductor kept the budget, the least budget that one of them would keep.
     """
 
     def __init__(self, example_inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
@@ -81,7 +82,7 @@ class Compilation:
         self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.planner is None else None
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
         in_flight = 0 if self.budget is None else COORDINATOR.held_bytes()
-        # On CUDA what is in flight, or held by wrappers, is among what is allocated.
+        # On CUDA the allocator's count includes what graphs in flight and wrappers hold.
         known = in_flight + self._wrapped.held_bytes
         self.resident = ResidentMemory(
             gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
@@ -97,7 +98,7 @@ class Compilation:
 
     @functools.cached_property
     def task(self) -> Task:
-        """How the graph is to be split."""
+        """How the graph is planned and partitioned."""
         options, target = self.options, self.hooks.target
         task = Task(
             costs=costs_of(options),
@@ -115,11 +116,15 @@ class Compilation:
         return replace(task, costs=target.costs, relabel=target.relabel, extra_resident_bytes=resident)
 
     def forward(self, run: BoxedRun) -> BoxedRun:
-        """A compiled forward, guarded."""
+        """A compiled forward with the checks of its runs.
+
+        Args:
+            run: The forward, in AOTAutograd's boxed calling convention.
+        """
 
         def guarded(args: list[Any]) -> Any:
-            if self.hooks.gate is not None:
-                self.hooks.gate()
+            if self.hooks.before_forward is not None:
+                self.hooks.before_forward()
             if self.ranks is not None:
                 self.ranks.record_forward()
             return COORDINATOR.forward(self._planned_graphs[0], run, args) if self._planned_graphs else run(args)
@@ -127,7 +132,11 @@ class Compilation:
         return as_boxed(guarded)
 
     def backward(self, run: BoxedRun) -> BoxedRun:
-        """A compiled backward, guarded."""
+        """A compiled backward that tells the coordinator when it has run.
+
+        Args:
+            run: The backward, in AOTAutograd's boxed calling convention.
+        """
         return as_boxed(lambda args: COORDINATOR.backward(run, args)) if self._planned_graphs else run
 
     def guard(self, graph: Graph, footprint: PlanFootprint, budget_bytes: int) -> None:
@@ -135,8 +144,8 @@ class Compilation:
 
         Args:
             graph: The graph that was planned.
-            footprint: Its plan, and the memory of that.
-            budget_bytes: The budget that it was planned for.
+            footprint: Its plan, with cost and memory.
+            budget_bytes: The budget that the plan was made for, in bytes.
         """
         assert self.budget is not None
         _warn_of_tangents(graph)
@@ -157,16 +166,22 @@ class Compilation:
         )
 
     def shared_order(self, graph: Graph) -> tuple[int, ...] | None:
-        """The order that a division over several graphs gave a graph, if there was one."""
+        """The order of a graph in a budget that was split over several graphs, or None if the budget was not split."""
         share = COORDINATOR.share(graph, self.budget) if self.budget is not None else None
         return share.order if share is not None else None
 
     def agreed(self, graph: Graph, plan: Callable[[Graph, int], Result]) -> tuple[Graph, Result]:
-        """The plan of a graph, and the graph that it is for: where several ranks plan together that of rank 0, for all.
+        """The plan of a graph. Where several ranks plan together, rank 0 makes it for all of them.
 
         Args:
-            graph: The graph.
-            plan: Plans a graph beside some bytes in flight.
+            graph: The graph as captured on this rank.
+            plan: Called with a graph and the bytes that other graphs in flight hold, which are part of its resident bytes.
+
+        Returns:
+            The graph with the figures that the ranks agreed on, and its plan.
+
+        Raises:
+            RankError: A rank failed, or the ranks captured different graphs.
         """
         if self.ranks is None:
             return graph, plan(graph, self._in_flight_bytes)
@@ -176,24 +191,24 @@ class Compilation:
         return agreed.graph, agreed.result
 
     def agree_to_run(self) -> None:
-        """Go on only if every rank has compiled what is planned together.
+        """Wait until every rank has compiled its graph; a rank that ran without the others would block in its first collective.
 
         Raises:
-            RankError: One has not.
+            RankError: A rank failed to compile.
         """
         if self.ranks is not None and (self._planned_graphs or self.hooks.whole):
             self.ranks.decide("running it", b"", lambda said: b"")
 
     def refuse_inference(self) -> None:
-        """Refuse a graph without gradients where a step is wanted.
+        """Refuse a graph without gradients, unless `Hooks.inference` allows it.
 
         Raises:
-            GraphError: It is.
+            GraphError: The hooks do not allow it.
         """
         if not self.hooks.inference:
             raise GraphError(
                 "nothing in this step requires a gradient, so that there is no backward to plan",
-                hint="check requires_grad of the parameters, and that the loss depends on them",
+                hint="check that parameters have requires_grad=True, and that the loss depends on them",
             )
 
     def _plan(self, capture: Capture) -> tuple[Graph, Result]:
@@ -202,7 +217,12 @@ class Compilation:
         return self.agreed(capture.graph, self._plan_beside)
 
     def _plan_beside(self, graph: Graph, in_flight_bytes: int) -> Result:
-        """The plan that a division gave a graph, else one for it alone beside what is in flight."""
+        """The graph's plan of a split budget, else a plan for it alone.
+
+        Args:
+            graph: The graph; its resident bytes include those in flight.
+            in_flight_bytes: Bytes that other graphs in flight hold.
+        """
         order = self.shared_order(graph)
         if order is not None:
             return result_of_order(graph, order)
@@ -211,7 +231,8 @@ class Compilation:
         except (InfeasibleBudgetError, PlanNotFoundError):
             if not in_flight_bytes:
                 raise
-            # Too much is in flight, which a division will mend once the step is over.
+            # Other graphs hold so much that no plan fits beside them. If the smallest plan would fit without them, the first step
+            # runs with it, and the budget is split when that step is over.
             smallest = min_budget(graph, limits=Limits(time_s=self.options.time_limit_s))
             assert self.budget is not None
             limit = self.budget.resolve(graph)
@@ -220,27 +241,28 @@ class Compilation:
             return msgspec.structs.replace(result_of_order(graph, smallest.plan.order), budget_bytes=limit)
 
     def _planned(self, capture: Capture, result: Result) -> None:
-        # A whole step is over when it returns: nothing of it is in flight.
+        # A graph without a boundary is a whole step: when it returns, nothing of it is in flight.
         if self.budget is not None and capture.graph.boundary is not None:
             footprint = PlanFootprint.of(capture.graph, result.plan, self._wrapped.transient_gradient_bytes)
             self.guard(capture.graph, footprint, result.budget_bytes)
-        _log.info("%s, of it beside the graph's inputs: %s", format_bytes(capture.graph.resident_bytes), self.resident)
+        resident = format_bytes(capture.graph.resident_bytes)
+        _log.info("resident memory %s, of which besides the graph's inputs: %s", resident, self.resident)
         self.hooks.planned(capture, result)
 
 
 def _warn_of_tangents(graph: Graph) -> None:
-    """Say what gradients of outputs beside a loss cost: AOTAutograd makes them even for outputs that nobody uses."""
+    """Warn of the gradients of outputs besides a loss: AOTAutograd allocates them even for outputs that are never used."""
     assert graph.boundary is not None
     sizes = [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
     large = sum(size for size in sizes if size > SCALAR_TANGENT_BYTES)
     if large and large < sum(sizes):
         _log.warning(
-            "what the forward returns beside its loss has gradients of %s, zeros if nobody uses them: compile what returns "
-            "the loss alone, or detach the rest",
+            "what the forward returns beside its loss has gradients of %s, allocated as zeros where they are not used: return "
+            "only the loss from the compiled function, or detach the other outputs",
             format_bytes(large),
         )
 
 
 def costs_of(options: Options) -> Costs:
-    """Where the costs of ops come from."""
+    """The source of the costs of ops that the options name: measurements, or estimates."""
     return Profiler() if options.costs == "measured" else estimated_costs

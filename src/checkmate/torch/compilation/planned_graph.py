@@ -1,4 +1,4 @@
-"""A planned graph that is ready to run, with all that is needed to check its runs and to plan it again."""
+"""A planned graph that is ready to run, with the data to check its runs and to plan it again."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class PlannedGraph:
 
     Attributes:
         graph: The graph.
-        footprint: Its plan, with the cost and memory of that.
-        budget: The budget as it was asked for.
-        budget_bytes: The budget that its plan keeps.
-        resident_bytes: Resident bytes of the graph, less what other graphs held then for their backward passes.
+        footprint: Its plan, with cost and memory.
+        budget: The budget as the user gave it.
+        budget_bytes: The budget that its plan keeps, in bytes.
+        resident_bytes: Resident bytes of the graph, less those that other graphs in flight held when it was planned.
         planned_gradient_bytes: Gradients among the resident bytes: they existed when it was planned, or were expected.
-        transient_gradient_bytes: Gradients that are gone when its backward is over.
+        transient_gradient_bytes: Gradients that its backward frees, such as those that FSDP shards.
         time_limit_s: Seconds that planning may take.
-        recompile: Makes torch compile it again at its next call; None if nothing can.
-        ranks: The ranks that plan together, if there are several.
+        recompile: Makes torch compile it again at its next call; None where Dynamo did not compile it.
+        ranks: The ranks that plan together, or None.
         key: See `key_of`.
     """
 

@@ -1,4 +1,4 @@
-"""Divide one budget over the graphs of a step, from the memory that a finished step needed."""
+"""Split one budget over the graphs of a step, from the memory that a finished step needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import msgspec
 from checkmate.frontend.split_budget import candidates, divide, step_peak_bytes
 from checkmate.torch.compilation.planned_graph import PlannedGraph
 
-_TIME_S = 30.0  # for the plans to choose from, where there is no limit
+_TIME_S = 30.0
+"""Seconds for all candidate plans where the user set no time limit: the default of `Options.time_limit_s`."""
 
 
 class StepUsage(msgspec.Struct, frozen=True):
@@ -29,13 +30,14 @@ class StepUsage(msgspec.Struct, frozen=True):
 
 
 class BudgetSplit(msgspec.Struct, frozen=True):
-    """One budget divided over the graphs of a step.
+    """One budget split over the graphs of a step.
 
     Attributes:
-        budget_bytes: The budget of all of them together.
-        before_bytes: Peak of the step before it was divided.
-        peak_bytes: Peak of a step with the new orders.
-        orders: Order of each graph; None if no division keeps the budget, empty if none is needed.
+        budget_bytes: The budget of all graphs together.
+        before_bytes: Predicted peak of the step with the plans that were made for each graph alone.
+        peak_bytes: Predicted peak of a step with the new orders; 0 without new orders.
+        orders: New order of each graph; None if no choice of plans keeps the budget, empty if the present plans keep it and
+            recompute nothing.
     """
 
     budget_bytes: int
@@ -49,7 +51,7 @@ _READ_SPLIT = msgspec.msgpack.Decoder(BudgetSplit)
 
 
 def split_budget(usage: StepUsage, graphs: Sequence[PlannedGraph]) -> BudgetSplit:
-    """The budget of a step divided over its graphs.
+    """Choose a plan for each graph of a step, so that the step keeps the budget at the least cost.
 
     Args:
         usage: Memory of the step.
@@ -62,6 +64,7 @@ def split_budget(usage: StepUsage, graphs: Sequence[PlannedGraph]) -> BudgetSpli
     time_s = (first.time_limit_s or _TIME_S) / len(graphs)
     offers = [[g.footprint, *candidates(g.graph, time_s, g.transient_gradient_bytes)] for g in graphs]
     if first.budget.percentage is not None:
+        # Each graph has resolved the percentage for itself; of the whole step it is another amount.
         cheapest = [min(offer, key=lambda c: c.cost) for offer in offers]
         keep_all = usage.resident_bytes + step_peak_bytes(usage.sequence, cheapest)
         limit = first.budget.within(resident_bytes=usage.resident_bytes, keep_all_bytes=keep_all)
@@ -74,7 +77,11 @@ def split_budget(usage: StepUsage, graphs: Sequence[PlannedGraph]) -> BudgetSpli
 
 
 def split_on_rank0(usage: StepUsage, graphs: Sequence[PlannedGraph]) -> BudgetSplit:
-    """The division that every rank runs: that of rank 0, for the largest usage of all ranks.
+    """The split that all ranks run: rank 0 makes it, for the largest usage of any rank.
+
+    Args:
+        usage: Memory of the step on this rank.
+        graphs: Its graphs, in the order of ``usage.keys``.
 
     Raises:
         RankError: A rank failed, or the ranks ran different steps.
@@ -92,6 +99,6 @@ def split_on_rank0(usage: StepUsage, graphs: Sequence[PlannedGraph]) -> BudgetSp
         )
         return msgspec.msgpack.encode(split_budget(largest, graphs))
 
-    # Steps of other graphs differ in their topics.
-    topic = f"a division over the graphs {usage.sequence}"
+    # Ranks decide only on equal topics, so that ranks which ran other sequences of graphs are told so.
+    topic = f"splitting the budget over the graphs {usage.sequence}"
     return _READ_SPLIT.decode(ranks.decide(topic, msgspec.msgpack.encode(usage), decide))

@@ -23,7 +23,7 @@ from checkmate.torch.forecast.largest_size import largest_size
 from checkmate.torch.forecast.tracer import SHARES, DeviceTracer, TracedStep
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.step.programs import Loss
-from checkmate.torch.step.step import Example, checked
+from checkmate.torch.step.recipe import Example, validate_example
 
 
 def fits(
@@ -87,7 +87,7 @@ def fits(
             f"{format_bytes(headroom_bytes)} of headroom",
             hint="check the device's memory, such as memory='24GiB', or lower the headroom, such as headroom=0.01",
         )
-    tracer = DeviceTracer(model, loss, checked(example, loss), optimizer, whole, autocast, target, began + time_limit_s)
+    tracer = DeviceTracer(model, loss, validate_example(example, loss), optimizer, whole, autocast, target, began + time_limit_s)
     sequence = None if sequence_dim is None else tracer.size(sequence_dim)
     if sequence_dim is not None and sequence is None:
         raise OptionError(

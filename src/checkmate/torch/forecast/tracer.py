@@ -21,7 +21,8 @@ from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.measure.optimizer_state import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.step.programs import Loss
-from checkmate.torch.step.step import Example, captured, recipe_of
+from checkmate.torch.step.recipe import Example, spec_of_step
+from checkmate.torch.step.tracing import trace_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,16 +162,16 @@ class DeviceTracer:
             moved = [_rounded(p, granule) for p in trained]
             optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
-            recipe = recipe_of(self.model, self.loss, optimizer, batch, self.whole, 1, None, self.autocast)
-            graph = captured(recipe, batch, Options(reserve=state, costs="flops"), self.target)
+            spec = spec_of_step(self.model, self.loss, optimizer, batch, self.whole, 1, None, self.autocast)
+            graph = trace_graph(spec, batch, Options(reserve=state, costs="flops"), self.target)
             update = 0
-            if optimizer is not None and not recipe.whole:
+            if optimizer is not None and not spec.whole:
                 update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, self.target.device.kind)
             stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
         self.trace_s = time.perf_counter() - began
         return TracedStep(
             graph=graph,
-            whole=recipe.whole,
+            whole=spec.whole,
             resident_sizes=(*sizes.values(), *moved * (state // max(1, sum(moved)))),
             parameter_bytes=sum(sizes.values()),
             state_bytes=state,

@@ -1,7 +1,7 @@
-"""Compile a graph by Inductor under a plan: plan, compile, run two dry steps, measure, and plan anew with what was learnt.
+"""Compile a graph by Inductor under a plan: plan, compile, measure two trial steps, and plan again with a corrected target.
 
-Inductor fuses what a plan computes, so that the peak of the plan is a prediction. What is promised is what was
-measured: the compiled step that is handed back was run on the real batch and kept the budget.
+Inductor fuses ops and decides itself which values it stores, so that the planned peak is a prediction. The budget is kept by
+measuring: the compiled step that is returned was run on the real batch, and its measured peak was within the budget.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ _log = logging.getLogger("checkmate.torch")
 
 INDUCTOR_CONFIG: dict[str, Any] = {
     "reorder_for_peak_memory": False,  # it would undo the order of the plan
-    "allow_buffer_reuse": False,  # it keeps dead buffers for later ones of their size: up to 15 % over the prediction
+    "allow_buffer_reuse": False,  # it keeps dead buffers for later ones of equal size: up to 15 % above the planned peak
 }
-"""What Inductor is told to leave to the plan."""
+"""Decisions of Inductor that are left to the plan."""
 
 
 class ReplaceableCallable:
     """A callable whose implementation can be replaced after AOTAutograd holds a reference to it.
 
     Attributes:
-        run: Takes its arguments as one list and empties it.
+        run: The implementation; it takes its arguments as one list, which it clears.
     """
 
     def __init__(self, run: BoxedRun) -> None:
         self.run = run
-        self._boxed_call = True  # of the instance: who wraps it copies what an instance has
+        # AOTAutograd looks for this attribute. Its wrappers copy attributes of instances (functools.wraps), not of classes.
+        self._boxed_call = True
 
     def __call__(self, args: list[Any]) -> Any:
         """Call the implementation."""
@@ -79,8 +80,8 @@ class Compiled:
     Attributes:
         run: The compiled graph.
         forward: Its forward.
-        backward: Its backward; the forward again without gradients.
-        planned: What was captured and its plan; None without gradients, where there is nothing to plan.
+        backward: Its backward; the same object as ``forward`` for a graph without gradients.
+        planned: The capture and its plan; None for a graph without gradients, which is not planned.
         measured: The graph that was planned, its plan with its measured memory, and the budget in bytes; None without a budget.
     """
 
@@ -92,44 +93,48 @@ class Compiled:
 
 
 class PlanPartitioner(CustomPartitionerFn):
-    """Splits a joint graph as a task says.
+    """Plans a joint graph and splits it into forward and backward; Inductor's `custom_partitioner_fn`.
 
     Args:
-        task: How.
-        options: What decides on the outcome besides the plan.
+        task: How the graph is planned and split.
+        options: The user's options; they are part of the cache key.
+
+    Attributes:
+        planned: The capture and its plan, once the partitioner has run.
     """
 
     def __init__(self, task: Task, options: Options) -> None:
-        self._task = dataclasses.replace(task, on_planned=self._note)
-        self._facts = f"{sources_digest()} {options!r}"
+        self._task = dataclasses.replace(task, on_planned=self._record_plan)
+        self._settings = f"{sources_digest()} {options!r}"
         self.planned: tuple[Capture, Result] | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward modules that run the plan."""
+        """The forward and backward modules of the plan."""
         kwargs.pop("compiler", None)
         task = dataclasses.replace(self._task, layout_pass=with_channels_last) if prefers_channels_last(gm) else self._task
         return partition(gm, joint_inputs, task=task, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanPartitioner:
-        """Itself: Inductor copies its settings for the key of its cache, and a captured graph is not for copying."""
+        """The same object: Inductor copies its configuration to make a cache key, and a captured graph cannot be copied."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What it is identified by: its part of the cache's key."""
+        """Pickles as its `uuid`: Inductor's cache key is a hash of the pickled configuration."""
         return str, (str(self.uuid()),)
 
     def uuid(self) -> Any | None:
-        """What identifies the outcome: sources, options, the graph and the plan that was made of it.
+        """A hash of everything that decides on the modules: the package's sources, the options, the graph and its plan.
 
-        None until there is a plan, which keeps caches out that are asked before: a hit would skip the partitioner.
+        None until there is a plan. Inductor then bypasses caches that it would look into before it partitions, where a hit would
+        skip the plan.
         """
         if self.planned is None:
             return None
         capture, result = self.planned
-        text = f"{self._facts} {capture.graph.digest} {result.plan.order}"
+        text = f"{self._settings} {capture.graph.digest} {result.plan.order}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _note(self, capture: Capture, result: Result) -> None:
+    def _record_plan(self, capture: Capture, result: Result) -> None:
         self.planned = (capture, result)
 
 
@@ -138,45 +143,45 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
 
     Args:
         gm: The graph; it is not changed.
-        example_inputs: Its real inputs.
-        compilation: What is asked for; its plan comes from here.
+        example_inputs: Its real inputs; the trial steps run on them.
+        compilation: Options, resident memory and planner of the graph.
 
     Returns:
-        The cheapest compilation that was measured to keep the budget; None if none of those tried does.
+        The cheapest compilation whose measured peak keeps the budget; None if no compilation that was tried keeps it.
 
     Raises:
-        OptionError: A size may change, or a plan that was given takes more than the budget.
-        CheckmateError: No plan.
+        OptionError: The graph has symbolic sizes, or the given plan needs more than the budget.
+        CheckmateError: No plan was found.
     """
-    _refuse_symbols(example_inputs)
+    _refuse_unmeasurable(example_inputs)
     task, options = compilation.task, compilation.options
     search = CalibratedSearch(compilation, _compiler_fingerprint(example_inputs, options))
     best: Compiled | None = None
     while True:
-        fitted = dataclasses.replace(task, plan=functools.partial(_planned, search))
-        compiled = _compiled_once(gm, example_inputs, fitted, options)
+        compiled = _compile_once(gm, example_inputs, dataclasses.replace(task, plan=functools.partial(_plan, search)), options)
         if compiled.planned is None or not search.measures:
             return compiled
         step = measure_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
         step = search.record(step)
         chosen = search.best()
         if chosen == len(search.trials) - 1:
-            best = _measured(compiled, search, step)
+            best = _with_measurement(compiled, search, step)
         del compiled
         if not search.next_candidate():
             break
     peaks = [t.outcome.memory.peak_bytes for t in search.trials]
     if best is None and options.plan is not None:
         raise OptionError(
-            f"the plan that was given was measured to take {format_bytes(peaks[0])} above what is resident, and the budget "
-            f"leaves {format_bytes(search.limit_bytes)}",
-            hint=f"raise the budget by at least {format_at_least(peaks[0] - search.limit_bytes)}, or leave out `plan`",
+            f"the given plan has a measured peak of {format_bytes(peaks[0])} above the resident bytes, and the budget leaves "
+            f"{format_bytes(search.limit_bytes)}",
+            hint=f"raise the budget by at least {format_at_least(peaks[0] - search.limit_bytes)}, or leave out `plan` to have "
+            "one made and measured",
         )
     if best is None:
-        compilation.least_fused_bytes = search.fused.graph.resident_bytes + min(peaks)
+        compilation.least_fused_bytes = search.chains.contracted.resident_bytes + min(peaks)
         _log.warning(
-            "none of %d plans that Inductor compiled kept the %s that the budget leaves above what is resident (the least "
-            "that was measured is %s): compiled by 'eager' instead, whose peak is the planned one",
+            "none of %d plans that Inductor compiled kept the %s that the budget leaves above the resident bytes (the smallest "
+            "measured peak is %s): compiled by 'eager' instead, whose peak is the planned one",
             len(peaks),
             format_bytes(search.limit_bytes),
             format_bytes(min(peaks)),
@@ -184,95 +189,102 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
     return best
 
 
-def _planned(search: CalibratedSearch, capture: Capture) -> tuple[Graph, Result]:
-    """The plan that is to be compiled; what it counts as stored is marked to be stored.
+def _plan(search: CalibratedSearch, capture: Capture) -> tuple[Graph, Result]:
+    """The next plan to compile. Values that it counts as stored are marked, so that Inductor stores them.
 
-    Otherwise Inductor computes a pointwise op where it is first read, and as often as it is read unless it thinks better of it:
-    other memory than planned, and sums that are taken over other loops, and so in another order, in every plan.
+    Without the marks Inductor inlines a pointwise op into its readers and may compute it once for each. The memory would not be
+    the planned one; and reductions would run over other loops from plan to plan, which changes the order of sums and the bits.
     """
     graph, result = search.plan(capture.graph)
-    for o in search.fused.stored:
+    for o in search.chains.stored:
         node = capture.members[o].node
         assert node is not None
-        if node.all_input_nodes:  # what is made of nothing is cheaper made where it is read
+        if node.all_input_nodes:  # an op without inputs, such as a constant, is cheaper inlined than read from memory
             node.meta["inductor_realize_to_strides"] = True
-    for member in capture.members:  # some ops of several outputs, such as pooling, are loops to Inductor too
+    for member in capture.members:  # Inductor may inline ops of several outputs too, such as pooling with indices
         for getitem in member.getitems:
             getitem.meta["inductor_realize_to_strides"] = True
     return graph, result
 
 
-def _compiled_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options) -> Compiled:
+def _compile_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options) -> Compiled:
+    """Compile the graph under the plan of a task, whatever its peak."""
     callables: dict[str, ReplaceableCallable] = {}
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> ReplaceableCallable:
         which = "backward" if kwargs.get("is_backward") else "forward"
-        free = inductor_config.layout_optimization and bool(kwargs.get("is_inference"))  # what was planned has its layouts
-        with inductor_config.patch(layout_optimization=free):
+        # A planned graph has its layouts already (`with_channels_last`); other layouts would be other bytes.
+        choose_layouts = inductor_config.layout_optimization and bool(kwargs.get("is_inference"))
+        with inductor_config.patch(layout_optimization=choose_layouts):
             callables[which] = ReplaceableCallable(compile_fx_inner(module, inputs, **kwargs))
         return callables[which]
 
     partitioner = PlanPartitioner(task, options)
-    copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes what it is given
+    copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes its graph in place, and the next trial needs it unchanged
     copy.meta = dict(gm.meta)
     patches = {**INDUCTOR_CONFIG, "custom_partitioner_fn": partitioner}
-    # The backward is compiled now and not at its first run: Dynamo is still at work, and its books of a compilation
-    # are kept once.
+    # The backward is compiled now, not at its first run: a trial step runs it while Dynamo is still compiling, and Dynamo's
+    # metrics of a compilation can be recorded only once.
     with functorch_config.patch(force_non_lazy_backward_lowering=True), use_inductor_choices(PlanChoices()):
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
     return Compiled(run, callables["forward"], callables.get("backward", callables["forward"]), partitioner.planned)
 
 
-def _measured(compiled: Compiled, search: CalibratedSearch, step: StepMemory) -> Compiled:
+def _with_measurement(compiled: Compiled, search: CalibratedSearch, step: StepMemory) -> Compiled:
+    """The compilation with its measured memory, as a remark of its result and for the checks of its runs."""
     assert compiled.planned is not None
     capture, result = compiled.planned
-    took = format_bytes(step.peak_bytes)
-    said = f"compiled by Inductor (compilation {len(search.trials)}): {took} measured above what is resident"
-    compiled.planned = (capture, msgspec.structs.replace(result, remarks=(*result.remarks, said)))
+    peak = format_bytes(step.peak_bytes)
+    remark = f"compiled by Inductor (compilation {len(search.trials)}): measured peak {peak} above the resident bytes"
+    compiled.planned = (capture, msgspec.structs.replace(result, remarks=(*result.remarks, remark)))
     graph, plan = search.current(capture.graph, result)
     footprint = PlanFootprint(plan=plan, cost=simulate(graph, plan).cost, memory=step)
     compiled.measured = (graph, footprint, graph.resident_bytes + search.limit_bytes)
     return compiled
 
 
-def _refuse_symbols(inputs: Sequence[Any]) -> None:
+def _refuse_unmeasurable(inputs: Sequence[Any]) -> None:
+    """Refuse inputs on which no trial step can run.
+
+    Raises:
+        OptionError: An input has a symbolic size, or is a fake tensor.
+    """
     for value in inputs:
         sizes = [value] if isinstance(value, torch.SymInt) else list(value.shape) if isinstance(value, torch.Tensor) else []
         if any(isinstance(size, torch.SymInt) for size in sizes):
             raise OptionError(
-                "compiler='inductor' plans for sizes that do not change: what Inductor makes of a plan is measured, at one size",
-                hint="compile with dynamic=False, which plans every shape for itself, or with compiler='eager'",
+                "compiler='inductor' plans for sizes that do not change: the peak of a compiled plan is measured, for one size",
+                hint="compile with dynamic=False, which compiles and plans every shape separately, or with compiler='eager'",
             )
         if isinstance(value, FakeTensor):
             raise OptionError(
                 "compiler='inductor' measures the compiled step, and this one was traced without real tensors",
-                hint="under DistributedDataParallel set torch._dynamo.config.optimize_ddp = False; otherwise leave out the fake "
-                "mode, or use compiler='eager'",
+                hint="under DistributedDataParallel set torch._dynamo.config.optimize_ddp = False; otherwise compile outside "
+                "FakeTensorMode, or use compiler='eager'",
             )
 
 
 def _compiler_fingerprint(inputs: Sequence[Any], options: Options) -> str:
-    """All besides a graph that decides what a compiled step takes, as text."""
+    """Hash of everything except the graph that decides on the measured memory of a compiled plan."""
     devices = {t.device for t in inputs if isinstance(t, torch.Tensor)}
-    facts = {
+    settings = {
         "torch": torch.__version__,
         "checkmate": checkmate.__version__,
         "devices": sorted(torch.cuda.get_device_name(d) if d.type == "cuda" else d.type for d in devices),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "outputs": options.outputs,
-        "inductor": {k: v if isinstance(v, (int, float, str, type(None))) else repr(type(v)) for k, v in _settings().items()},
+        "inductor": {
+            k: v if isinstance(v, (int, float, str, type(None))) else repr(type(v))
+            for k, v in inductor_config.save_config_portable().items()
+        },
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _settings() -> dict[str, Any]:
-    return inductor_config.save_config_portable()
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache
 def sources_digest() -> str:
-    """Hash of this package's sources: another planner makes other plans."""
+    """Hash of this package's sources: with other sources the same options may give another plan."""
     digest = hashlib.sha256()
     for path in sorted(Path(checkmate.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,4 +1,10 @@
-"""Which plan to compile next, where the memory of a compiled plan is known only by measuring it."""
+"""Choose the next plan to compile, where the memory of a compiled plan is known only by measuring it.
+
+Monotone bounds. A larger budget should never give a slower step, nor a smaller budget a larger peak; measured peaks do not have
+that property by themselves, since each budget is answered from a few trials. The answers of earlier runs are therefore stored
+(`PlanStore`). The plan for a budget has to have a measured peak between the largest answer to a smaller budget and the smallest
+answer to a larger one; only if no trial is in that range is a plan outside it returned.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +25,10 @@ from checkmate.frontend.calibration import Calibration, Proportional, Trial
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, result_of_order
 from checkmate.frontend.step_memory import StepMemory
+from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.studies.min_budget import min_budget
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.inductor.fusion import Fused, fuse
+from checkmate.torch.inductor.fusion import contract_fusible_chains
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -33,7 +40,7 @@ class Compiled:
     """A plan of the contracted graph that was compiled and measured.
 
     Attributes:
-        order: Its computations, of the contracted graph.
+        order: Ops of the contracted graph, in the order of their computations.
         memory: Its measured memory.
     """
 
@@ -44,15 +51,17 @@ class Compiled:
 class CalibratedSearch:
     """The plans of one graph that are compiled until a measured peak keeps the budget.
 
-    Where several ranks plan together, rank 0 chooses for all, by the largest memory that any of them measured.
+    One round is `plan` (called by the compiler), `record`, `best` and `next_candidate`. Where several ranks plan together, rank 0
+    chooses for all of them, from the largest memory that any rank measured; each of these methods is then a message to all ranks,
+    so that every rank has to call them in the same order.
 
     Args:
         compilation: Options, and the ranks that plan together.
-        compiler_fingerprint: All besides the graph that decides what a compiler makes of its plans, as text.
+        compiler_fingerprint: Hash of everything except the graph that decides on the measured memory of a compiled plan.
 
     Attributes:
         trials: Plans that were compiled, in order.
-        limit_bytes: The budget above what is resident; 0 without a budget.
+        limit_bytes: The budget, less the resident bytes; 0 without a budget.
     """
 
     def __init__(self, compilation: Compilation, compiler_fingerprint: str) -> None:
@@ -61,19 +70,19 @@ class CalibratedSearch:
         self._options = compilation.options.planning
         self._ranks = compilation.ranks
         self._fingerprint = compiler_fingerprint
-        self._original = ""
-        self._fixed = False  # one plan, whatever is measured: a given one, a division's, or keeping everything
-        self._order: tuple[int, ...] = ()
+        self._original_digest = ""
+        self._fixed = False  # only one plan is compiled: a given one, one of a split budget, or keeping everything
+        self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
         self._target_bytes = 0
-        self._fused: Fused | None = None
-        self._least_bytes = 0  # below this a measured peak would not be monotone in the budgets answered so far
+        self._chains: ContractChains | None = None
+        self._least_bytes = 0  # a smaller budget was answered with this peak; see the module on monotone bounds
         self._calibration: Calibration[Compiled] = Calibration(0, Proportional())
 
     @property
-    def fused(self) -> Fused:
+    def chains(self) -> ContractChains:
         """The graph with its chains contracted, once `plan` has seen it."""
-        assert self._fused is not None
-        return self._fused
+        assert self._chains is not None
+        return self._chains
 
     @property
     def trials(self) -> list[Trial[Compiled]]:
@@ -86,39 +95,60 @@ class CalibratedSearch:
         return self._options.budget is not None
 
     def plan(self, graph: Graph) -> tuple[Graph, Result]:
-        """The plan, of the graph as captured, that the compilation under way is to run; and that graph.
+        """The plan for the present compilation.
+
+        Args:
+            graph: The graph as captured.
+
+        Returns:
+            The captured graph, with the figures that the ranks agreed on, and its plan; not those of the contracted graph.
 
         Raises:
             GraphError: The step traces to another graph than at the last compilation.
-            CheckmateError: A given plan is of another graph.
+            WrongGraphError: The given plan was made for another graph.
         """
-        graph, result = self._compilation.agreed(graph, self._chosen)
+        graph, result = self._compilation.agreed(graph, self._current_plan)
         if not self._leads:
             self._follow(graph, result)
         return graph, result
 
-    def _chosen(self, graph: Graph, in_flight_bytes: int) -> Result:
-        if self._fused is None:
+    def _current_plan(self, graph: Graph, in_flight_bytes: int) -> Result:
+        if self._chains is None:
             self._begin(graph)
-        if graph.digest != self._original:
+        if graph.digest != self._original_digest:
             raise GraphError(
                 "the step traces to another graph at each compilation",
                 hint="make the traced program deterministic: no Python control flow that depends on data or on random numbers",
             )
         if self._options.plan is not None:
             return GivenPlan(self._options.plan)(graph)
-        return result_of_order(graph, self.fused.expand(self._order))
+        return result_of_order(graph, self.chains.invert(self._order))
 
     def current(self, graph: Graph, result: Result) -> tuple[Graph, Plan]:
-        """The graph and the plan that count for the compilation under way: the contracted one's, unless a plan was given."""
+        """The graph and plan by which the present compilation is accounted.
+
+        Args:
+            graph: The captured graph.
+            result: Its plan.
+
+        Returns:
+            The contracted graph and its plan; the arguments' own if the user gave a plan, which need not be one of whole chains.
+        """
         if self._options.plan is not None:
             return graph, result.plan
-        return self.fused.graph, Plan.from_order(self.fused.graph, self._order)
+        return self.chains.contracted, Plan.from_order(self.chains.contracted, self._order)
 
     def record(self, memory: StepMemory) -> StepMemory:
-        """Note the memory of the plan that was compiled last: the largest that any rank measured."""
+        """Record the measured memory of the plan that was compiled last.
+
+        Args:
+            memory: Memory as measured on this rank.
+
+        Returns:
+            The largest memory that any rank measured.
+        """
         memory = self._largest(memory)
-        graph = self.fused.graph
+        graph = self.chains.contracted
         timeline = simulate(graph, Plan.from_order(graph, self._order))
         trial = Trial(
             target_bytes=self._target_bytes,
@@ -135,11 +165,11 @@ class CalibratedSearch:
         return memory
 
     def next_candidate(self) -> bool:
-        """Whether another plan is worth compiling; it is the next that `plan` returns."""
+        """Whether another plan is worth compiling; if so, `plan` returns it from now on."""
         return self._from_rank0("whether to compile again", self._next_candidate)
 
     def best(self) -> int | None:
-        """Index of the cheapest plan that was measured to keep the budget, and remember it; None if there is none."""
+        """Index of the cheapest trial whose measured peak keeps the budget, or None; its peak is stored as the answer."""
         return self._from_rank0("which compilation runs", self._best)
 
     def _next_candidate(self) -> bool:
@@ -153,7 +183,7 @@ class CalibratedSearch:
 
     def _best(self) -> int | None:
         fitting = [i for i, t in enumerate(self.trials) if t.within(self.limit_bytes)]
-        if self._fixed:  # what a division's plan needs beside others is checked when it runs
+        if self._fixed:  # the coordinator checks the plan of a split budget at each run, together with the other graphs
             return 0 if self._options.plan is None or fitting else None
         peaks = [t.outcome.memory.peak_bytes for t in self.trials]
         monotone = [i for i in fitting if self._least_bytes <= peaks[i] <= self._calibration.limit_bytes]
@@ -167,7 +197,7 @@ class CalibratedSearch:
         return self._ranks is None or self._ranks.rank == 0
 
     def _from_rank0(self, topic: str, answer: Callable[[], _T]) -> _T:
-        """An answer: that of rank 0."""
+        """The answer of rank 0, on every rank."""
         if self._ranks is None:
             return answer()
         return msgspec.msgpack.decode(self._ranks.decide(topic, b"", lambda said: msgspec.msgpack.encode(answer())))
@@ -184,23 +214,23 @@ class CalibratedSearch:
         return StepMemory(**msgspec.msgpack.decode(body))
 
     def _follow(self, graph: Graph, result: Result) -> None:
-        """Take over what rank 0 chose."""
-        fused = self._fused or self._contract(graph)
+        """Take the order that rank 0 chose as that of the next trial."""
+        chains = self._chains or self._contract(graph)
         if self._options.plan is None:
-            self._order = fused.contract(result.plan.order)
+            self._order = chains.apply_order(result.plan.order)
         else:
-            self._order = keep_everything(fused.graph).plan.order
+            self._order = keep_everything(chains.contracted).plan.order
 
-    def _contract(self, graph: Graph) -> Fused:
-        fused = self._fused = fuse(graph)
-        contracted, budget = fused.graph, self._options.budget
+    def _contract(self, graph: Graph) -> ContractChains:
+        chains = self._chains = contract_fusible_chains(graph)
+        contracted, budget = chains.contracted, self._options.budget
         self.limit_bytes = 0 if budget is None else budget.resolve(contracted) - contracted.resident_bytes
         self._calibration = Calibration(self.limit_bytes, Proportional(least_cost=contracted.cost))
-        return fused
+        return chains
 
     def _begin(self, graph: Graph) -> None:
-        self._original = graph.digest
-        contracted = self._contract(graph).graph
+        self._original_digest = graph.digest
+        contracted = self._contract(graph).contracted
         alone = msgspec.structs.replace(contracted, resident_bytes=0)
         self._store = PlanStore(f"{alone.digest} {self._fingerprint}")
         if self._options.budget is None or self._options.plan is not None:
@@ -216,20 +246,20 @@ class CalibratedSearch:
         self._order = order
 
     def _remembered(self) -> tuple[int, ...] | None:
-        """The cheapest plan that was measured to fit before."""
-        graph = self.fused.graph
+        """The cheapest plan that an earlier run measured within the bounds."""
+        graph = self.chains.contracted
         known: list[tuple[int, tuple[int, ...]]] = []
         for plan in self._store.all():
             if self._least_bytes <= plan.peak_bytes <= self._calibration.limit_bytes:
                 try:
                     known.append((simulate(graph, Plan.from_order(graph, plan.order)).cost, plan.order))
                 except (CheckmateError, IndexError):
-                    _log.warning("a remembered plan does not fit its graph and is not used")
+                    _log.warning("a plan in the store of measured plans is not valid for its graph and is not used")
         return min(known, default=(0, None))[1]
 
     def _next_order(self) -> tuple[int, ...] | None:
-        """The next order to compile; None if no other is worth it."""
-        graph, limit = self.fused.graph, self._calibration.limit_bytes
+        """The order of the next plan to compile; None if no other is worth a compilation."""
+        graph, limit = self.chains.contracted, self._calibration.limit_bytes
         target = self._calibration.next_target()
         if target is None:
             return None
@@ -241,6 +271,7 @@ class CalibratedSearch:
         except (InfeasibleBudgetError, PlanNotFoundError):
             if any(t.within(limit) for t in self.trials):
                 return None
+            # No plan is known to fit and none is found within the target: the smallest plan is the last one worth a trial.
             smallest = min_budget(graph, limits=Limits(time_s=self._options.time_limit_s))
             cost, order = smallest.cost, smallest.plan.order
         return None if cost > policy.worthwhile_cost(self.trials, limit) else order

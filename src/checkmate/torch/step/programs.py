@@ -14,7 +14,7 @@ from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, Updates
 
 Loss = Callable[..., torch.Tensor]
 Program = Callable[..., tuple[Any, torch.Tensor]]
-_NORM_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
+_NORM_EPSILON = 1e-6  # the value in torch.nn.utils.clip_grad_norm_, whose results have to be matched
 
 
 def forward_program(model: torch.nn.Module, loss: Loss | None) -> Program:
@@ -26,30 +26,30 @@ def forward_program(model: torch.nn.Module, loss: Loss | None) -> Program:
             return None, output if isinstance(output, torch.Tensor) else output.loss
         prediction = model(*args[:-1])
         value = loss(prediction, args[-1])
-        # Detached, or its gradient of zeros would be allocated in full.
+        # Detached: AOTAutograd allocates a gradient of zeros for every output that requires one, even if it is never used.
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, prediction), value
 
-    return own_code(forward)
+    return with_unique_code(forward)
 
 
 def under_autocast(program: Program, device_type: str, dtype: torch.dtype) -> Program:
-    """The same program in a region of `torch.autocast`; what is done with its gradients stays outside."""
+    """The same program under `torch.autocast`; clipping and updates of its gradients stay outside."""
 
     def autocast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
         with torch.autocast(device_type, dtype):
             return program(args, kwargs)
 
-    return own_code(autocast)
+    return with_unique_code(autocast)
 
 
 def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, clip_norm: float | None = None) -> Program:
     """A whole step: ``program(args, kwargs) -> (prediction, loss, marks)``.
 
     Args:
-        forward: As made by `forward_program`.
-        updates: What becomes of the gradients.
-        micro_batches: Parts that the batch is cut into, one after the other; their gradients are added up.
-        clip_norm: The most that the norm of all gradients together may be.
+        forward: A program of `forward_program`.
+        updates: The optimizer's updates.
+        micro_batches: Equal parts into which the batch is cut; their gradients are added up.
+        clip_norm: Largest norm of all gradients together, or None.
     """
     parameters = updates.parameters
     key = updates.key
@@ -65,10 +65,10 @@ def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, 
         prediction, value, found = gradients(*parts[0])
         predictions = [prediction]
         for part in parts[1:]:
-            prediction, more, born = gradients(*part)
+            prediction, more, added = gradients(*part)
             predictions.append(prediction)
             value = value + more
-            found = [a if b is None else b if a is None else a + b for a, b in zip(found, born, strict=True)]
+            found = [a if b is None else b if a is None else a + b for a, b in zip(found, added, strict=True)]
         with torch.no_grad():
             if clip_norm is not None:
                 found = _clipped(found, clip_norm)
@@ -77,22 +77,25 @@ def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, 
             ]
         return _joined(predictions), value, marks
 
-    return own_code(step)
+    return with_unique_code(step)
 
 
-def own_code(program: Any) -> Any:
-    """The program with a code object of its own: Dynamo counts recompilations by code object."""
+def with_unique_code(program: Any) -> Any:
+    """A copy of the program with a new code object: Dynamo counts recompilations by code object, over all models."""
     return FunctionType(program.__code__.replace(), program.__globals__, program.__name__, closure=program.__closure__)
 
 
-def cut_evenly(batch: Any, micro_batches: int) -> None:
+def check_micro_batches(batch: Any, micro_batches: int) -> None:
     """Check that a batch can be cut into equal parts.
 
     Raises:
-        OptionError: It cannot.
+        OptionError: The number of parts is not positive, or does not divide the rows.
     """
     if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise OptionError(f"micro_batches={micro_batches!r} is not a whole number of at least 1")
+        raise OptionError(
+            f"micro_batches={micro_batches!r} is not a whole number of at least 1",
+            hint="give the number of equal parts, such as micro_batches=4, or leave it out",
+        )
     rows = {t.shape[0] for t in _batched(batch)} if micro_batches > 1 else set[int]()
     if len(rows) > 1 or any(n % micro_batches for n in rows):
         shown = ", ".join(map(str, sorted(rows)))
@@ -123,7 +126,7 @@ def _joined(predictions: Sequence[Any]) -> Any:
 
 
 def _clipped(gradients: list[torch.Tensor | None], most: float) -> list[torch.Tensor | None]:
-    """Gradients scaled as by `torch.nn.utils.clip_grad_norm_`: the norm needs them all, so that none is used before the last."""
+    """Gradients scaled as by `torch.nn.utils.clip_grad_norm_`."""
     norms = [torch.linalg.vector_norm(g) for g in gradients if g is not None]
-    share = torch.clamp(most / (torch.linalg.vector_norm(torch.stack(norms)) + _NORM_EPSILON), max=1.0)
-    return [None if g is None else g * share for g in gradients]
+    scale = torch.clamp(most / (torch.linalg.vector_norm(torch.stack(norms)) + _NORM_EPSILON), max=1.0)
+    return [None if g is None else g * scale for g in gradients]

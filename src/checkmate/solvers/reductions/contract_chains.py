@@ -1,0 +1,191 @@
+"""A reduction for compilers that fuse: each chain of fusible ops becomes one op, and nothing inside it is stored.
+
+A compiler that fuses computes a chain of pointwise ops in one kernel and keeps the values inside it in registers. Planned op by
+op, each op of the chain would cost a trip through memory and hold a value that never exists. A chain is therefore contracted into
+its last op, provided that no op outside reads a value of its inside. The last op is then the only way out of the chain, so that
+the contraction makes no cycle, and a plan of the contracted graph is a plan of the original one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from checkmate.core.graph import Graph, Op, Value
+
+
+@dataclass(frozen=True, slots=True)
+class FusibleKinds:
+    """The kinds of ops that a compiler fuses, as in `Op.kind`.
+
+    Attributes:
+        pointwise: Kinds that a chain may contain anywhere.
+        reductions: Kinds that only end a chain: what a reduction computes is stored.
+    """
+
+    pointwise: frozenset[str]
+    reductions: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ContractChains:
+    """A graph with its chains contracted, and the way back.
+
+    Attributes:
+        contracted: The contracted graph.
+        parts: Ops of the original graph that each op of ``contracted`` stands for, in ascending order. Shape ``[op]``.
+        stored: Pointwise ops of the original graph whose outputs a plan of ``contracted`` counts as stored: the last op of each
+            chain, and pointwise ops in no chain.
+    """
+
+    contracted: Graph
+    parts: tuple[tuple[int, ...], ...]
+    stored: tuple[int, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, kinds: FusibleKinds) -> ContractChains:
+        """Contract every chain of pointwise ops into its last op.
+
+        A chain stays on one side of the boundary between forward and backward, and contains no op that may not run again, that
+        is overwritten, that holds replay state or that has a place in the graph's explicit order. Free views inside it become
+        part of it.
+
+        Args:
+            graph: Any graph.
+            kinds: The kinds that are fused.
+
+        Examples:
+            >>> x, y, z = Value("x", 400), Value("y", 400), Value("z", 4, kept=True)
+            >>> mm, mul = Op("mm", (), (0,), 50, kind="mm"), Op("mul", (0,), (1,), 10, kind="mul")
+            >>> total = Op("sum", (1,), (2,), 10, kind="sum")
+            >>> kinds = FusibleKinds(pointwise=frozenset({"mul"}), reductions=frozenset({"sum"}))
+            >>> chains = ContractChains.of(Graph((mm, mul, total), (x, y, z)), kinds)
+            >>> [op.name for op in chains.contracted.ops], chains.parts, chains.invert([0, 1])
+            (['mm', 'sum'], ((0,), (1, 2)), (0, 1, 2))
+        """
+        end = _chain_ends(graph, kinds)
+        members: dict[int, list[int]] = {}
+        for o, last in enumerate(end):
+            members.setdefault(last, []).append(o)
+        ends = sorted(members)
+        contracted = _contracted(graph, kinds, end, members)
+        stored = tuple(last for last in ends if graph.ops[last].kind in kinds.pointwise)
+        return cls(contracted, tuple(tuple(members[last]) for last in ends), stored)
+
+    def apply_order(self, order: Iterable[int]) -> tuple[int, ...]:
+        """Order of the contracted graph from which `invert` made an order.
+
+        Args:
+            order: Ops of the original graph; those inside chains are left out.
+        """
+        position = {part[-1]: o for o, part in enumerate(self.parts)}
+        return tuple(position[o] for o in order if o in position)
+
+    def invert(self, order: Iterable[int]) -> tuple[int, ...]:
+        """Order of the original graph for an order of the contracted one.
+
+        Args:
+            order: Ops of the contracted graph, in the order of their computations.
+        """
+        return tuple(part for o in order for part in self.parts[o])
+
+
+def _chain_ends(graph: Graph, kinds: FusibleKinds) -> list[int]:
+    """Last op of the chain that each op is in; the op itself if it is in none."""
+    ordered = {o for pair in graph.order if not any(graph.ops[p].phase == "loss" for p in pair) for o in pair}
+    readers: list[set[int]] = [set() for _ in graph.values]
+    for o, op in enumerate(graph.ops):
+        for v in op.inputs:
+            readers[v].add(o)
+    end = list(range(len(graph.ops)))
+    for o in reversed(range(len(graph.ops))):  # readers first: an op joins the one chain that all of its readers are in
+        op = graph.ops[o]
+        ends = {end[r] for v in op.outputs for r in readers[v]}
+        if len(ends) != 1 or o in ordered or not (op.kind in kinds.pointwise or _is_view(graph, op)) or not _inside(graph, op):
+            continue
+        (last,) = ends
+        closing = graph.ops[last]
+        stored = all(graph.values[v].base is None for v in closing.outputs) and not _is_view(graph, closing)
+        if closing.phase == op.phase and stored and (closing.kind in kinds.pointwise or closing.kind in kinds.reductions):
+            end[o] = last
+    return end
+
+
+def _is_view(graph: Graph, op: Op) -> bool:
+    return op.recomputable and all(graph.values[v].size_bytes == 0 for v in op.outputs)
+
+
+def _inside(graph: Graph, op: Op) -> bool:
+    """Whether the rules for the op allow it inside a chain."""
+    free = op.recomputable and not op.clobbered_by and not op.replay_bytes
+    return free and not any(graph.values[v].kept for v in op.outputs)
+
+
+def _contracted(graph: Graph, kinds: FusibleKinds, end: list[int], members: dict[int, list[int]]) -> Graph:
+    """The contracted graph.
+
+    Args:
+        graph: The original graph.
+        kinds: The kinds that are fused.
+        end: Last op of the chain that each op is in.
+        members: Ops of each chain, by its last op.
+    """
+    ends = sorted(members)
+    position = {last: i for i, last in enumerate(ends)}
+    new_op = [position[last] for last in end]
+    kept = [v for v in range(len(graph.values)) if end[graph.producer[v]] == graph.producer[v]]
+    new_value = {v: i for i, v in enumerate(kept)}
+    ops: list[Op] = []
+    for last in ends:
+        op, chain = graph.ops[last], members[last]
+        made = {v for m in chain for v in graph.ops[m].outputs}
+        read = dict.fromkeys(v for m in chain for v in graph.ops[m].inputs if v not in made)
+        one_kernel = op.kind in kinds.pointwise or op.kind in kinds.reductions
+        ops.append(
+            Op(
+                name=op.name,
+                inputs=tuple(new_value[v] for v in read),
+                outputs=tuple(new_value[v] for v in op.outputs),
+                cost=_cost(graph, chain) if len(chain) > 1 else op.cost,
+                workspace_bytes=0 if one_kernel else op.workspace_bytes,
+                replay_bytes=op.replay_bytes,
+                recomputable=op.recomputable,
+                clobbered_by=tuple(sorted({new_op[c] for c in op.clobbered_by})),
+                phase=op.phase,
+                kind=op.kind,
+                source=op.source,
+            )
+        )
+    values = tuple(
+        Value(value.name, value.size_bytes, None if value.base is None else new_value[graph.root[v]], value.kept)
+        for v, value in ((v, graph.values[v]) for v in kept)
+    )
+    pairs = dict.fromkeys((new_op[a], new_op[b]) for a, b in graph.order)
+    return Graph(
+        ops=tuple(ops),
+        values=values,
+        order=tuple(sorted(pair for pair in pairs if pair[0] != pair[1])),
+        resident_bytes=graph.resident_bytes,
+        cost_unit=graph.cost_unit,
+        name=graph.name,
+    )
+
+
+def _cost(graph: Graph, members: list[int]) -> int:
+    """Cost of a chain as one kernel: its arithmetic, and one trip through memory for the values that cross its border.
+
+    Costs are measured op by op, without a split into arithmetic and traffic. The member with the least cost per byte is taken to
+    be limited by memory, so that its rate is the cost of moving a byte; whatever the others cost beyond that is arithmetic.
+    """
+    work = [graph.ops[m] for m in members if not _is_view(graph, graph.ops[m])]
+    moved = [_bytes(graph, op.inputs) + _bytes(graph, op.outputs) for op in work]
+    rate = min((op.cost / size for op, size in zip(work, moved, strict=True) if size), default=0.0)
+    made = {v for op in work for v in op.outputs}
+    read = {graph.root[v] for op in work for v in op.inputs} - made
+    across = _bytes(graph, read) + _bytes(graph, graph.ops[members[-1]].outputs)
+    arithmetic = sum(max(0.0, op.cost - rate * size) for op, size in zip(work, moved, strict=True))
+    return max(1, round(rate * across + arithmetic))
+
+
+def _bytes(graph: Graph, values: Iterable[int]) -> int:
+    return sum(graph.values[graph.root[v]].size_bytes for v in values)

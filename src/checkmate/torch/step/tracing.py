@@ -1,0 +1,141 @@
+"""Tracing a step as one graph, and stopping where the graph or its compiled form exists, before anything runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from checkmate.core.errors import CheckmateError, GraphError
+from checkmate.core.graph import Graph
+from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, dynamo_config
+from checkmate.torch.backend import compile_graph
+from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.emulate.autocast import cuda_autocast_rules
+from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.options import Options
+from checkmate.torch.step.recipe import Example, StepSpec
+
+_DYNAMO_CONFIG = {
+    "recompile_limit": 64,  # shapes of one step; after torch's default of 8 a step would run unplanned, without an error
+    "trace_autograd_ops": True,  # the backward of a whole step is a call of torch.autograd.grad
+    "optimize_ddp": False,  # it cuts the graph at the buckets of DistributedDataParallel
+}
+_LOG_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+
+class GraphBreakError(CheckmateError, RuntimeError):
+    """The step cannot be traced as one graph."""
+
+
+class _StopAfterCapture(Exception):
+    """Ends the block of `stop_after_capture`; never seen outside it."""
+
+
+class CaptureStop:
+    """The two places at which `stop_after_capture` can end its block.
+
+    Attributes:
+        graph: The captured graph, once `before_planning` was called.
+    """
+
+    def __init__(self) -> None:
+        self.graph: Graph | None = None
+        self._active = True
+
+    def before_planning(self, graph: Graph) -> NoReturn:
+        """End the block as soon as there is a graph; a `Planner`, called by the backend inside Dynamo."""
+        self.graph = graph
+        raise DynamoTransparentError(_StopAfterCapture())
+
+    def before_running(self) -> None:
+        """End the block when the step is planned and compiled; called by its forward, which does nothing after the block."""
+        if self._active:
+            raise _StopAfterCapture
+
+    def close(self) -> None:
+        """Let forwards run from now on."""
+        self._active = False
+
+
+@contextlib.contextmanager
+def stop_after_capture() -> Iterator[CaptureStop]:
+    """Call a compiled function for its compilation alone.
+
+    `torch.compile` compiles a function at its first call and then runs it, and has no public way to do only the first. The
+    call is therefore ended by an exception, before the first kernel of the step: model, optimizer and random state stay as they
+    are. This context manager is the only place that raises and catches it.
+
+    The exception comes from one of two places. A graph alone needs no plan and no compiled code, so that the planner raises,
+    within Dynamo (`CaptureStop.before_planning`); Dynamo would wrap any exception of a backend, except one in a
+    `DynamoTransparentError`. A compiled step has to be complete, with its code in Dynamo's cache, so that its forward raises when
+    Dynamo runs it for the first time (`CaptureStop.before_running`).
+
+    Yields:
+        The functions that end the block, to be put into `Hooks`.
+    """
+    stop = CaptureStop()
+    with contextlib.suppress(_StopAfterCapture):
+        yield stop
+    stop.close()
+
+
+def trace_graph(spec: StepSpec, batch: Example, options: Options, target: EmulatedDevice | None = None) -> Graph:
+    """The graph of a step; nothing runs.
+
+    Args:
+        spec: The step.
+        batch: The example.
+        options: Options of the backend.
+        target: The device to trace the step for; by default the one at hand.
+
+    Raises:
+        GraphBreakError: The step cannot be traced as one graph.
+        GraphError: `torch.compile` is switched off.
+    """
+    rules = cuda_autocast_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
+    with stop_after_capture() as stop, spec.tracing_context(), rules:
+        hooks = Hooks(planner=stop.before_planning, inference=False, whole=spec.whole, target=target)
+        backend = functools.partial(compile_graph, options=options, hooks=hooks)
+        run_as_one_graph(torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=False), batch)
+    if stop.graph is None:
+        raise GraphError(
+            "the step was not traced: torch.compile is off", hint="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
+        )
+    return stop.graph
+
+
+def run_as_one_graph(run: Callable[..., Any], batch: Example) -> Any:
+    """Call a compiled program with a batch.
+
+    Dynamo compiles at any call with a new shape, so that its settings for one graph hold at every call.
+
+    Raises:
+        GraphBreakError: The program cannot be traced as one graph.
+    """
+    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    try:
+        with torch.enable_grad(), dynamo_config.patch(**_DYNAMO_CONFIG, ignore_logger_methods=_logging_methods()):
+            return run(args, kwargs)
+    except Unsupported as error:
+        raise GraphBreakError(
+            f"the step cannot be traced as one graph: {_describe_break(error)}",
+            hint="move the operation that breaks the graph out of the model, or use torch.compile(model, backend='checkmate'), "
+            "which plans each part",
+        ) from error
+
+
+def _logging_methods() -> set[Callable[..., Any]]:
+    """Methods of `logging.Logger` that Dynamo is to skip, with those that libraries add, such as ``warning_once``."""
+    return {method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LOG_METHODS}
+
+
+def _describe_break(error: Unsupported) -> str:
+    """Reason and place of a graph break in one line; torch's full text stays as the cause of the exception."""
+    why = str(error).split("\n", 1)[0]
+    frame = next(reversed(error.real_stack or ()), None)
+    return why if frame is None else f"{why}, at {frame.filename}:{frame.lineno}: `{frame.line}`"
