@@ -135,6 +135,10 @@ class Var:
     shape: tuple[int, ...]
     trained: bool  # whether it depends on a parameter
 
+    @property
+    def size_bytes(self) -> int:
+        return 4 * math.prod(self.shape)
+
     def apply(self, kernel: str, *others: Var) -> Var:
         return self.tape.record(kernel, (self, *others), self.shape)
 
@@ -206,20 +210,15 @@ def trace(model: Model, parameters: Shapes, batch: Shapes) -> Tape:
 # front end: capture
 
 
-def size_bytes(var: Var) -> int:
-    return 4 * math.prod(var.shape)
-
-
 def capture(tape: Tape) -> Graph:
     """The tape as a graph: one op a call, one value an output, in the order of the tape."""
     number = {var: v for v, var in enumerate(tape.values())}  # parameters and batch are resident, and no values
     start = next(o for o, call in enumerate(tape.calls) if call.kernel == "start_backward")
-    random = [o for o, call in enumerate(tape.calls) if call.kernel == "dropout"]
     return Graph(
         tuple(op(call, number, "backward" if o >= start else "forward") for o, call in enumerate(tape.calls)),
         tuple(value(call, var, number, tape) for call in tape.calls for var in call.outputs),
-        order=tuple(pairwise(random)),  # the first draws come in the order of the tape, so that every mask is the same
-        resident_bytes=sum(map(size_bytes, tape.parameters + tape.batch)),
+        order=tuple(pairwise(o for o, call in enumerate(tape.calls) if call.kernel == "dropout")),  # for equal masks
+        resident_bytes=sum(x.size_bytes for x in tape.parameters + tape.batch),
         cost_unit="flop",
     )
 
@@ -227,21 +226,20 @@ def capture(tape: Tape) -> Graph:
 def value(call: Call, var: Var, number: dict[Var, int], tape: Tape) -> Value:
     if call.kernel == "reshape":  # a view; a view of what is resident has no base in the graph
         return Value("reshape", 0, base=number.get(call.inputs[0]), kept=var in tape.results)
-    return Value(call.kernel, size_bytes(var), kept=var in tape.results)
+    return Value(call.kernel, var.size_bytes, kept=var in tape.results)
 
 
 def op(call: Call, number: dict[Var, int], phase: Any) -> Op:
-    starts_backward = call.kernel == "start_backward"
     return Op(
         call.kernel,
         inputs=tuple(number[x] for x in call.inputs if x in number),
         outputs=tuple(number[x] for x in call.outputs),
         cost=flops(call),
-        workspace_bytes=size_bytes(call.inputs[0]) if call.kernel == "squared_error" else 0,
+        workspace_bytes=call.inputs[0].size_bytes if call.kernel == "squared_error" else 0,
         replay_bytes=Random.STATE_BYTES if call.kernel == "dropout" else 0,
-        recomputable=not starts_backward,
+        recomputable=call.kernel != "start_backward",
         phase=phase,
-        kind=BOUNDARY if starts_backward else call.kernel,
+        kind=BOUNDARY if call.kernel == "start_backward" else call.kernel,
     )
 
 
@@ -372,7 +370,7 @@ def residual_network(parameters: list[Var], batch: list[Var]) -> Var:
     return h.matmul(last).reshape(*target.shape).squared_error(target)
 
 
-def example(width: int = 96, blocks: int = 5, rows: int = 250) -> Tape:
+def example(width: int = 95, blocks: int = 5, rows: int = 249) -> Tape:
     parameters = [(6 * 8, width), *[(width, width)] * blocks, (width, 12)]
     return trace(residual_network, parameters, [(rows, 6, 8), (rows, 3, 4)])
 
