@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
+from checkmate.core.result import Result
+from checkmate.core.units import format_at_least, format_bytes
+
 T = TypeVar("T")
 
 
@@ -37,6 +41,23 @@ class Trial(Generic[T]):
     overhead: float = 1.0
     measured: bool = True
     outcome: T
+
+    @classmethod
+    def of(cls, target_bytes: int, result: Result, needed_bytes: int, outcome: T) -> Trial[T]:
+        """The trial of a plan that was found within a target and measured."""
+        return cls(
+            target_bytes=target_bytes,
+            planned_bytes=result.peak_bytes,
+            needed_bytes=needed_bytes,
+            cost=result.cost,
+            overhead=result.overhead,
+            outcome=outcome,
+        )
+
+    @classmethod
+    def without_plan(cls, target_bytes: int, outcome: T) -> Trial[T]:
+        """The trial of a target within which no plan was found."""
+        return cls(target_bytes=target_bytes, planned_bytes=None, needed_bytes=None, cost=math.inf, outcome=outcome)
 
     def within(self, limit_bytes: int) -> bool:
         """Whether it was found to need no more than a limit."""
@@ -95,6 +116,27 @@ class Calibration(Generic[T]):
         """The cheapest trial within the limit, or within another one that is given; the first of equals."""
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         return min((t for t in self.trials if t.within(limit)), key=lambda t: t.cost, default=None)
+
+    def refusal(self, cause: CheckmateError | None = None) -> CheckmateError:
+        """The error to raise where no trial keeps the limit; it names the smallest peak that was measured.
+
+        Args:
+            cause: Why no plan was found for the last target, if none was; it is the error itself where there was no plan at all.
+        """
+        needs = [t.needed_bytes for t in self.trials if t.needed_bytes is not None]
+        if not needs and cause is not None:
+            return cause
+        smallest = min(needs, default=None)
+        found = "no plan was found" if smallest is None else f"the smallest measured peak is {format_bytes(smallest)}"
+        raised = "" if smallest is None else f" to at least {format_at_least(smallest)}"
+        return InfeasibleBudgetError(
+            f"no plan was measured to keep the budget of {format_bytes(self.limit_bytes)}: {found}",
+            hint=f"raise the budget{raised}, or lower the batch size",
+            budget_bytes=self.limit_bytes,
+            floor_bytes=getattr(cause, "floor_bytes", 0),
+            smallest_bytes=smallest,
+            binding_op=getattr(cause, "binding_op", ""),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

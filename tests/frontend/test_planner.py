@@ -1,0 +1,141 @@
+"""Planners: the cheapest within a budget, a plan that is given, and plans of one graph within several budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import checkmate.frontend.planner as planners
+from checkmate import Budget, Compute, Free, Graph, InfeasibleBudgetError, Plan, PlanError, PlanNotFoundError, WrongGraphError
+from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.planner import CheapestWithin, GivenPlan, Replanner, keep_everything, planner_for, result_of_order
+
+RECOMPUTED = [0, 1, 2, 0, 3]
+
+
+@pytest.fixture
+def graph() -> Graph:
+    """Op 3 reads op 0 again after ops 1 and 2: keeping everything peaks at 12 bytes, and computing op 0 again at 9."""
+    return Graph.from_dag(cost=[1, 1, 1, 1], size_bytes=[4, 4, 4, 1], edges=[(0, 1), (1, 2), (0, 3), (2, 3)], kept=[3])
+
+
+def steps(*ops_and_frees: str) -> Plan:
+    """A plan of steps such as "c0" (compute op 0) and "f1" (free value 1)."""
+    return Plan(tuple(Compute(int(s[1:])) if s[0] == "c" else Free(int(s[1:])) for s in ops_and_frees))
+
+
+def options(**given: Any) -> PlanningOptions:
+    return PlanningOptions.of(**{"budget": None, "solver": None, "time_limit_s": 5, "plan": None, **given})
+
+
+def test_options_decide_the_planner(graph: Graph) -> None:
+    """A plan counts before a budget, and without either everything is kept."""
+    plan = Plan.from_order(graph, RECOMPUTED)
+    assert planner_for(options()) is keep_everything
+    assert planner_for(options(budget="50%")) == CheapestWithin(Budget.parse("50%"), None, 5)
+    assert planner_for(options(budget="1KiB", plan=plan)) == GivenPlan(plan, Budget.parse("1KiB"))
+
+
+def test_keeping_everything_computes_each_op_once(graph: Graph) -> None:
+    """It is what every overhead is relative to."""
+    result = keep_everything(graph)
+    assert (result.plan.order, result.overhead, result.peak_bytes) == ((0, 1, 2, 3), 1.0, 12)
+
+
+def test_the_cheapest_plan_within_a_budget_keeps_it(graph: Graph) -> None:
+    """A share becomes bytes for the graph that the planner is called with."""
+    assert CheapestWithin(Budget.parse("100%"))(graph).overhead == 1.0
+    assert CheapestWithin(Budget.parse("75%"))(graph).plan.order == tuple(RECOMPUTED)
+    with pytest.raises(InfeasibleBudgetError):
+        CheapestWithin(Budget.parse("10%"))(graph)
+
+
+def test_a_given_plan_that_holds_is_returned_as_it_is(graph: Graph) -> None:
+    """A better plan is not looked for."""
+    plan = Plan.from_order(graph, RECOMPUTED)
+    assert GivenPlan(plan)(graph).plan is plan
+    assert GivenPlan(plan, Budget.parse(9))(graph).budget_bytes == 9
+
+
+REFUSED = {
+    "computations whose outputs are never read": steps("c0", "c0", "c1", "c2", "f1", "c3", "f0", "f2"),
+    "after their last read": steps("c0", "c1", "c2", "c3", "f0", "f1", "f2"),
+    "which is not live|not live": steps("c0", "c1", "f0", "c2", "f1", "c3", "f2"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_given_plan_that_would_not_run_as_it_is_is_refused(graph: Graph, reason: str) -> None:
+    """A compiled step drops what is never read, and frees after the last read: another plan with another peak."""
+    with pytest.raises(PlanError, match=reason):
+        GivenPlan(REFUSED[reason])(graph)
+
+
+def test_a_given_plan_over_the_budget_or_of_another_graph_is_refused(graph: Graph) -> None:
+    """Neither is replaced by a plan that would hold."""
+    plan = Plan.from_order(graph, RECOMPUTED)
+    with pytest.raises(PlanError, match="budget"):
+        GivenPlan(plan, Budget.parse(8))(graph)
+    other = Graph.from_dag(cost=[1], size_bytes=[4], edges=[], kept=[0])
+    with pytest.raises(WrongGraphError):
+        GivenPlan(plan)(other)
+
+
+@pytest.fixture
+def solves(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keyword arguments of every call of `solve` by the planners."""
+    calls: list[dict[str, Any]] = []
+    solve: Callable[..., Any] = planners.solve
+
+    def watched(problem: Any, solver: Any, **keywords: Any) -> Any:
+        calls.append(keywords)
+        return solve(problem, solver, **keywords)
+
+    monkeypatch.setattr(planners, "solve", watched)
+    return calls
+
+
+def test_a_replanner_starts_from_the_cheapest_plan_found_that_keeps_the_budget(
+    graph: Graph, solves: list[dict[str, Any]]
+) -> None:
+    """The search within a smaller budget need not find again what a larger one found."""
+    replan = Replanner(graph, options())
+    first, second, third = replan(12), replan(9), replan(10)
+    assert [r.overhead for r in (first, second, third)] == [1.0, 1.25, 1.25]
+    assert replan.found == [first, second, third]
+    assert [s["initial"] for s in solves] == [None, None, second.plan]
+    with pytest.raises(InfeasibleBudgetError):
+        replan(5)
+    assert replan.found == [first, second, third]
+
+
+def test_a_replanner_shares_the_time_limit(graph: Graph, solves: list[dict[str, Any]]) -> None:
+    """The first solve and those that follow have shares of the limit; no limit stays none."""
+    replan = Replanner(graph, options(time_limit_s=8), time_shares=(0.5, 0.25))
+    for budget in (12, 10, 9):
+        replan(budget)
+    assert [s["limits"].time_s for s in solves] == [4, 2, 2]
+    Replanner(graph, options(time_limit_s=None))(12)
+    assert solves[-1]["limits"].time_s is None
+
+
+def test_a_replanner_that_finds_nothing_starts_from_the_smallest_peak(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the smallest peak finds plans that a search within the budget misses."""
+    solve: Callable[..., Any] = planners.solve
+
+    def forgetful(problem: Any, solver: Any, *, limits: Any, initial: Plan | None) -> Any:
+        if initial is None:
+            raise PlanNotFoundError("none was found")
+        return solve(problem, solver, limits=limits, initial=initial)
+
+    monkeypatch.setattr(planners, "solve", forgetful)
+    assert Replanner(graph, options())(9).peak_bytes == 9
+    with pytest.raises(PlanNotFoundError):
+        Replanner(graph, options())(8)
+
+
+def test_the_result_of_an_order_leaves_out_what_is_never_read(graph: Graph) -> None:
+    """Orders that were found for another graph may hold computations that this one does not need."""
+    assert result_of_order(graph, [0, 0, 1, 2, 0, 3]).plan.order == tuple(RECOMPUTED)
