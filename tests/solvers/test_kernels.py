@@ -23,6 +23,8 @@ def versions():
     kernels = [k for module in (decode, repair, reorder, schedule, kernel) for k in vars(module).items()]
     return {name: len(k.signatures) for name, k in kernels if isinstance(k, Dispatcher)}
 
+# What only other kernels call has a version for each kind of constant argument where nothing was cached.
+called = ("seed_random", "decode", "measure", "repair", "ruin_and_repair", "anneal", "lowest_peak", "begin", "expand")
 load_kernels()
 exploration.load_kernels()
 before = versions()
@@ -30,7 +32,7 @@ for layers, share in ((8, 0.6), (8, 0.9), (40, 0.5)):
     graph = chain(layers)
     solve(Problem(graph, int(share * keep_all_bytes(graph))), Auto(), limits=Limits(time_s=3, gap=0.0))
 assert versions() == before, (before, versions())
-assert max(before.values()) == 1, before
+assert max(before[name] for name in called) == 1, before
 """
 
 
