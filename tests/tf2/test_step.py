@@ -179,7 +179,7 @@ def test_batches_that_do_not_fit_are_errors():
         step(X[:, :3], Y)
     with pytest.raises(OptionError, match="label_spec says int64"):
         step(X, tf.constant(Y, tf.int32))
-    with pytest.raises(OptionError, match="not built like"):
+    with pytest.raises(OptionError, match="structure of the input"):
         step([X, X], Y)
 
 
