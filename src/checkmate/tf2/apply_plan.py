@@ -48,9 +48,9 @@ def build_function(capture: Capture, plan: Plan, *, chain: bool = True) -> Runne
         graph: Any = tf.compat.v1.get_default_graph()
         given = [*batch, *(graph.capture(tensor) for tensor in outside)]
         bound = {t.name: v for t, v in zip(inputs, given, strict=True) if t.op.name in writer.inputs}
-        made = tf.import_graph_def(writer.graph_def, input_map=bound, return_elements=outputs + effects, name="plan")
-        with tf.control_dependencies(made[len(outputs) :]):
-            return [tf.identity(t) for t in made[: len(outputs)]]
+        imported = tf.import_graph_def(writer.graph_def, input_map=bound, return_elements=outputs + effects, name="plan")
+        with tf.control_dependencies(imported[len(outputs) :]):
+            return [tf.identity(t) for t in imported[: len(outputs)]]
 
     signature = [tf.TensorSpec(t.shape, t.dtype) for t in arguments]
     return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()

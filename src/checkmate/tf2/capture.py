@@ -111,9 +111,11 @@ class _Builder:
         self._reject_xla()
         before = {op.name: self._before(op) for op in self.real}
         clobbers = {op.name: self._clobberers(op) for op in self.real}
-        late = {op.name for op in self.real if self._in_optimizer(op)}
+        optimizer = {op.name for op in self.real if self._in_optimizer(op)}
         data = {op.name: [s.op.name for s in self._sources(op)] for op in self.real}
-        members = [self.ops[self.index[n]] for n in listed_order([op.name for op in self.real], data, before, clobbers, late)]
+        members = [
+            self.ops[self.index[n]] for n in listed_order([op.name for op in self.real], data, before, clobbers, optimizer)
+        ]
         where = {op.name: o for o, op in enumerate(members)}
         self._find_in_place(members)
         values = self._number(members)

@@ -119,10 +119,10 @@ def available_bytes(device: str) -> int:
             raise NoStatisticsError(f"TensorFlow does not report the memory of {device}", hint=_BUDGET_HINT)
         return max(0, limit - tf.config.experimental.get_memory_info(device)["current"])
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    for path in (Path("/proc/meminfo"),):  # includes page caches, which the kernel frees on demand
-        if path.exists():
-            lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-            free = int(lines["MemAvailable"].split()[0]) * 1024
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # its MemAvailable includes page caches, which the kernel frees on demand
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        free = int(lines["MemAvailable"].split()[0]) * 1024
     if not free:
         raise NoStatisticsError("this system does not report how much memory is free", hint=_BUDGET_HINT)
     return free

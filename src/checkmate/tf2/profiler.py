@@ -21,7 +21,7 @@ from checkmate.tf2.peak import default_device, has_memory_stats
 
 _log = logging.getLogger("checkmate.tf2")
 _IGNORED = frozenset({"_class", "_output_shapes", "_gradient_op_type", "_collective_manager_ids"})
-"""Attributes of a node that no kernel reads."""
+"""Node attributes that do not affect the cost of an op."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +126,8 @@ def _measure(op: tf.Operation) -> OpCost | None:
         run()
         return OpCost(quantise(_time_ns(run)), _workspace_bytes(run))
     except (tf.errors.OpError, TypeError, ValueError, AttributeError, NotImplementedError, StopIteration) as error:
-        _log.info(
-            "%s (%s) could not be measured; its time is estimated and its workspace taken as 0: %s",
-            op.name,
-            op.type,
-            str(error).splitlines()[0],
-        )
+        reason = str(error).splitlines()[0]
+        _log.info("%s (%s) could not be measured; its time is estimated, its workspace taken as 0: %s", op.name, op.type, reason)
         return None
 
 

@@ -16,7 +16,8 @@ from checkmate.solvers.session import Solver
 
 Compiler = Literal["eager", "inductor"]
 Outputs = Literal["held", "released"]
-CostSource = Literal["measured", "flops"]
+CostSource = Literal["measured", "estimated", "flops"]
+"""Where costs come from; ``"flops"`` is the earlier name of ``"estimated"``."""
 Checkpoints = Literal["hints", "respected"]
 RanksMode = Literal["together", "alone"]
 
@@ -48,7 +49,8 @@ class Options:
             the rest. What selective checkpointing must save is computed once either way.
         ranks: In a distributed job, ``"together"``: rank 0 plans for all, which have to trace the same graphs and stop
             together if they do not or if one cannot plan; or ``"alone"``: each plans what it traces.
-        costs: ``"measured"`` on the device, or ``"flops"``: estimated, with no workspace.
+        costs: ``"measured"`` on the device, or ``"estimated"`` by a roofline model, with workspace taken as 0 (``"flops"``, the
+            earlier name, means the same).
     """
 
     budget: Amount | Budget | None = None

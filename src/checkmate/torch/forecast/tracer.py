@@ -162,7 +162,7 @@ class DeviceTracer:
             optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
             recipe = recipe_of(self.model, self.loss, optimizer, batch, self.whole, 1, None, self.autocast)
-            graph = captured(recipe, batch, Options(reserve=state, costs="flops"), self.target)
+            graph = captured(recipe, batch, Options(reserve=state, costs="estimated"), self.target)
             update = 0
             if optimizer is not None and not recipe.whole:
                 update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, self.target.device.kind)

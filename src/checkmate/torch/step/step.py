@@ -281,8 +281,8 @@ def capture(
         autocast: Type of a region of `torch.autocast` around model and loss.
         outputs: Whether the prediction is held.
         reserve: Memory to leave.
-        costs: ``"measured"`` runs every distinct op alone a few times; ``"flops"`` runs nothing, and
-            knows no workspace.
+        costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, and
+            takes workspace as 0 (``"flops"``, the earlier name, means the same).
         device: A device that need not be there, by name (``"H100"``), as a profile or a file with one. The step is traced on the
             processor and then as it would be there: its attention, its allocator, with the least times that its
             arithmetic and traffic allow. Model and batch may be on the meta device. `fits` says what is not known.
