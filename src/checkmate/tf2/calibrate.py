@@ -273,7 +273,7 @@ def _log_trial(trial: _TrialRun, budget_bytes: int) -> None:
 
 
 def _infeasible(budget_bytes: int, smallest: int, planning_error: CheckmateError | None) -> InfeasibleBudgetError:
-    why = "" if planning_error is None else f"; no plan has fewer live bytes: {planning_error.message}"
+    why = "" if planning_error is None else f"; planning within fewer live bytes failed: {planning_error.message}"
     return InfeasibleBudgetError(
         f"no plan was found that keeps the budget of {format_bytes(budget_bytes)} in TensorFlow's allocator: the smallest plan "
         f"allocates chunks of {format_bytes(smallest)}{why}",

@@ -65,7 +65,7 @@ FORWARDS: dict[str, tuple[int, ...]] = {
 """Positions of the inputs whose buffer a kernel reuses for its first output if nothing else references it.
 
 Kernels do this with ``forward_input_or_allocate_output`` (tensorflow/core/framework/op_kernel.h).
-``tests/tf2/test_op_properties.py`` checks every entry against TensorFlow's trace of allocations.
+``tests/tf2/test_op_properties.py`` checks entries against TensorFlow's trace of allocations.
 """
 
 FORWARDS_TO_SECOND = frozenset({"SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"})
