@@ -299,7 +299,7 @@ class _Builder:
         if opaque:
             names = ", ".join(f"{op.name} ({op.type})" for op in opaque[:5]) + (", ..." if len(opaque) > 5 else "")
             _log.warning(
-                "%d loops, branches or nested functions are one op of the plan each; their inner values are measured but not "
+                "%d loops, branches or nested functions are each one op of the plan; their inner values are measured but not "
                 "planned: %s",
                 len(opaque),
                 names,
