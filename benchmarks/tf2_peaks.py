@@ -141,7 +141,7 @@ def planned(name: str, budget: str, time_limit_s: str) -> dict[str, Any]:
         "budget_bytes": None if step.budget_bytes is None else step.budget_bytes - resident,
         "live_bytes": step.peaks.live_bytes - resident,
         "forwarded_bytes": step.peaks.forwarded_bytes - resident,
-        "asked_bytes": allocated.asked_bytes,
+        "asked_bytes": allocated.requested_bytes,
         "chunk_bytes": allocated.chunk_bytes,
         "traced_bytes": allocated.measured_bytes,
         "measured_bytes": found["peak_bytes"],

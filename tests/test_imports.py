@@ -6,11 +6,15 @@ import importlib
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "checkmate"
+FOLDERS = sorted({str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")})
+MOST_MODULES = 12
 HEAVY = ("torch", "jax", "tensorflow", "ortools", "highspy", "scipy", "numba", "matplotlib", "rich", "cyclopts", "sklearn")
 
 
@@ -48,3 +52,22 @@ def test_public_names_are_documented(module):
     assert sorted(documented) == sorted(imported.__all__)
     assert len(set(documented)) == len(documented)
     assert [name for name in documented if not hasattr(imported, name)] == []
+
+
+def test_no_import_cycle():
+    """A module can be read and tested after those that it imports; imports inside functions count as well."""
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("checkmate", exclude_type_checking_imports=True, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert "checkmate.core.graph" in imports["checkmate.core.plan"]
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))  # graphlib lists what is imported first
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder != "cli"])
+def test_folders_are_small(folder):
+    """Among more modules than these there are groups that need a name. The command line is excepted: it has one for each verb."""
+    modules = [path.name for path in (PACKAGE / folder).glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES, f"{folder} has {len(modules)} modules: {', '.join(sorted(modules))}"

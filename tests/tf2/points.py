@@ -79,7 +79,7 @@ def point(name: str, budget: str, threads: int, references: list[str], time_limi
         "resident_bytes": resident,
         "live_bytes": step.peaks.live_bytes,
         "forwarded_bytes": step.peaks.forwarded_bytes,
-        "asked_bytes": resident + allocated.asked_bytes,
+        "asked_bytes": resident + allocated.requested_bytes,
         "chunk_bytes": resident + allocated.chunk_bytes,
         "calibrated_bytes": step.measured_bytes,
         "measured_bytes": peaks,  # the last is that of the step whose allocations were traced

@@ -14,7 +14,7 @@ from checkmate.tf2.apply_plan import REMAT, build_function
 from checkmate.tf2.calibrate import measure_plan
 from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.peak import measure_peak, trace_allocations
-from checkmate.tf2.profiler import estimated
+from checkmate.tf2.profiler import estimated_costs
 from checkmate.tf2.specs import specs_of
 from checkmate.tf2.trace import resolve_losses, trace_step
 from tests.tf2.networks import build
@@ -25,7 +25,7 @@ from tests.tf2.steps import differing, keep_all
 def planned():
     model, loss, optimizer, x, y = build("dropout")
     trace = trace_step(model, resolve_losses(model, loss), optimizer, (specs_of(x, "x"), specs_of(y, "y")))
-    capture = capture_trace(trace, estimated)
+    capture = capture_trace(trace, estimated_costs)
     plan = checkmate.solve(checkmate.Problem(capture.graph, "40%"), limits=checkmate.Limits(time_s=10)).plan
     yield capture, plan, [tf.constant(x), tf.constant(y)]
     assert model.built  # the trace holds its variables weakly
@@ -77,7 +77,7 @@ def test_what_is_made_of_constants_alone_is_freed_as_planned(planned):
     function = build_function(capture, plan)
     with grappler_off():
         function(*batch)
-        asked = trace_allocations(lambda: function(*batch)).asked_bytes
+        asked = trace_allocations(lambda: function(*batch)).requested_bytes
     assert asked == pytest.approx(allocator_peaks(capture, plan).forwarded_bytes - capture.graph.resident_bytes, rel=0.002)
 
 

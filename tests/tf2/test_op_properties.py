@@ -29,7 +29,7 @@ def asked(op: str, count: int, **options: tf.Tensor) -> int:
     batch = [tf.fill((SIZE,), 0.25) for _ in range(count)]
     with grappler_off():
         run(*batch)
-        return trace_allocations(lambda: run(*batch)).asked_bytes
+        return trace_allocations(lambda: run(*batch)).requested_bytes
 
 
 @pytest.mark.parametrize("op", UNARY)

@@ -88,8 +88,9 @@ def test_several_inputs_and_outputs():
         keras.losses.mean_squared_error(X[:, :1], size)
     )
     assert float(loss) == pytest.approx(float(want), rel=1e-6)
-    with pytest.raises(OptionError, match="keys"):
+    with pytest.raises(OptionError, match="keys") as caught:
         checkmate.tf2.compile(model, {"kind": "mse"}, "sgd", x, y)
+    assert "kind, size" in caught.value.hint
     with pytest.raises(OptionError, match="2 outputs"):
         checkmate.tf2.compile(model, "mse", "sgd", x, Y)
 
@@ -166,6 +167,16 @@ def test_bad_arguments_are_errors_with_a_hint(arguments, error, says):
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.variables, strict=True))
 
 
+def test_bad_arguments_of_capture_are_errors_with_a_hint():
+    """A message without an action leaves the user to read the source."""
+    with pytest.raises(OptionError, match="costs='guessed'") as costs:
+        checkmate.tf2.capture(net(), "mse", "sgd", X, Y, costs="guessed")
+    with pytest.raises(OptionError, match=r"not a keras\.Model") as model:
+        checkmate.tf2.capture(layers.Dense(3), "mse", "sgd", X, Y)
+    assert "estimated" in costs.value.hint
+    assert "keras.Model" in model.value.hint
+
+
 def test_a_model_that_is_not_built_is_refused():
     """It has no variables, so nothing can be counted."""
     with pytest.raises(NotBuiltError, match="not built"):
@@ -179,7 +190,7 @@ def test_batches_that_do_not_fit_are_errors():
         step(X[:, :3], Y)
     with pytest.raises(OptionError, match="label_spec says int64"):
         step(X, tf.constant(Y, tf.int32))
-    with pytest.raises(OptionError, match="not built like"):
+    with pytest.raises(OptionError, match="structure of the input"):
         step([X, X], Y)
 
 

@@ -45,7 +45,6 @@ _VERBS = (
     report.report,
     solvers.solvers,
     devices.devices,
-    completion.completion,
 )
 
 
@@ -61,7 +60,7 @@ def application() -> App:
         help_format="markdown",
         suppress_keyboard_interrupt=False,
     )
-    for verb in _VERBS:
+    for verb in (*_VERBS, completion.completion_for(application)):
         app.command(verb)
     return app
 

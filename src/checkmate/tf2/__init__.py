@@ -22,7 +22,7 @@ if find_spec("tensorflow") is None:
 
 from checkmate.tf2.allocator_peaks import AllocatorPeaks
 from checkmate.tf2.peak import NoStatisticsError, measure_peak
-from checkmate.tf2.step import TrainStep, capture, compile  # noqa: A004 - the word that the call was promised with
+from checkmate.tf2.step import TrainStep, capture, compile  # noqa: A004 - `checkmate.tf2.compile` is the documented call
 from checkmate.tf2.trace import NotBuiltError
 
 __all__ = ["AllocatorPeaks", "NoStatisticsError", "NotBuiltError", "TrainStep", "capture", "compile", "measure_peak"]

@@ -1,4 +1,4 @@
-"""Every private TensorFlow name that is used, seen in TensorFlow 2.21."""
+"""All uses of private TensorFlow names, as they are in TensorFlow 2.21."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ _lock = threading.Lock()
 
 
 class TraceEvent(NamedTuple):
-    """One event of the profiler, in the order of time.
+    """An event of TensorFlow's profiler.
 
     Attributes:
         name: ``MemoryAllocation``, ``MemoryDeallocation``, or ``op name:op type`` of an op that ran.
-        facts: What the profiler noted with it.
+        stats: The event's statistics (``XStat``) by name, such as ``requested_bytes`` of an allocation.
     """
 
     name: str
-    facts: dict[str, Any]
+    stats: dict[str, Any]
 
 
 @contextlib.contextmanager
 def grappler_off() -> Iterator[None]:
-    """Run functions as they were built: no pass over the graph changes bits or order.
+    """Disable Grappler and automatic XLA clustering, so that functions run with the nodes and edges they were built with.
 
-    Only calls of this thread inside the block are meant. Where the private, thread-local option is gone, the public
-    one is set for the process and restored, one call at a time.
+    Grappler is TensorFlow's graph optimizer (tensorflow/core/grappler/optimizers/meta_optimizer.cc). Its arithmetic rewrites
+    change results bitwise, and its common-subexpression pass can merge a recomputation with the first computation.
+
+    Applies to calls of this thread inside the block. If a TensorFlow version lacks the private thread-local option, the
+    public option of the process is set under a lock and restored.
     """
     try:
         from tensorflow.python.eager import context
@@ -66,10 +69,13 @@ def _process_wide() -> Iterator[None]:
 
 
 def trace_events(run: Any) -> list[TraceEvent]:
-    """What the profiler sees while something runs: ops that ran, and every allocation with its size.
+    """Profile a call: the ops that ran and every allocation with its size, sorted by start time.
+
+    Args:
+        run: A callable without arguments. Its result is held until profiling ends, so that freeing it is no event.
 
     Raises:
-        tf.errors.AlreadyExistsError: Another profiler is on.
+        tf.errors.AlreadyExistsError: Another profiler session is active.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -77,10 +83,10 @@ def trace_events(run: Any) -> list[TraceEvent]:
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)
         tf.profiler.experimental.start(folder, options=options)
         try:
-            made = run()  # what it returns is held until tracing ends
+            result = run()
         finally:
             tf.profiler.experimental.stop()
-        del made
+        del result
         space: Any = xplane_pb2.XSpace()  # pyright: ignore[reportAttributeAccessIssue]
         for path in Path(folder).rglob("*.xplane.pb"):
             space.MergeFromString(path.read_bytes())
@@ -89,15 +95,19 @@ def trace_events(run: Any) -> list[TraceEvent]:
         names, stats = plane.event_metadata, plane.stat_metadata
         for line in plane.lines:
             for event in line.events:
-                facts = {stats[s.metadata_id].name: _stat(s, stats) for s in event.stats}
+                event_stats = {stats[s.metadata_id].name: _stat(s, stats) for s in event.stats}
                 begin = line.timestamp_ns * 1000 + event.offset_ps
-                found.append((begin, TraceEvent(names[event.metadata_id].name, facts)))
+                found.append((begin, TraceEvent(names[event.metadata_id].name, event_stats)))
     found.sort(key=lambda pair: pair[0])
     return [event for _, event in found]
 
 
 def memory_limit_bytes(device: str) -> int | None:
-    """The most that TensorFlow takes of a GPU, or None where it does not say."""
+    """Most bytes that TensorFlow allocates on a GPU, or None if it does not report a limit.
+
+    Args:
+        device: Name of the device, such as ``"GPU:0"``.
+    """
     try:
         from tensorflow.python.client import device_lib
     except ImportError:

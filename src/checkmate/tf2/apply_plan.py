@@ -1,4 +1,4 @@
-"""Write a plan into a function: one node for every computation, run in exactly the plan's order."""
+"""Writes a plan as a TensorFlow function: one node for every computation, executed in exactly the plan's order."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ import tensorflow as tf
 
 from checkmate.core.plan import Plan
 from checkmate.tf2.capture import Capture, base_tensor
-from checkmate.tf2.op_properties import SAME, static_values
+from checkmate.tf2.op_properties import IDENTITIES, static_shape_values
 
 REMAT = "__remat"
-"""Ends the name of a computation that is not its op's first, with a number."""
+"""Suffix of the node of a recomputation, followed by its number: ``dense/Relu__remat1``."""
 
 Runner = Callable[..., Sequence[tf.Tensor]]
+"""Runs a step: takes the flat tensors of a batch, gives the flat outputs."""
 
 
 def build_function(capture: Capture, plan: Plan, *, chain: bool = True) -> Runner:
     """A function of the flat batch that runs a plan and gives the flat outputs.
 
-    Every computation waits for the one before it by a control edge. Without that TensorFlow would run a
-    recomputation as soon as its inputs are there, at once, and nothing would be saved. A buffer goes when its last
-    reader has run, so that frees need no nodes.
+    A control edge leads from every computation to the next. TensorFlow's executor runs each op as soon as its inputs are
+    available (tensorflow/core/common_runtime/executor.cc), so without these edges a recomputation would run immediately after
+    the first computation and save no memory. A buffer is freed when its last reader has run, so frees need no nodes.
 
     Args:
-        capture: The step.
-        plan: The plan.
-        chain: False leaves the control edges out; only tests want that.
+        capture: The captured step.
+        plan: A plan of its graph.
+        chain: False omits the control edges, for the test that they are necessary.
+
+    Returns:
+        A concrete function. Run it inside `grappler_off`.
     """
     writer = _Writer(capture, chain)
     for o in plan.order:
@@ -44,16 +48,21 @@ def build_function(capture: Capture, plan: Plan, *, chain: bool = True) -> Runne
         graph: Any = tf.compat.v1.get_default_graph()
         given = [*batch, *(graph.capture(tensor) for tensor in outside)]
         bound = {t.name: v for t, v in zip(inputs, given, strict=True) if t.op.name in writer.inputs}
-        made = tf.import_graph_def(writer.graph_def, input_map=bound, return_elements=outputs + effects, name="plan")
-        with tf.control_dependencies(made[len(outputs) :]):
-            return [tf.identity(t) for t in made[: len(outputs)]]
+        imported = tf.import_graph_def(writer.graph_def, input_map=bound, return_elements=outputs + effects, name="plan")
+        with tf.control_dependencies(imported[len(outputs) :]):
+            return [tf.identity(t) for t in imported[: len(outputs)]]
 
     signature = [tf.TensorSpec(t.shape, t.dtype) for t in arguments]
     return tf.function(body, input_signature=signature, autograph=False).get_concrete_function()
 
 
 class _Writer:
-    """The new graph while it is written."""
+    """Builds the ``GraphDef`` of a plan, one computation at a time.
+
+    Args:
+        capture: The captured step.
+        chain: Whether every computation waits for the one before it.
+    """
 
     def __init__(self, capture: Capture, chain: bool) -> None:
         self.capture = capture
@@ -64,16 +73,16 @@ class _Writer:
         self.graph_def.versions.CopyFrom(source.versions)
         self.graph_def.library.CopyFrom(source.library)
         self.inputs: set[str] = set()
-        self.newest: dict[str, str] = {}  # op of the graph -> node of its newest computation
+        self.latest: dict[str, str] = {}  # op of the graph -> node of its latest computation
         self.runs: Counter[str] = Counter()
         self.constants: set[str] = set()
         self.reads: set[str] = set()
         self.views: dict[tuple[str, tuple[str, ...]], str] = {}
-        self.copies: Counter[str] = Counter()  # views of each name
+        self.copies: Counter[str] = Counter()  # number of views with each name
         self.previous: str | None = None
 
     def compute(self, o: int) -> None:
-        """Compute an op of the graph once more."""
+        """Append a computation of an op of the graph."""
         op = self.capture.members[o]
         times = self.runs[op.name]
         name = op.name if not times else f"{op.name}{REMAT}{times}"
@@ -82,13 +91,13 @@ class _Writer:
             self._assign_in_place(op)
         else:
             self._add(op, name, chained=True)
-        self.newest[op.name] = name
+        self.latest[op.name] = name
         self.previous = name
 
     def finish(self) -> tuple[list[str], list[str]]:
-        """What to return, and the effects to wait for."""
+        """Names of the tensors to return, and of the ops with effects to wait for."""
         outputs = [self._tensor(t) for t in self.capture.trace.function.graph.outputs]
-        effects = [self.newest[self.capture.members[o].name] for o in self.capture.effects]
+        effects = [self.latest[self.capture.members[o].name] for o in self.capture.effects]
         return [t if ":" in t else f"{t}:0" for t in outputs], effects
 
     def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> None:
@@ -102,23 +111,26 @@ class _Writer:
         node.name = name
         del node.input[:]
         node.input.extend(inputs)
-        node.attr.pop("_class", None)  # places it with a node that may have another name now
+        node.attr.pop("_class", None)  # asks for colocation with a node whose name may have changed
 
     def _assign_in_place(self, op: tf.Operation) -> None:
-        """Assign by writing into the buffer that a variable has.
+        """Assign a variable by overwriting its current buffer.
 
-        TensorFlow's own assignment takes the value's buffer over, so that variables move through the allocator's memory
-        from step to step, and the free chunks between them never are the same twice: a step that was measured would
-        one day take half as much again. Adding in place gives the variable a buffer of its own if someone holds the one it has,
-        `InplaceUpdate` overwrites the sum, and the variable is assigned what it holds already; one that copies
-        whenever it is read is assigned that copy.
+        `AssignVariableOp` adopts the buffer of the new value (tensorflow/core/kernels/resource_variable_ops.cc). Variables
+        then move through the allocator's memory from step to step and the free chunks between them change every time: the
+        same step of VGG19 took 160 to 251 MB in 40 steps (docs/decisions/0051). Instead,
+
+        1. `AssignAddVariableOp` adds in place; it copies the variable first if another tensor references its buffer;
+        2. `InplaceUpdate` (tensorflow/core/kernels/inplace_ops.cc) overwrites the sum with the new value;
+        3. `AssignVariableOp` assigns the variable the buffer that it has already, or, if the variable is in copy-on-read
+           mode, the copy.
         """
         value = op.inputs[1]
         handle, new = (self._tensor(t) for t in op.inputs)
         dtype, count = value.dtype, value.shape.num_elements()
         name = op.name
-        own = self._node("AssignAddVariableOp", f"{name}__own", [handle, new, *self._waits(op)], dtype=dtype)
-        read = self._node("ReadVariableOp", f"{name}__read", [handle, f"^{own}"], dtype=dtype)
+        unshared = self._node("AssignAddVariableOp", f"{name}__own", [handle, new, *self._waits(op)], dtype=dtype)
+        read = self._node("ReadVariableOp", f"{name}__read", [handle, f"^{unshared}"], dtype=dtype)
         row = self._const(f"{name}__row", np.array([1, count], np.int32))
         old = self._node("Reshape", f"{name}__old", [read, row], T=dtype, Tshape=tf.int32)
         new = self._node("Reshape", f"{name}__new", [new, row], T=dtype, Tshape=tf.int32)
@@ -144,11 +156,13 @@ class _Writer:
         return name
 
     def _waits(self, op: tf.Operation) -> list[str]:
+        """Control inputs: the previous computation, or the traced ones where the chain is omitted."""
         if self.chain:
             return [f"^{self.previous}"]
-        return sorted({f"^{self.newest[c.name]}" for c in op.control_inputs if c.name in self.newest})
+        return sorted({f"^{self.latest[c.name]}" for c in op.control_inputs if c.name in self.latest})
 
     def _tensor(self, tensor: tf.Tensor) -> str:
+        """Name of the tensor that stands for a traced tensor at this point of the plan."""
         op = tensor.op
         kind = self.capture.kinds[op.name]
         if kind == "input":
@@ -159,19 +173,19 @@ class _Writer:
             if values and tensor.value_index:
                 return f"{op.name}__{tensor.value_index}"
             name = op.name
-        elif kind == "view" and op.type in SAME:
+        elif kind == "view" and op.type in IDENTITIES:
             return self._tensor(op.inputs[tensor.value_index])
         elif kind == "view":
             name = self._view(op)
-        elif kind == "read" and op.name not in self.capture.held:
+        elif kind == "read" and op.name not in self.capture.snapshot_reads:
             name = self._read(op)
         else:
-            name = self.newest[op.name]
+            name = self.latest[op.name]
         return name if not tensor.value_index else f"{name}:{tensor.value_index}"
 
     def _constant(self, op: tf.Operation) -> bool:
-        """Write a constant; whether it is one node an output."""
-        values = static_values(op) or []
+        """Write a constant once; returns whether it became one ``Const`` node per output."""
+        values = static_shape_values(op) or []
         if op.name not in self.constants:
             self.constants.add(op.name)
             for i, value in enumerate(values):
@@ -184,26 +198,27 @@ class _Writer:
         return self.capture.kinds[base_tensor(tensor, self.capture.kinds).op.name] == "constant"
 
     def _unfolded(self, name: str, tensor: tf.Tensor) -> str:
-        """A constant that the runtime does not take for one.
+        """A constant that the runtime does not fold.
 
-        It would otherwise compute whatever has only constants as inputs before the first step, up to 10 MiB each, and keep
-        it for good: what the plan frees would stay, uncounted.
+        Constant folding (tensorflow/core/common_runtime/constant_folding.cc) computes ops with constant inputs once,
+        up to 10 MiB each, and keeps the results as long as the function exists: the plan's frees would release nothing, and
+        the bytes would not be counted. This pass is not part of Grappler.
         """
         kept = f"{name.replace(':', '__')}__unfolded"
         if kept not in self.constants:
             self.constants.add(kept)
-            self._node("GuaranteeConst", kept, [name], T=tensor.dtype)  # not to be optimized away; hands its input on
+            self._node("GuaranteeConst", kept, [name], T=tensor.dtype)  # marked as not optimizable; forwards its input
         return kept
 
     def _read(self, op: tf.Operation) -> str:
-        """Read a variable when it is first needed: nothing changes it between then and its last use."""
+        """Read a variable at its first use: no op changes it between then and its last use."""
         if op.name not in self.reads:
             self.reads.add(op.name)
             self._add(op, op.name, chained=True)
         return op.name
 
     def _view(self, op: tf.Operation) -> str:
-        """A view of the newest computation of what it shares its buffer with."""
+        """A view of the latest computation of the tensor whose buffer it shares."""
         inputs = tuple(self._tensor(t) for t in op.inputs)
         key = (op.name, inputs)
         if key not in self.views:

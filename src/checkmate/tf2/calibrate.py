@@ -1,4 +1,4 @@
-"""Keep a budget by measuring: plan, run on saved and restored variables, and plan again until it fits."""
+"""Calibration: plan, measure the peak on saved and restored variables, and plan again until the budget is kept."""
 
 from __future__ import annotations
 
@@ -19,33 +19,44 @@ from checkmate.tf2.allocator_peaks import AllocatorPeaks, allocator_peaks
 from checkmate.tf2.apply_plan import Runner, build_function
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
-from checkmate.tf2.peak import counts, default_device, measure_peak
+from checkmate.tf2.peak import default_device, has_memory_stats, measure_peak
 
 _log = logging.getLogger("checkmate.tf2")
 
-_RUNS = 2
-"""Times that a plan is measured: the second time in the free chunks that restoring the variables leaves, as training will be."""
 
-_STEPS = 2
-"""Steps of one measurement: the first changes the allocator's free list, the second reproduces the steady state."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurementEffort:
+    """How often plans are measured.
 
-_FINAL_TRIES = 3
-"""Times that a plan which fitted may be given up because it needs more when it is built alone, as it will run."""
+    Attributes:
+        runs: Measurements of a plan. The second one runs with the free chunks that restoring the variables leaves, as
+            training does; it was up to a few per cent off the first (docs/decisions/0051).
+        steps: Steps of one measurement: the first changes the allocator's free list, the second reproduces the steady state.
+        final_trials: Searches that end with a final measurement. The final plan is built and measured alone, without the
+            constants and free chunks that functions of other plans leave; it then needed up to 20 % more.
+    """
+
+    runs: int = 2
+    steps: int = 2
+    final_trials: int = 3
+
+
+_EFFORT = MeasurementEffort()
 
 Replan = Callable[[int], Result]
-"""The best plan within an amount of live bytes."""
+"""Makes the cheapest plan within an amount of live bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fitted:
-    """A plan that was measured to keep its budget.
+class PlannedFunction:
+    """A captured step with its plan, written as a function.
 
     Attributes:
-        capture: The step.
+        capture: The captured step.
         result: The plan, with its proof.
-        function: Runs it.
-        peaks: Its peak as planned, with buffers passed on, and in the allocator's chunks.
-        measured_bytes: Its measured peak, resident bytes included; None where TensorFlow does not count.
+        function: Runs the plan.
+        peaks: Predicted peaks of the plan.
+        measured_bytes: Measured peak, resident bytes included; None if the plan was not measured.
     """
 
     capture: Capture
@@ -56,13 +67,13 @@ class Fitted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tried:
-    """A plan that was predicted to fit, and ran.
+class _TrialRun:
+    """A plan that was predicted to keep the budget and was therefore run.
 
     Attributes:
         result: The plan.
-        peaks: As in `Fitted`.
-        measured_bytes: As in `Fitted`.
+        peaks: Predicted peaks of the plan.
+        measured_bytes: Measured peak, resident bytes included; None if TensorFlow reports no memory statistics.
     """
 
     result: Result
@@ -70,44 +81,44 @@ class _Tried:
     measured_bytes: int | None
 
 
-def fit(capture: Capture, budget_bytes: int, replan: Replan, batch: Sequence[tf.Tensor] | None = None) -> Fitted:
+def calibrate(capture: Capture, budget_bytes: int, replan: Replan, batch: Sequence[tf.Tensor] | None = None) -> PlannedFunction:
     """The cheapest plan found whose measured peak keeps a budget.
 
-    What TensorFlow allocates differs from the live bytes of a plan: less where buffers pass from op to op, more where chunks
-    are not split. Both are predicted first, so that most plans fit when they are first run.
+    TensorFlow allocates other bytes than the live bytes of a plan: fewer where buffers are forwarded, more where chunks are
+    not split. `allocator_peaks` predicts both, and only plans that are predicted to fit are run.
 
     Args:
-        capture: The step.
-        budget_bytes: The most bytes at any moment, resident bytes included.
-        replan: Plans within an amount of live bytes.
-        batch: The flat tensors to run on; made up if left out.
+        capture: The captured step.
+        budget_bytes: Largest allowed peak, resident bytes included.
+        replan: Makes the cheapest plan within an amount of live bytes.
+        batch: The flat tensors to run on; synthetic ones by default.
 
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
     """
-    search = _Search(capture, budget_bytes, replan, [_made_up(t) for t in capture.trace.arguments] if batch is None else batch)
-    for _ in range(_FINAL_TRIES):
+    search = _Search(capture, budget_bytes, replan, [_synthetic(t) for t in capture.trace.arguments] if batch is None else batch)
+    for _ in range(_EFFORT.final_trials):
         best = search.run()
-        # Measured as it will run: without the constants and the free chunks that other plans have left.
+        # Measured as it will run: without the constants and free chunks that functions of other plans leave.
         function = build_function(capture, best.result.plan)
-        again = measure_plan(capture, function, search.batch, budget_bytes)
-        if again is None or best.measured_bytes is None:
-            return Fitted(capture, best.result, function, best.peaks, None)
-        if again <= budget_bytes:
+        final = measure_plan(capture, function, search.batch, budget_bytes)
+        if final is None or best.measured_bytes is None:
+            return PlannedFunction(capture, best.result, function, best.peaks, None)
+        if final <= budget_bytes:
             if any(op.type in KERNEL_RANDOM for op in capture.members):
-                function = build_function(capture, best.result.plan)  # kernels that have drawn nothing yet
-            return Fitted(capture, best.result, function, best.peaks, max(again, best.measured_bytes))
-        search.correct(again - best.measured_bytes, again)
-    raise search.refusal()
+                function = build_function(capture, best.result.plan)  # new kernels, whose random streams are at their start
+            return PlannedFunction(capture, best.result, function, best.peaks, max(final, best.measured_bytes))
+        search.correct(final - best.measured_bytes, final)
+    raise search.no_plan_error()
 
 
 class _Search:
-    """Plans within less or more, as measuring shows.
+    """Searches for the cheapest plan whose measured peak keeps the budget.
 
     Args:
-        capture: The step.
-        budget_bytes: The most bytes at any moment, resident bytes included.
-        replan: Plans within an amount of live bytes.
+        capture: The captured step.
+        budget_bytes: Largest allowed peak, resident bytes included.
+        replan: Makes the cheapest plan within an amount of live bytes.
         batch: The flat tensors to run on.
     """
 
@@ -118,38 +129,38 @@ class _Search:
         self.batch = batch
         self.policy = Offset(resident_bytes=capture.graph.resident_bytes)
         self.bias_bytes = 0  # measured peak minus predicted peak
-        self.smallest_bytes: int | None = None  # the least that a plan was found to need
+        self.smallest_bytes: int | None = None  # smallest peak of a plan so far
         self._error: CheckmateError | None = None
 
-    def run(self) -> _Tried:
+    def run(self) -> _TrialRun:
         """The cheapest plan that fits: with headroom where there is one, else within the budget.
 
         Raises:
-            InfeasibleBudgetError: None does.
+            InfeasibleBudgetError: No plan keeps the budget.
         """
-        calibration: Calibration[_Tried | None] = Calibration(self.budget_bytes, self.policy)
+        calibration: Calibration[_TrialRun | None] = Calibration(self.budget_bytes, self.policy)
         while (target := calibration.next_target()) is not None:
             calibration.record(self._try(target))
         best = calibration.best(self.policy.aim_bytes(self.budget_bytes)) or calibration.best()
         if best is None or best.outcome is None:
-            raise self.refusal()
+            raise self.no_plan_error()
         return best.outcome
 
-    def correct(self, more_bytes: int, needed_bytes: int) -> None:
-        """Record that the final plan needed ``more_bytes`` above its trial; the next plan that fits is accepted."""
-        self.bias_bytes += more_bytes
-        self._note(needed_bytes)
+    def correct(self, excess_bytes: int, needed_bytes: int) -> None:
+        """Record that the final plan needed ``excess_bytes`` more than its trial; the next plan that fits is accepted."""
+        self.bias_bytes += excess_bytes
+        self._record_peak(needed_bytes)
         self.policy = replace(self.policy, uses_room=False)
 
-    def refusal(self) -> CheckmateError:
-        """The error that says why there is no plan."""
+    def no_plan_error(self) -> CheckmateError:
+        """The error to raise: why no plan keeps the budget."""
         if self.smallest_bytes is None:
             assert self._error is not None
             return self._error
-        return _refused(self.budget_bytes, self.smallest_bytes, self._error)
+        return _infeasible(self.budget_bytes, self.smallest_bytes, self._error)
 
-    def _try(self, target: int) -> Trial[_Tried | None]:
-        """Plan within so many live bytes, and run what is predicted to fit."""
+    def _try(self, target: int) -> Trial[_TrialRun | None]:
+        """Plan within an amount of live bytes, and run the plan if it is predicted to fit."""
         try:
             result = self.replan(target)
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
@@ -157,68 +168,74 @@ class _Search:
             return Trial(target_bytes=target, planned_bytes=None, needed_bytes=None, cost=math.inf, outcome=None)
         aim = self.policy.aim_bytes(self.budget_bytes)
         peaks = allocator_peaks(self.capture, result.plan)
-        needed, tried = peaks.chunk_bytes + self.bias_bytes, None
-        if min(needed, peaks.chunk_bytes) <= self.budget_bytes:  # the excess of one plan need not be that of the next
+        needed, run = peaks.chunk_bytes + self.bias_bytes, None
+        if min(needed, peaks.chunk_bytes) <= self.budget_bytes:  # another plan can exceed its prediction by less
             measured = measure_plan(self.capture, build_function(self.capture, result.plan), self.batch, self.budget_bytes)
-            tried = _Tried(result, peaks, measured)
-            _log_tried(tried, self.budget_bytes)
+            run = _TrialRun(result, peaks, measured)
+            _log_trial(run, self.budget_bytes)
             if measured is not None:
                 self.bias_bytes += measured - needed
                 needed = measured
-            else:  # nothing counts here, and the prediction is all there is
+            else:  # no memory statistics: the prediction counts
                 needed = min(needed, aim)
         if needed > aim:
-            self._note(needed)
+            self._record_peak(needed)
         return Trial(
             target_bytes=target,
             planned_bytes=result.peak_bytes,
             needed_bytes=needed,
             cost=result.cost,
             overhead=result.overhead,
-            measured=tried is not None and tried.measured_bytes is not None,
-            outcome=tried,
+            measured=run is not None and run.measured_bytes is not None,
+            outcome=run,
         )
 
-    def _note(self, needed_bytes: int) -> None:
+    def _record_peak(self, needed_bytes: int) -> None:
         self.smallest_bytes = needed_bytes if self.smallest_bytes is None else min(self.smallest_bytes, needed_bytes)
 
 
-def run_once(capture: Capture, result: Result) -> Fitted:
-    """A plan that is not held to a budget, built and not run."""
-    return Fitted(capture, result, build_function(capture, result.plan), allocator_peaks(capture, result.plan), None)
+def without_calibration(capture: Capture, result: Result) -> PlannedFunction:
+    """Write a plan as a function without running it, for a plan that is given or needs no calibration."""
+    return PlannedFunction(capture, result, build_function(capture, result.plan), allocator_peaks(capture, result.plan), None)
 
 
-def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor], enough: int) -> int | None:
-    """Measured peak of a function on saved and restored variables, resident bytes included; None if nothing counts.
+def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor], limit_bytes: int) -> int | None:
+    """Measured peak of a plan, with all variables saved before and restored after each measurement.
 
-    It is measured twice, the second time in the free chunks that restoring the variables leaves, as training will be. A plan
-    that needs more than ``enough`` is not measured again.
+    Args:
+        capture: The captured step.
+        function: Runs the plan.
+        batch: The flat tensors to run on.
+        limit_bytes: After a measurement above this, the plan is not measured again.
+
+    Returns:
+        Bytes, resident bytes included; None if TensorFlow reports no memory statistics.
     """
     device = default_device()
-    if not counts(device):
+    if not has_memory_stats(device):
         return None
     variables = capture.trace.function.graph.variables
-    # Copies: what `numpy` gives may be the variable's own buffer, which a step would then have to copy.
+    # Copies: `numpy` can return the variable's buffer itself, and a second reference would make a step copy the variable.
     saved = [np.array(v.numpy()) for v in variables]
     resident, peak = capture.graph.resident_bytes, 0
-    for _ in range(_RUNS):
+    for _ in range(_EFFORT.runs):
         try:
             with grappler_off():
-                for _ in range(_STEPS):
+                for _ in range(_EFFORT.steps):
                     peak = max(peak, measure_peak(lambda: function(*batch), device=device))
         finally:
             for variable, value in zip(variables, saved, strict=True):
                 _restore(variable, value)
-        if resident + peak > enough:
+        if resident + peak > limit_bytes:
             break
     return resident + peak
 
 
 def _restore(variable: tf.Variable, value: np.ndarray) -> None:
-    """Put a value back into the buffer that a variable has, so that training finds the chunks that were measured.
+    """Restore a variable in its current buffer, so that training runs with the free chunks that were measured.
 
-    `assign` takes a new buffer, and writing through a slice marks the variable as copied on every read. Subtracting is
-    in place, and exact: x - x is 0, and 0 - (-v) is v. What it is not exact for (not a number, -0.0) is assigned.
+    `assign` allocates a new buffer, and assigning to a slice makes the variable copy on every read. `assign_sub` works in
+    place and is exact: x - x is 0, and 0 - (-v) is v. Values for which it is not exact (NaN, -0.0) are assigned.
     """
     if value.dtype.kind in "fiu" and value.size:
         variable.assign_sub(np.array(variable.numpy()))
@@ -228,40 +245,41 @@ def _restore(variable: tf.Variable, value: np.ndarray) -> None:
     variable.assign(value)
 
 
-def _made_up(tensor: tf.Tensor) -> tf.Tensor:
+def _synthetic(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor of the same shape and type: uniform random floats in [0, 1), or zeros."""
     if tensor.dtype.is_floating:
         return tf.cast(tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2)), tensor.dtype)
     return tf.zeros(tensor.shape, tensor.dtype)
 
 
-def _log_tried(tried: _Tried, budget_bytes: int) -> None:
-    if tried.measured_bytes is None:
+def _log_trial(trial: _TrialRun, budget_bytes: int) -> None:
+    if trial.measured_bytes is None:
         _log.warning(
-            "the peak cannot be measured: TensorFlow does not count on %s; the plan's own account is %s of %s. Set "
-            "TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts to have it counted",
+            "the peak cannot be measured: TensorFlow reports no memory statistics for %s; the predicted peak is %s of %s. "
+            "Set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts to measure it",
             default_device(),
-            format_bytes(tried.peaks.live_bytes),
+            format_bytes(trial.peaks.live_bytes),
             format_bytes(budget_bytes),
         )
         return
     _log.info(
         "planned %s, predicted %s, measured %s of %s, overhead %.4f",
-        format_bytes(tried.peaks.live_bytes),
-        format_bytes(tried.peaks.chunk_bytes),
-        format_bytes(tried.measured_bytes),
+        format_bytes(trial.peaks.live_bytes),
+        format_bytes(trial.peaks.chunk_bytes),
+        format_bytes(trial.measured_bytes),
         format_bytes(budget_bytes),
-        tried.result.overhead,
+        trial.result.overhead,
     )
 
 
-def _refused(budget_bytes: int, smallest: int, refusal: CheckmateError | None) -> InfeasibleBudgetError:
-    why = "" if refusal is None else f"; with fewer live bytes there is none: {refusal.message}"
+def _infeasible(budget_bytes: int, smallest: int, planning_error: CheckmateError | None) -> InfeasibleBudgetError:
+    why = "" if planning_error is None else f"; planning within fewer live bytes failed: {planning_error.message}"
     return InfeasibleBudgetError(
-        f"no plan was found that keeps the budget of {format_bytes(budget_bytes)} as TensorFlow allocates: the smallest one "
-        f"takes {format_bytes(smallest)} in the allocator's chunks{why}",
+        f"no plan was found that keeps the budget of {format_bytes(budget_bytes)} in TensorFlow's allocator: the smallest plan "
+        f"allocates chunks of {format_bytes(smallest)}{why}",
         hint=f"raise the budget to at least {format_at_least(smallest)}, or lower the batch size",
         budget_bytes=budget_bytes,
-        floor_bytes=getattr(refusal, "floor_bytes", 0),
+        floor_bytes=getattr(planning_error, "floor_bytes", 0),
         smallest_bytes=smallest,
-        binding_op=getattr(refusal, "binding_op", ""),
+        binding_op=getattr(planning_error, "binding_op", ""),
     )

@@ -1,4 +1,4 @@
-"""A traced step as a `checkmate.Graph`."""
+"""Translates a traced step into a `checkmate.Graph`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from checkmate.tf2.op_properties import (
     classify,
     handles,
     recomputable,
-    static_values,
+    static_shape_values,
     tensor_bytes,
 )
 from checkmate.tf2.ordering import listed_order
@@ -30,7 +30,7 @@ from checkmate.tf2.trace import Trace
 _log = logging.getLogger("checkmate.tf2")
 
 Costs = Callable[[Sequence[tf.Operation]], Sequence[OpCost]]
-"""Costs of ops, in order."""
+"""Gives the cost and workspace of each of several ops."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,33 +38,34 @@ class Capture:
     """A graph together with the traced step that it describes.
 
     Attributes:
-        graph: What planners see.
-        trace: The step as traced.
+        graph: The graph to plan.
+        trace: The traced step.
         kinds: Kind of every op of the trace, by name.
         members: The op of the trace behind each op of the graph. Shape ``[op]``.
-        held: Names of the reads whose value is used after the variable has changed: ops of the graph, unlike other reads.
-        values: Value of each tensor that an op of the graph makes, by the tensor's name.
+        snapshot_reads: Names of the reads whose value is used after the variable's next change. They are ops of the graph that
+            hold the old value, unlike other reads.
+        values: Value of each tensor that an op of the graph computes, by the tensor's name.
     """
 
     graph: Graph
     trace: Trace
     kinds: Mapping[str, Kind]
     members: tuple[tf.Operation, ...]
-    held: frozenset[str]
+    snapshot_reads: frozenset[str]
     values: Mapping[str, int]
 
     def value_of(self, tensor: tf.Tensor) -> int | None:
-        """The value that holds a tensor's buffer, or None if it is resident."""
+        """The value whose buffer a tensor uses, or None if the buffer is resident."""
         return self.values.get(base_tensor(tensor, self.kinds).name)
 
     @property
     def effects(self) -> tuple[int, ...]:
-        """Ops that the function must run though nothing it returns needs them."""
+        """Ops that must run even if no output depends on them. Indices of ops of the graph."""
         return tuple(o for o, op in enumerate(self.members) if self.kinds[op.name] == "effect")
 
 
 def base_tensor(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> tf.Tensor:
-    """The tensor whose buffer a tensor shares: itself unless a view made it."""
+    """The tensor whose buffer a tensor uses: itself, unless it is the output of a view."""
     while kinds[tensor.op.name] == "view":
         tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
     return tensor
@@ -73,21 +74,27 @@ def base_tensor(tensor: tf.Tensor, kinds: Mapping[str, Kind]) -> tf.Tensor:
 def capture_trace(trace: Trace, costs: Costs, name: str = "") -> Capture:
     """The graph of a traced step.
 
-    Views are not ops of the graph: who reads one reads what it shares its buffer with. Neither are reads
-    of variables, which copy nothing, but for those whose variable changes before their last use.
+    Views are not ops of the graph: a reader of a view reads the value whose buffer it shares. Reads of variables are not ops
+    either, since they copy nothing, except those whose variable changes before their last use.
 
     Args:
-        trace: The step.
-        costs: Costs and workspace of ops.
+        trace: The traced step.
+        costs: Gives the cost and workspace of each op.
         name: Name of the graph.
 
     Raises:
-        GraphError: XLA compiles a part of the step, or the batch's shape is not static.
+        GraphError: XLA compiles a part of the step.
     """
     return _Builder(trace).build(costs, name)
 
 
 class _Builder:
+    """Builds the graph of a traced step.
+
+    Args:
+        trace: The traced step.
+    """
+
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.ops = trace.ops
@@ -95,18 +102,20 @@ class _Builder:
         self.kinds = classify(self.ops)
         self.needed = self._needed()
         self.touching = self._touching()
-        self.held = self._held_reads()
+        self.snapshot_reads = self._snapshot_reads()
         self.real = [op for op in self.ops if op.name in self.needed and self._is_real(op)]
         self.values: dict[str, int] = {}  # tensor -> value
-        self.in_place: dict[str, str] = {}  # tensor -> the one whose buffer it takes over
+        self.in_place: dict[str, str] = {}  # tensor -> the tensor whose buffer it reuses
 
     def build(self, costs: Costs, name: str) -> Capture:
-        self._refuse_xla()
+        self._reject_xla()
         before = {op.name: self._before(op) for op in self.real}
         clobbers = {op.name: self._clobberers(op) for op in self.real}
-        late = {op.name for op in self.real if self._late(op)}
+        optimizer = {op.name for op in self.real if self._in_optimizer(op)}
         data = {op.name: [s.op.name for s in self._sources(op)] for op in self.real}
-        members = [self.ops[self.index[n]] for n in listed_order([op.name for op in self.real], data, before, clobbers, late)]
+        members = [
+            self.ops[self.index[n]] for n in listed_order([op.name for op in self.real], data, before, clobbers, optimizer)
+        ]
         where = {op.name: o for o, op in enumerate(members)}
         self._find_in_place(members)
         values = self._number(members)
@@ -114,11 +123,11 @@ class _Builder:
         ops = [self._op(op, measure, where, clobbers) for op, measure in zip(members, measures, strict=True)]
         order = sorted({(where[a], o) for o, op in enumerate(members) for a in before[op.name]})
         graph = Graph(tuple(ops), tuple(values), order=tuple(order), resident_bytes=self._resident_bytes(), name=name)
-        self._tell_opaque(members)
-        return Capture(graph, self.trace, self.kinds, tuple(members), frozenset(self.held), self.values)
+        self._warn_opaque(members)
+        return Capture(graph, self.trace, self.kinds, tuple(members), frozenset(self.snapshot_reads), self.values)
 
     def _needed(self) -> set[str]:
-        """Ops that the outputs or an effect need."""
+        """Names of the ops on which an output or an effect depends."""
         graph = self.trace.function.graph
         stack = [t.op for t in graph.outputs] + [c for c in graph.control_outputs if self.kinds[c.name] == "effect"]
         needed: set[str] = set()
@@ -127,16 +136,17 @@ class _Builder:
             if op.name in needed:
                 continue
             needed.add(op.name)
-            if static_values(op) is None:  # a static shape is known without what it is the shape of
+            if static_shape_values(op) is None:  # a static shape is known without the tensor
                 stack += [t.op for t in op.inputs]
                 stack += op.control_inputs
         return needed
 
     def _is_real(self, op: tf.Operation) -> bool:
-        return self.kinds[op.name] in ("op", "effect") or op.name in self.held
+        """Whether an op of the trace is an op of the graph."""
+        return self.kinds[op.name] in ("op", "effect") or op.name in self.snapshot_reads
 
     def _touching(self) -> dict[str, list[tf.Operation]]:
-        """Ops that take each resource, as traced."""
+        """Ops that take each resource handle, in the order of the trace."""
         found: dict[str, list[tf.Operation]] = {}
         for op in self.ops:
             if op.name in self.needed:
@@ -145,14 +155,14 @@ class _Builder:
         return found
 
     def _writers_after(self, op: tf.Operation) -> list[tf.Operation]:
-        """Ops that change a variable after an op has read it."""
+        """Ops that are traced after an op and change a variable that it takes."""
         me = self.index[op.name]
         users = [user for handle in handles(op) for user in self.touching[handle]]
         return [user for user in users if user.type not in READERS and self.index[user.name] > me]
 
-    def _held_reads(self) -> set[str]:
-        """Reads with a use that was traced after the variable's next change: they hold the old value."""
-        users: dict[str, int] = {}  # op -> number of the last op that uses what it gives, views looked through
+    def _snapshot_reads(self) -> set[str]:
+        """Reads with a use that was traced after the variable's next change, so that they must hold the old value."""
+        users: dict[str, int] = {}  # op -> index of the last op that uses its outputs, directly or through views
         for i in range(len(self.ops) - 1, -1, -1):
             op = self.ops[i]
             last = users.get(op.name, i) if self.kinds[op.name] == "view" else i
@@ -174,17 +184,17 @@ class _Builder:
         return base_tensor(tensor, self.kinds)
 
     def _sources(self, op: tf.Operation) -> list[tf.Tensor]:
-        """Tensors made by ops of the graph that an op reads."""
+        """Tensors that an op reads and another op of the graph computes."""
         bases = dict.fromkeys(self._base(t).ref() for t in op.inputs)
         return [b.deref() for b in bases if self._is_real(b.deref().op)]
 
     def _reads(self, op: tf.Operation) -> list[tf.Operation]:
-        """Reads of variables behind what an op reads, that are not ops of the graph themselves."""
+        """Reads of variables whose buffers an op reads, without those that are ops of the graph."""
         found = dict.fromkeys(self._base(t).op.name for t in op.inputs)
-        return [self.ops[self.index[n]] for n in found if self.kinds[n] == "read" and n not in self.held]
+        return [self.ops[self.index[n]] for n in found if self.kinds[n] == "read" and n not in self.snapshot_reads]
 
     def _before(self, op: tf.Operation) -> list[str]:
-        """Ops that must have run before: by control edges, of its own or of the reads that it uses."""
+        """Ops that must run before an op, by its control edges or those of the reads that it uses."""
         found: dict[str, None] = {}
         stack = [c for o in (op, *self._reads(op)) for c in o.control_inputs]
         seen: set[str] = set()
@@ -195,29 +205,29 @@ class _Builder:
             seen.add(above.name)
             if self._is_real(above):
                 found[above.name] = None
-            else:  # what only passes control on; a read orders nothing but what changes the variable, see _clobberers
+            else:  # `NoOp` and views pass control on; order around reads is in _clobberers
                 stack += above.control_inputs
                 stack += [t.op for t in above.inputs] if self.kinds[above.name] == "view" else []
         return [n for n in found if n in self.needed and n != op.name]
 
     def _clobberers(self, op: tf.Operation) -> list[str]:
-        """Ops that change a variable whose buffer an op reads."""
+        """Ops that overwrite a variable whose buffer an op reads."""
         writers = [w.name for read in self._reads(op) for w in self._writers_after(read)]
-        if op.name in self.held or op.type in READERS:
+        if op.name in self.snapshot_reads or op.type in READERS:
             writers += [w.name for w in self._writers_after(op)]
         return [n for n in dict.fromkeys(writers) if n != op.name]
 
     def _find_in_place(self, members: Sequence[tf.Operation]) -> None:
-        """Tensors of the optimizer that always take over the buffer of what they are made from.
+        """Find outputs of the optimizer's ops that always reuse the buffer of an input.
 
-        They do where nobody else reads that, since the optimizer's ops are computed once: what they read dies there.
+        They do if the op is the only reader of that input: ops of the optimizer are computed once, so it is freed there.
         """
         kept = {self._base(t).ref() for t in self.trace.function.graph.outputs}
         users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
         uses = Counter(self._base(t).ref() for op in users for t in op.inputs)
         for op in members:
-            places = FORWARDS.get(op.type, ()) if self._late(op) else ()
-            for i in places:
+            candidates = FORWARDS.get(op.type, ()) if self._in_optimizer(op) else ()
+            for i in candidates:
                 source = self._base(op.inputs[i]) if i < len(op.inputs) else None
                 if (
                     source is not None
@@ -231,10 +241,11 @@ class _Builder:
                     self.in_place[op.outputs[0].name] = source.name
                     break
 
-    def _late(self, op: tf.Operation) -> bool:
+    def _in_optimizer(self, op: tf.Operation) -> bool:
         return self.trace.phase(self.index[op.name]) == "optimizer"
 
     def _number(self, members: Sequence[tf.Operation]) -> list[Value]:
+        """A value for every output of every op; an output that reuses a buffer is a view of that value."""
         kept = {self._base(t).ref() for t in self.trace.function.graph.outputs}
         values: list[Value] = []
         for op in members:
@@ -252,7 +263,7 @@ class _Builder:
             outputs=tuple(self.values[t.name] for t in op.outputs),
             cost=measure.cost_ns,
             workspace_bytes=measure.workspace_bytes,
-            recomputable=self.kinds[op.name] == "op" and recomputable(op) and not self._late(op),
+            recomputable=self.kinds[op.name] == "op" and recomputable(op) and not self._in_optimizer(op),
             clobbered_by=tuple(sorted(where[c] for c in clobbers[op.name])),
             phase=self.trace.phase(self.index[op.name]),
             kind=op.type,
@@ -260,7 +271,8 @@ class _Builder:
         )
 
     def _resident_bytes(self) -> int:
-        outside = [self._outside_bytes(tensor) for tensor in self.trace.captured.values()]
+        """Bytes of variables and other captured tensors, of the batch and of constants."""
+        outside = [self._captured_bytes(tensor) for tensor in self.trace.captured.values()]
         constants = [op for op in self.ops if op.type == "Const" and op.name in self.needed]
         return (
             sum(outside)
@@ -268,27 +280,27 @@ class _Builder:
             + sum(tensor_bytes(t) for op in constants for t in op.outputs)
         )
 
-    def _outside_bytes(self, tensor: tf.Tensor) -> int:
+    def _captured_bytes(self, tensor: tf.Tensor) -> int:
         if tensor.dtype != tf.resource:
             return tensor_bytes(tensor)
         variable = next((v for v in self.trace.function.graph.variables if v.handle is tensor), None)
         return 0 if variable is None else variable.shape.num_elements() * variable.dtype.size
 
-    def _refuse_xla(self) -> None:
+    def _reject_xla(self) -> None:
         for op in self.real:
             if op.type in CALLS and "_XlaMustCompile" in op.node_def.attr and op.get_attr("_XlaMustCompile"):
                 raise GraphError(
-                    f"op {op.name!r} is a function that XLA compiles (jit_compile=True): no schedule reaches inside",
-                    hint="take jit_compile=True off the functions that the model or the loss calls",
+                    f"op {op.name!r} is a function that XLA compiles (jit_compile=True), whose schedule cannot be planned",
+                    hint="remove jit_compile=True from the functions that the model or the loss calls",
                 )
 
-    def _tell_opaque(self, members: Sequence[tf.Operation]) -> None:
-        loops = [op for op in members if op.type in CONTROL_FLOW | CALLS]
-        if loops:
-            names = ", ".join(f"{op.name} ({op.type})" for op in loops[:5]) + (", ..." if len(loops) > 5 else "")
+    def _warn_opaque(self, members: Sequence[tf.Operation]) -> None:
+        opaque = [op for op in members if op.type in CONTROL_FLOW | CALLS]
+        if opaque:
+            names = ", ".join(f"{op.name} ({op.type})" for op in opaque[:5]) + (", ..." if len(opaque) > 5 else "")
             _log.warning(
-                "%d loops, branches or functions are each one op of the plan, and what they hold inside is measured but not "
+                "%d loops, branches or nested functions are each one op of the plan; their inner values are measured but not "
                 "planned: %s",
-                len(loops),
+                len(opaque),
                 names,
             )

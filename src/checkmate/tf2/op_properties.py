@@ -1,33 +1,38 @@
-"""Facts about TensorFlow ops: which compute, which only rename, which must run exactly once."""
+"""Properties of TensorFlow ops: views, reads of variables, effects, buffer forwarding, bytes and estimated cost."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import tensorflow as tf
 
 Kind = Literal["input", "constant", "control", "view", "read", "effect", "op"]
-"""What becomes of an op of the traced step.
+"""Role of an op of the traced step.
 
-``input``: an argument or a captured tensor; ``constant``: known before the step, runs outside the plan; ``control``:
-carries control edges only; ``view``: shares its input's buffer; ``read``: reads a variable without copying;
-``effect``: runs exactly once; ``op``: may be computed again.
+``input``: an argument or a captured tensor; ``constant``: known before the step, computed outside the plan; ``control``:
+carries control edges only; ``view``: its output shares its input's buffer; ``read``: reads a variable without copying;
+``effect``: runs exactly once; ``op``: can be recomputed.
 """
 
 VIEWS = frozenset({"EnsureShape", "ExpandDims", "Identity", "IdentityN", "PreventGradient", "Reshape", "Squeeze", "StopGradient"})
-"""Their kernels hand on the input's buffer."""
+"""Ops whose kernels return the input's buffer as the output."""
 
-SAME = frozenset({"EnsureShape", "Identity", "IdentityN", "PreventGradient", "StopGradient"})
-"""Views that do not even change the shape: the function that runs a plan has none."""
+IDENTITIES = frozenset({"EnsureShape", "Identity", "IdentityN", "PreventGradient", "StopGradient"})
+"""Views that leave shape and type unchanged: the function of a plan omits them."""
 
 READERS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
-"""Take a variable's handle and leave the variable as it is."""
+"""Ops that take a variable's handle and do not change the variable."""
 
 CONTROL_FLOW = frozenset({"If", "While", "Case", "StatelessIf", "StatelessWhile", "StatelessCase"})
+"""Loops and branches: each is one op of the graph, with everything inside."""
+
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+"""Calls of nested functions: each is one op of the graph, with everything inside."""
+
 KERNEL_RANDOM = frozenset(
     {
         "Multinomial",
@@ -40,7 +45,7 @@ KERNEL_RANDOM = frozenset(
     }
     | {"ParameterizedTruncatedNormal", "TruncatedNormal"}
 )
-"""Draw from a stream that the kernel itself holds: no variable to save and restore."""
+"""Random ops whose generator state is in the kernel (GuardedPhiloxRandom), where it cannot be saved and restored."""
 
 FORWARDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan", "Maximum", "Minimum"), (0, 1)),
@@ -57,30 +62,57 @@ FORWARDS: dict[str, tuple[int, ...]] = {
     "SelectV2": (1, 2),
     "MaxPoolGrad": (0,),
 }
-"""Inputs whose buffer a kernel takes for its output if nobody else holds it. See ``tests/tf2/test_op_properties.py``."""
+"""Positions of the inputs whose buffer a kernel reuses for its first output if nothing else references it.
+
+Kernels do this with ``forward_input_or_allocate_output`` (tensorflow/core/framework/op_kernel.h).
+``tests/tf2/test_op_properties.py`` checks entries against TensorFlow's trace of allocations.
+"""
 
 FORWARDS_TO_SECOND = frozenset({"SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"})
-"""Take their first input's buffer for their second output, the gradient."""
+"""Ops that reuse their first input's buffer for their second output, the gradient (tensorflow/core/kernels/xent_op.cc)."""
 
-BORROWS = {"MaxPoolGrad": 1}
-"""Input whose buffer a kernel takes as workspace if nobody else holds it."""
+FORWARDS_TO_WORKSPACE = {"MaxPoolGrad": 1}
+"""Position of the input whose buffer a kernel reuses as workspace if nothing else references it."""
+
+SMALL_CONSTANT_BYTES = 4096
+"""Results of ops on constants up to this size are constants too (shapes, axes, scalars). Larger ones are values of the plan."""
 
 _SHAPES = frozenset({"Rank", "Shape", "ShapeN", "Size"})
-SMALL = 4096
-"""What is computed from constants alone and no larger is kept for good: shapes, axes, scalars."""
 _RESERVE = frozenset({"FusedBatchNormV3", "FusedBatchNormGradV3"})  # their untyped reserve space is empty on the CPU
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateParameters:
+    """A device as the estimate of costs assumes it: typical of one core of a CPU, measured on none.
+
+    Only ratios of costs decide a plan, and these are mostly ratios of bytes.
+
+    Attributes:
+        op_ns: Fixed cost of every op, so that no op is free.
+        bytes_per_s: Memory traffic.
+    """
+
+    op_ns: int = 1000
+    bytes_per_s: float = 8e9
+
+
+_ESTIMATE = EstimateParameters()
+
+
 def classify(ops: Sequence[tf.Operation]) -> dict[str, Kind]:
-    """The kind of every op, by name. The ops are in the order in which they were traced."""
+    """The kind of every op, by name.
+
+    Args:
+        ops: Ops in the order in which they were traced.
+    """
     kinds: dict[str, Kind] = {}
     for op in ops:
         kinds[op.name] = _kind(op, kinds)
     return kinds
 
 
-def static_values(op: tf.Operation) -> list[np.ndarray] | None:
-    """What a shape op gives, where the shapes that it asks for are static: its inputs need not be there for it."""
+def static_shape_values(op: tf.Operation) -> list[np.ndarray] | None:
+    """Outputs of a shape op, if the shapes of its inputs are static; None for other ops. Its inputs need not be computed."""
     if op.type not in _SHAPES or not all(t.shape.is_fully_defined() for t in op.inputs):
         return None
     if op.type == "Size":
@@ -95,7 +127,7 @@ def static_values(op: tf.Operation) -> list[np.ndarray] | None:
 def tensor_bytes(tensor: tf.Tensor) -> int:
     """Bytes of a tensor by its static shape.
 
-    A size that depends on data counts as much as the largest input of the op that makes it.
+    A size that depends on data is taken to be that of the largest input of the producing op.
     """
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
@@ -107,25 +139,25 @@ def tensor_bytes(tensor: tf.Tensor) -> int:
     return max((tensor_bytes(t) for t in tensor.op.inputs), default=0)
 
 
-def new_bytes(op: tf.Operation) -> int:
+def output_bytes(op: tf.Operation) -> int:
     """Bytes of all outputs of an op."""
     return sum(map(tensor_bytes, op.outputs))
 
 
 def recomputable(op: tf.Operation) -> bool:
-    """Whether an op of kind ``op`` may run again: lists of tensors have bytes that no shape tells."""
+    """Whether an op of kind ``op`` can be recomputed. Ops on variants (tensor lists) cannot: no shape gives their bytes."""
     return not any(t.dtype == tf.variant for t in (*op.inputs, *op.outputs))
 
 
 def handles(op: tf.Operation) -> tuple[str, ...]:
-    """Names of the resources that an op takes."""
+    """Names of the resource handles (variables) among the inputs of an op."""
     return tuple(t.op.name for t in op.inputs if t.dtype == tf.resource)
 
 
-def estimate_ns(op: tf.Operation, bytes_per_s: float = 8e9) -> int:
-    """Cost of what cannot be run alone, from its bytes."""
-    moved = new_bytes(op) + sum(tensor_bytes(t) for t in op.inputs)
-    return 1000 + math.ceil(moved * 1e9 / bytes_per_s)
+def estimate_ns(op: tf.Operation) -> int:
+    """Estimated nanoseconds of an op, from the bytes that it reads and writes."""
+    moved = output_bytes(op) + sum(tensor_bytes(t) for t in op.inputs)
+    return _ESTIMATE.op_ns + math.ceil(moved * 1e9 / _ESTIMATE.bytes_per_s)
 
 
 def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:
@@ -137,9 +169,9 @@ def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:
         return "read"
     if op.op_def.is_stateful:
         return "effect"
-    if op.type == "Const" or static_values(op) is not None:
+    if op.type == "Const" or static_shape_values(op) is not None:
         return "constant"
     variant = any(t.dtype == tf.variant for t in op.outputs)
-    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and new_bytes(op) <= SMALL:
+    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and output_bytes(op) <= SMALL_CONSTANT_BYTES:
         return "constant"
     return "view" if op.type in VIEWS and not variant else "op"

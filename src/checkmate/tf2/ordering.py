@@ -1,4 +1,7 @@
-"""The order in which ops are listed: as traced, and every variable's update as soon as its gradient is there."""
+"""The order in which ops are listed in the graph: as traced, but every variable's update as soon as its gradient is computed.
+
+This needs no TensorFlow, but it stays here because only this front end uses it: PyTorch moves updates in the FX graph.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,36 @@ def listed_order(
     data: Mapping[str, Sequence[str]],
     before: Mapping[str, Sequence[str]],
     clobbers: Mapping[str, Sequence[str]],
-    late: set[str],
+    optimizer: set[str],
 ) -> list[str]:
-    """Ops in the order of the trace, with those of the optimizer where the gradients are born.
+    """Ops in the order of the trace, with each update moved to directly after its gradient.
 
-    A gradient then dies in its update instead of living to the end of the backward pass. An op of the
-    optimizer that no gradient leads to (weight decay, a slot's decay) waits for the op that needs it. A norm over all
-    gradients rightly keeps everything in its place.
+    A gradient is then freed after its update instead of at the end of the backward pass. An op of the optimizer that depends
+    on no gradient (weight decay, decay of a slot) is listed directly before the first op that reads it. Where every update
+    depends on all gradients, as with clipping by the global norm, no update can move.
 
     Args:
-        traced: Ops as traced.
+        traced: Names of ops in the order in which they were traced.
         data: Ops whose values each op reads.
-        before: Ops that must run before each op.
-        clobbers: Ops that overwrite what each op reads.
-        late: Ops of the optimizer.
+        before: Ops that must run before each op, by control edges.
+        clobbers: Ops that overwrite a variable that each op reads.
+        optimizer: Ops of the optimizer.
 
     Returns:
-        The same ops; what each op needs comes before it.
+        The same names in a topological order of ``data``, ``before`` and ``clobbers``.
     """
     needs = {n: [*data[n], *before[n]] for n in traced}
     for n in traced:
         for writer in clobbers[n]:
             if writer in needs:
                 needs[writer].append(n)
-    ready = _ready(traced, needs, late)
+    ready = _ready(traced, needs, optimizer)
     place = {n: i for i, n in enumerate(traced)}
     wanted = {m for n in traced for m in needs[n]}
-    # Sinks pull what they need behind them: an op goes as late as its first user lets it. A counter, which waits for
-    # nothing, goes last.
+    # A sink is emitted with everything that it needs, so an op is listed as late as its first reader allows. A sink that
+    # depends on no gradient, such as the step counter, is listed last.
     ready = {n: at if at >= 0 else len(traced) for n, at in ready.items()}
-    sinks = sorted((n for n in traced if n in late and n not in wanted), key=lambda n: (ready[n], place[n]))
+    sinks = sorted((n for n in traced if n in optimizer and n not in wanted), key=lambda n: (ready[n], place[n]))
     order: list[str] = []
     done: set[str] = set()
 
@@ -58,7 +61,7 @@ def listed_order(
 
     next_sink = 0
     for n in traced:
-        if n in late:
+        if n in optimizer:
             continue
         emit(n)
         while next_sink < len(sinks) and ready[sinks[next_sink]] <= place[n]:
@@ -69,18 +72,18 @@ def listed_order(
     return order
 
 
-def _ready(traced: Sequence[str], needs: Mapping[str, Sequence[str]], late: set[str]) -> dict[str, int]:
-    """Number of the last op outside the optimizer that each op of the optimizer waits for, directly or not."""
+def _ready(traced: Sequence[str], needs: Mapping[str, Sequence[str]], optimizer: set[str]) -> dict[str, int]:
+    """Position in the trace of the last op outside the optimizer that each op depends on, transitively; -1 if there is none."""
     place = {n: i for i, n in enumerate(traced)}
     ready: dict[str, int] = {}
-    # An update waits for readers that may be traced after it, so the trace is no order of the needs.
+    # An update depends on the readers of its variable, which can be traced after it: the trace is not a topological order.
     for start in traced:
         stack = [start]
         while stack:
             n = stack[-1]
             if n in ready:
                 stack.pop()
-            elif n not in late:
+            elif n not in optimizer:
                 ready[n] = place[n]
             else:
                 missing = [m for m in needs[n] if m not in ready]

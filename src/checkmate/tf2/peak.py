@@ -1,4 +1,4 @@
-"""The true peak of allocated memory while something runs."""
+"""Measures the peak of allocated memory while a function runs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ import tensorflow as tf
 from checkmate.core.errors import CheckmateError
 from checkmate.tf2._compat import TraceEvent, memory_limit_bytes, trace_events
 
-_HINT = "set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts: it then counts on the CPU too"
+_HINT = "set the environment variable TF_CPU_ALLOCATOR_USE_BFC=1 before TensorFlow starts, which then counts on the CPU too"
+_BUDGET_HINT = "pass a budget, such as budget='8GiB'"
 
 
 class NoStatisticsError(CheckmateError, RuntimeError):
-    """TensorFlow does not count what it allocates on a device."""
+    """TensorFlow reports no memory statistics for a device."""
 
 
 def default_device() -> str:
-    """The first GPU, else the CPU."""
+    """Name of the first GPU, or of the CPU if there is no GPU."""
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
-def counts(device: str) -> bool:
-    """Whether TensorFlow counts what it allocates on a device."""
+def has_memory_stats(device: str) -> bool:
+    """Whether TensorFlow reports memory statistics for a device.
+
+    Args:
+        device: Name of the device, such as ``"GPU:0"``.
+    """
     try:
         tf.config.experimental.get_memory_info(device)
     except ValueError:
@@ -35,17 +40,17 @@ def counts(device: str) -> bool:
 
 
 def measure_peak(fn: Callable[[], object], *, device: str | None = None) -> int:
-    """Bytes that a call allocates at its peak, over what was there when it began.
+    """Peak bytes that a call allocates, above the bytes allocated before it.
 
-    This is what TensorFlow's allocator hands out: whole chunks, which may be up to twice what was asked
-    for. Call a function once before measuring it: the first call traces.
+    The bytes are those of the allocator's chunks, which can be up to twice the requested size. Call a `tf.function` once
+    before measuring it, since its first call traces it.
 
     Args:
-        fn: What to run, once. Its peak is over when it returns; what it returns is let go.
-        device: Whose memory, such as ``"GPU:0"``; the first GPU if there is one, else the CPU.
+        fn: The function, called once without arguments. Its result is freed before the call returns.
+        device: Name of the device, such as ``"GPU:0"``; the first GPU by default, or the CPU if there is none.
 
     Raises:
-        NoStatisticsError: TensorFlow does not count on this device.
+        NoStatisticsError: TensorFlow reports no memory statistics for this device.
 
     Examples:
         >>> import tensorflow as tf
@@ -53,7 +58,7 @@ def measure_peak(fn: Callable[[], object], *, device: str | None = None) -> int:
         True
     """
     where = device or default_device()
-    _must_count(where)
+    _require_memory_stats(where)
     gc.collect()
     tf.config.experimental.reset_memory_stats(where)
     before = tf.config.experimental.get_memory_info(where)["current"]
@@ -61,61 +66,68 @@ def measure_peak(fn: Callable[[], object], *, device: str | None = None) -> int:
     return tf.config.experimental.get_memory_info(where)["peak"] - before
 
 
-class Allocated(NamedTuple):
-    """What an allocator was asked for and handed out while something ran once, over what was there before.
+class AllocationPeaks(NamedTuple):
+    """Peaks of one run in TensorFlow's allocator, above the bytes allocated before it.
 
     Attributes:
-        asked_bytes: Peak of the bytes asked for.
-        chunk_bytes: Peak of the chunks handed out for them.
-        measured_bytes: Peak by the allocator's own count.
+        requested_bytes: Peak of the requested bytes.
+        chunk_bytes: Peak of the bytes of the chunks allocated for them.
+        measured_bytes: Peak by the allocator's memory statistics.
     """
 
-    asked_bytes: int
+    requested_bytes: int
     chunk_bytes: int
     measured_bytes: int
 
 
-def trace_allocations(fn: Callable[[], object], *, device: str | None = None) -> Allocated:
-    """The peaks of what a call asks the allocator for and of the chunks that it gets, from TensorFlow's profiler.
+def trace_allocations(fn: Callable[[], object], *, device: str | None = None) -> AllocationPeaks:
+    """Peaks of one call, from the profiler's trace of its allocations and from the allocator's statistics.
 
-    The same run is measured by the allocator's count: two steps need not get the same chunks.
+    Both are of the same call, since two calls need not get the same chunks.
+
+    Args:
+        fn: The function, called once without arguments.
+        device: As in `measure_peak`.
 
     Raises:
-        NoStatisticsError: TensorFlow does not count on this device.
+        NoStatisticsError: TensorFlow reports no memory statistics for this device.
     """
     events: list[TraceEvent] = []
     measured = measure_peak(lambda: events.extend(trace_events(fn)), device=device)
-    asked = chunks = most_asked = most_chunks = 0
+    requested = chunks = requested_peak = chunks_peak = 0
     for event in events:
         sign = {"MemoryAllocation": 1, "MemoryDeallocation": -1}.get(event.name, 0)
         if sign:
-            asked += sign * int(event.facts.get("requested_bytes") or 0)
-            chunks += sign * int(event.facts.get("allocation_bytes") or 0)
-            most_asked, most_chunks = max(most_asked, asked), max(most_chunks, chunks)
-    return Allocated(most_asked, most_chunks, measured)
+            requested += sign * int(event.stats.get("requested_bytes") or 0)
+            chunks += sign * int(event.stats.get("allocation_bytes") or 0)
+            requested_peak, chunks_peak = max(requested_peak, requested), max(chunks_peak, chunks)
+    return AllocationPeaks(requested_peak, chunks_peak, measured)
 
 
 def available_bytes(device: str) -> int:
-    """What a device has left: what TensorFlow may still take of a GPU, or the memory that the machine has free.
+    """Bytes that can still be allocated: up to TensorFlow's limit on a GPU, or the free memory of the machine on a CPU.
+
+    Args:
+        device: Name of the device, such as ``"GPU:0"``.
 
     Raises:
-        NoStatisticsError: The GPU's limit is not known.
+        NoStatisticsError: TensorFlow reports no limit for the GPU, or the system does not report free memory.
     """
     if "GPU" in device:
         limit = memory_limit_bytes(device)
-        if limit is None or not counts(device):
-            raise NoStatisticsError(f"TensorFlow does not say how much memory {device} has", hint="give a budget, such as '8GiB'")
+        if limit is None or not has_memory_stats(device):
+            raise NoStatisticsError(f"TensorFlow does not report the memory of {device}", hint=_BUDGET_HINT)
         return max(0, limit - tf.config.experimental.get_memory_info(device)["current"])
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    for path in (Path("/proc/meminfo"),):  # counts what caches would give back
-        if path.exists():
-            lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-            free = int(lines["MemAvailable"].split()[0]) * 1024
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # its MemAvailable includes page caches, which the kernel frees on demand
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        free = int(lines["MemAvailable"].split()[0]) * 1024
     if not free:
-        raise NoStatisticsError("this system does not say how much memory is free", hint="give a budget, such as '8GiB'")
+        raise NoStatisticsError("this system does not report how much memory is free", hint=_BUDGET_HINT)
     return free
 
 
-def _must_count(device: str) -> None:
-    if not counts(device):
-        raise NoStatisticsError(f"TensorFlow does not count what it allocates on {device}", hint=_HINT)
+def _require_memory_stats(device: str) -> None:
+    if not has_memory_stats(device):
+        raise NoStatisticsError(f"TensorFlow reports no memory statistics for {device}", hint=_HINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import keras
@@ -19,35 +20,51 @@ from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything
 from checkmate.solvers.session import Solver
 from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.allocator_peaks import AllocatorPeaks
-from checkmate.tf2.calibrate import Fitted, fit, run_once
+from checkmate.tf2.calibrate import PlannedFunction, calibrate, without_calibration
 from checkmate.tf2.capture import Capture, capture_trace
 from checkmate.tf2.peak import available_bytes, default_device, measure_peak
-from checkmate.tf2.profiler import Profiler, estimated
+from checkmate.tf2.profiler import Profiler, estimated_costs
 from checkmate.tf2.specs import flat_batch, sample_batch, specs_like, specs_of
 from checkmate.tf2.trace import Loss, NotBuiltError, resolve_losses, resolve_optimizer, trace_step
 
 _log = logging.getLogger("checkmate.tf2")
-_AMPLE = 0.5  # a step that takes less than this share of a device when keeping everything needs no measuring
-_WATCHED = 4  # first steps whose peak is compared with the budget
 
-_TIME_SHARES = (0.5, 0.25)
-"""Shares of the time limit for the first plan, and for each that measuring calls for."""
 
-CostSource = Literal["measured", "bytes"]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParameters:
+    """How a step is planned and monitored.
+
+    Attributes:
+        ample_share: Without a budget, a step that needs at most this share of the device's memory when it keeps everything is
+            not calibrated: chunks added at most 40 % to a plan (docs/decisions/0051).
+        monitored_steps: First training steps whose peak is compared with the budget, since other tensors of the process can
+            leave other free chunks than calibration found.
+        time_shares: Shares of the time limit for the first plan, and for each further plan that calibration requests.
+    """
+
+    ample_share: float = 0.5
+    monitored_steps: int = 4
+    time_shares: tuple[float, float] = (0.5, 0.25)
+
+
+_PARAMETERS = StepParameters()
+
+CostSource = Literal["measured", "estimated", "bytes"]
+"""Where costs come from; ``"bytes"`` is the earlier name of ``"estimated"``."""
 
 
 class TrainStep:
-    """A compiled training step. Make one with `checkmate.tf2.compile`.
+    """A compiled training step. Create one with `checkmate.tf2.compile`.
 
     Attributes:
-        model: The model that it trains.
-        optimizer: The optimizer that it applies.
+        model: The model that the step trains.
+        optimizer: The optimizer that the step applies.
         graph: The graph of the step for the batch that it was compiled for.
-        plan: The plan that runs it.
-        result: What the solver found, with its proof.
-        budget_bytes: The budget that was asked for, in bytes, or None.
-        peaks: The plan's peak as planned and as TensorFlow allocates it.
-        measured_bytes: The plan's measured peak, resident bytes included; None if it was not measured.
+        plan: The plan that is run for this batch.
+        result: The solver's result for this plan, with its proof.
+        budget_bytes: The requested budget in bytes, or None.
+        peaks: Predicted peaks of the plan.
+        measured_bytes: Measured peak of the plan, resident bytes included; None if it was not measured.
     """
 
     graph: Graph
@@ -63,9 +80,9 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self._losses, self._specs, self._options = losses, specs, options
         self.budget_bytes = None
-        self._fitted: dict[tuple[Any, ...], Fitted] = {}
+        self._planned: dict[tuple[Any, ...], PlannedFunction] = {}
         first = self._prepare(specs, batch)
-        self._watch = _WATCHED if first.measured_bytes is not None else 0
+        self._monitor = _PARAMETERS.monitored_steps if first.measured_bytes is not None else 0
         self.graph, self.plan, self.result = first.capture.graph, first.result.plan, first.result
         self.peaks, self.measured_bytes = first.peaks, first.measured_bytes
 
@@ -73,70 +90,71 @@ class TrainStep:
         """Run one step: forward, loss, backward and optimizer.
 
         Args:
-            inputs: Tensors or arrays built like ``input_spec``.
-            labels: Tensors or arrays built like ``label_spec``.
+            inputs: Tensors or arrays in the structure of ``input_spec``.
+            labels: Tensors or arrays in the structure of ``label_spec``.
 
         Returns:
             The model's prediction and the loss.
 
         Raises:
-            OptionError: The batch is not like the one that the step was compiled for.
+            OptionError: The batch differs from the specification in more than its size.
             InfeasibleBudgetError: The batch has a new size for which no plan keeps the budget.
             GraphError: The call is inside a `tf.function`.
         """
         if not tf.executing_eagerly():
             raise GraphError(
-                "a planned step was called inside a tf.function, which would run it in an order of its own",
-                hint="call it from plain Python: it is one function already",
+                "a planned step was called inside a tf.function, which would not keep the plan's order",
+                hint="call the step from Python, outside the tf.function: the step is one compiled function already",
             )
         flat = flat_batch(self._specs, inputs, labels)
-        fitted = self._fitted.get(_key(flat))
-        if fitted is None:
-            fitted = self._prepare(specs_like(self._specs, flat), flat)
-            peak = format_bytes(fitted.peaks.live_bytes)
+        planned = self._planned.get(_key(flat))
+        if planned is None:
+            planned = self._prepare(specs_like(self._specs, flat), flat)
+            peak = format_bytes(planned.peaks.live_bytes)
             _log.warning("a new batch size was planned: %s, peak %s", flat[0].shape if flat else (), peak)
-        made = self._watched(fitted, flat) if self._watch else self._run(fitted, flat)
-        return tf.nest.pack_sequence_as(fitted.capture.trace.function.structured_outputs, made, expand_composites=True)
+        outputs = self._run_and_check_peak(planned, flat) if self._monitor else self._run(planned, flat)
+        return tf.nest.pack_sequence_as(planned.capture.trace.function.structured_outputs, outputs, expand_composites=True)
 
-    def _run(self, fitted: Fitted, flat: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _run(self, planned: PlannedFunction, flat: list[tf.Tensor]) -> list[tf.Tensor]:
         with grappler_off():
-            return list(fitted.function(*flat))
+            return list(planned.function(*flat))
 
-    def _watched(self, fitted: Fitted, flat: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Run one of the first steps and measure it: it may find other chunks than calibration did."""
-        self._watch -= 1
-        made: list[tf.Tensor] = []
-        peak = fitted.capture.graph.resident_bytes + measure_peak(lambda: made.extend(self._run(fitted, flat)))
+    def _run_and_check_peak(self, planned: PlannedFunction, flat: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Run one of the first steps, and warn if its measured peak is above the budget."""
+        self._monitor -= 1
+        outputs: list[tf.Tensor] = []
+        peak = planned.capture.graph.resident_bytes + measure_peak(lambda: outputs.extend(self._run(planned, flat)))
         if self.budget_bytes is not None and peak > self.budget_bytes:
             _log.warning(
-                "the step took %s, and the budget is %s: other tensors of this process leave the allocator other chunks than "
-                "there were when the plan was measured; give a budget that is smaller by as much",
+                "the step needed %s, and the budget is %s: other tensors of this process changed the allocator's free chunks "
+                "after the plan was measured; lower the budget by the difference",
                 format_bytes(peak),
                 format_bytes(self.budget_bytes),
             )
-        return made
+        return outputs
 
-    def _prepare(self, specs: Any, batch: list[tf.Tensor] | None) -> Fitted:
+    def _prepare(self, specs: Any, batch: list[tf.Tensor] | None) -> PlannedFunction:
+        """Capture, plan and write the step for a batch of a new size."""
         captured = _captured(self.model, self._losses, self.optimizer, specs, Profiler())
         options = self._options
-        # A plan that was given is the first batch's; batches of other sizes are planned.
-        if options.plan is not None and not self._fitted:
-            fitted = run_once(captured, GivenPlan(options.plan, options.budget)(captured.graph))
+        # A given plan is for the first batch; batches of other sizes are planned.
+        if options.plan is not None and not self._planned:
+            planned = without_calibration(captured, GivenPlan(options.plan, options.budget)(captured.graph))
         elif options.budget is None:
-            has = captured.graph.resident_bytes + available_bytes(default_device())
-            if keep_all_bytes(captured.graph) <= _AMPLE * has:
-                fitted = run_once(captured, keep_everything(captured.graph))
+            device_bytes = captured.graph.resident_bytes + available_bytes(default_device())
+            if keep_all_bytes(captured.graph) <= _PARAMETERS.ample_share * device_bytes:
+                planned = without_calibration(captured, keep_everything(captured.graph))
             else:
-                fitted = fit(captured, has, Replanner(captured.graph, options, _TIME_SHARES), batch)
+                planned = calibrate(captured, device_bytes, Replanner(captured.graph, options, _PARAMETERS.time_shares), batch)
         else:
-            if self.budget_bytes is None:  # a share is one of the first batch
+            if self.budget_bytes is None:  # "70%" refers to the first batch
                 self.budget_bytes = options.budget.resolve(captured.graph)
-            fitted = fit(captured, self.budget_bytes, Replanner(captured.graph, options, _TIME_SHARES), batch)
-        self._fitted[_key(captured.trace.arguments)] = fitted
-        return fitted
+            planned = calibrate(captured, self.budget_bytes, Replanner(captured.graph, options, _PARAMETERS.time_shares), batch)
+        self._planned[_key(captured.trace.arguments)] = planned
+        return planned
 
 
-def compile(  # noqa: A001 - the word that the call was promised with
+def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
     model: keras.Model,
     loss: Loss,
     optimizer: Any,
@@ -148,10 +166,10 @@ def compile(  # noqa: A001 - the word that the call was promised with
     time_limit_s: float | None = 60.0,
     plan: PlanSource | None = None,
 ) -> TrainStep:
-    """A training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
+    """Compile a training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
 
-    The step is traced and planned here. With a budget it is also run a few times to measure its peak, on variables
-    that are saved before and restored after; the optimizer's slots are made if they are not there yet.
+    The call traces and plans the step. With a budget it also runs the step a few times to measure its peak, with all
+    variables saved before and restored after. The optimizer's slots are created if they do not exist.
 
     Args:
         model: A built Keras model on the TensorFlow backend.
@@ -161,16 +179,16 @@ def compile(  # noqa: A001 - the word that the call was promised with
         input_spec: A batch of inputs, or its `tf.TensorSpec`; lists, tuples and mappings of them for models with
             several inputs.
         label_spec: The same for labels.
-        budget: The most bytes on the device during the step, everything included that the step uses:
-            ``"8GiB"``, bytes, or ``"70%"``: what is resident plus 70 % of what keeping everything takes above it.
-            None: what the device has.
+        budget: Largest allowed peak on the device during the step, with variables, slots and batch: ``"8GiB"``, a number of
+            bytes, or ``"70%"``: the resident bytes plus 70 % of the bytes that keeping everything needs above them.
+            None: the memory of the device.
         solver: A solver or its name; `Auto` by default.
-        time_limit_s: Seconds for the search. Half of them are for the first plan, and a quarter for each that is made anew
-            because of what is measured.
-        plan: A plan, or its file, to run instead; it is not measured.
+        time_limit_s: Seconds of wall time for planning, or None for no limit: half of them for the first plan, and a quarter
+            for each further plan that calibration requests.
+        plan: A plan, or its file, to run instead of solving; it is not measured.
 
     Returns:
-        The step. It takes batches of any size: one of a new size is planned when it comes, within the same budget.
+        The step. It accepts batches of any size: a new size is planned at its first call, within the same budget.
 
     Raises:
         NotBuiltError: The model has no variables yet.
@@ -188,7 +206,7 @@ def compile(  # noqa: A001 - the word that the call was promised with
         >>> prediction.shape, step.result.overhead
         (TensorShape([3, 2]), 1.0)
     """
-    _check_world(model)
+    _check_environment(model)
     options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
     specs = (specs_of(input_spec, "input_spec"), specs_of(label_spec, "label_spec"))
     batch = sample_batch(specs, input_spec, label_spec)
@@ -198,27 +216,30 @@ def compile(  # noqa: A001 - the word that the call was promised with
 def capture(
     model: keras.Model, loss: Loss, optimizer: Any, input_spec: Any, label_spec: Any, *, costs: CostSource = "measured"
 ) -> Graph:
-    """The graph of a training step. The step does not run; `checkmate.write` makes a file of it.
+    """The graph of a training step. The step does not run; `checkmate.write` writes the graph to a file.
 
     Args:
-        model: As in `compile`, as all that follow.
-        loss: The loss.
-        optimizer: The optimizer; its slots are made if they are not there yet.
-        input_spec: Inputs.
-        label_spec: Labels.
-        costs: ``"measured"`` runs every distinct op alone a few times; ``"bytes"`` runs nothing, and knows no
-            workspace.
+        model: A built Keras model, as in `compile`.
+        loss: The loss or losses, as in `compile`.
+        optimizer: The optimizer, as in `compile`; its slots are created if they do not exist.
+        input_spec: A batch of inputs, or its specification, as in `compile`.
+        label_spec: A batch of labels, or its specification, as in `compile`.
+        costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, estimates times from the
+            bytes that an op reads and writes, and takes workspace as 0 (``"bytes"``, the earlier name, means the same).
 
     Raises:
         NotBuiltError: The model has no variables yet.
         OptionError: An argument cannot be used.
         GraphError: The step cannot be traced as one function.
     """
-    _check_world(model)
+    _check_environment(model)
     if costs not in get_args(CostSource):
-        raise OptionError(f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}")
+        raise OptionError(
+            f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
+            hint="pass costs='measured', or costs='estimated' to run nothing",
+        )
     specs = (specs_of(input_spec, "input_spec"), specs_of(label_spec, "label_spec"))
-    source = Profiler() if costs == "measured" else estimated
+    source = Profiler() if costs == "measured" else estimated_costs
     return _captured(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs, source).graph
 
 
@@ -226,26 +247,40 @@ def _captured(model: keras.Model, losses: Any, optimizer: keras.Optimizer, specs
     return capture_trace(trace_step(model, losses, optimizer, specs), costs, model.name)
 
 
-def _check_world(model: keras.Model) -> None:
+def _check_environment(model: keras.Model) -> None:
+    """Check that a step of a model can be planned in this process.
+
+    Raises:
+        NotBuiltError: The model has no variables yet.
+        OptionError: The backend, the distribution strategy or eager mode rules it out.
+    """
     if keras.config.backend() != "tensorflow":
         raise OptionError(
             f"Keras runs on {keras.config.backend()}, not on TensorFlow",
-            hint="set KERAS_BACKEND=tensorflow before Keras is imported; for torch use checkmate.torch",
+            hint="set the environment variable KERAS_BACKEND=tensorflow before Keras is imported; for torch use checkmate.torch",
         )
     if not isinstance(model, keras.Model):
-        raise OptionError(f"model={type(model).__name__} is not a keras.Model")
+        raise OptionError(
+            f"model={type(model).__name__} is not a keras.Model",
+            hint="pass a keras.Model; wrap layers in keras.Sequential",
+        )
     if not model.built:
-        raise NotBuiltError(f"model {model.name!r} is not built: it has no variables yet", hint="call it once on a batch")
+        raise NotBuiltError(
+            f"model {model.name!r} is not built: it has no variables yet",
+            hint="call the model once on a batch, or call model.build(input_shape)",
+        )
     if tf.distribute.has_strategy():
         raise OptionError(
-            "a step is planned for one device, and this is inside the scope of a tf.distribute strategy",
+            "a step is planned for one device, and this call is inside the scope of a tf.distribute strategy",
             hint="call checkmate.tf2.compile outside of `strategy.scope()`",
         )
     if tf.config.functions_run_eagerly():
         raise OptionError(
-            "functions run eagerly, so that nothing can be planned", hint="call tf.config.run_functions_eagerly(False)"
+            "tf.config.run_functions_eagerly(True) is set, and only a graph can be planned",
+            hint="call tf.config.run_functions_eagerly(False)",
         )
 
 
 def _key(tensors: Any) -> tuple[Any, ...]:
+    """Shapes and types of a flat batch."""
     return tuple((tuple(t.shape), t.dtype.name) for t in tensors)

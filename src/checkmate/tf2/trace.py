@@ -18,8 +18,11 @@ _PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer")
 Loss = str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
 
 
+_LOSS_HINT = "pass a keras.losses object, a function of labels and prediction, or a name such as 'mse'"
+
+
 class NotBuiltError(CheckmateError, ValueError):
-    """A model that has no variables yet."""
+    """A model that is not built: it has no variables yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,8 +30,8 @@ class Trace:
     """A traced step.
 
     Attributes:
-        function: Takes the flat tensors of a batch; gives prediction and loss.
-        starts: Number of ops when loss, backward and optimizer began.
+        function: Concrete function from a batch to prediction and loss.
+        starts: Index of the first op of loss, backward and optimizer. Shape ``[3]``.
     """
 
     function: Any
@@ -36,39 +39,39 @@ class Trace:
 
     @property
     def ops(self) -> list[tf.Operation]:
-        """Its ops, as traced."""
+        """Ops in the order in which they were traced."""
         return self.function.graph.get_operations()
 
     @property
     def captured(self) -> dict[str, Any]:
-        """Tensors and handles from outside, by the name of the placeholder that stands for them."""
+        """Tensors and variable handles captured from outside, by the name of their placeholder."""
         names = [t.op.name for t in self.function.inputs]
         outside = self.function.captured_inputs
         return dict(zip(names[len(names) - len(outside) :], outside, strict=True))
 
     @property
     def arguments(self) -> list[tf.Tensor]:
-        """Placeholders of the batch, flat."""
+        """Placeholders of the batch: inputs, then labels."""
         return self.function.inputs[: len(self.function.inputs) - len(self.function.captured_inputs)]
 
     def phase(self, index: int) -> Phase:
-        """Phase of the op that was traced as number ``index``."""
+        """Phase of the op at an index of `ops`."""
         return _PHASES[bisect.bisect_right(self.starts, index)]
 
 
 def trace_step(model: keras.Model, losses: Sequence[Callable[..., Any]], optimizer: keras.Optimizer, specs: Any) -> Trace:
-    """Trace a step. Nothing runs, but the optimizer's slots are made if they are not there yet.
+    """Trace a step. Nothing runs, except that the optimizer's slots are created if they do not exist.
 
     Args:
         model: A built model.
-        losses: A loss for each output of the model, or one for all.
+        losses: One loss for each output of the model, or one for all.
         optimizer: The optimizer.
         specs: Pair of nests of `tf.TensorSpec`: inputs and labels.
 
     Raises:
         GraphError: The step cannot be traced.
     """
-    if not optimizer.built:  # or its slots would be made inside the trace
+    if not optimizer.built:  # otherwise its slots would be created inside the trace
         with tf.init_scope():
             optimizer.build(model.trainable_variables)
     starts: list[int] = []
@@ -96,22 +99,29 @@ def trace_step(model: keras.Model, losses: Sequence[Callable[..., Any]], optimiz
             raise
         raise GraphError(
             f"the step cannot be traced: {str(error).strip().splitlines()[0]}",
-            hint="call the model and the loss on a batch of these shapes, and mend what fails there",
+            hint="call the model and the loss on a batch of these shapes, and fix the error that they raise",
         ) from error
     return Trace(function, tuple(starts))
 
 
 def resolve_losses(model: keras.Model, loss: Loss) -> list[Callable[..., Any]]:
-    """A loss for each output, or one for all of them.
+    """The losses of a model: one for each output, or one for all.
+
+    Args:
+        model: The model.
+        loss: A Keras loss, its name, or a function; a list or a mapping by the outputs' names for several outputs.
 
     Raises:
-        OptionError: A name is unknown, or names fit no output.
+        OptionError: A loss is unknown, or the keys of the mapping are not the outputs' names.
     """
     if isinstance(loss, Mapping):
         names = list(getattr(model, "output_names", None) or sorted(loss))
         if set(names) != set(loss):
-            raise OptionError(f"loss has the keys {', '.join(sorted(loss))}, and the model's outputs are {', '.join(names)}")
-        # A model whose outputs are a mapping hands them on sorted by name, as all nests are.
+            raise OptionError(
+                f"loss has the keys {', '.join(sorted(loss))}, and the model's outputs are {', '.join(names)}",
+                hint=f"pass a mapping with one loss for each of {', '.join(names)}",
+            )
+        # `tf.nest` sorts the outputs of a model that returns a mapping by name.
         ordered = sorted(loss) if isinstance(model.output, Mapping) else names
         return [_resolved(loss[name]) for name in ordered]
     if isinstance(loss, (list, tuple)):
@@ -120,16 +130,21 @@ def resolve_losses(model: keras.Model, loss: Loss) -> list[Callable[..., Any]]:
 
 
 def resolve_optimizer(model: keras.Model, optimizer: Any) -> keras.Optimizer:
-    """An optimizer from an object, a name or a configuration; scaled for float16, as `keras.Model.compile` does.
+    """The Keras optimizer; under the policy ``mixed_float16`` in a `LossScaleOptimizer`, as in `keras.Model.compile`.
+
+    Args:
+        model: The model, whose policy decides about loss scaling.
+        optimizer: An optimizer, its name or its configuration.
 
     Raises:
-        OptionError: It is none.
+        OptionError: Keras knows no such optimizer.
     """
     try:
         found = keras.optimizers.get(optimizer)
     except (ValueError, TypeError) as error:
         raise OptionError(
-            f"optimizer={optimizer!r} is no Keras optimizer", hint="give an object, or a name such as 'adam'"
+            f"optimizer={optimizer!r} is not a Keras optimizer",
+            hint="pass a keras.optimizers object, or a name such as 'adam'",
         ) from error
     half = model.dtype_policy.name == "mixed_float16"
     if half and not isinstance(found, keras.optimizers.LossScaleOptimizer):
@@ -141,21 +156,22 @@ def _resolved(loss: Any) -> Callable[..., Any]:
     try:
         found = keras.losses.get(loss)
     except (ValueError, TypeError) as error:
-        raise OptionError(f"loss={loss!r} is no Keras loss", hint="give an object, a function or a name such as 'mse'") from error
+        raise OptionError(f"loss={loss!r} is not a Keras loss", hint=_LOSS_HINT) from error
     if not callable(found):
-        raise OptionError(f"loss={loss!r} cannot be called", hint="give an object, a function or a name such as 'mse'")
+        raise OptionError(f"loss={loss!r} cannot be called", hint=_LOSS_HINT)
     return found
 
 
 def _total(losses: Sequence[Callable[..., Any]], labels: Any, prediction: Any, extra: Sequence[Any]) -> Any:
+    """Sum of the losses of all outputs and of the model's own losses (regularisers)."""
     targets, outputs = tf.nest.flatten(labels), tf.nest.flatten(prediction)
     if len(targets) != len(outputs) or len(losses) not in (1, len(outputs)):
         raise OptionError(
             f"the model has {len(outputs)} outputs, and there are {len(targets)} labels and {len(losses)} losses",
-            hint="give one label an output, and one loss for all or one each",
+            hint="pass one label for each output, and one loss for all outputs or one for each",
         )
     each = list(losses) * len(outputs) if len(losses) == 1 else list(losses)
-    # A function such as keras.losses.mse gives one value a sample: Keras averages those, so we do.
+    # A function such as keras.losses.mse returns one value per sample; keras.Model.compile averages them too.
     values = [tf.convert_to_tensor(f(t, p)) for f, t, p in zip(each, targets, outputs, strict=True)]
     parts = [v if v.shape.rank == 0 else tf.reduce_mean(v) for v in values]
     parts += [tf.cast(e, parts[0].dtype) for e in extra]

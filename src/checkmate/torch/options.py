@@ -16,7 +16,8 @@ from checkmate.solvers.session import Solver
 
 Compiler = Literal["eager", "inductor"]
 Outputs = Literal["held", "released"]
-CostSource = Literal["measured", "flops"]
+CostSource = Literal["measured", "estimated", "flops"]
+"""Where costs come from; ``"flops"`` is the earlier name of ``"estimated"``."""
 Checkpoints = Literal["hints", "respected"]
 RanksMode = Literal["together", "alone"]
 
@@ -47,7 +48,8 @@ class Options:
             Values that selective checkpointing must save are computed once in both cases.
         ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all
             of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans the graphs that it traces.
-        costs: ``"measured"`` on the device, or ``"flops"``: estimated, without workspace.
+        costs: ``"measured"`` on the device, or ``"estimated"`` by a roofline model, without workspace (``"flops"``, the earlier
+            name, means the same).
     """
 
     budget: Amount | Budget | None = None

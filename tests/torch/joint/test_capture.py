@@ -36,6 +36,11 @@ def test_every_op_of_the_graph_is_needed_and_listed_once(name: str) -> None:
     assert needed == set(range(len(graph.ops)))
 
 
+def test_estimated_costs_have_an_earlier_name() -> None:
+    """Programs that say `flops` get the same graph, not an error."""
+    assert graph_of("dropout", costs="flops").digest == graph_of("dropout", costs="estimated").digest
+
+
 def test_attention_without_dropout_is_recomputable() -> None:
     """Its kernels carry the random tag even where they draw nothing."""
     model, x = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), torch.randn(4, 16, 32)

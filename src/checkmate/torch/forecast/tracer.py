@@ -163,7 +163,7 @@ class DeviceTracer:
             optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
             spec = spec_of_step(self.model, self.loss, optimizer, batch, self.whole, 1, None, self.autocast)
-            graph = trace_graph(spec, batch, Options(reserve=state, costs="flops"), self.target)
+            graph = trace_graph(spec, batch, Options(reserve=state, costs="estimated"), self.target)
             update = 0
             if optimizer is not None and not spec.whole:
                 update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, self.target.device.kind)

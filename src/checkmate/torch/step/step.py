@@ -229,8 +229,8 @@ def capture(
         autocast: Type of `torch.autocast` around model and loss.
         outputs: Whether the prediction is held until the backward is over.
         reserve: Memory to leave free.
-        costs: ``"measured"`` runs every distinct op alone a few times; ``"flops"`` runs nothing, and the graph then has no
-            workspace.
+        costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, and the graph then has no
+            workspace (``"flops"``, the earlier name, means the same).
         device: A device that need not be present: a name (``"H100"``), a profile or the path of a file with one. The step is
             traced on the CPU and then changed into what that device would run: its attention kernels and its allocator's
             block sizes, each op with the least time that the device's arithmetic and memory traffic allow. Model and batch may
