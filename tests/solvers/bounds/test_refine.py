@@ -296,11 +296,13 @@ class Engine:
         self.linear: list[float] = []
         self.integer: list[dict[str, float]] = []
         self.programs: list[Any] = []
+        self.relaxed: list[Any] = []
         monkeypatch.setattr(highs, "solve_linear", self.solve_linear)
         monkeypatch.setattr(highs, "solve_integer", self.solve_integer)
 
     def solve_linear(self, program: Any, *, time_s: float) -> Solved:
         self.linear.append(time_s)
+        self.relaxed.append(program)
         return Solved(0.125, None, math.inf, True)
 
     def solve_integer(self, program: Any, **limits: float) -> Solved:
@@ -330,6 +332,37 @@ def test_without_time_nothing_is_proven():
     assert refine(FakeSearch({}), Problem(unit_chain(3), 4), [5, 3, 4, 3], left=lambda: left) == ([3, 4, 5], [], [])
 
 
+def test_events_come_in_the_order_of_their_targets():
+    """Which need not be that of the indices; an op that is no target stands where its index says."""
+    diamond = Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)], kept=[3])
+    problem = Problem(diamond, 9)
+    assert refine(FakeSearch({}), problem, [1, 2], targets=(0, 2, 1, 3), left=lambda: 0.0)[0] == [2, 1]
+    assert refine(FakeSearch({}), problem, [1, 0], targets=(0, 3), left=lambda: 0.0)[0] == [0, 1]
+
+
+def test_the_solution_of_a_program_becomes_the_code_that_is_realised(monkeypatch):
+    """What it does not hold is evicted, in the stages of the search."""
+    problem = Problem(unit_chain(6), 5)
+    stage = {o: o for o in range(13)}
+    engine = Engine(monkeypatch, 0.0)
+    search, fresh = FakeSearch(stage, [[]]), FakeSearch(stage)
+    refine(search, problem, [6, 8])
+    model = CutModel(problem)
+    code_of(model.build([6, 8]), np.zeros(len(engine.programs[0].cost)), model, fresh)
+    assert search.evicted == fresh.evicted
+    assert len(search.evicted) > 4
+
+
+def test_without_targets_events_are_added_on_the_longest_chain(monkeypatch):
+    """An event on a shorter branch would bar later ones; targets in a given order are one chain."""
+    graph = Graph.from_dag(cost=[1] * 4, size_bytes=[1, 5, 5, 1], edges=[(0, 1), (0, 2), (1, 3)])
+    problem, order = Problem(graph, 10), [0, 1, 2, 3]
+    assert [o for o, held in first_bytes(graph, order).items() if held > 10] == [2]
+    Engine(monkeypatch, 0.0, 0.0, 0.0)
+    assert refine(FakeSearch({}, [order] * 2), problem, [0])[0] == [0]
+    assert refine(FakeSearch({}, [order] * 2), problem, [0], targets=(0, 1, 2, 3))[0] == [0, 2]
+
+
 def test_an_impossible_event_proves_that_there_is_no_plan():
     """Then no engine is asked."""
     problem = Problem(chain_graph([1, 5, 5, 1]), 9)
@@ -353,6 +386,7 @@ def test_a_round_proves_the_relaxation_and_then_the_integers(monkeypatch, first,
     assert proven == [(0.125, True)] * len(linear) + [(0.5, True)]
     assert offered == [order]
     assert engine.linear == linear
+    assert all(relaxed is program for relaxed, program in zip(engine.relaxed, engine.programs, strict=False))
     assert engine.integer == [{"time_s": left, "absolute_gap": 0.01, "threads": 3, "cutoff": 0.75}]
 
 
@@ -378,7 +412,8 @@ def test_time_that_runs_out_after_the_relaxation_ends_the_round(monkeypatch):
     """What is proven stays proven."""
     engine = Engine(monkeypatch)
     times = iter([1.0, 1.0, 0.0])
-    assert refine(FakeSearch({}), Problem(unit_chain(3), 7), [3, 4], left=lambda: next(times))[1] == [(0.125, True)]
+    problem = Problem(unit_chain(3), 7)
+    assert refine(FakeSearch({}), problem, [3, 4], left=lambda: next(times)) == ([3, 4], [(0.125, True)], [])
     assert engine.integer == []
 
 
@@ -390,7 +425,8 @@ def test_a_bound_at_the_best_plan_or_no_solution_ends_the_refinement(monkeypatch
     """Within the gap there is nothing to gain; without a solution there is nothing to realise."""
     Engine(monkeypatch, bound, found=found)
     order = list(range(7))
-    _, proven, offered = refine(FakeSearch({}, [order]), Problem(unit_chain(3), 7), [3], best=0.75)
+    cuts, proven, offered = refine(FakeSearch({}, [order]), Problem(unit_chain(3), 7), [3], best=0.75)
+    assert cuts == [3]
     assert proven == [(bound, True)]
     assert offered == ([order] if goes_on else [])
 
