@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import checkmate
 from checkmate import Plan
+from checkmate.solvers.orders import plan_of_needed
 from checkmate.tf2._compat import grappler_off
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,7 +60,7 @@ def forgetful(graph: checkmate.Graph, every: int = 3) -> Plan:
     for v, value in enumerate(graph.values):
         if value.kept and v not in live:
             compute(graph.producer[v])
-    return Plan.from_order(graph, order)
+    return plan_of_needed(checkmate.Problem(graph, graph.resident_bytes), order)
 
 
 def observe(step: Any, model: Any, optimizer: Any, x: Any, y: Any, steps: int = 4) -> list[np.ndarray]:
