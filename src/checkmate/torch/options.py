@@ -115,6 +115,6 @@ class Options:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
                 raise OptionError(
                     f"unknown option {name!r} of backend 'checkmate'; the nearest known one is {near!r}",
-                    hint=f"known options: {', '.join(known)}",
+                    hint=f"use one of the options {', '.join(known)}",
                 )
         return cls(**given)

@@ -131,8 +131,8 @@ class Coordinator:
             args: Its arguments, saved tensors among them; ``run`` clears the list.
         """
         with self._lock:
-            # A backward does not say which forward it belongs to: the saved tensors tell. It also reads tensors that earlier
-            # forwards returned and that were inputs of its own; the forward itself is the newest of those that hold any.
+            # Nothing but the saved tensors tells which forward a backward belongs to. It also reads tensors that earlier forwards
+            # returned and this one had as inputs, so that its forward is the newest of those that hold any of them.
             mine = {storage_key(a) for a in args if isinstance(a, torch.Tensor)}
             holders = [f for f in self._flights if f.held and not mine.isdisjoint(f.held)]
         results = run(args)

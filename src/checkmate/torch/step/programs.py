@@ -101,7 +101,7 @@ def check_micro_batches(batch: Any, micro_batches: int) -> None:
         shown = ", ".join(map(str, sorted(rows)))
         raise OptionError(
             f"micro_batches={micro_batches} does not cut a batch of {shown} rows into equal parts",
-            hint="every tensor of the batch needs the same number of rows, a multiple of micro_batches",
+            hint="give every tensor of the batch the same number of rows, a multiple of micro_batches",
         )
 
 

@@ -80,7 +80,7 @@ def spec_of_step(
     if uses_fsdp(model):
         raise OptionError(
             "fully_shard gathers parameters between the graphs of its modules, so that no one graph is the step",
-            hint="torch.compile(model, backend='checkmate', options={'budget': ...}) plans the graph of each module",
+            hint="use torch.compile(model, backend='checkmate', options={'budget': ...}), which plans the graph of each module",
         )
     wrapped = model if isinstance(model, DistributedDataParallel) else None
     model = model if wrapped is None else wrapped.module
