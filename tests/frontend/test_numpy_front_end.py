@@ -41,18 +41,18 @@ def tape() -> Any:
 
 
 @cache
-def smallest_bytes() -> int:
-    """What the error of an impossible budget names."""
-    with pytest.raises(InfeasibleBudgetError) as refused:
+def refusal() -> InfeasibleBudgetError:
+    """The error of an impossible budget, with no kernel to run."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InfeasibleBudgetError) as refused:
+        patch.setattr(toy, "KERNELS", {})
         toy.compile(tape(), budget=1, time_limit_s=2)
-    assert refused.value.smallest_bytes is not None
-    return refused.value.smallest_bytes
+    return refused.value
 
 
 @cache
 def planned(budget: str) -> Any:
     if budget == "smallest":
-        return toy.compile(tape(), budget=smallest_bytes(), time_limit_s=2)
+        return toy.compile(tape(), budget=refusal().smallest_bytes, time_limit_s=2)
     return toy.compile(tape(), budget=budget, solver=SOLVER, time_limit_s=None)
 
 
@@ -113,15 +113,11 @@ def test_without_replayed_states_the_bits_differ(monkeypatch: pytest.MonkeyPatch
     assert not same_bits(run(planned("smallest"))[0], run(keeping_everything())[0])
 
 
-def test_an_impossible_budget_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names a budget that works, and no kernel has been called."""
-    monkeypatch.setattr(toy, "KERNELS", {})
-    with pytest.raises(InfeasibleBudgetError) as refused:
-        toy.compile(tape(), budget=smallest_bytes() // 2, time_limit_s=2)
-    monkeypatch.undo()
-    assert refused.value.smallest_bytes is not None
-    step = toy.compile(tape(), budget=refused.value.smallest_bytes, time_limit_s=2)
-    assert run(step)[1] <= refused.value.smallest_bytes
+def test_an_impossible_budget_is_refused_before_anything_runs() -> None:
+    """The error names a budget that works, and the planner that refused had no kernel to call."""
+    assert refusal().budget_bytes == 1
+    assert refusal().smallest_bytes is not None
+    assert run(planned("smallest"))[1] <= refusal().smallest_bytes < planned("40%").result.budget_bytes
 
 
 def test_a_given_plan_runs_exactly_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
