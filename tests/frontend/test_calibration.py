@@ -105,6 +105,13 @@ def test_an_offset_halves_the_way_where_no_plan_was_found() -> None:
     assert all(t.target_bytes > 0 for t in found.trials if t.planned_bytes is not None)
 
 
+def test_an_offset_asks_for_no_less_than_nothing() -> None:
+    """An allocator may add more than the limit; a planner refuses zero bytes, and cannot read a negative amount."""
+    found = calibrated(Offset(), 3_000, lambda planned: planned + 20_000)
+    assert [t.target_bytes for t in found.trials][:2] == [3_000, 0]
+    assert found.best() is None
+
+
 def test_room_is_used_only_if_asked_for() -> None:
     """A compiler that needs less than the plan lets a cheaper plan fit."""
     saves = COMPILERS["saves a fifth"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from checkmate import Compute, Free, InfeasibleBudgetError, LocalSearch, Plan, PlanError
+from checkmate.frontend.calibration import Offset
 from checkmate.frontend.planner import keep_everything
 from checkmate.frontend.step_memory import StepMemory
 
@@ -41,18 +42,19 @@ def tape() -> Any:
 
 
 @cache
-def smallest_bytes() -> int:
-    """What the error of an impossible budget names."""
-    with pytest.raises(InfeasibleBudgetError) as refused:
-        toy.compile(tape(), budget=1, time_limit_s=2)
-    assert refused.value.smallest_bytes is not None
-    return refused.value.smallest_bytes
+def refusal() -> InfeasibleBudgetError:
+    """The error of an impossible budget, with no kernel to run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "KERNELS", {})
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            toy.compile(tape(), budget=1, time_limit_s=2)
+    return refused.value
 
 
 @cache
 def planned(budget: str) -> Any:
     if budget == "smallest":
-        return toy.compile(tape(), budget=smallest_bytes(), time_limit_s=2)
+        return toy.compile(tape(), budget=refusal().smallest_bytes, time_limit_s=2)
     return toy.compile(tape(), budget=budget, solver=SOLVER, time_limit_s=None)
 
 
@@ -113,15 +115,11 @@ def test_without_replayed_states_the_bits_differ(monkeypatch: pytest.MonkeyPatch
     assert not same_bits(run(planned("smallest"))[0], run(keeping_everything())[0])
 
 
-def test_an_impossible_budget_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names a budget that works, and no kernel has been called."""
-    monkeypatch.setattr(toy, "KERNELS", {})
-    with pytest.raises(InfeasibleBudgetError) as refused:
-        toy.compile(tape(), budget=smallest_bytes() // 2, time_limit_s=2)
-    monkeypatch.undo()
-    assert refused.value.smallest_bytes is not None
-    step = toy.compile(tape(), budget=refused.value.smallest_bytes, time_limit_s=2)
-    assert run(step)[1] <= refused.value.smallest_bytes
+def test_an_impossible_budget_is_refused_before_anything_runs() -> None:
+    """The error names a budget that works, and the planner that refused had no kernel to call."""
+    assert refusal().budget_bytes == 1
+    assert refusal().smallest_bytes is not None
+    assert run(planned("smallest"))[1] <= refusal().smallest_bytes < planned("40%").result.budget_bytes
 
 
 def test_a_given_plan_runs_exactly_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,15 +159,17 @@ def test_an_allocator_that_rounds_is_held_to_the_budget(budget: str, round_to: i
     assert same_bits(results, run(keeping_everything())[0])
 
 
-def test_rounding_that_no_plan_makes_up_for_is_refused_with_the_smallest_measured_peak() -> None:
+def test_rounding_that_no_plan_makes_up_for_is_refused_with_the_smallest_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner finds a plan within the budget, the measured peak of none keeps it, and the peak that is named can be had."""
-    limit = planned("45%").result.peak_bytes
+    monkeypatch.setattr(toy, "Offset", partial(Offset, most_trials=2))  # a search that proves nothing takes a second each
+    small, page = toy.example(width=12, blocks=1, rows=20), 4096
+    limit = toy.plan_step(small, keep_everything).result.peak_bytes
     with pytest.raises(InfeasibleBudgetError, match="measured") as refused:
-        toy.compile(tape(), budget=limit, solver=SOLVER, time_limit_s=None, round_to=2**17)
+        toy.compile(small, budget=limit, solver=SOLVER, time_limit_s=None, round_to=page)
     assert refused.value.smallest_bytes is not None
     assert refused.value.smallest_bytes > limit
-    step = toy.compile(tape(), budget=refused.value.smallest_bytes, solver=SOLVER, time_limit_s=None, round_to=2**17)
-    assert run(step, 2**17)[1] <= refused.value.smallest_bytes
+    step = toy.compile(small, budget=refused.value.smallest_bytes, solver=SOLVER, time_limit_s=None, round_to=page)
+    assert run(step, page)[1] <= refused.value.smallest_bytes
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -185,7 +185,8 @@ class Offset:
         above = min((min(t.target_bytes, t.planned_bytes) for t in trials if t.planned_bytes is not None), default=limit_bytes)
         if last.needed_bytes is None:
             return None if above - last.target_bytes <= self.least_step * limit_bytes else (last.target_bytes + above) // 2
-        return above - (last.needed_bytes - aim)
+        # What an allocator adds may be more than the plan itself; no bytes at all is then the least to ask for.
+        return max(0, above - (last.needed_bytes - aim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
