@@ -94,7 +94,7 @@ def test_what_cannot_be_read_is_refused_in_words(tmp_path, text, says):
         (
             "",
             "not a Checkmate file, or cut short: Input data was truncated"
-            "\n\nhint: write it anew with `checkmate.write` or `checkmate capture`",
+            "\n\nhint: write it again with `checkmate.write` or `checkmate capture`",
         ),
         ('{"format": "checkmate.plan/1"}', "Object missing required field `steps`"),
     ],

@@ -36,14 +36,14 @@ ROUND = "\n\nhint: sizes are exact bytes and costs whole units: round them first
             [("v", 1), ("w", 1)],
             {},
             "value 1 ('w') is written by no op"
-            "\n\nhint: what is there before the step is resident: count it in resident_bytes and list it nowhere",
+            "\n\nhint: count memory that exists before the step in resident_bytes, and list no value for it",
         ),
         (
             [("a", (), (0,)), ("b", (), (1,))],
             [("v", 1), ("w", 0, 0)],
             {},
             "value 1 ('w') is a view of value 0, whose storage its op 'b' does not read"
-            "\n\nhint: a view is made by an op that reads its base or another view of it",
+            "\n\nhint: let the op of a view read its base or another view of it",
         ),
         ([("a", (), (0,))], [("v", 0, 0)], {}, "value 0 ('v') is a view of value 0, which is no other value"),
         ([("a", (), (0,))], [("v", 0, 1)], {}, "value 0 ('v') is a view of value 1, which is no other value"),
@@ -109,7 +109,7 @@ def test_pairs_of_ops_follow_the_listing(pair, where):
         (lambda: Value("v", 1.5), "Value 'v': size_bytes=1.5 is not an integer" + ROUND),
         (
             lambda: Value("v", 8, base=0),
-            "value 'v' is a view of value 0 and claims 8 bytes of its own"
+            "value 'v' is a view of value 0 and claims 8 bytes itself"
             "\n\nhint: a view allocates nothing: give it size_bytes=0, or no base",
         ),
         (lambda: Op("a", (), (), -2), "Op 'a': cost=-2 must be zero or more"),

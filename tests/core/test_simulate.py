@@ -173,6 +173,6 @@ def test_a_plan_of_another_graph_is_refused():
         simulate(other, Plan.from_order(one, [0]))
     assert str(caught.value) == (
         f"the plan was made for another graph ({one.digest[:15]}, not {other.digest[:15]})"
-        "\n\nhint: plan this graph anew, or pass the graph that the plan was made for"
+        "\n\nhint: plan this graph again, or pass the graph that the plan was made for"
     )
     assert simulate(other, Plan((Compute(0),))).peak_bytes == 2

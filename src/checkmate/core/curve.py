@@ -22,7 +22,7 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         gap: ``(cost - bound) / cost``: the share of the cost that may be left to gain.
         peak_bytes: Peak of the plan, resident bytes included.
         plan: The plan.
-        elapsed_s: Wall seconds that its own solve took; 0 where it was settled by its neighbours.
+        elapsed_s: Wall seconds that its own solve took; 0 where the neighbouring points decided it.
     """
 
     budget_bytes: int

@@ -44,7 +44,7 @@ def read(path: str | os.PathLike[str]) -> Content:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileFormatError(
             f"{os.fspath(path)}: not a Checkmate file, or cut short: {error}",
-            hint="write it anew with `checkmate.write` or `checkmate capture`",
+            hint="write it again with `checkmate.write` or `checkmate capture`",
         ) from None
     content = _FORMATS.get(header.format)
     if content is None:

@@ -79,7 +79,7 @@ class Value(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
             msgspec.structs.force_setattr(self, "base", operator.index(self.base))
             if self.size_bytes:
                 raise GraphError(
-                    f"value {self.name!r} is a view of value {self.base} and claims {self.size_bytes} bytes of its own",
+                    f"value {self.name!r} is a view of value {self.base} and claims {self.size_bytes} bytes itself",
                     hint="a view allocates nothing: give it size_bytes=0, or no base",
                 )
 
@@ -328,7 +328,7 @@ def _check_ops(graph: Graph) -> None:
         if v not in made:
             raise GraphError(
                 f"value {v} ({value.name!r}) is written by no op",
-                hint="what is there before the step is resident: count it in resident_bytes and list it nowhere",
+                hint="count memory that exists before the step in resident_bytes, and list no value for it",
             )
 
 
@@ -351,7 +351,7 @@ def _check_views(graph: Graph) -> None:
         if value.base not in op.outputs and all(roots[u] != roots[v] for u in op.inputs):
             raise GraphError(
                 f"value {v} ({value.name!r}) is a view of value {value.base}, whose storage its op {op.name!r} does not read",
-                hint="a view is made by an op that reads its base or another view of it",
+                hint="let the op of a view read its base or another view of it",
             )
 
 

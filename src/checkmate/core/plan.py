@@ -26,7 +26,7 @@ class Compute(msgspec.Struct, frozen=True, tag_field="step", tag="compute", forb
 
 
 class Free(msgspec.Struct, frozen=True, tag_field="step", tag="free", forbid_unknown_fields=True):
-    """Let go of the newest instance of a value; its storage goes with the last instance that shares it.
+    """Free the newest instance of a value; its storage goes with the last instance that shares it.
 
     Attributes:
         value: Index of the value.
@@ -78,8 +78,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_order(cls, graph: Graph, order: Iterable[int]) -> Plan:
         """Plan that computes ``order`` and frees every value at its earliest place.
 
-        A value goes right after its last read before its op is computed again; one that nobody
-        reads goes at once. Kept values stay.
+        A value goes right after its last read before its op is computed again; one that no op
+        reads is freed at once. Kept values stay.
 
         Raises:
             PlanError: An op index is out of range, or an op reads what no earlier op of

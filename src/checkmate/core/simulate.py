@@ -29,7 +29,7 @@ class Resident(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """What a plan holds and costs.
+    """Bytes and cost of a plan, step by step.
 
     Attributes:
         graph: The graph.
@@ -93,7 +93,7 @@ def simulate(graph: Graph, plan: Plan) -> Timeline:
     if plan.graph_digest and plan.graph_digest != graph.digest:
         raise WrongGraphError(
             f"the plan was made for another graph ({plan.graph_digest[:15]}, not {graph.digest[:15]})",
-            hint="plan this graph anew, or pass the graph that the plan was made for",
+            hint="plan this graph again, or pass the graph that the plan was made for",
         )
     ledger = _Ledger(graph, plan)
     held = np.fromiter((ledger.run(p) for p in range(len(plan.steps))), dtype=np.int64, count=len(plan.steps))

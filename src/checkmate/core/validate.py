@@ -81,7 +81,7 @@ class _Table:
     def __init__(self, graph: Graph, found: list[Violation]) -> None:
         self.graph = graph
         self.found = found
-        self.names: dict[int, list[int]] = {}  # storage number -> [owner, born, died]
+        self.names: dict[int, list[int]] = {}  # storage number -> [owner, first step, last step]
         self.current: dict[int, int] = {}  # value -> storage number
         self.sharers: list[int] = []  # storage number -> live values that name it
         self.runs: dict[int, list[int]] = {}  # op -> steps that compute it

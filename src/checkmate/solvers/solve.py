@@ -115,7 +115,7 @@ def _checked(problem: Problem, solver: Solver, session: Session, plan: Plan, ter
     cost = timeline.cost
     # A bound above a valid plan's cost is wrong: an error is better than a false proof of optimality.
     if session.bound > cost:
-        raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of its own plan")
+        raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of the plan that it found")
     proven = cost - session.bound < 1 or session.gap <= _PROOF_TOLERANCE
     reason = Reason.OPTIMAL if proven else Reason.FEASIBLE
     limit = "" if reason is Reason.OPTIMAL else termination.limit or _limit_met(session)

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.tf2._compat import trace_events
 from checkmate.tf2.op_properties import CALLS, CONTROL_FLOW, SMALL_CONSTANT_BYTES, estimate_ns, output_bytes, static_shape_values
 from checkmate.tf2.peak import default_device, has_memory_stats
@@ -48,7 +49,10 @@ class Profiler:
     """
 
     def __init__(self, store: CostStore | None = None) -> None:
-        self.store = CostStore() if store is None else store
+        environment = _environment()
+        self._costs = MeasuredCosts[tf.Operation](
+            signature=lambda op: signature(op, environment), measure=_measure_all, estimate=_estimate, store=store
+        )
 
     def __call__(self, ops: Sequence[tf.Operation]) -> list[OpCost]:
         """Cost of each op; ops of the same signature are measured once.
@@ -56,25 +60,21 @@ class Profiler:
         Args:
             ops: Ops of a traced step.
         """
-        environment = _environment()
-        keys = [signature(op, environment) for op in ops]
-        distinct = {k: op for k, op in zip(keys, ops, strict=True) if k is not None}
-        known = self.store.get(distinct)
-        missing = {k: op for k, op in distinct.items() if k not in known}
-        if missing:
-            began = time.perf_counter()
-            measured = {k: m for k, op in missing.items() if (m := _measure(op)) is not None}
-            self.store.add(measured)
-            known.update({k: OpCost(estimate_ns(op), 0) for k, op in missing.items()})
-            # Another process can have measured the same op meanwhile; every process uses the stored cost.
-            known.update(self.store.get(missing))
-            _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
-        return [OpCost(estimate_ns(op), 0) if k is None else known[k] for k, op in zip(keys, ops, strict=True)]
+        return self._costs(ops)
+
+
+def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:
+    """Measured costs by signature, without the ops that cannot be run alone."""
+    return {key: cost for key, op in ops.items() if (cost := _measure(op)) is not None}
+
+
+def _estimate(op: tf.Operation) -> OpCost:
+    return OpCost(estimate_ns(op), 0)
 
 
 def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
     """Costs estimated from the bytes that ops read and write; nothing runs, and workspace is taken as 0."""
-    return [OpCost(estimate_ns(op), 0) for op in ops]
+    return [_estimate(op) for op in ops]
 
 
 def signature(op: tf.Operation, environment: str) -> str | None:

@@ -301,8 +301,8 @@ def _price(g, w, code, v, peak, exponent):
 def _evict_at_peak(g, w, code, length, peak, settings, random):
     """Evict the cheapest values at the peak until they weigh the batch fraction of the excess, and one at least.
 
-    What was evicted makes others dearer, as their ancestors may now be missing. So the cheapest candidate is priced
-    again when its turn comes and goes back among the others if it has become dearer: the lazy evaluation of Minoux
+    What was evicted makes others more expensive, as their ancestors may now be missing. So the cheapest candidate is priced
+    again when its turn comes and goes back among the others if it has become more expensive: the lazy evaluation of Minoux
     (1978), which spares pricing all candidates after each eviction.
 
     Returns:
