@@ -24,7 +24,7 @@ def check(point: dict[str, Any]) -> None:
     assert not any(point["differs"].values())
 
 
-@pytest.mark.parametrize("budget", ["80%", "55%"])
+@pytest.mark.parametrize("budget", [pytest.param("80%", marks=pytest.mark.slow), "55%"])
 def test_a_measured_peak_keeps_the_budget_in_a_fresh_process(budget: str) -> None:
     """The promise, on a small network with dropout: budget, bytes, bits and what really ran."""
     point = child(name="dropout", budget=budget, threads=1, references=["chained", "plain"])

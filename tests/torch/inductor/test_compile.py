@@ -100,7 +100,7 @@ def test_weights_of_convolutions_are_not_held_twice() -> None:
     assert held < sum(p.nbytes for p in model.parameters()) / 2
 
 
-@pytest.mark.parametrize("name", ["in_place", "views"])
+@pytest.mark.parametrize("name", ["in_place", pytest.param("views", marks=pytest.mark.slow)])
 def test_a_refusal_names_what_is_kept(name: str) -> None:
     """A compiled step may take less than any plan of single ops: the smallest budget is that of the step that was measured."""
     model, x = NETWORKS[name](), input_of(name, ROWS)
