@@ -262,4 +262,8 @@ def test_the_bound_is_a_share_of_the_cost_of_computing_all_ops_once():
         30 / 50 * (1 - 2 * PARAMETERS.budget_slack), rel=1e-8
     )
     assert solve(Problem(tight, 8), BruteForce()).cost == 50 + 30
+    cheap = Graph(
+        tuple(Op(op.name, op.inputs, op.outputs, int(not o), op.workspace_bytes) for o, op in enumerate(tight.ops)), tight.values
+    )
+    assert linear_bound(CutModel(Problem(cheap, 8)).build([2])) == pytest.approx(1.0, abs=1e-4)
     assert linear_bound(CutModel(Problem(tight, 12)).build([2])) == pytest.approx(0.0)
