@@ -70,7 +70,7 @@ def test_another_budget_is_another_problem_with_the_same_rules():
 
 def test_only_a_share_needs_the_peak_of_keeping_everything(monkeypatch):
     """On a graph of 10,000 ops it takes a moment, and a search over budgets asks many times."""
-    monkeypatch.setattr("checkmate.core.problem.simulate", None)
+    monkeypatch.setattr("checkmate.core.budget.simulate", None)
     assert Problem(chain(), 12).budget_bytes == 12
     with pytest.raises(TypeError):
         Problem(chain(), "50%")

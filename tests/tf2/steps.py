@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import checkmate
 from checkmate import Plan
-from checkmate.solvers.orders import plan_of_needed
+from checkmate.solvers.reductions.unread import plan_of_needed
 from checkmate.tf2._compat import grappler_off
 
 ROOT = Path(__file__).parent.parent.parent

@@ -15,7 +15,7 @@ _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s
 _HINT = "write an amount such as '8GiB', '512 MB' or '70%', or give an integer number of bytes"
 
 Amount = int | float | str
-"""What a budget may be given as: bytes, or text such as ``"8GiB"`` or ``"70%"``."""
+"""Type of a budget as users write it: a number of bytes, or text such as ``"8GiB"`` or ``"70%"``."""
 
 
 def parse_bytes(amount: Amount) -> int:
