@@ -22,8 +22,8 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-QUICK = ("plain_loop", "with_trainer")
-"""Those that run every time."""
+QUICK = ("with_trainer",)
+"""The example that runs every time: what it does around a step includes the plain loop."""
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NEEDED])
