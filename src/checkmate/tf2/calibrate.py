@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -165,7 +164,7 @@ class _Search:
             result = self.replan(target)
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
             self._error = error
-            return Trial(target_bytes=target, planned_bytes=None, needed_bytes=None, cost=math.inf, outcome=None)
+            return Trial.without_plan(target, None)
         aim = self.policy.aim_bytes(self.budget_bytes)
         peaks = allocator_peaks(self.capture, result.plan)
         needed, run = peaks.chunk_bytes + self.bias_bytes, None
