@@ -287,6 +287,13 @@ def test_no_op_is_computed_again_for_nothing():
         assert linear_bound(CutModel(Problem(graph, 3)).build([0, 1, 2])) == pytest.approx(0.0)
 
 
+def test_ops_without_values_need_nothing():
+    """A graph may have effects alone: there is nothing to hold and nothing to compute again."""
+    graph = Graph((Op("a", (), (), 1), Op("b", (), (), 1)), (), order=((0, 1),))
+    for cuts in ([0], [0, 1]):
+        assert linear_bound(CutModel(Problem(graph, 9)).build(cuts)) == 0.0
+
+
 def test_a_budget_of_a_byte_is_a_budget():
     """Rows are scaled to the budget: of two values of a byte that are both read later one fits, and one alone does."""
 
