@@ -48,6 +48,9 @@ GROUPS = {
 }
 """What is changed, and the tests that have to notice: those of the same folder, so that a law stands near its code."""
 
+KILLED = ("killed", "timeout", "segfault")
+"""Verdicts of a mutant on which the tests do not pass: an engine that is given nonsense may end the process."""
+
 SETTINGS = """
 [tool.mutmut]
 source_paths = ["src/"]
@@ -181,8 +184,8 @@ def _report(group: str, copy: Path) -> tuple[dict[str, Any], bool]:
     for name, path, verdict in _verdicts(copy):
         counts = modules.setdefault(path.stem, Counter())
         counts["mutants"] += 1
-        counts["killed"] += verdict in ("killed", "timeout")
-        if verdict not in ("killed", "timeout"):
+        counts["killed"] += verdict in KILLED
+        if verdict not in KILLED:
             mutant = _mutant(name, path)
             survivors[mutant] += 1
             counts["equivalent"] += mutant in justified

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,22 +36,27 @@ class Rows:
         self.rows.append(row)
         self.limits.append(limit)
 
-    def least(self, cost: dict[object, float], *, integral: bool) -> float:
-        """Least cost over all points; infinite if there is none."""
+    def least(
+        self, cost: dict[object, float], *, integral: bool = False, zero: Callable[[object], bool] = lambda _: False
+    ) -> float:
+        """Least cost over all points, or over those with some variables at zero; infinite if there is none."""
+        for name in cost.keys() - self.fixed.keys():
+            self.index.setdefault(name, len(self.index))
         weights = np.zeros(len(self.index))
         for name, weight in cost.items():
             if name in self.index:
                 weights[self.index[name]] = weight
         if not len(weights):
             return 0.0 if all(limit >= -1e-9 for limit in self.limits) else math.inf
+        high = np.array([0.0 if zero(name) else 1.0 for name in self.index])
         matrix = np.zeros((len(self.rows), len(weights)))
         for r, row in enumerate(self.rows):
             matrix[r, list(row)] = list(row.values())
         if integral:
             constraint = LinearConstraint(matrix, ub=np.array(self.limits))
-            solved = milp(weights, constraints=constraint, bounds=Bounds(0, 1), integrality=np.ones(len(weights)))
+            solved = milp(weights, constraints=constraint, bounds=Bounds(0, high), integrality=np.ones(len(weights)))
         else:
-            solved = linprog(weights, A_ub=matrix, b_ub=self.limits, bounds=(0, 1), method="highs")
+            solved = linprog(weights, A_ub=matrix, b_ub=self.limits, bounds=np.stack([0 * high, high], axis=1), method="highs")
         return float(solved.fun) if solved.success else math.inf
 
 
@@ -93,6 +98,14 @@ def least_share(
     integral: bool = False,
 ) -> float:
     """Least recomputation of a program, as a share of computing every op once; infinite if no point satisfies it."""
+    total = max(1, problem.graph.cost)
+    ops = enumerate(problem.graph.ops)
+    cost: dict[object, float] = {("y", e, e + 1, o): op.cost / total for o, op in ops for e in range(len(cuts))}
+    return stated_rows(problem, cuts, floating=floating, targets=targets).least(cost, integral=integral)
+
+
+def stated_rows(problem: Problem, cuts: Sequence[int], *, floating: bool = True, targets: Sequence[int] | None = None) -> Rows:
+    """All rows of a program, over variables ``("X", e, o)``, ``("S", e, k)`` and ``("y", e, f, o)``."""
     graph = problem.graph
     end, last = len(graph.ops), len(cuts)
     inputs = [set(op.inputs) for op in graph.ops] + [{v for v, value in enumerate(graph.values) if value.kept}]
@@ -167,6 +180,4 @@ def least_share(
             program.at_most([(1.0, first), (-1.0, whole)], 0.0)
             if o in again[e]:
                 program.at_most([(1.0, then), (-1.0, whole)], 0.0)
-    total = max(1, graph.cost)
-    cost = {("y", e, e + 1, o): graph.ops[o].cost / total for e in range(last) for o in range(end)}
-    return program.least(cost, integral=integral)
+    return program

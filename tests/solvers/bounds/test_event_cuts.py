@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from checkmate import BruteForce, Graph, Op, Plan, Problem, Value, simulate, solve
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
-from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutModel, CutProgram, NoColumn
+from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutModel, CutProgram, NoColumn, _Builder
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.reductions.fold_views import FoldViews
-from tests.solvers.bounds.proof import event_sides, least_share, strict_ancestors
+from tests.solvers.bounds.proof import event_sides, least_share, stated_rows, strict_ancestors
 from tests.solvers.instances import draw
 from tests.strategies import random_graph
 
 
-def tight_problem(rng: random.Random) -> Problem:
-    """A folded problem whose budget is little more than the floor, where events prove most."""
-    graph = random_graph(rng, max_ops=rng.choice([6, 9, 12]), training=rng.random() < 0.8)
+def tight_problem(rng: random.Random, *, training: float = 0.8) -> Problem:
+    """A folded problem whose budget is little more than the floor, where events prove most; other graphs have more ops
+    that float than training graphs."""
+    graph = random_graph(rng, max_ops=rng.choice([6, 9, 12]), training=rng.random() < training)
     own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
     low = min(floor(graph).peak_bytes, own)
     budget = rng.randint(low, (3 * low + own) // 4)
@@ -64,6 +66,41 @@ def test_the_program_is_that_of_the_proof():
             impossible += math.isinf(stated)
     assert sharp > 30
     assert impossible > 3
+
+
+def test_the_program_allows_the_points_that_the_proof_allows():
+    """Whatever is minimised over them, not recomputation alone: no row is missing, and none is too strict."""
+    finite = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        problem = tight_problem(rng, training=0.2)
+        # With targets among other ops the program is the looser one: what the DAG says of those others is left out there.
+        targets = tuple(range(len(problem.graph.ops))) if rng.random() < 0.2 else None
+        model = CutModel(problem, targets)
+        chain = some_chain(rng, model)
+        for floating in (False, True):
+            builder = _Builder(model, tuple(chain), floating)
+            program = builder.build().program
+            if builder.impossible or not len(program.cost):
+                continue
+            stated = stated_rows(problem, chain, floating=floating, targets=targets)
+            tables = [(("S", e), live) for e, live in enumerate(builder.live)]
+            tables += [(("X", e), computed) for e, computed in enumerate(builder.computed[:-1])]
+            tables += [(("y", *segment), again) for segment, again in builder.recomputed.items()]
+            names = {int(table[i]): (*kind, i) for kind, table in tables for i in np.flatnonzero(table >= 0).tolist()}
+            assert sorted(names) == list(range(len(program.cost)))
+            again = set(names.values())
+
+            def left_out(name: tuple[object, ...], again: set[tuple[object, ...]] = again) -> bool:
+                return name[0] == "y" and name not in again  # useless, so that it may stay at zero
+
+            for _ in range(3):
+                weights = np.array([rng.choice([-1.0, 0.0, 1.0]) for _ in names])
+                least = stated.least({name: weights[column] for column, name in names.items()}, zero=left_out)
+                bound = solve_linear(replace(program, cost=weights)).bound
+                assert bound == pytest.approx(least, abs=1e-4), (seed, chain, floating)
+                finite += math.isfinite(bound)
+    assert finite > 200
 
 
 def test_in_integers_the_program_is_that_of_the_proof():
@@ -250,6 +287,41 @@ def test_no_op_is_computed_again_for_nothing():
     for cost in ([3, 4, 5], [0, 0, 0]):
         graph = Graph.from_dag(cost=cost, size_bytes=[1, 1, 1], edges=[(0, 1), (0, 2), (1, 2)], kept=[2])
         assert linear_bound(CutModel(Problem(graph, 3)).build([0, 1, 2])) == pytest.approx(0.0)
+
+
+def test_ops_without_values_need_nothing():
+    """A graph may have effects alone: there is nothing to hold and nothing to compute again."""
+    graph = Graph((Op("a", (), (), 1), Op("b", (), (), 1)), (), order=((0, 1),))
+    for cuts in ([0], [0, 1]):
+        assert linear_bound(CutModel(Problem(graph, 9)).build(cuts)) == 0.0
+
+
+def test_ops_that_float_without_values_follow_the_dag_too():
+    """An op computed before an event is computed before the next, and so are its parents; `order` alone makes one."""
+    graph = Graph(tuple(Op(name, (), (), 1) for name in "abst"), (), order=((0, 1), (2, 3)))
+    builder = _Builder(CutModel(Problem(graph, 9)), (2, 3), True)
+    program = builder.build().program
+    (a0, b0), (a1, b1) = (computed[:2] for computed in builder.computed[:2])
+    for early, late in ((b0, a0), (b1, a1), (a0, a1), (b0, b1)):
+        weights = np.zeros(4)
+        weights[late], weights[early] = 1.0, -1.0
+        assert solve_linear(replace(program, cost=weights)).bound == pytest.approx(0.0)
+
+
+def test_a_budget_of_a_byte_is_a_budget():
+    """Rows are scaled to the budget: of two values of a byte that are both read later one fits, and one alone does."""
+
+    def graph(count: int) -> Graph:
+        values = [Value(f"v{v}", int(v < count)) for v in range(2 * count + 1)]
+        made = [Op(f"make{v}", (), (v,), 1) for v in range(count)]
+        read = [Op(f"read{v}", (v, count), (count + 1 + v,), 1) for v in range(count)]
+        order = tuple((o, count) for o in range(count))
+        return Graph((*made, Op("event", (), (count,), 1), *read), tuple(values), order)
+
+    assert linear_bound(CutModel(Problem(graph(1), 1)).build([1])) == pytest.approx(0.0)
+    assert linear_bound(CutModel(Problem(graph(2), 1)).build([2])) == pytest.approx(1 / 5, abs=1e-5)
+    empty = Graph.from_dag(cost=[1, 1], size_bytes=[0, 0], edges=[(0, 1)])
+    assert linear_bound(CutModel(Problem(empty, 0)).build([0, 1])) == pytest.approx(0.0)
 
 
 def test_the_bound_is_a_share_of_the_cost_of_computing_all_ops_once():

@@ -78,6 +78,34 @@ def test_the_floor_counts_what_cannot_be_made_again():
         solve(Problem(graph, 44))
 
 
+def test_what_may_not_be_there_yet_is_not_counted():
+    """An op beside the mask may run before it; one after two masks has both."""
+    masks = (Op("mask", (), (0,), 1, recomputable=False), Op("other", (), (1,), 1, recomputable=False))
+    values = (Value("mask", 5), Value("other", 7), Value("wide", 20), Value("out", 1))
+    beside = Graph((*masks, Op("wide", (), (2,), 1), Op("use", (0, 1, 2), (3,), 1)), values)
+    assert floor(beside) == (33, 3, "`use` alone needs its 3 inputs (32 B) and its output (1 B) at once")
+    after = Graph(
+        (
+            *masks,
+            Op("gate", (), (4,), 1),
+            Op("wide", (4,), (2,), 1),
+            Op("use", (0, 1), (3,), 1),
+        ),
+        (*values, Value("gate", 0)),
+        order=((0, 3), (1, 3), (3, 4)),
+    )
+    assert floor(after)[:2] == (32, 3)
+    alone = Graph(
+        (*masks[:1], Op("wide", (), (1,), 1), Op("use", (0, 1), (2,), 1)), (values[0], Value("wide", 20, kept=True), values[3])
+    )
+    assert floor(alone)[:2] == (26, 2)
+    apart = Graph(
+        (*masks[:1], Op("wide", (), (1,), 1), Op("narrow", (1,), (2,), 1), Op("use", (0, 2), (3,), 1)),
+        (values[0], Value("wide", 20), Value("narrow", 20), values[3]),
+    )
+    assert floor(apart)[:2] == (40, 2)
+
+
 def test_a_storage_counts_once_however_it_is_read():
     """A view allocates nothing, and an input that is kept or cannot be made again is there already."""
     graph = Graph(
