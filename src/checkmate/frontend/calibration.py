@@ -43,14 +43,15 @@ class Trial(Generic[T]):
     outcome: T
 
     @classmethod
-    def of(cls, target_bytes: int, result: Result, needed_bytes: int, outcome: T) -> Trial[T]:
-        """The trial of a plan that was found within a target and measured."""
+    def of(cls, target_bytes: int, result: Result, needed_bytes: int, outcome: T, *, measured: bool = True) -> Trial[T]:
+        """The trial of a plan that was found within a target."""
         return cls(
             target_bytes=target_bytes,
             planned_bytes=result.peak_bytes,
             needed_bytes=needed_bytes,
             cost=result.cost,
             overhead=result.overhead,
+            measured=measured,
             outcome=outcome,
         )
 

@@ -149,8 +149,7 @@ class Replanner:
 
 def result_of_order(graph: Graph, order: Sequence[int]) -> Result:
     """The result of an order that was found before, less the computations whose outputs are never read."""
-    peak = Plan.from_order(graph, order)
-    return evaluate(graph, plan_of_needed(Problem(graph, evaluate(graph, peak).peak_bytes), order))
+    return evaluate(graph, plan_of_needed(Problem(graph, graph.resident_bytes), order))
 
 
 def refuse_unexecutable(graph: Graph, plan: Plan) -> None:

@@ -169,25 +169,18 @@ class _Search:
         peaks = allocator_peaks(self.capture, result.plan)
         needed, run = peaks.chunk_bytes + self.bias_bytes, None
         if min(needed, peaks.chunk_bytes) <= self.budget_bytes:  # another plan can exceed its prediction by less
-            measured = measure_plan(self.capture, build_function(self.capture, result.plan), self.batch, self.budget_bytes)
-            run = _TrialRun(result, peaks, measured)
+            peak = measure_plan(self.capture, build_function(self.capture, result.plan), self.batch, self.budget_bytes)
+            run = _TrialRun(result, peaks, peak)
             _log_trial(run, self.budget_bytes)
-            if measured is not None:
-                self.bias_bytes += measured - needed
-                needed = measured
+            if peak is not None:
+                self.bias_bytes += peak - needed
+                needed = peak
             else:  # no memory statistics: the prediction counts
                 needed = min(needed, aim)
         if needed > aim:
             self._record_peak(needed)
-        return Trial(
-            target_bytes=target,
-            planned_bytes=result.peak_bytes,
-            needed_bytes=needed,
-            cost=result.cost,
-            overhead=result.overhead,
-            measured=run is not None and run.measured_bytes is not None,
-            outcome=run,
-        )
+        measured = run is not None and run.measured_bytes is not None
+        return Trial.of(target, result, needed, run, measured=measured)
 
     def _record_peak(self, needed_bytes: int) -> None:
         self.smallest_bytes = needed_bytes if self.smallest_bytes is None else min(self.smallest_bytes, needed_bytes)

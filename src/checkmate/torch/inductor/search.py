@@ -150,15 +150,15 @@ class CalibratedSearch:
         memory = self._largest(memory)
         graph = self.chains.contracted
         timeline = simulate(graph, Plan.from_order(graph, self._order))
+        planned = timeline.peak_bytes - graph.resident_bytes
         trial = Trial(
             target_bytes=self._target_bytes,
-            planned_bytes=timeline.peak_bytes - graph.resident_bytes,
+            planned_bytes=planned,
             needed_bytes=memory.peak_bytes,
             cost=timeline.cost,
             outcome=Compiled(self._order, memory),
         )
         self._calibration.record(trial)
-        planned = timeline.peak_bytes - graph.resident_bytes
         _log.info("compiled: planned %s, measured %s", *map(format_bytes, (planned, memory.peak_bytes)))
         if self._options.plan is None and self._leads:
             self._store.add(MeasuredPlan(self._order, memory.peak_bytes))
