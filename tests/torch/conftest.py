@@ -26,7 +26,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     torch._dynamo.reset()
-    COORDINATOR.forget_splits()
+    COORDINATOR.forget_steps()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
 from checkmate.studies.fit_report import Fits
-from checkmate.torch.compilation.coordinator import InFlightError
+from checkmate.torch.compilation.program import LateGradientError
 from checkmate.torch.distributed.consensus import RankError
 from checkmate.torch.explain import Saved, StepExplanation, explain
 from checkmate.torch.forecast.fits import fits
@@ -30,7 +30,7 @@ from checkmate.torch.step.tracing import GraphBreakError
 __all__ = [
     "Fits",
     "GraphBreakError",
-    "InFlightError",
+    "LateGradientError",
     "Options",
     "RankError",
     "Saved",

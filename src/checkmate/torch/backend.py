@@ -129,7 +129,9 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
         partition_fn=functools.partial(partition, task=task),
         keep_inference_input_mutations=True,
     )
-    return compile_with_aot(gm, example_inputs)
+    # Another plan may take the place of this one, with other buffers, and no buffer is reused anyway.
+    with functorch_config.patch(donated_buffer=False):
+        return compilation.differentiable(compile_with_aot(gm, example_inputs))
 
 
 def _without_backward(module: fx.GraphModule, compilation: Compilation) -> BoxedRun:
@@ -151,7 +153,7 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation:
         compilation.refuse_inference()
         return compiled.run
     if compiled.measured is not None:
-        compilation.guard(*compiled.measured)
+        compilation.guard(*compiled.measured, replaceable=False)
     compiled.forward.run = compilation.forward(compiled.forward.run)
     compiled.backward.run = compilation.backward(compiled.backward.run)
     compilation.hooks.planned(*compiled.planned)

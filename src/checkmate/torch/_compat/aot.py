@@ -21,7 +21,12 @@ __all__ = [
     "functorch_config",
     "fusible_packets",
     "is_tangent",
+    "keep_undefined",
+    "keeps_graph",
     "overwritten_inputs",
+    "queue_after_backward",
+    "saved_after_tensors",
+    "saved_symbols",
 ]
 
 
@@ -73,3 +78,50 @@ def as_boxed(function: BoxedRun) -> BoxedRun:
 def is_tangent(node: torch.fx.Node) -> bool:
     """Whether a node is a tangent of a joint graph: a placeholder for the gradient of a forward output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def _saved(forward: torch.fx.GraphModule, num_outputs: int) -> list[torch.fx.Node]:
+    return list(forward.graph.output_node().args[0])[num_outputs:]  # type: ignore[arg-type]
+
+
+def saved_symbols(forward: torch.fx.GraphModule, num_outputs: int) -> int:
+    """How many symbolic sizes a forward module saves for its backward, which gets them before the saved tensors."""
+    return sum(not isinstance(n.meta.get("val"), torch.Tensor) for n in _saved(forward, num_outputs))
+
+
+def saved_after_tensors(forward: torch.fx.GraphModule, num_outputs: int) -> int:
+    """How many saved values come after the tensors that autograd saves with a version check.
+
+    AOTAutograd finds the saved tensors of a run by counting from the end, with the counts of the module that it has seen. Only
+    modules with equal counts can take each other's place.
+    """
+    saved = _saved(forward, num_outputs)
+    return sum(
+        not isinstance(n.meta.get("val"), torch.Tensor) or bool(n.meta.get("saved_tensor_with_no_vc_check")) for n in saved
+    )
+
+
+def keep_undefined(outputs: Iterable[Any]) -> None:
+    """Have autograd pass None to a compiled backward for the gradients of outputs that nobody differentiates through.
+
+    By default it allocates zeros for them (``ctx.set_materialize_grads``). The node of a compiled function is its ``ctx``.
+
+    Args:
+        outputs: Results of a compiled function.
+    """
+    for output in outputs:
+        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        if node is not None and not hasattr(node, "set_materialize_grads"):  # the output is a view, made after the function
+            node = node.next_functions[0][0] if node.next_functions else None
+        if hasattr(node, "set_materialize_grads"):
+            node.set_materialize_grads(False)  # type: ignore[union-attr]
+
+
+def queue_after_backward(function: Callable[[], None]) -> None:
+    """Have the autograd engine call a function when the backward that is running now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is running now was called with ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -8,20 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from checkmate.core.budget import ResidentMemory
-from checkmate.core.errors import GraphError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.planner import Planner, planner_for, result_of_order
-from checkmate.frontend.split_budget import PlanFootprint
+from checkmate.frontend.step_memory import StepMemory
 from checkmate.studies.min_budget import min_budget
-from checkmate.torch._compat.aot import BoxedRun, as_boxed
+from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined
 from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.compilation.planned_graph import PlannedGraph
+from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
@@ -32,7 +30,7 @@ from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes
 from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.options import Options
-from checkmate.torch.partition.split import Task
+from checkmate.torch.partition.split import CapturedJoint, Task
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -72,6 +70,7 @@ class Compilation:
         budget: The budget, or None.
         ranks: The ranks that plan together, or None.
         resident: Memory besides the graph's own inputs that no plan can change.
+        planned: The graph with its program, once it is planned for a budget.
         least_fused_bytes: Where no step compiled by Inductor kept the budget, the least budget that one of them would keep.
     """
 
@@ -81,18 +80,15 @@ class Compilation:
         self.budget = options.planning.budget
         self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.planner is None else None
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
-        in_flight = 0 if self.budget is None else COORDINATOR.held_bytes()
         # On CUDA the allocator's count includes what graphs in flight and wrappers hold.
-        known = in_flight + self._wrapped.held_bytes
+        known = COORDINATOR.held_bytes() + self._wrapped.held_bytes
         self.resident = ResidentMemory(
             gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
             wrappers_bytes=self._wrapped.held_bytes,
-            in_flight_bytes=in_flight,
             reserve_bytes=options.reserve_bytes,
             other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known),
         )
-        self._in_flight_bytes = in_flight
-        self._planned_graphs: list[PlannedGraph] = []
+        self.planned: PlannedGraph | None = None
         self._recompile = recompile_current_frame()
         self.least_fused_bytes: int | None = None
 
@@ -116,66 +112,85 @@ class Compilation:
         return replace(task, costs=target.costs, relabel=target.relabel, extra_resident_bytes=resident)
 
     def forward(self, run: BoxedRun) -> BoxedRun:
-        """A compiled forward with the checks of its runs.
+        """A compiled forward that the coordinator runs.
 
         Args:
-            run: The forward, in AOTAutograd's boxed calling convention.
+            run: The forward of the plan, in AOTAutograd's boxed calling convention.
         """
+        planned = self.planned
+        if planned is not None:
+            planned.own.forward = run
 
         def guarded(args: list[Any]) -> Any:
             if self.hooks.before_forward is not None:
                 self.hooks.before_forward()
             if self.ranks is not None:
                 self.ranks.record_forward()
-            return COORDINATOR.forward(self._planned_graphs[0], run, args) if self._planned_graphs else run(args)
+            return run(args) if planned is None else COORDINATOR.forward(planned, args)
 
         return as_boxed(guarded)
 
     def backward(self, run: BoxedRun) -> BoxedRun:
-        """A compiled backward that tells the coordinator when it has run.
+        """A compiled backward that the coordinator runs.
 
         Args:
-            run: The backward, in AOTAutograd's boxed calling convention.
+            run: The backward of the plan, in AOTAutograd's boxed calling convention.
         """
-        return as_boxed(lambda args: COORDINATOR.backward(run, args)) if self._planned_graphs else run
+        planned = self.planned
+        if planned is None:
+            return run
+        planned.own.backward = run
+        return as_boxed(functools.partial(COORDINATOR.backward, planned))
 
-    def guard(self, graph: Graph, footprint: PlanFootprint, budget_bytes: int) -> None:
-        """Check every run of a graph against a budget.
+    def differentiable(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph, whose backward is told which of its outputs nobody differentiates through.
 
         Args:
-            graph: The graph that was planned.
-            footprint: Its plan, with cost and memory.
-            budget_bytes: The budget that the plan was made for, in bytes.
+            run: The graph as AOTAutograd compiled it.
         """
-        assert self.budget is not None
-        _warn_of_tangents(graph)
-        share = COORDINATOR.share(graph, self.budget)
-        self._planned_graphs.append(
-            PlannedGraph(
-                graph=graph,
-                footprint=footprint,
-                budget=self.budget,
-                budget_bytes=share.budget_bytes if share else budget_bytes,
-                resident_bytes=graph.resident_bytes - self._in_flight_bytes,
-                planned_gradient_bytes=self.resident.gradients_bytes + self._wrapped.bucket_view_bytes,
-                transient_gradient_bytes=self._wrapped.transient_gradient_bytes,
-                time_limit_s=self.options.time_limit_s,
-                recompile=self._recompile,
-                ranks=self.ranks,
-            )
+        if self.planned is None or not self.planned.replaceable:
+            return run
+
+        def observed(*args: Any) -> Any:
+            outputs = run(*args)
+            keep_undefined(outputs)
+            return outputs
+
+        return observed
+
+    def guard(self, joint: CapturedJoint, result: Result, memory: StepMemory, *, replaceable: bool) -> None:
+        """Have the coordinator run a graph.
+
+        Args:
+            joint: The captured joint graph.
+            result: Its plan.
+            memory: Memory of the plan, predicted or measured.
+            replaceable: Whether a program of another plan can take the place of this one without compiling again.
+        """
+        graph = joint.capture.graph
+        gradients = self.resident.gradients_bytes + self._wrapped.bucket_view_bytes
+        self.planned = PlannedGraph(
+            joint=joint,
+            own=Program(result, memory),
+            alone=self._alone(graph) or self.shared_order(graph) is not None,
+            options=self.options.planning,
+            resident=self.resident,
+            planned_gradient_bytes=gradients,
+            ranks=self.ranks,
+            recompile=self._recompile,
+            replaceable=replaceable,
         )
 
     def shared_order(self, graph: Graph) -> tuple[int, ...] | None:
-        """The order of a graph in a budget that was split over several graphs, or None if the budget was not split."""
-        share = COORDINATOR.share(graph, self.budget) if self.budget is not None else None
-        return share.order if share is not None else None
+        """The order of a graph in the plan of a step of several graphs, where one has been made for a graph like it."""
+        return COORDINATOR.shared_order(graph, self.budget) if self.budget is not None else None
 
-    def agreed(self, graph: Graph, plan: Callable[[Graph, int], Result]) -> tuple[Graph, Result]:
+    def agreed(self, graph: Graph, plan: Callable[[Graph], Result]) -> tuple[Graph, Result]:
         """The plan of a graph. Where several ranks plan together, rank 0 makes it for all of them.
 
         Args:
             graph: The graph as captured on this rank.
-            plan: Called with a graph and the bytes that other graphs in flight hold, which are part of its resident bytes.
+            plan: Called with the graph; its resident bytes are the largest of any rank.
 
         Returns:
             The graph with the figures that the ranks agreed on, and its plan.
@@ -184,10 +199,8 @@ class Compilation:
             RankError: A rank failed, or the ranks captured different graphs.
         """
         if self.ranks is None:
-            return graph, plan(graph, self._in_flight_bytes)
-        wanted = f"a budget of {self.budget}"
-        agreed = plan_on_rank0(self.ranks, graph, self._in_flight_bytes, wanted, plan)
-        self._in_flight_bytes = agreed.in_flight_bytes
+            return graph, plan(graph)
+        agreed = plan_on_rank0(self.ranks, graph, f"a budget of {self.budget}", plan)
         return agreed.graph, agreed.result
 
     def agree_to_run(self) -> None:
@@ -196,7 +209,7 @@ class Compilation:
         Raises:
             RankError: A rank failed to compile.
         """
-        if self.ranks is not None and (self._planned_graphs or self.hooks.whole):
+        if self.ranks is not None and (self.planned is not None or self.hooks.whole):
             self.ranks.decide("running it", b"", lambda said: b"")
 
     def refuse_inference(self) -> None:
@@ -214,53 +227,45 @@ class Compilation:
     def _plan(self, capture: Capture) -> tuple[Graph, Result]:
         if self.hooks.planner is not None:
             return capture.graph, self.hooks.planner(capture.graph)
-        return self.agreed(capture.graph, self._plan_beside)
+        return self.agreed(capture.graph, self._plan_graph)
 
-    def _plan_beside(self, graph: Graph, in_flight_bytes: int) -> Result:
-        """The graph's plan of a split budget, else a plan for it alone.
+    def _plan_graph(self, graph: Graph) -> Result:
+        """A plan for the budget if the graph is a step by itself; otherwise one of nearly the smallest peak.
 
-        Args:
-            graph: The graph; its resident bytes include those in flight.
-            in_flight_bytes: Bytes that other graphs in flight hold.
+        Raises:
+            InfeasibleBudgetError: No plan keeps the budget, which is proven.
+            PlanNotFoundError: No plan was found in time.
         """
-        order = self.shared_order(graph)
-        if order is not None:
-            return result_of_order(graph, order)
-        try:
+        if self._alone(graph):
             return planner_for(self.options.planning)(graph)
-        except (InfeasibleBudgetError, PlanNotFoundError):
-            if not in_flight_bytes:
-                raise
-            # Other graphs hold so much that no plan fits beside them. If the smallest plan would fit without them, the first step
-            # runs with it, and the budget is split when that step is over.
-            smallest = min_budget(graph, limits=Limits(time_s=self.options.time_limit_s))
-            assert self.budget is not None
-            limit = self.budget.resolve(graph)
-            if smallest.peak_bytes - in_flight_bytes > limit:
-                raise
-            return msgspec.structs.replace(result_of_order(graph, smallest.plan.order), budget_bytes=limit)
+        assert self.budget is not None
+        smallest = min_budget(graph, limits=Limits(time_s=min(_SMALLEST_TIME_S, self.options.time_limit_s or _SMALLEST_TIME_S)))
+        total = self.budget.total_bytes
+        if total is not None and smallest.floor_bytes > total:
+            return planner_for(self.options.planning)(graph)  # it refuses the budget
+        return result_of_order(graph, smallest.plan.order)
 
-    def _planned(self, capture: Capture, result: Result) -> None:
+    def _alone(self, graph: Graph) -> bool:
+        """Whether a graph is taken for a whole step: what it returns has one gradient, that of a loss, and none is in flight."""
+        if self.budget is None or graph.boundary is None or self.options.plan is not None:
+            return True
+        tangents = [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
+        return len(tangents) == 1 and tangents[0] <= SCALAR_TANGENT_BYTES and not COORDINATOR.in_flight()
+
+    def _planned(self, joint: CapturedJoint, result: Result) -> None:
         # A graph without a boundary is a whole step: when it returns, nothing of it is in flight.
-        if self.budget is not None and capture.graph.boundary is not None:
-            footprint = PlanFootprint.of(capture.graph, result.plan, self._wrapped.transient_gradient_bytes)
-            self.guard(capture.graph, footprint, result.budget_bytes)
-        resident = format_bytes(capture.graph.resident_bytes)
-        _log.info("resident memory %s, of which besides the graph's inputs: %s", resident, self.resident)
-        self.hooks.planned(capture, result)
-
-
-def _warn_of_tangents(graph: Graph) -> None:
-    """Warn of the gradients of outputs besides a loss: AOTAutograd allocates them even for outputs that are never used."""
-    assert graph.boundary is not None
-    sizes = [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
-    large = sum(size for size in sizes if size > SCALAR_TANGENT_BYTES)
-    if large and large < sum(sizes):
-        _log.warning(
-            "what the forward returns beside its loss has gradients of %s, allocated as zeros where they are not used: return "
-            "only the loss from the compiled function, or detach the other outputs",
-            format_bytes(large),
+        graph = joint.capture.graph
+        if self.budget is not None and graph.boundary is not None:
+            memory = StepMemory.of(graph, result.plan, self._wrapped.transient_gradient_bytes)
+            self.guard(joint, result, memory, replaceable=True)
+        _log.info(
+            "resident memory %s, of which besides the graph's inputs: %s", format_bytes(graph.resident_bytes), self.resident
         )
+        self.hooks.planned(joint.capture, result)
+
+
+_SMALLEST_TIME_S = 2.0
+"""Seconds for the plan of a graph whose step is not known yet: it runs once or twice."""
 
 
 def costs_of(options: Options) -> Costs:

@@ -1,13 +1,11 @@
-"""One budget for several planned graphs that are in flight together.
+"""Runs the planned graphs of this process: which program each run takes, and what a step is.
 
-A graph is in flight from the start of its forward until its backward has run, or until the tensors that it saved for the backward
-are freed. A plan is made for one graph alone. After a graph break, or if two forwards run before a backward, the tensors that an
-earlier graph saved are held during the peak of a later one, and the two together may exceed a budget that each of them keeps.
+A step begins with a forward while no other is waiting for its backward, and is over when none is waiting any more. The first time
+that a step is seen its windows are recorded (`StepRecorder`), and the graphs run programs of their own. When it is over it is planned
+as a whole (`plan_step`), and from then on each of its forwards runs the program that the plan has for its place in the step. A step
+that turns out differently runs on the graphs' own programs from there on, and is planned in turn.
 
-The peak of a step is predicted whenever a forward begins, from the plans of the graphs in flight and the storages that they hold.
-The first step of several graphs runs even if that peak exceeds the budget, with a warning. When it is over, the budget is split
-over its graphs, and they are compiled again with their shares. From then on a forward that would exceed the budget is
-refused before it runs.
+A forward returns one more tensor for autograd to save: empty, and only there to tell which forward a backward belongs to.
 """
 
 from __future__ import annotations
@@ -15,228 +13,279 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError
 from checkmate.core.graph import Graph
-from checkmate.core.units import format_at_least, format_bytes
-from checkmate.torch.compilation.planned_graph import PlannedGraph, key_of
-from checkmate.torch.compilation.rebalance import StepUsage, split_on_rank0
+from checkmate.core.units import format_bytes
+from checkmate.torch._compat.aot import keeps_graph, queue_after_backward
+from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, random_state, weakly
+from checkmate.torch.compilation.recorder import Run, StepRecorder
+from checkmate.torch.compilation.step_plan import StepPlan, plan_step
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
-from checkmate.torch.graph.storages import storage_bytes, storage_key
+from checkmate.torch.graph.storages import storage_bytes, storage_key, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
 
 
-class InFlightError(CheckmateError, RuntimeError):
-    """Graphs in flight would together exceed the budget."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of a graph in a budget that was split over the graphs of a step.
-
-    Attributes:
-        order: The order of computations of its plan.
-        budget_bytes: The budget of all graphs together, in bytes.
-    """
-
-    order: tuple[int, ...]
-    budget_bytes: int
-
-
 @dataclass(eq=False, slots=True)
-class _PendingBackward:
-    """One forward whose backward has not run.
+class _KnownStep:
+    """A step that was recorded, with its plans.
 
     Attributes:
-        planned: Its graph.
-        inputs: Bytes of each input, by the key of its storage.
-        gradient_bytes: Bytes of the gradients that its parameters had when the forward began.
-        held: Bytes of each tensor that the forward returned, outputs and saved tensors, by the key of its storage.
+        recorder: The record.
+        plans: Plans by the gradients that exist before the step: run and input of each. None where the graph's own plan is one of
+            the step; an error where there is no plan.
     """
 
-    planned: PlannedGraph
-    inputs: dict[int, int]
-    gradient_bytes: int
-    held: dict[int, int] = field(default_factory=dict)
+    recorder: StepRecorder
+    plans: dict[frozenset[tuple[int, int]], StepPlan | CheckmateError | None] = field(default_factory=dict)
+
+    def existing_gradients(self) -> frozenset[tuple[int, int]]:
+        """Run and input of every leaf that has a gradient now."""
+        return frozenset(
+            (r, k)
+            for r, run in enumerate(self.recorder.runs)
+            for k, leaf in run.leaves
+            if (t := leaf()) is not None and t.grad is not None
+        )
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that exist now."""
+        leaves = (leaf() for run in self.recorder.runs for _, leaf in run.leaves)
+        return unique_bytes(t.grad for t in leaves if t is not None and t.grad is not None)
 
 
 class Coordinator:
-    """The planned graphs that are in flight in this process, and the budgets that were split over several of them."""
+    """The planned graphs that are in flight in this process, and the plans of its steps."""
 
     def __init__(self) -> None:
         # Autograd runs backwards on other threads, and a finalizer runs on any thread, even on one that already holds the lock.
         self._lock = threading.RLock()
-        self._flights: list[_PendingBackward] = []  # in the order of their forwards
-        self._step: list[_PendingBackward] = []  # forwards of the present step: all since nothing was in flight
-        self._peak_bytes = 0  # largest predicted peak of the present step
-        self._shares: dict[str, Share] = {}  # by the key of the graph
-        self._rebalanced: set[str] = set()  # keys of graphs whose step was split, or for which no split was found
+        self._flights: dict[int, Flight] = {}  # by the key of the token's storage
+        self._pending: list[Flight] = []  # in the order of their forwards
+        self._recorder = StepRecorder()
+        self._runs: dict[Flight, Run] = {}
+        self._known: dict[int, list[_KnownStep]] = {}  # by the identity of the first graph
+        self._plan: StepPlan | None = None
+        self._shares: dict[str, tuple[int, ...]] = {}
+        self._warned: set[int] = set()
 
-    def forget_splits(self) -> None:
-        """Return to the state of a new process: the next step of several graphs is a first one."""
+    def forget_steps(self) -> None:
+        """Return to the state of a new process: the next step is a first one."""
         with self._lock:
+            self._known.clear()
             self._shares.clear()
-            self._rebalanced.clear()
+            self._recorder, self._plan = StepRecorder(), None
 
     @property
     def step_bytes(self) -> int | None:
-        """Largest predicted peak of the newest step, resident bytes included; None before the first step."""
-        return self._peak_bytes or None
+        """Predicted peak of the newest step, resident bytes included; None before the first step."""
+        if self._plan is not None:
+            return self._plan.result.peak_bytes
+        own = [run.planned.own.result.peak_bytes for run in self._recorder.runs]
+        return max(own, default=None)
 
-    def share(self, graph: Graph, budget: Budget) -> Share | None:
-        """The share of a graph in a budget, or None if that budget was not split."""
+    @property
+    def step(self) -> StepPlan | None:
+        """The plan of the newest step; None if it was not planned as a whole."""
+        return self._plan
+
+    def shared_order(self, graph: Graph, budget: Budget) -> tuple[int, ...] | None:
+        """The order of a graph in the plan of a step whose graphs have to be compiled again for it."""
         return self._shares.get(key_of(graph, budget))
+
+    def in_flight(self) -> bool:
+        """Whether any forward waits for its backward."""
+        with self._lock:
+            return bool(self._pending)
 
     def held_bytes(self) -> int:
         """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
         with self._lock:
-            return sum(_union(self._flights).values())
+            return sum(_union(self._pending).values())
 
-    def forward(self, planned: PlannedGraph, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """Run the forward of a planned graph, unless it would exceed the budget together with the graphs in flight.
+    def forward(self, planned: PlannedGraph, args: list[Any]) -> Any:
+        """Run the forward of a planned graph.
 
         Args:
             planned: The graph.
-            run: Its compiled forward, in AOTAutograd's boxed calling convention.
-            args: Its arguments; ``run`` clears the list.
+            args: Its arguments; the program clears the list.
 
         Raises:
-            InFlightError: The step would exceed the budget.
+            InfeasibleBudgetError: A step is planned before it begins, and no plan of it keeps the budget.
+            PlanNotFoundError: No plan of the step was found in time.
         """
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        inputs = _without(_storages(tensors), fsdp_unsharded_bytes())
-        flight = _PendingBackward(planned, inputs, _gradients(tensors))
-        del tensors  # a reference here would keep inputs alive that the forward frees
+        transient = fsdp_unsharded_bytes()
         with self._lock:
-            if not self._flights:
-                self._step, self._peak_bytes = [], 0
-            self._check([*self._flights, flight])
-            self._step.append(flight)
-        results = run(args)
-        self._register(flight, results)
-        return results
-
-    def backward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """Run a compiled backward; its forward is then no longer in flight.
-
-        Args:
-            run: The compiled backward, in AOTAutograd's boxed calling convention.
-            args: Its arguments, saved tensors among them; ``run`` clears the list.
-        """
+            if not self._pending:
+                self._begin_step(planned)
+            position = len(self._recorder.runs)
+            program = self._program(planned, position)
+            run = self._recorder.begin_forward(planned, args, transient)
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            flight = Flight(planned, program, position, _without(_storages(tensors), transient))
+            if program.undefined:
+                flight.arguments = [weakly(a) for a in args]
+                flight.random_state = random_state() if planned.random else None
+            del tensors  # a reference here would keep inputs alive that the forward frees
+            self._warn_if_over(planned, flight)
+        assert program.forward is not None
+        results = list(program.forward(args))
+        token = torch.empty(0, dtype=torch.uint8)
+        results.insert(planned.num_outputs, token)
+        key = storage_key(token)
+        flight.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in flight.inputs)
         with self._lock:
-            # Nothing but the saved tensors tells which forward a backward belongs to. It also reads tensors that earlier forwards
-            # returned and this one had as inputs, so that its forward is the newest of those that hold any of them.
-            mine = {storage_key(a) for a in args if isinstance(a, torch.Tensor)}
-            holders = [f for f in self._flights if f.held and not mine.isdisjoint(f.held)]
-        results = run(args)
-        with self._lock:
-            for flight in holders[-1:]:
-                self._retire(flight)
-            if holders and not self._flights:
-                self._rebalance_after_step()
-        return results
-
-    def _register(self, flight: _PendingBackward, results: Sequence[Any]) -> None:
-        """Count a forward as in flight as long as the tensors that it saved are alive."""
-        made = [t for t in results if isinstance(t, torch.Tensor) and storage_key(t) not in flight.inputs]
-        flight.held = _storages(made)
-        if not made:
-            return
+            self._recorder.end_forward(run, results[: planned.num_outputs])
+            self._flights[key] = flight
+            self._runs[flight] = run
+            self._pending.append(flight)
         # A step may end without a backward: after an exception, or if its loss is dropped. Nothing is called then; that the saved
-        # tensors are freed is the only sign of it, hence the finalizer. AOTAutograd returns outputs first and saved tensors last,
-        # so that the last tensor is a saved one wherever any was saved, and only autograd holds it. An output would not do: the
-        # caller may hold it for longer. At exit there is nothing left to count.
-        weakref.finalize(made[-1].untyped_storage(), self._retire, flight).atexit = False
-        with self._lock:
-            self._flights.append(flight)
+        # tensors are freed is the only sign of it. At exit there is nothing left to count.
+        weakref.finalize(token.untyped_storage(), self._drop, key).atexit = False
+        return results
 
-    def _retire(self, flight: _PendingBackward) -> None:
-        with self._lock:
-            if flight in self._flights:
-                self._flights.remove(flight)
-
-    def _check(self, flights: list[_PendingBackward]) -> None:
-        """Refuse the newest forward if the predicted peak of the step exceeds the budget.
+    def backward(self, planned: PlannedGraph, args: list[Any]) -> Any:
+        """Run the backward of a planned graph; its forward is then no longer in flight.
 
         Args:
-            flights: The graphs in flight, in the order of their forwards; the last is about to start.
-
-        Raises:
-            InFlightError: The peak exceeds the budget, and the step is not a first one whose budget is still to be split.
+            planned: The graph.
+            args: Its arguments, saved tensors among them; the program clears the list.
         """
-        now, earlier = flights[-1], flights[:-1]
-        unplanned = max(0, now.gradient_bytes - now.planned.planned_gradient_bytes)
-        inputs = _union(flights, inputs_only=True)
-        resident = now.planned.resident_bytes + unplanned + sum(size for key, size in inputs.items() if key not in now.inputs)
-        budget = max(f.planned.budget_bytes for f in flights)
-        worst = resident + now.planned.footprint.memory.forward_peak_bytes + _held_beside(earlier, inputs)
-        for position, flight in enumerate(flights):
-            # Backwards run from the last graph to the first. Those that have run leave gradients; those to come hold tensors.
-            later = sum(f.planned.footprint.memory.gradient_bytes for f in flights[position + 1 :])
-            held = _held_beside(flights[:position], inputs)
-            worst = max(worst, resident + held + flight.planned.footprint.memory.backward_peak_bytes + later)
-        self._peak_bytes = max(self._peak_bytes, worst)
-        if worst <= budget:
-            return
-        if len(flights) == 1:
-            raise InFlightError(
-                f"this step would take {format_bytes(worst)}, and its budget is {format_bytes(budget)}: "
-                f"{format_bytes(unplanned)} of gradients are there already that did not exist when it was planned",
-                hint="call optimizer.zero_grad(set_to_none=True) before the forward, or set the option accumulate=True to plan "
-                "with room for them",
-            )
-        if not all(f.planned.key in self._rebalanced or f.planned.recompile is None for f in flights):
-            return  # the first step of these graphs: `_rebalance_after_step` splits the budget, and warns
-        raise InFlightError(
-            f"{len(flights)} planned graphs in flight together would take {format_bytes(worst)}, and the budget is "
-            f"{format_bytes(budget)}: a graph break, or a second forward before the backward of the first",
-            hint=f"find the graph break with torch.compile(..., fullgraph=True), call backward before the next forward, or raise "
-            f"the budget to at least {format_at_least(worst)}",
-        )
-
-    def _rebalance_after_step(self) -> None:
-        """Split the budget over the graphs of a step that is over, once for each set of graphs, and have them compiled again.
-
-        A graph without `PlannedGraph.recompile` keeps the plan it has, so that a step with one is not split.
-        """
-        step, self._step = self._step, []
-        graphs = {f.planned.key: f.planned for f in step}
-        if len(step) < 2 or self._rebalanced.issuperset(graphs) or any(a.recompile is None for a in graphs.values()):
-            return
-        self._rebalanced.update(graphs)
-        keys = list(graphs)
-        sequence = tuple(keys.index(f.planned.key) for f in step)
-        usage = StepUsage(tuple(keys), sequence, self._peak_bytes, _resident_bytes(step))
-        found = split_on_rank0(usage, list(graphs.values()))
-        if found.orders is None:
+        token = args.pop(planned.num_symbols)  # when it is freed its flight is forgotten
+        flight = self._flights[storage_key(token)]
+        tangents = planned.tangents
+        first = len(args) - len(tangents)
+        with self._lock:
+            run = self._runs[flight]
+            recording = flight in self._pending
+            if recording:
+                self._recorder.begin_backward(run, args[first:])
+        program = flight.program
+        late = any(args[first + t] is not None for t in program.undefined)
+        for t, (shape, stride, dtype, device) in enumerate(tangents):
+            if args[first + t] is None and t not in program.undefined and not late:
+                args[first + t] = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+        if late:
             _log.warning(
-                "%d graphs were in flight together, and this first step took up to %s; no split of the budget of %s over them "
-                "was found, so that the next step is refused",
-                len(step),
-                format_bytes(found.before_bytes),
-                format_bytes(found.budget_bytes),
+                "a gradient came for an output that had none before: computed from the inputs, and planned for from now on"
             )
-        if not found.orders:
+            results = planned.late_backward(flight, args[first:])
+            args.clear()
+        else:
+            assert program.backward is not None
+            results = program.backward(args)
+        with self._lock:
+            if recording:
+                self._recorder.end_backward(run, results)
+                if not keeps_graph():
+                    self._retire(flight)
+                    if not self._pending:
+                        queue_after_backward(self._end_step)
+        del token
+        return results
+
+    def _begin_step(self, planned: PlannedGraph) -> None:
+        """Plan the step that probably begins with a graph: the newest one that did."""
+        self._recorder, self._plan = StepRecorder(), None
+        known = self._known.get(id(planned))
+        if not known:
             return
-        _log.warning(
-            "%d graphs were in flight together, and this first step took up to %s; with the budget of %s split over them "
-            "the next step takes up to %s",
-            len(step),
-            format_bytes(found.before_bytes),
-            format_bytes(found.budget_bytes),
-            format_bytes(found.peak_bytes),
-        )
-        for planned, order in zip(graphs.values(), found.orders, strict=True):
-            self._shares[planned.key] = Share(order, found.budget_bytes)
-            assert planned.recompile is not None
-            planned.recompile()
+        step = known[-1]
+        existing = step.existing_gradients()
+        if existing not in step.plans:
+            step.plans[existing] = self._planned(step, existing, step.gradient_bytes())
+        plan = step.plans[existing]
+        if isinstance(plan, CheckmateError):
+            del step.plans[existing]
+            raise plan
+        self._plan = plan
+
+    def _planned(
+        self, step: _KnownStep, existing: frozenset[tuple[int, int]], gradient_bytes: int
+    ) -> StepPlan | CheckmateError | None:
+        """The plan of a step, where its graphs' own plans are not one."""
+        runs = step.recorder.runs
+        alone = len(runs) == 1 and runs[0].planned.alone and not runs[0].undefined
+        if alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes:
+            return None
+        try:
+            plan = plan_step(step.recorder, gradient_bytes, existing)
+        except CheckmateError as error:
+            return error
+        _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
+        if all(planned.replaceable for planned in plan.graphs):
+            return plan
+        for planned, program in zip(plan.graphs, plan.programs, strict=True):
+            self._shares[key_of(planned.joint.capture.graph, planned.budget)] = program.result.plan.order
+            if planned.recompile is not None:
+                planned.recompile()
+        return None
+
+    def _program(self, planned: PlannedGraph, position: int) -> Program:
+        plan = self._plan
+        if plan is not None and position < len(plan.graphs) and plan.graphs[position] is planned:
+            return plan.programs[position]
+        self._plan = None
+        return planned.own
+
+    def _end_step(self) -> None:
+        """Plan a step that is over, if it is a new one; an error is raised when the step begins again."""
+        with self._lock:
+            recorder = self._recorder
+            if self._pending or recorder.over or not recorder.complete:
+                return
+            recorder.over = True
+            known = self._known.setdefault(id(recorder.runs[0].planned), [])
+            same = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
+            if same is not None:
+                known.remove(same)
+                known.append(same)
+            else:
+                step = _KnownStep(recorder)
+                known.append(step)
+                existing = frozenset(recorder.existing)
+                step.plans[existing] = self._planned(step, existing, recorder.gradient_bytes)
+
+    def _warn_if_over(self, planned: PlannedGraph, flight: Flight) -> None:
+        """Warn before a step that was not planned as a whole exceeds its budget."""
+        total = planned.budget.total_bytes
+        if self._plan is not None or total is None or id(planned) in self._warned:
+            return
+        flights = [*self._pending, flight]
+        held = sum(_union(flights).values()) + planned.resident.total_bytes
+        memory = flight.program.memory
+        needed = held + max(memory.forward_peak_bytes, memory.backward_peak_bytes)
+        if needed > total:
+            self._warned.add(id(planned))
+            _log.warning(
+                "a first step may take up to %s, more than its budget of %s: it is planned as a whole from the next step on",
+                format_bytes(needed),
+                format_bytes(total),
+            )
+
+    def _retire(self, flight: Flight) -> None:
+        if flight in self._pending:
+            self._pending.remove(flight)
+
+    def _drop(self, key: int) -> None:
+        with self._lock:
+            flight = self._flights.pop(key, None)
+            if flight is not None:
+                self._retire(flight)
+                self._runs.pop(flight, None)
+
+
+def key_of(graph: Graph, budget: Budget) -> str:
+    """Key of a graph and the budget that was asked for; resident bytes are ignored."""
+    return f"{budget} {msgspec.structs.replace(graph, resident_bytes=0).digest}"
 
 
 COORDINATOR = Coordinator()
@@ -249,33 +298,14 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _without(storages: dict[int, int], transient: Mapping[int, int]) -> dict[int, int]:
-    """The storages, with zero bytes for the transient ones: the resident bytes of the plan already include those."""
+    """The storages, with zero bytes for the transient ones, which are counted with their wrapper."""
     return {key: 0 if key in transient else size for key, size in storages.items()}
 
 
-def _gradients(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the gradients that parameters have."""
-    return sum(_storages(t.grad for t in tensors if t.is_leaf and t.grad is not None).values())
-
-
-def _union(flights: Iterable[_PendingBackward], *, inputs_only: bool = False) -> dict[int, int]:
+def _union(flights: Sequence[Flight]) -> dict[int, int]:
     """Bytes of each storage that graphs in flight hold, by its key: one that several hold counts once."""
     found: dict[int, int] = {}
     for flight in flights:
         found.update(flight.inputs)
-        if not inputs_only:
-            found.update(flight.held)
+        found.update(flight.held)
     return found
-
-
-def _resident_bytes(step: Sequence[_PendingBackward]) -> int:
-    """Resident bytes of a step: inputs that none of its graphs computed, and what its plans count as resident besides inputs."""
-    first = step[0]
-    made = {key for flight in step for key in flight.held}
-    outside = sum(size for key, size in _union(step, inputs_only=True).items() if key not in made)
-    return outside + first.planned.resident_bytes - sum(first.inputs.values())
-
-
-def _held_beside(flights: Iterable[_PendingBackward], inputs: dict[int, int]) -> int:
-    """Bytes that graphs in flight hold, except storages that are counted among the inputs."""
-    return sum(size for key, size in _union(flights).items() if key not in inputs)

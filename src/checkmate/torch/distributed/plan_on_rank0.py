@@ -24,12 +24,10 @@ class AgreedPlan:
 
     Attributes:
         graph: The graph, with the costs measured on rank 0 and the largest workspace and resident bytes of any rank.
-        in_flight_bytes: The largest in-flight bytes of any rank; part of the graph's resident bytes.
         result: The plan that rank 0 found.
     """
 
     graph: Graph
-    in_flight_bytes: int
     result: Result
 
 
@@ -38,13 +36,11 @@ class _RankMemory(msgspec.Struct, frozen=True):
 
     Attributes:
         workspace_bytes: Workspace of each op. Shape ``[op]``.
-        other_resident_bytes: Resident bytes except those in flight.
-        in_flight_bytes: Bytes held by other graphs in flight.
+        resident_bytes: Resident bytes.
     """
 
     workspace_bytes: tuple[int, ...]
-    other_resident_bytes: int
-    in_flight_bytes: int
+    resident_bytes: int
 
     def applied_to(self, graph: Graph, costs: Sequence[int]) -> Graph:
         """The graph with these memory figures and costs.
@@ -57,7 +53,7 @@ class _RankMemory(msgspec.Struct, frozen=True):
             msgspec.structs.replace(op, workspace_bytes=workspace, cost=cost)
             for op, workspace, cost in zip(graph.ops, self.workspace_bytes, costs, strict=True)
         )
-        return msgspec.structs.replace(graph, ops=ops, resident_bytes=self.other_resident_bytes + self.in_flight_bytes)
+        return msgspec.structs.replace(graph, ops=ops, resident_bytes=self.resident_bytes)
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -81,24 +77,21 @@ _READ_REQUEST = msgspec.msgpack.Decoder(_Request)
 _READ_ANSWER = msgspec.msgpack.Decoder(_Answer)
 
 
-def plan_on_rank0(
-    ranks: Ranks, graph: Graph, in_flight_bytes: int, objective: str, plan: Callable[[Graph, int], Result]
-) -> AgreedPlan:
+def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Graph], Result]) -> AgreedPlan:
     """Plan on rank 0 a graph that every rank has traced.
 
     Args:
         ranks: The ranks of the job.
         graph: The graph, with costs and memory of this rank.
-        in_flight_bytes: Bytes held by other graphs in flight; part of the graph's resident bytes.
         objective: What is asked of the plan, in words, such as "a budget of 8GiB"; must be equal on all ranks.
-        plan: Maps a graph and the in-flight bytes to a plan. Called on rank 0 only.
+        plan: Maps a graph to a plan. Called on rank 0 only.
 
     Raises:
         RankError: The ranks traced different graphs or have different objectives, or planning failed on rank 0.
         CheckmateError: No plan was found; raised on rank 0.
     """
-    memory = _RankMemory(tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes - in_flight_bytes, in_flight_bytes)
-    shape = _RankMemory((0,) * len(graph.ops), 0, 0).applied_to(graph, [0] * len(graph.ops))
+    memory = _RankMemory(tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes)
+    shape = _RankMemory((0,) * len(graph.ops), 0).applied_to(graph, [0] * len(graph.ops))
     request = _Request(shape.digest, objective, _summary(graph), memory)
 
     def decide(gathered: Sequence[bytes]) -> bytes:
@@ -106,17 +99,16 @@ def plan_on_rank0(
         _refuse_different(requests)
         most = _RankMemory(
             tuple(map(max, *(a.memory.workspace_bytes for a in requests))),
-            max(a.memory.other_resident_bytes for a in requests),
-            max(a.memory.in_flight_bytes for a in requests),
+            max(a.memory.resident_bytes for a in requests),
         )
         costs = tuple(op.cost for op in graph.ops)
-        return msgspec.msgpack.encode(_Answer(most, costs, plan(most.applied_to(graph, costs), most.in_flight_bytes)))
+        return msgspec.msgpack.encode(_Answer(most, costs, plan(most.applied_to(graph, costs))))
 
     body = ranks.decide("the plan of a graph", msgspec.msgpack.encode(request), decide)
     answer = _READ_ANSWER.decode(body)
     agreed = answer.memory.applied_to(graph, answer.costs)
     evaluate(agreed, answer.result.plan)  # checks digest, validity and both accounts of memory on every rank
-    return AgreedPlan(agreed, answer.memory.in_flight_bytes, answer.result)
+    return AgreedPlan(agreed, answer.result)
 
 
 def _summary(graph: Graph) -> str:

@@ -166,3 +166,6 @@ def _device(node: torch.fx.Node) -> object:
 
 FORWARD_ONLY = "checkmate_forward_only"
 """Key in a node's metadata: the op must not run in the backward, since a pass already gave the backward its own copy."""
+
+UNDEFINED = "checkmate_undefined"
+"""Key in the metadata of a tangent: nobody differentiates through its output, so that it is None and nothing is allocated."""

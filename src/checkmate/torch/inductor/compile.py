@@ -23,9 +23,7 @@ import checkmate
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
-from checkmate.core.simulate import simulate
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.frontend.split_budget import PlanFootprint
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, functorch_config
 from checkmate.torch._compat.dispatch import FakeTensor
@@ -44,7 +42,7 @@ from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.trial_step import measure_step
 from checkmate.torch.options import Options
-from checkmate.torch.partition.split import Task, partition
+from checkmate.torch.partition.split import CapturedJoint, Task, partition
 from checkmate.torch.passes.channels_last import with_channels_last
 
 _log = logging.getLogger("checkmate.torch")
@@ -82,14 +80,16 @@ class Compiled:
         forward: Its forward.
         backward: Its backward; the same object as ``forward`` for a graph without gradients.
         planned: The capture and its plan; None for a graph without gradients, which is not planned.
-        measured: The graph that was planned, its plan with its measured memory, and the budget in bytes; None without a budget.
+        joint: The captured joint graph; None for a graph without gradients.
+        measured: The captured joint graph, its plan and the measured memory; None without a budget.
     """
 
     run: Callable[..., Any]
     forward: ReplaceableCallable
     backward: ReplaceableCallable
     planned: tuple[Capture, Result] | None
-    measured: tuple[Graph, PlanFootprint, int] | None = None
+    joint: CapturedJoint | None = None
+    measured: tuple[CapturedJoint, Result, StepMemory] | None = None
 
 
 class PlanPartitioner(CustomPartitionerFn):
@@ -101,12 +101,14 @@ class PlanPartitioner(CustomPartitionerFn):
 
     Attributes:
         planned: The capture and its plan, once the partitioner has run.
+        joint: The captured joint graph, once the partitioner has run.
     """
 
     def __init__(self, task: Task, options: Options) -> None:
         self._task = dataclasses.replace(task, on_planned=self._record_plan)
         self._settings = f"{sources_digest()} {options!r}"
         self.planned: tuple[Capture, Result] | None = None
+        self.joint: CapturedJoint | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and backward modules of the plan."""
@@ -134,8 +136,8 @@ class PlanPartitioner(CustomPartitionerFn):
         text = f"{self._settings} {capture.graph.digest} {result.plan.order}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _record_plan(self, capture: Capture, result: Result) -> None:
-        self.planned = (capture, result)
+    def _record_plan(self, joint: CapturedJoint, result: Result) -> None:
+        self.joint, self.planned = joint, (joint.capture, result)
 
 
 def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Compiled | None:
@@ -227,7 +229,9 @@ def _compile_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task,
     # metrics of a compilation can be recorded only once.
     with functorch_config.patch(force_non_lazy_backward_lowering=True), use_inductor_choices(PlanChoices()):
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
-    return Compiled(run, callables["forward"], callables.get("backward", callables["forward"]), partitioner.planned)
+    return Compiled(
+        run, callables["forward"], callables.get("backward", callables["forward"]), partitioner.planned, partitioner.joint
+    )
 
 
 def _with_measurement(compiled: Compiled, search: CalibratedSearch, step: StepMemory) -> Compiled:
@@ -237,9 +241,8 @@ def _with_measurement(compiled: Compiled, search: CalibratedSearch, step: StepMe
     peak = format_bytes(step.peak_bytes)
     remark = f"compiled by Inductor (compilation {len(search.trials)}): measured peak {peak} above the resident bytes"
     compiled.planned = (capture, msgspec.structs.replace(result, remarks=(*result.remarks, remark)))
-    graph, plan = search.current(capture.graph, result)
-    footprint = PlanFootprint(plan=plan, cost=simulate(graph, plan).cost, memory=step)
-    compiled.measured = (graph, footprint, graph.resident_bytes + search.limit_bytes)
+    assert compiled.joint is not None
+    compiled.measured = (compiled.joint, compiled.planned[1], step)
     return compiled
 
 

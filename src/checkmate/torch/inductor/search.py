@@ -71,7 +71,7 @@ class CalibratedSearch:
         self._ranks = compilation.ranks
         self._fingerprint = compiler_fingerprint
         self._original_digest = ""
-        self._fixed = False  # only one plan is compiled: a given one, one of a split budget, or keeping everything
+        self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
         self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
         self._target_bytes = 0
         self._chains: ContractChains | None = None
@@ -112,7 +112,7 @@ class CalibratedSearch:
             self._follow(graph, result)
         return graph, result
 
-    def _current_plan(self, graph: Graph, in_flight_bytes: int) -> Result:
+    def _current_plan(self, graph: Graph) -> Result:
         if self._chains is None:
             self._begin(graph)
         if graph.digest != self._original_digest:
@@ -123,20 +123,6 @@ class CalibratedSearch:
         if self._options.plan is not None:
             return GivenPlan(self._options.plan)(graph)
         return result_of_order(graph, self.chains.invert(self._order))
-
-    def current(self, graph: Graph, result: Result) -> tuple[Graph, Plan]:
-        """The graph and plan by which the present compilation is accounted.
-
-        Args:
-            graph: The captured graph.
-            result: Its plan.
-
-        Returns:
-            The contracted graph and its plan; the arguments' own if the user gave a plan, which need not be one of whole chains.
-        """
-        if self._options.plan is not None:
-            return graph, result.plan
-        return self.chains.contracted, Plan.from_order(self.chains.contracted, self._order)
 
     def record(self, memory: StepMemory) -> StepMemory:
         """Record the measured memory of the plan that was compiled last.
@@ -183,7 +169,7 @@ class CalibratedSearch:
 
     def _best(self) -> int | None:
         fitting = [i for i, t in enumerate(self.trials) if t.within(self.limit_bytes)]
-        if self._fixed:  # the coordinator checks the plan of a split budget at each run, together with the other graphs
+        if self._fixed:  # the plan of a step of several graphs was checked with all of them
             return 0 if self._options.plan is None or fitting else None
         peaks = [t.outcome.memory.peak_bytes for t in self.trials]
         monotone = [i for i in fitting if self._least_bytes <= peaks[i] <= self._calibration.limit_bytes]
@@ -239,9 +225,9 @@ class CalibratedSearch:
         self._replanner = Replanner(contracted, self._options)
         self._least_bytes, most_bytes = self._store.monotone_bounds(self.limit_bytes)
         self._calibration = Calibration(most_bytes, Proportional(least_cost=contracted.cost))
-        shared = self._compilation.shared_order(contracted)
+        shared = self._compilation.shared_order(graph)
         self._fixed = shared is not None
-        order = shared or self._remembered() or self._next_order()
+        order = self._remembered() or self._next_order() if shared is None else self.chains.apply_order(shared)
         assert order is not None
         self._order = order
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,12 +57,14 @@ class Capture:
         joint: The joint module, unchanged.
         members: FX nodes of each op. Shape ``[op]``.
         num_fwd_outputs: How many of the joint outputs are outputs of the forward; all of them in a whole step.
+        value_of: Value of each node that returns one tensor, getitems and tangents included.
     """
 
     graph: Graph
     joint: fx.GraphModule
     members: tuple[Member, ...]
     num_fwd_outputs: int
+    value_of: Mapping[fx.Node, int] = field(default_factory=dict)
 
     @property
     def forward_outputs(self) -> list[Any]:
@@ -182,7 +184,7 @@ class _Builder:
         members = [Member(d.node, tuple(d.getitems)) for d in forward + backward]
         if boundary is not None:
             members.insert(boundary, Member(None))
-        return Capture(graph, self.joint, tuple(members), self.num_fwd_outputs)
+        return Capture(graph, self.joint, tuple(members), self.num_fwd_outputs, dict(self.values.of_node))
 
     def _collect(self) -> None:
         """Group nodes into ops, and decide which belong to the backward.

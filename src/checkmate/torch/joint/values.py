@@ -23,7 +23,7 @@ from torch import fx
 from checkmate.core.graph import Value
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
-from checkmate.torch.graph.op_properties import used_inputs
+from checkmate.torch.graph.op_properties import UNDEFINED, used_inputs
 from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, leaves, storage_bytes, storage_key
 
 _EXTERNAL = -1  # owner of a storage that exists before the step
@@ -99,7 +99,7 @@ class Values:
         """Add the tangents: values that the boundary writes."""
         made: list[int] = []
         for node in nodes:
-            if not is_tangent(node):
+            if not is_tangent(node) or node.meta.get(UNDEFINED):
                 continue
             for tensor in leaves(node.meta.get("val")):
                 self.of_node[node] = self._add(tensor, node.name)

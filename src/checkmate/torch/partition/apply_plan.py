@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from checkmate.core.plan import Plan
-from checkmate.torch.graph.op_properties import BATCH_NORM_NO_STATS, op_properties, trains_batch_norm, unused_arguments
+from checkmate.torch.graph.op_properties import BATCH_NORM_NO_STATS, op_properties, random_op, trains_batch_norm, unused_arguments
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.joint.capture import Capture, Member
 
@@ -129,6 +129,9 @@ class _Writer:
 
         AOTAutograd marks some nodes as ``must_be_in_forward`` or ``must_be_in_backward``, such as mutations of inputs. A
         computation on the other side is a recomputation, which gets the plain tag of its side.
+
+        A random op of the forward must stay there: the partitioner takes it for impure and would copy it to the backward, unread,
+        and with it whatever it reads.
         """
         for tag in _RECOMPUTE_TAGS:
             emitted.meta.pop(tag, None)
@@ -137,6 +140,7 @@ class _Writer:
             return
         old = str(origin.meta.get("partitioner_tag", ""))
         must = old.startswith("must_be_in") and ("backward" in old) == self.backward
+        must |= not self.backward and random_op(emitted) is not None
         side = "backward" if self.backward else "forward"
         emitted.meta["partitioner_tag"] = f"must_be_in_{side}" if must else f"is_{side}"
 

@@ -24,7 +24,7 @@ from checkmate.core.errors import CheckmateError
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
-from checkmate.torch.graph.op_properties import random_op
+from checkmate.torch.graph.op_properties import UNDEFINED, random_op
 from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, leaves, storage_bytes, storage_key
 
@@ -65,7 +65,7 @@ def peak_of_split(
     held = [n for n in results[:num_fwd_outputs] if isinstance(n, fx.Node)]
     liveness.module(backward, saved)
     liveness.step()
-    tangents = [n for n in backward.graph.nodes if is_tangent(n)]
+    tangents = [n for n in backward.graph.nodes if is_tangent(n) and not n.meta.get(UNDEFINED)]
     scalar_tangents = [n for n in tangents if sum(map(storage_bytes, leaves(n.meta.get("val")))) <= SCALAR_TANGENT_BYTES]
     liveness.use([n for n in _results(backward) if isinstance(n, fx.Node)] + scalar_tangents + (held if hold_outputs else []))
     return liveness.peak()
@@ -127,7 +127,9 @@ class _Liveness:
         """
         for node in module.graph.nodes:
             self.step()
-            if node.op == "placeholder" and is_tangent(node):
+            if node.meta.get(UNDEFINED):
+                self.where[node] = {}
+            elif node.op == "placeholder" and is_tangent(node):
                 self.where[node] = {storage_key(t): self._new(storage_bytes(t)) for t in leaves(node.meta.get("val"))}
             elif node.op == "placeholder" and saved and leaves(node.meta.get("val")):
                 if node.name not in saved:

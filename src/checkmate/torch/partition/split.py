@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ class Task:
         honours_checkpoints: Whether checkpointed regions are recomputed, and never held.
         no_recompute: Names of ops that must run once.
         extra_resident_bytes: Resident bytes besides the graph's inputs.
-        on_planned: Called with the captured graph and its plan before anything runs.
+        on_planned: Called with the captured joint graph and its plan before anything runs.
         relabel: Moves the fake tensors of a graph to another device, in place.
         layout_pass: Returns a graph whose tensors have other layouts.
     """
@@ -69,7 +69,7 @@ class Task:
     honours_checkpoints: bool
     no_recompute: frozenset[str]
     extra_resident_bytes: int
-    on_planned: Callable[[Capture, Result], None]
+    on_planned: Callable[[CapturedJoint, Result], None]
     relabel: Callable[[fx.Graph], None] = lambda graph: None
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
 
@@ -122,13 +122,58 @@ def partition(
         extra_resident_bytes=task.extra_resident_bytes,
     )
     capture, result = _planned(capture, task)
-    imposed = apply_plan(capture, result.plan)
-    forward, backward = default_partition(imposed, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-    eliminate_dead_rng(backward)
-    _check_peak(capture, result, peak_of_split(forward, backward, num_fwd_outputs, task.costs, hold_outputs=task.hold_outputs))
-    task.on_planned(capture, result)
+    forward, backward = CapturedJoint(capture, task, rest).split(result)
+    task.on_planned(CapturedJoint(capture, task, rest), result)
     _log.debug("split in %.1f s", time.perf_counter() - began)
     return forward, backward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedJoint:
+    """A captured joint graph that any plan of it can split into a forward and a backward module.
+
+    Attributes:
+        capture: The captured graph.
+        task: How it was captured.
+        rest: Keyword arguments of AOTAutograd for ``default_partition``.
+    """
+
+    capture: Capture
+    task: Task
+    rest: Mapping[str, Any]
+
+    def changed(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> CapturedJoint:
+        """Another joint graph, captured in the same way.
+
+        Args:
+            change: Maps the joint module to a new one; it does not change its argument.
+        """
+        task = self.task
+        capture = capture_joint(
+            change(self.capture.joint),
+            self.capture.num_fwd_outputs,
+            task.costs,
+            hold_outputs=task.hold_outputs,
+            no_recompute=task.no_recompute,
+            extra_resident_bytes=task.extra_resident_bytes,
+        )
+        return CapturedJoint(capture, task, self.rest)
+
+    def split(self, result: Result) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward modules that run a plan.
+
+        Args:
+            result: The plan, for ``capture.graph``.
+
+        Raises:
+            SplitError: The modules would take more memory than planned.
+        """
+        capture, task, count = self.capture, self.task, self.capture.num_fwd_outputs
+        # The partitioner looks at the inputs only if it has decisions to make, and a plan leaves it none.
+        forward, backward = default_partition(apply_plan(capture, result.plan), (), num_fwd_outputs=count, **self.rest)
+        eliminate_dead_rng(backward)
+        _check_peak(capture, result, peak_of_split(forward, backward, count, task.costs, hold_outputs=task.hold_outputs))
+        return forward, backward
 
 
 def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
@@ -151,7 +196,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     capture, result = _planned(capture, task)
     imposed = apply_plan(capture, result.plan)
     _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))
-    task.on_planned(capture, result)
+    task.on_planned(CapturedJoint(capture, task, {}), result)
     return imposed
 
 

@@ -1,0 +1,220 @@
+"""Compiled forwards and backwards of one captured graph, one pair for each plan."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from checkmate.core.budget import Budget, ResidentMemory
+from checkmate.core.errors import CheckmateError
+from checkmate.core.result import Result
+from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.planner import result_of_order
+from checkmate.frontend.step_graph import Part
+from checkmate.frontend.step_memory import StepMemory
+from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent
+from checkmate.torch.distributed.consensus import Ranks
+from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch.graph.op_properties import random_op
+from checkmate.torch.joint.part import part_of
+from checkmate.torch.partition.split import CapturedJoint
+from checkmate.torch.passes.undefined_tangents import without_tangents
+
+
+class LateGradientError(CheckmateError, RuntimeError):
+    """A gradient came for an output that had none before, and cannot be computed any more."""
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """A compiled forward and backward that run one plan of a graph.
+
+    Attributes:
+        result: The plan.
+        memory: Memory that it needs above what is resident.
+        undefined: Tangents that the backward does not read: nobody differentiates through their outputs.
+        forward: The forward, in AOTAutograd's boxed calling convention; None until it is compiled.
+        backward: The backward.
+    """
+
+    result: Result
+    memory: StepMemory
+    undefined: frozenset[int] = frozenset()
+    forward: BoxedRun | None = None
+    backward: BoxedRun | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class PlannedGraph:
+    """A captured graph with its programs.
+
+    Attributes:
+        joint: The captured joint graph.
+        own: The program of the plan that was made when the graph was compiled.
+        alone: Whether that plan was made for the budget, for a step that is this graph alone. Otherwise it has nearly the smallest
+            peak, and the step is planned when it is known.
+        options: Budget, solver and time limit.
+        resident: Memory besides the graph's inputs when it was compiled.
+        planned_gradient_bytes: Gradients that the own plan counts as resident.
+        ranks: The ranks that plan together, or None.
+        recompile: Makes Dynamo compile the graph again at its next call; None where Dynamo did not compile it.
+        replaceable: Whether another program can take the place of the own one without compiling again.
+        num_symbols: How many symbolic sizes the forward saves for the backward.
+    """
+
+    joint: CapturedJoint
+    own: Program
+    alone: bool
+    options: PlanningOptions
+    resident: ResidentMemory
+    planned_gradient_bytes: int
+    ranks: Ranks | None
+    recompile: Callable[[], None] | None
+    replaceable: bool = True
+    num_symbols: int = 0
+    _joints: dict[frozenset[int], CapturedJoint] = field(default_factory=dict)
+    _programs: dict[tuple[frozenset[int], tuple[int, ...]], Program] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> Budget:
+        """The budget as the user gave it."""
+        assert self.options.budget is not None
+        return self.options.budget
+
+    @property
+    def num_outputs(self) -> int:
+        """How many results of the forward go to the caller."""
+        return self.joint.capture.num_fwd_outputs
+
+    def part(self, undefined: frozenset[int]) -> Part:
+        """The graph as a part of a step.
+
+        Args:
+            undefined: Tangents that are None in the step.
+        """
+        return part_of(self._joint(undefined).capture)
+
+    def program(self, undefined: frozenset[int], order: Sequence[int]) -> Program:
+        """The program of an order of the graph; compiled once.
+
+        Args:
+            undefined: Tangents that are None in the step.
+            order: Ops of `part` in the order of their computations.
+
+        Raises:
+            SplitError: The modules would take more memory than planned.
+        """
+        key = undefined, tuple(order)
+        if key not in self._programs:
+            joint = self._joint(undefined)
+            result = result_of_order(joint.capture.graph, order)
+            forward, backward = joint.split(result)
+            memory = StepMemory.of(joint.capture.graph, result.plan)
+            self._programs[key] = Program(result, memory, undefined, boxed(forward), boxed(backward))
+        return self._programs[key]
+
+    @functools.cached_property
+    def tangents(self) -> tuple[tuple[Any, ...], ...]:
+        """Shape, strides, type and device of each tangent, in the order of the backward's arguments."""
+        values = [n.meta["val"] for n in self.joint.capture.joint.graph.nodes if is_tangent(n)]
+        return tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
+
+    def late_backward(self, flight: Flight, tangents: Sequence[Any]) -> list[Any]:
+        """The gradients of a forward whose program left out a gradient that came after all.
+
+        The whole joint graph runs once more, from the arguments of the forward and the random state that it began with. That
+        takes the memory of keeping everything.
+
+        Args:
+            flight: The forward.
+            tangents: The gradients of its outputs.
+
+        Raises:
+            LateGradientError: An argument of the forward has been freed.
+        """
+        arguments = [argument() for argument in flight.arguments]
+        nodes = [n for n in self.joint.capture.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+        if any(a is None and isinstance(n.meta.get("val"), torch.Tensor) for a, n in zip(arguments, nodes, strict=True)):
+            raise LateGradientError(
+                "a gradient came for an output that had none in the steps before, and an input that it depends on has been freed",
+                hint="run the step again: the gradient is planned for from now on",
+            )
+        values = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_() if t is None else t
+            for t, (shape, stride, dtype, device) in zip(tangents, self.tangents, strict=True)
+        ]
+        devices = [d for d in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            if flight.random_state is not None:
+                flight.random_state()
+            return list(self._whole([*arguments, *values]))
+
+    @functools.cached_property
+    def _whole(self) -> BoxedRun:
+        """The joint graph without effects; it returns the gradients."""
+        joint = self.joint.capture.joint
+        graph = copy_graph(joint.graph)
+        output = graph.output_node()
+        output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
+        for node in reversed(list(graph.nodes)):
+            if node.op == "call_function" and not node.users:
+                graph.erase_node(node)
+        return boxed(fx.GraphModule(joint, graph))
+
+    @functools.cached_property
+    def random(self) -> bool:
+        """Whether the graph draws random numbers."""
+        return any(random_op(n) is not None for n in self.joint.capture.joint.graph.nodes)
+
+    def _joint(self, undefined: frozenset[int]) -> CapturedJoint:
+        if not undefined:
+            return self.joint
+        if undefined not in self._joints:
+            self._joints[undefined] = self.joint.changed(lambda module: without_tangents(module, undefined))
+        return self._joints[undefined]
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """One forward whose backward has not run.
+
+    Attributes:
+        planned: Its graph.
+        program: The program that runs it.
+        position: Which forward of the step it is.
+        inputs: Bytes of each input, by the key of its storage.
+        held: Bytes of each tensor that the forward returned, outputs and saved tensors, by the key of its storage.
+        arguments: The arguments of the forward, tensors by weak references; empty if its program reads all tangents.
+        random_state: Restores the random state with which the forward began; None for a graph that draws no random numbers.
+    """
+
+    planned: PlannedGraph
+    program: Program
+    position: int
+    inputs: dict[int, int]
+    held: dict[int, int] = field(default_factory=dict)
+    arguments: list[Callable[[], Any]] = field(default_factory=list)
+    random_state: Callable[[], None] | None = None
+
+
+def weakly(argument: Any) -> Callable[[], Any]:
+    """A function that returns an argument; None where it was a tensor that has been freed."""
+    return weakref.ref(argument) if isinstance(argument, torch.Tensor) else lambda: argument
+
+
+def random_state() -> Callable[[], None]:
+    """A function that restores the present state of all random generators."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state_all(cuda)
+
+    return restore

@@ -1,0 +1,159 @@
+"""Records what a step does: its windows in order, and which storages they are given, make and hold."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from checkmate.frontend.step_graph import ObservedStep, Storage, Window
+from checkmate.torch.compilation.program import PlannedGraph
+from checkmate.torch.graph.storages import storage_bytes, storage_key
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """One forward of a step, and its backward if that has run.
+
+    Attributes:
+        planned: The graph.
+        given: Storage of each input of the forward; None for what is no tensor.
+        made: Storage of each output of the forward.
+        leaves: Inputs that are leaves and require a gradient, by weak references, with their position.
+        undefined: Tangents that were None in the backward.
+        tangents: Storage of each tangent of the backward.
+        gradients: Storage of each result of the backward.
+    """
+
+    planned: PlannedGraph
+    given: tuple[int | None, ...]
+    made: tuple[int | None, ...] = ()
+    leaves: tuple[tuple[int, Callable[[], torch.Tensor | None]], ...] = ()
+    undefined: frozenset[int] = frozenset()
+    tangents: tuple[int | None, ...] = ()
+    gradients: tuple[int | None, ...] = ()
+
+
+@dataclass(eq=False)
+class StepRecorder:
+    """The windows of the present step and its storages, which it does not keep alive.
+
+    A storage is known by the order in which it was seen, since addresses are reused.
+
+    Attributes:
+        runs: The forwards of the step.
+        windows: Forward and backward windows in the order in which they began: index of the run, and whether it is the backward.
+        sizes: Bytes of each storage.
+        sources: The window that made each storage; None for one that a window was given first.
+        freed: Number of windows that had begun when a storage was freed, of those that were.
+        existing: Run and input of every leaf that had a gradient when its forward began.
+        over: Whether the backward of the step is over.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    windows: list[tuple[int, bool]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    sources: list[int | None] = field(default_factory=list)
+    freed: dict[int, int] = field(default_factory=dict)
+    existing: set[tuple[int, int]] = field(default_factory=set)
+    over: bool = False
+    _gradients: dict[int, int] = field(default_factory=dict)
+    _present: dict[int, int] = field(default_factory=dict)
+
+    def begin_forward(self, planned: PlannedGraph, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
+        """Record that a forward begins.
+
+        Args:
+            planned: The graph.
+            args: Its arguments.
+            transient: Storages that are counted elsewhere, by key: they have no bytes here.
+        """
+        given = tuple(self._storage(a, None, transient) if isinstance(a, torch.Tensor) else None for a in args)
+        leaves = tuple(
+            (k, weakref.ref(a)) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad
+        )
+        run = Run(planned, given, leaves=leaves)
+        for k, leaf in leaves:
+            gradient = leaf().grad  # type: ignore[union-attr]
+            if gradient is not None:
+                self.existing.add((len(self.runs), k))
+                self._gradients[storage_key(gradient)] = storage_bytes(gradient)
+        self.runs.append(run)
+        self.windows.append((len(self.runs) - 1, False))
+        return run
+
+    def end_forward(self, run: Run, outputs: Sequence[Any]) -> None:
+        """Record what a forward returned to its caller."""
+        run.made = self._results(outputs)
+
+    def begin_backward(self, run: Run, tangents: Sequence[Any]) -> None:
+        """Record that a backward begins."""
+        run.undefined = frozenset(t for t, value in enumerate(tangents) if value is None)
+        run.tangents = tuple(self._storage(t, None, {}) if isinstance(t, torch.Tensor) else None for t in tangents)
+        self.windows.append((self.runs.index(run), True))
+
+    def end_backward(self, run: Run, gradients: Sequence[Any]) -> None:
+        """Record what a backward returned."""
+        run.gradients = self._results(gradients)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every forward of the step was followed by exactly one backward."""
+        return bool(self.runs) and sorted(r for r, backward in self.windows if backward) == list(range(len(self.runs)))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that existed before the step."""
+        return sum(self._gradients.values())
+
+    @property
+    def sequence(self) -> tuple[tuple[int, int, frozenset[int] | None], ...]:
+        """Identity of the step: graph and run of each window, and the undefined tangents of a backward."""
+        return tuple((id(self.runs[r].planned), r, self.runs[r].undefined if back else None) for r, back in self.windows)
+
+    def observed(self, extra_resident_bytes: int, accumulated: frozenset[tuple[int, int]]) -> ObservedStep:
+        """The step as data to plan from.
+
+        Args:
+            extra_resident_bytes: Resident bytes besides what the graphs are given.
+            accumulated: Run and input of gradients that are added to existing ones.
+        """
+        count = len(self.windows)
+        last = [self.freed.get(s, count + 1) - 1 for s in range(len(self.sizes))]
+        windows = []
+        for index, backward in self.windows:
+            run = self.runs[index]
+            given, made = (run.tangents, run.gradients) if backward else (run.given, run.made)
+            windows.append(Window(part=index, backward=backward, given=given, made=made))
+        inputs = {s for run in self.runs for s in run.given if s is not None and self.sources[s] is None}
+        return ObservedStep(
+            parts=tuple(run.planned.part(run.undefined) for run in self.runs),
+            windows=tuple(windows),
+            storages={s: Storage(size_bytes=size, last=min(last[s], count)) for s, size in enumerate(self.sizes)},
+            resident_bytes=sum(self.sizes[s] for s in inputs) + extra_resident_bytes,
+            accumulated=frozenset(s for r, k in accumulated if (s := self.runs[r].gradients[k]) is not None and last[s] < count),
+        )
+
+    def _results(self, results: Sequence[Any]) -> tuple[int | None, ...]:
+        here = len(self.windows) - 1
+        return tuple(self._storage(r, here, {}) if isinstance(r, torch.Tensor) else None for r in results)
+
+    def _storage(self, tensor: torch.Tensor, source: int | None, transient: Mapping[int, int]) -> int:
+        key = storage_key(tensor)
+        found = self._present.get(key)
+        if found is None:
+            found = self._present[key] = len(self.sizes)
+            self.sizes.append(0 if key in transient else storage_bytes(tensor))
+            self.sources.append(source)
+            if not isinstance(tensor, torch.nn.Parameter):  # parameters outlive every step
+                weakref.finalize(tensor.untyped_storage(), self._free, key, found).atexit = False
+        return found
+
+    def _free(self, key: int, storage: int) -> None:
+        if self._present.get(key) == storage:
+            del self._present[key]
+        if not self.over:
+            self.freed[storage] = len(self.windows)
