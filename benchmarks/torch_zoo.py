@@ -73,7 +73,7 @@ def table(report: dict[str, Any]) -> str:
         "# Architectures under a budget",
         "",
         "Made by `benchmarks/torch_zoo.py`; do not edit. Small models of `transformers` with random weights and their default",
-        "dropout, at 70 % of the memory that keeping everything needs above the resident memory, and at the smallest budget",
+        "dropout, at `\"70%\"` of the step, counted above parameters, batch, gradients and held outputs, and at the smallest budget",
         "found. *Bits* compares loss, gradients, buffers and random state of two steps with keeping everything on the same",
         "backend. Sizes are KiB above the resident memory; every row is a test of `tests/torch/test_zoo.py`.",
         "",

@@ -67,7 +67,8 @@ def split_budget(usage: StepUsage, graphs: Sequence[PlannedGraph]) -> BudgetSpli
         # Each graph has resolved the percentage for itself; of the whole step it is another amount.
         cheapest = [min(offer, key=lambda c: c.cost) for offer in offers]
         keep_all = usage.resident_bytes + step_peak_bytes(usage.sequence, cheapest)
-        limit = first.budget.within(resident_bytes=usage.resident_bytes, keep_all_bytes=keep_all)
+        fixed = usage.resident_bytes + sum(g.footprint.memory.gradient_bytes for g in graphs)
+        limit = first.budget.within(fixed_bytes=fixed, keep_all_bytes=max(fixed, keep_all))
     picked = divide(usage.sequence, offers, limit - usage.resident_bytes)
     if picked is None:
         return BudgetSplit(limit, usage.peak_bytes, orders=None)
