@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -22,6 +22,8 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
+from checkmate.solvers.auto import Auto
 from checkmate.solvers.reductions.unread import plan_of_needed
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
@@ -76,10 +78,35 @@ class CheapestWithin:
     time_limit_s: float | None = None
 
     def __call__(self, graph: Graph) -> Result:
-        """The cheapest plan that the solver finds."""
-        result = solve(Problem(graph, self.budget), self.solver, limits=Limits(time_s=self.time_limit_s))
-        log_planned(graph, result)
-        return result
+        """The cheapest plan that the solver finds, now or in an earlier process."""
+        return cheapest(Problem(graph, self.budget), self.solver, Limits(time_s=self.time_limit_s))
+
+
+def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | None = None) -> Result:
+    """The result of `solve`, or that of an earlier solve of the same problem with the same solver and as much time.
+
+    An earlier solve that had less time, and proved no optimum, gives the plan to start from.
+
+    Args:
+        problem: The problem.
+        solver: The solver; `Auto` by default.
+        limits: Limits of the solve.
+
+    Raises:
+        InfeasibleBudgetError: Proven: no plan keeps the budget.
+        PlanNotFoundError: No plan was found within the limits.
+    """
+    solver, limits = solver or Auto(), limits or Limits()
+    plans = SolvedPlans.of_user()
+    known = plans.get(problem, repr(solver), limits) if plans is not None else None
+    if known is not None and known[1]:
+        log_planned(problem.graph, known[0])
+        return known[0]
+    result = solve(problem, solver, limits=limits, initial=None if known is None else known[0].plan)
+    if plans is not None:
+        plans.add(problem, limits, result)
+    log_planned(problem.graph, result)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +183,7 @@ class Replanner:
             )
 
     @contextmanager
-    def _timed(self) -> Iterator[Limits]:
+    def _timed(self) -> Generator[Limits]:
         """Limits of the next search, which counts towards the time limit."""
         limit, share = self._options.time_limit_s, self._share
         self._share = self._next_share
@@ -212,8 +239,10 @@ def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
 
 def log_planned(graph: Graph, result: Result) -> None:
     """Log what a solve found."""
+    before = " before:" if result.termination.detail == PLANNED_BEFORE else ""
     _log.info(
-        "planned %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",
+        "planned%s %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",
+        before,
         len(graph.ops),
         result.elapsed_s,
         format_bytes(result.peak_bytes),
