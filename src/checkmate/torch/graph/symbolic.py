@@ -7,7 +7,7 @@ size: a smaller batch takes no more memory. A guard rejects larger sizes, for wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -66,12 +66,22 @@ def size_arithmetic(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """
     found: set[fx.Node] = set()
     for node in nodes:
-        if node.op != "call_function" or not _is_number(node):
-            continue
-        reads_size = isinstance(node.target, OpOverload) and node.target._opname.startswith("sym_")
-        if all(i in found or _is_input(i, tensors=reads_size) for i in node.all_input_nodes):
+        if is_size_arithmetic(node, found):
             found.add(node)
     return found
+
+
+def is_size_arithmetic(node: fx.Node, earlier: Set[fx.Node]) -> bool:
+    """Whether a node computes a number from sizes of inputs, and from earlier nodes that do."""
+    if node.op != "call_function" or not _is_number(node):
+        return False
+    tensors = reads_size(node)
+    return all(i in earlier or _is_input(i, tensors=tensors) for i in node.all_input_nodes)
+
+
+def reads_size(node: fx.Node) -> bool:
+    """Whether a node asks a tensor for a size, a stride or an offset."""
+    return isinstance(node.target, OpOverload) and node.target._opname.startswith("sym_")
 
 
 def _is_number(node: fx.Node) -> bool:
