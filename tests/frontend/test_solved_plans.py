@@ -100,16 +100,19 @@ def test_a_second_process_plans_nothing(tmp_path: Path) -> None:
 
 
 def test_what_decides_on_a_plan_is_in_its_key() -> None:
-    """Costs, resident bytes, budget, solver and the version of Checkmate; two graphs may differ in costs alone."""
+    """Costs, the budget above resident bytes, what a plan may do, and the solver; two graphs may differ in costs alone."""
     problem, solver = Problem(graph(), 9), Finds()
     others = [
         (Problem(graph(last_cost=5), 9), solver),
-        (Problem(graph(resident_bytes=1), 10), solver),
+        (Problem(graph(resident_bytes=1), 12), solver),
         (Problem(graph(), 10), solver),
         (Problem(graph(), 9, reorder=False), solver),
         (problem, Finds(bound=4.5)),
     ]
     assert searches_of(*((p, s, 5.0) for p, s in [(problem, solver), *others, (problem, solver)])) == [0, 1, 2, 3, 4, 5]
+    beside_more = Problem(graph(resident_bytes=1), 10)
+    assert searches_of((beside_more, solver, 5.0)) == []
+    assert cheapest(beside_more, solver, Limits(time_s=5.0)).peak_bytes == 10
 
 
 def test_another_version_of_checkmate_plans_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,14 +185,18 @@ def _is_readable(connection: sqlite3.Connection, path: Path) -> bool:
 
 
 def _key(problem: Problem, solver: str) -> str:
-    """Hash of all that decides on what a solver finds: the digest of a graph leaves out costs and phases."""
-    graph = problem.graph
+    """Hash of all that decides on what a solver finds.
+
+    The digest of a graph leaves out costs and phases. Resident bytes count as what they leave of the budget: on a GPU other
+    programs of the process allocate, and the same step has a few bytes more or less that are resident in the next process.
+    """
+    graph = msgspec.structs.replace(problem.graph, resident_bytes=0)
     facts: Sequence[object] = (
         __version__,
         solver,
         graph.digest,
         [(op.cost, op.phase) for op in graph.ops],
-        problem.budget_bytes,
+        problem.budget_bytes - problem.graph.resident_bytes,
         problem.recompute,
         problem.reorder,
     )
