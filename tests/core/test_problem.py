@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate import Graph, OptionError, Plan, Problem, UnitError, simulate
-from checkmate.core.budget import keep_all_bytes
+from checkmate import Graph, Op, OptionError, Plan, Problem, UnitError, Value, simulate
+from checkmate.core.budget import fixed_bytes, keep_all_bytes
 from tests.strategies import graphs
 
 
@@ -25,9 +25,42 @@ def test_keeping_everything_is_the_own_order_once(graph):
 
 @given(graphs(), st.integers(0, 100))
 def test_a_share_of_the_graph_is_a_budget_in_bytes(graph, percent):
-    """Nothing of it is what is resident, all of it is what keeping everything takes."""
+    """Nothing of it is what no plan can change, all of it is what keeping everything takes."""
     budget = Problem(graph, f"{percent}%").budget_bytes
-    assert budget == graph.resident_bytes + (keep_all_bytes(graph) - graph.resident_bytes) * percent // 100
+    fixed = fixed_bytes(graph)
+    assert budget == fixed + (keep_all_bytes(graph) - fixed) * percent // 100
+
+
+@given(graphs())
+def test_no_plan_changes_what_is_held_at_the_end(graph):
+    """A share is counted above it: gradients and held outputs are there whatever is computed again."""
+    own = Plan.from_order(graph, range(len(graph.ops)))
+    held = simulate(graph, own).live(len(own.steps) - 1)
+    assert fixed_bytes(graph) == graph.resident_bytes + sum(storage.size_bytes for storage in held)
+    assert graph.resident_bytes <= fixed_bytes(graph) <= keep_all_bytes(graph)
+
+
+def test_a_storage_that_is_kept_twice_is_fixed_once():
+    """A view of a kept value is the same storage."""
+    ops = (Op("a", (), (0,), 1), Op("view", (0,), (1,), 1), Op("b", (0,), (2,), 1))
+    values = (Value("a", 4, kept=True), Value("view", 0, base=0, kept=True), Value("b", 2))
+    assert fixed_bytes(Graph(ops, values, resident_bytes=10)) == 14
+    only_the_view = (Value("a", 4), *values[1:])
+    assert fixed_bytes(Graph(ops, only_the_view, resident_bytes=10)) == 14
+
+
+def test_a_share_above_gradients_has_a_plan_where_they_outweigh_activations():
+    """Counted among what is shared, gradients of 100 bytes would leave 60 % of 120 bytes: less than they take beside any op."""
+    chain = Graph.from_dag(
+        cost=[1, 1, 1, 1],
+        size_bytes=[10, 10, 10, 100],
+        edges=[(0, 1), (1, 2), (0, 3), (2, 3)],
+        kept=[3],
+        resident_bytes=50,
+    )
+    assert (fixed_bytes(chain), keep_all_bytes(chain)) == (150, 170)
+    assert Problem(chain, "60%").budget_bytes == 162
+    assert Problem(chain, "0%").budget_bytes == 150
 
 
 def test_a_budget_is_bytes_text_or_a_share():

@@ -85,18 +85,18 @@ def test_amounts_that_cannot_be_read_are_refused_with_a_hint(amount, says):
 
 
 @given(st.integers(0, 10**6), st.integers(0, 2**40), st.integers(0, 100))
-def test_a_share_counts_above_what_is_resident(resident, above, percent):
+def test_a_share_counts_above_what_no_plan_can_change(fixed, above, percent):
     """'50%' halves what a plan can change, not what is there anyway; a fraction of a byte is not there."""
-    read = Budget.parse(f"{percent}%").within(resident_bytes=resident, keep_all_bytes=resident + above)
-    assert read == resident + above * percent // 100
+    read = Budget.parse(f"{percent}%").within(fixed_bytes=fixed, keep_all_bytes=fixed + above)
+    assert read == fixed + above * percent // 100
 
 
 def test_a_budget_is_a_share_or_an_amount():
     """Spaces around and before the sign; what has no sign is bytes, whatever is resident."""
-    assert Budget.parse("50%").within(resident_bytes=100, keep_all_bytes=300) == 200
-    assert Budget.parse(" 70 % ").within(resident_bytes=0, keep_all_bytes=10) == 7
-    assert Budget.parse("1KiB").within(resident_bytes=100, keep_all_bytes=300) == 1024
-    assert Budget.parse(5).within(resident_bytes=100, keep_all_bytes=300) == 5
+    assert Budget.parse("50%").within(fixed_bytes=100, keep_all_bytes=300) == 200
+    assert Budget.parse(" 70 % ").within(fixed_bytes=0, keep_all_bytes=10) == 7
+    assert Budget.parse("1KiB").within(fixed_bytes=100, keep_all_bytes=300) == 1024
+    assert Budget.parse(5).within(fixed_bytes=100, keep_all_bytes=300) == 5
     chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 4], edges=[(0, 1)], resident_bytes=10)
     assert Problem(chain, "50%").budget_bytes == 14
 
@@ -112,7 +112,7 @@ def test_a_budget_is_a_share_or_an_amount():
 def test_a_share_that_cannot_be_read_is_refused(amount, says):
     """A percent sign makes it a share, and then it is nothing else."""
     with pytest.raises(UnitError) as caught:
-        Budget.parse(amount).within(resident_bytes=0, keep_all_bytes=10)
+        Budget.parse(amount).within(fixed_bytes=0, keep_all_bytes=10)
     assert str(caught.value) == says + HINT
 
 

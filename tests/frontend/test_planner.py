@@ -121,6 +121,25 @@ def test_a_replanner_shares_the_time_limit(graph: Graph, solves: list[dict[str, 
     assert solves[-1]["limits"].time_s is None
 
 
+def test_all_solves_of_a_replanner_are_within_the_time_limit(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to four compilations ask for a plan each; a limit is one for all, with a moment for each that comes too late."""
+    now: list[float] = [0.0]
+    given: list[float] = []
+    solve: Callable[..., Any] = planners.solve
+
+    def slow(problem: Any, solver: Any, *, limits: Any, initial: Plan | None) -> Any:
+        given.append(limits.time_s)
+        now[0] += limits.time_s
+        return solve(problem, solver, limits=limits, initial=initial)
+
+    monkeypatch.setattr(planners, "solve", slow)
+    monkeypatch.setattr(planners.time, "perf_counter", lambda: now[0])
+    replan = Replanner(graph, options(time_limit_s=8))
+    for budget in (12, 11, 10, 9, 9):
+        replan(budget)
+    assert given == [4, 2, 2, 0.4, 0.4]
+
+
 def test_a_replanner_that_finds_nothing_starts_from_the_smallest_peak(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for the smallest peak finds plans that a search within the budget misses."""
     solve: Callable[..., Any] = planners.solve

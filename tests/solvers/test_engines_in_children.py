@@ -14,6 +14,7 @@ from checkmate.solvers.backends import child
 from checkmate.solvers.backends.highs import solve_integer
 from checkmate.solvers.backends.mathopt import solve_integer as solve_with_scip
 from checkmate.solvers.backends.stage_program import StageProgram
+from checkmate.solvers.bounds.floor import floor
 from tests.solvers.chains import unit_chain
 from tests.solvers.generators import transformer
 from tests.solvers.instances import LIMITS, check, draw, stage_optimum
@@ -41,7 +42,8 @@ def test_intervals_are_exact_in_their_class():
         compared += 1
         result = solve(problem, Intervals(max_recomputes=4, warm_start=False), limits=LIMITS, raise_on_failure=False)
         assert result.cost == stage_optimum(problem), seed
-        if result.plan is None and not result.termination.limit:
+        refused = floor(problem.graph).peak_bytes > problem.budget_bytes  # no solver runs
+        if result.plan is None and not result.termination.limit and not refused:
             assert "proven" in result.termination.detail or "resident" in result.termination.detail, seed
     assert compared == 8
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
@@ -29,6 +30,8 @@ from checkmate import (
     Value,
     solve,
 )
+from checkmate.core.budget import keep_all_bytes
+from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.registry import GROUP, available, by_name
 from tests.solvers.generators import transformer
 
@@ -98,8 +101,67 @@ def test_an_impossible_budget_is_refused_with_the_smallest_and_the_op_that_binds
     assert "budget 250 B is below the smallest possible peak" in error.message
     assert error.floor_bytes == 300
     assert error.binding_op in error.message
-    assert error.hint.startswith("raise the budget to at least 300B")
+    assert "raise the budget to at least 300B" in error.hint
     assert solve(Problem(chain(), error.smallest_bytes)).peak_bytes <= error.smallest_bytes
+
+
+@dataclass(frozen=True)
+class NeverRun:
+    """A solver that no search may reach."""
+
+    def run(self, problem, session):
+        """Fail."""
+        raise AssertionError("a budget below the floor was searched")
+
+
+def test_below_the_floor_no_solver_runs_and_the_refusal_takes_a_moment():
+    """The bound is known at once, whatever the solver and its time limit; the smallest budget named is one that works."""
+    graph = transformer(12)
+    began = time.perf_counter()
+    for budget in (100, floor(graph).peak_bytes - 1):
+        with pytest.raises(InfeasibleBudgetError, match="the smallest budget a plan was found for") as caught:
+            solve(Problem(graph, budget), NeverRun(), limits=Limits(time_s=600))
+        assert checkmate.min_budget(graph, limits=Limits(time_s=0.01)).floor_bytes == caught.value.floor_bytes > budget
+        assert solve(Problem(graph, caught.value.smallest_bytes), limits=Limits(time_s=1)).plan is not None
+    assert time.perf_counter() - began < 30  # kernels may be loaded; a search for the smallest peak alone took 20 s each
+
+
+@pytest.mark.parametrize(
+    ("budget", "asks"),
+    [
+        (60, "60 is 60 bytes; did you mean '60%' or '60MiB'? Otherwise raise"),
+        ("0", "0 is 0 bytes; did you mean '50%' or '50MiB'? Otherwise raise"),
+        (512, "512 is 512 bytes; did you mean '512MiB'? Otherwise raise"),
+        ("1KiB", "raise the budget"),
+    ],
+)
+def test_a_budget_without_a_unit_is_asked_for_one(budget, asks):
+    """`--budget 60` reads like per cent or mebibytes, and means bytes."""
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solve(Problem(transformer(1), budget))
+    assert caught.value.hint.startswith(asks)
+
+
+@dataclass(frozen=True)
+class FindsNothing:
+    """A solver that takes its time and finds nothing."""
+
+    def run(self, problem, session):
+        """Offer a plan over the budget, and wait."""
+        session.offer(range(len(problem.graph.ops)))
+        while session.left_s():
+            time.sleep(0.01)
+        return Termination(Reason.NOT_FOUND)
+
+
+def test_the_time_limit_bounds_the_search_for_the_smallest_peak_too():
+    """A search that found nothing is followed by a second at most, and not by the 20 s of `min_budget`."""
+    graph = transformer(12)
+    quick = floor(graph).peak_bytes + 1
+    began = time.perf_counter()
+    with pytest.raises(PlanNotFoundError, match="the smallest budget a plan was found for"):
+        solve(Problem(graph, quick), FindsNothing(), limits=Limits(time_s=0.2))
+    assert time.perf_counter() - began < 5
 
 
 def test_not_found_is_no_proof():
@@ -164,7 +226,8 @@ def test_history_only_improves():
 
 def test_auto_closes_a_small_transformer():
     """At half of keep-all the bound meets the plan within the default gap."""
-    result = solve(Problem(transformer(4), "50%"))
+    graph = transformer(4)
+    result = solve(Problem(graph, graph.resident_bytes + (keep_all_bytes(graph) - graph.resident_bytes) // 2))
     assert result.gap <= 0.005
     assert result.overhead < 1.2
 

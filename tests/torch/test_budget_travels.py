@@ -13,7 +13,11 @@ from torch import nn
 import checkmate
 import checkmate.torch
 from checkmate import Budget
+from checkmate.core.budget import fixed_bytes, keep_all_bytes
 from checkmate.core.graph import Graph
+from checkmate.torch.backend import compile_graph
+from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.options import Options
 
 OPTIONS = {"budget": "60%", "time_limit_s": 5, "costs": "flops"}
 
@@ -70,3 +74,32 @@ def test_the_command_line_parses_and_resolves_once(calls: Counter[str], tmp_path
     monkeypatch.chdir(tmp_path)
     assert main(["plan", str(tmp_path / "chain.graph.json"), "--budget", "100%", "--json"]) == 0
     assert calls == {"parsed": 1, "resolved": 1}
+
+
+class Wide(nn.Module):
+    """A small CNN whose gradients outweigh its activations, as those of a ResNet do at batch 4; it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 32, 3)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GELU()) for _ in range(4)))
+        self.head = nn.Linear(32 * 14 * 14, 100)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.blocks(self.stem(x)).flatten(1)), y)
+
+
+def test_a_share_is_the_same_of_a_model_with_large_gradients_on_both_paths() -> None:
+    """Counted among what is shared, its gradients alone would be above the share, and every plan be refused."""
+    model, (x, y) = Wide(), (torch.randn(2, 3, 16, 16), torch.tensor([3, 7]))
+    step = checkmate.torch.compile(model, example={"x": x, "y": y}, **OPTIONS)  # type: ignore[arg-type]
+    planned: list[int] = []
+    hooks = Hooks(planned=lambda capture, result: planned.append(result.budget_bytes))
+    run = torch.compile(model, backend=lambda gm, inputs: compile_graph(gm, inputs, Options(**OPTIONS), hooks), fullgraph=True)
+    run(x, y).backward()
+    assert planned == [step.result.budget_bytes]
+    graph = step.graph
+    gradients, above = fixed_bytes(graph) - graph.resident_bytes, keep_all_bytes(graph) - graph.resident_bytes
+    assert gradients > 0.6 * above
+    assert graph.resident_bytes + gradients < step.result.peak_bytes <= step.result.budget_bytes

@@ -229,3 +229,32 @@ def test_a_step_for_every_size_up_to_its_example(whole: bool, caplog: pytest.Log
 
 def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+class Reshaped(nn.Module):
+    """Linear layers on three dimensions, with shapes that are asked of computed tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.relu(self.first(x)).view(-1, 8)
+        return self.second(torch.relu(rows)).view(rows.shape[0] // 4, 32).sin()
+
+
+@pytest.mark.parametrize("ask", ["first", "all"])
+def test_the_graph_of_dynamic_sizes_is_that_of_the_static_ones(ask: str) -> None:
+    """Arithmetic on sizes is no op: one that shapes a view would tie it to its place, and cost memory or time for a number."""
+    torch.manual_seed(0)
+    model, x = Reshaped(), torch.randn(8, 4, 16)
+    forward = model.first if ask == "first" else model
+    found = []
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        run, planned = compiled(lambda x: forward(x).square().mean(), dynamic=dynamic, costs="estimated")
+        run(x).backward()
+        model.zero_grad(set_to_none=True)
+        found.append(planned[0][0].graph)
+    assert [op.kind for op in found[0].ops] == [op.kind for op in found[1].ops]
+    assert found[0].digest == found[1].digest

@@ -39,7 +39,7 @@ def plan(
 
     Args:
         graph: Graph file from `checkmate capture`.
-        budget: Total such as 8GiB, or a share such as 50% of the memory that keeping everything needs above the resident memory.
+        budget: Total such as 8GiB, or a share such as 50% of what keeping everything needs above what no plan can change.
         solver: Name of the solver; `checkmate solvers` lists them.
         time_limit: Time limit in seconds of wall time.
         gap: Optimality gap at which the solve stops.

@@ -16,9 +16,23 @@ def keep_all_bytes(graph: Graph) -> int:
     return simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
 
 
+def fixed_bytes(graph: Graph) -> int:
+    """Bytes that no plan can change: what is resident, and each storage that is kept to the end of the step, once.
+
+    Among the latter are the gradients that the step leaves and the outputs that its caller holds. A whole step has consumed its
+    gradients by then.
+    """
+    kept = {root for root, value in zip(graph.root, graph.values, strict=True) if value.kept}
+    return graph.resident_bytes + sum(graph.values[v].size_bytes for v in kept)
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A memory budget as it was asked for: a total, or a share of what keeping everything needs.
+    """A memory budget as it was asked for: a total, or a share of what a plan can change.
+
+    A share P is of the whole step: ``fixed + P * (keep_all - fixed)``. ``fixed`` is what no plan can change (`fixed_bytes`):
+    parameters, buffers, inputs, optimizer state, gradients that exist or that the step leaves, and outputs that are held.
+    ``keep_all`` is the peak of keeping everything (`keep_all_bytes`).
 
     Text is parsed once, where it comes in (`parse`), and becomes bytes once, when the graph is known (`resolve`).
 
@@ -28,9 +42,11 @@ class Budget:
         percentage: The share in per cent; None for a total.
 
     Examples:
-        >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], resident_bytes=10)
+        >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1], resident_bytes=10)
+        >>> fixed_bytes(chain), keep_all_bytes(chain)
+        (12, 16)
         >>> Budget.parse("1KiB").resolve(chain), Budget.parse("50%").resolve(chain)
-        (1024, 13)
+        (1024, 14)
     """
 
     text: str
@@ -49,8 +65,8 @@ class Budget:
         """The budget that a text or a number stands for.
 
         Args:
-            amount: Bytes, or text: ``"8GiB"`` is a total, resident bytes included; ``"70%"`` is the resident bytes
-                plus 70 % of what keeping everything needs above them.
+            amount: Bytes, or text: ``"8GiB"`` is a total, resident bytes included; ``"70%"`` is what no plan can change plus
+                70 % of what keeping everything needs above that.
 
         Raises:
             UnitError: The text cannot be read, or the amount is negative or not whole.
@@ -64,23 +80,23 @@ class Budget:
         """Bytes of the budget for a graph, resident bytes included; a share is rounded down."""
         if self.total_bytes is not None:
             return self.total_bytes
-        return self.within(resident_bytes=graph.resident_bytes, keep_all_bytes=keep_all_bytes(graph))
+        return self.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all_bytes(graph))
 
-    def within(self, *, resident_bytes: int, keep_all_bytes: int) -> int:
+    def within(self, *, fixed_bytes: int, keep_all_bytes: int) -> int:
         """Bytes of the budget where the two amounts that a share refers to are known.
 
         Args:
-            resident_bytes: Bytes that are allocated before and after and that no plan can change.
+            fixed_bytes: Bytes that no plan can change.
             keep_all_bytes: Peak of keeping everything, resident bytes included.
 
         Examples:
-            >>> Budget.parse("50%").within(resident_bytes=100, keep_all_bytes=300)
+            >>> Budget.parse("50%").within(fixed_bytes=100, keep_all_bytes=300)
             200
         """
         if self.total_bytes is not None:
             return self.total_bytes
         assert self.percentage is not None
-        return resident_bytes + int((keep_all_bytes - resident_bytes) * self.percentage / 100)
+        return fixed_bytes + int((keep_all_bytes - fixed_bytes) * self.percentage / 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

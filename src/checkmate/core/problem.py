@@ -40,7 +40,7 @@ class Problem:
         Args:
             graph: The graph.
             budget_bytes: A budget, or what `Budget.parse` reads: ``"8GiB"`` is a total, resident bytes included;
-                ``"70%"`` is the resident bytes plus 70 % of what keeping everything needs above them.
+                ``"70%"`` is what no plan can change plus 70 % of what keeping everything needs above that.
             recompute: Which ops may be computed again.
             reorder: Whether first computations may leave the graph's own order.
 

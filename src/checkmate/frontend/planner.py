@@ -7,9 +7,11 @@ in another one: rank 0 of a distributed job plans for all ranks, or several grap
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import PlanError, PlanNotFoundError
@@ -20,12 +22,17 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
+from checkmate.solvers.auto import Auto
 from checkmate.solvers.reductions.unread import plan_of_needed
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
 
 _log = logging.getLogger("checkmate.frontend")
+
+_LAST_SHARE: Final = 0.05
+"""Share of the time limit that every solve has, also when those before it have used the limit up."""
 
 
 class Planner(Protocol):
@@ -71,10 +78,35 @@ class CheapestWithin:
     time_limit_s: float | None = None
 
     def __call__(self, graph: Graph) -> Result:
-        """The cheapest plan that the solver finds."""
-        result = solve(Problem(graph, self.budget), self.solver, limits=Limits(time_s=self.time_limit_s))
-        log_planned(graph, result)
-        return result
+        """The cheapest plan that the solver finds, now or in an earlier process."""
+        return cheapest(Problem(graph, self.budget), self.solver, Limits(time_s=self.time_limit_s))
+
+
+def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | None = None) -> Result:
+    """The result of `solve`, or that of an earlier solve of the same problem with the same solver and as much time.
+
+    An earlier solve that had less time, and proved no optimum, gives the plan to start from.
+
+    Args:
+        problem: The problem.
+        solver: The solver; `Auto` by default.
+        limits: Limits of the solve.
+
+    Raises:
+        InfeasibleBudgetError: Proven: no plan keeps the budget.
+        PlanNotFoundError: No plan was found within the limits.
+    """
+    solver, limits = solver or Auto(), limits or Limits()
+    plans = SolvedPlans.of_user()
+    known = plans.get(problem, repr(solver), limits) if plans is not None else None
+    if known is not None and known[1]:
+        log_planned(problem.graph, known[0])
+        return known[0]
+    result = solve(problem, solver, limits=limits, initial=None if known is None else known[0].plan)
+    if plans is not None:
+        plans.add(problem, limits, result)
+    log_planned(problem.graph, result)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +131,9 @@ class GivenPlan:
 class Replanner:
     """Plans of one graph within several budgets. Each plan found is where the search within a smaller budget may start.
 
+    The time limit bounds all of them together, up to `_LAST_SHARE` of it for each solve after it is used up: one that starts from
+    the plans found so far still finds a good one in that.
+
     Args:
         graph: The graph.
         options: Solver and time limit.
@@ -108,11 +143,12 @@ class Replanner:
         found: Plans found so far.
     """
 
-    def __init__(self, graph: Graph, options: PlanningOptions, time_shares: tuple[float, float] = (1.0, 1.0)) -> None:
+    def __init__(self, graph: Graph, options: PlanningOptions, time_shares: tuple[float, float] = (0.5, 0.25)) -> None:
         self.graph = graph
         self.found: list[Result] = []
         self._options = options
         self._share, self._next_share = time_shares
+        self._spent_s = 0.0
 
     def __call__(self, budget_bytes: int) -> Result:
         """The cheapest plan within an amount of live bytes, resident bytes included.
@@ -121,25 +157,43 @@ class Replanner:
             InfeasibleBudgetError: No plan keeps it.
             PlanNotFoundError: No plan was found in time.
         """
-        problem, solver = Problem(self.graph, budget_bytes), self._options.solver
-        limits = self._limits()
-        self._share = self._next_share
         try:
-            result = solve(problem, solver, limits=limits, initial=self._start(budget_bytes))
+            result = self._solve(budget_bytes)
         except PlanNotFoundError:
             # The search for the smallest peak finds plans that a search within this budget misses.
-            smallest = min_budget(self.graph, limits=limits)
-            self.found.append(evaluate(self.graph, smallest.plan))
+            self.smallest()
             if self._start(budget_bytes) is None:
                 raise
-            result = solve(problem, solver, limits=limits, initial=self._start(budget_bytes))
+            result = self._solve(budget_bytes)
         self.found.append(result)
         log_planned(self.graph, result)
         return result
 
-    def _limits(self) -> Limits:
-        limit = self._options.time_limit_s
-        return Limits(time_s=None if limit is None else self._share * limit)
+    def smallest(self) -> Result:
+        """The plan with the smallest peak that is found in the time that is left."""
+        with self._timed() as limits:
+            found = min_budget(self.graph, limits=limits)
+        self.found.append(evaluate(self.graph, found.plan))
+        return self.found[-1]
+
+    def _solve(self, budget_bytes: int) -> Result:
+        with self._timed() as limits:
+            return solve(
+                Problem(self.graph, budget_bytes), self._options.solver, limits=limits, initial=self._start(budget_bytes)
+            )
+
+    @contextmanager
+    def _timed(self) -> Generator[Limits]:
+        """Limits of the next search, which counts towards the time limit."""
+        limit, share = self._options.time_limit_s, self._share
+        self._share = self._next_share
+        began = time.perf_counter()
+        most_s = None if limit is None else max(_LAST_SHARE * limit, min(share * limit, limit - self._spent_s))
+        try:
+            yield Limits(time_s=most_s)
+        finally:
+            # Kernels that are compiled once on a machine do not count.
+            self._spent_s += min(time.perf_counter() - began, most_s or 0.0)
 
     def _start(self, budget_bytes: int) -> Plan | None:
         """The cheapest plan so far that keeps a budget."""
@@ -185,8 +239,10 @@ def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
 
 def log_planned(graph: Graph, result: Result) -> None:
     """Log what a solve found."""
+    before = " before:" if result.termination.detail == PLANNED_BEFORE else ""
     _log.info(
-        "planned %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",
+        "planned%s %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",
+        before,
         len(graph.ops),
         result.elapsed_s,
         format_bytes(result.peak_bytes),

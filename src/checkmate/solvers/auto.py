@@ -140,12 +140,6 @@ class Auto:
 
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search and prove until a limit of the session is met."""
-        from checkmate.solvers.bounds.floor import floor
-
-        lowest = floor(problem.graph)
-        if lowest.peak_bytes > problem.budget_bytes:
-            session.prove(math.inf)
-            return Termination(Reason.INFEASIBLE, detail=lowest.why)
         session.offer(range(len(problem.graph.ops)))
         if session.done:
             return Termination(Reason.FEASIBLE)
@@ -256,6 +250,8 @@ class _Run:
             self._tight_budget_start()
         # Every search starts from the best plan known, not only the one that found it.
         for search in searches:
+            if self.out_of_time():  # a careful repair takes half a second on a thousand ops, and cannot be interrupted
+                break
             if session.plan is not None:
                 search.start_from_order(self.fold.apply_order(session.plan.order))
             if math.isfinite(search.best_cost) and not session.done:

@@ -65,15 +65,9 @@ class Milp:
             MissingExtraError: The engine is one of OR-Tools, and that is not installed.
             SolverError: The engine's answer is no solution.
         """
-        from checkmate.solvers.bounds.floor import floor
-
         solve_integer = self._engine()
         fold = FoldViews.of(problem.graph)
         folded = fold.apply(problem)
-        lowest = floor(problem.graph)
-        if lowest.peak_bytes > problem.budget_bytes:
-            session.prove(math.inf)
-            return Termination(Reason.INFEASIBLE, detail=lowest.why)
         if len(folded.graph.ops) > self.max_ops:
             detail = f"{len(folded.graph.ops)} ops, and the stage program stops at {self.max_ops}"
             return Termination(Reason.NOT_FOUND, detail=detail)

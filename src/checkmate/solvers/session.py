@@ -50,6 +50,7 @@ class Session:
         limits: The limits of the solve.
         plan: The best plan so far that keeps the budget, or None.
         cost: Its cost, or None.
+        smallest: Of the plans that exceed the budget the one with the smallest peak, or None.
         bound: The best proven lower bound so far; infinite if no plan keeps the budget.
         history: Improvements so far.
         remarks: Notes of the solver for the user.
@@ -60,6 +61,8 @@ class Session:
         self.limits = limits
         self.plan: Plan | None = None
         self.cost: int | None = None
+        self.smallest: Plan | None = None
+        self._smallest_peak_bytes = math.inf
         self.bound: float = float(problem.graph.cost)
         self.history: list[Progress] = []
         self.remarks: list[str] = []
@@ -125,7 +128,11 @@ class Session:
             raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
         # Whatever a solver claims, cost and peak are those of the simulated plan.
         timeline = simulate(self.problem.graph, plan)
-        if timeline.peak_bytes > self.problem.budget_bytes or (self.cost is not None and timeline.cost >= self.cost):
+        if timeline.peak_bytes > self.problem.budget_bytes:
+            if timeline.peak_bytes < self._smallest_peak_bytes:
+                self.smallest, self._smallest_peak_bytes = plan, timeline.peak_bytes
+            return False
+        if self.cost is not None and timeline.cost >= self.cost:
             return False
         self.plan, self.cost = plan, timeline.cost
         self._record()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
@@ -15,28 +17,33 @@ from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.reductions.unread import without_unread
 from checkmate.solvers.session import Session
 
+if TYPE_CHECKING:
+    from checkmate.solvers.evict.search import Search
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallestParameters:
     """Parameters of `smallest_peak`.
 
     Attributes:
-        tries: Attempts at a budget in each bisection. One that fails takes a second on a thousand ops, and near the floor
-            most fail, so that the first bisection comes near with one attempt each, and later ones go on from there.
+        tries: Attempts at a budget in each bisection from the floor. One that fails takes a second on a thousand ops, and near
+            the floor most fail, so that the first bisection comes near with one attempt each, and later ones go on from there.
         time_s: Seconds without a limit from the caller.
+        quick_s: Seconds of `quick_peak`.
         precision: A bisection ends when its interval is below one part in so many of the peak: 0.1 %, less than allocators
             round.
     """
 
     tries: tuple[int, ...] = (1, 5, 40)
     time_s: float = 20.0
+    quick_s: float = 1.0
     precision: int = 1000
 
 
 PARAMETERS = SmallestParameters()
 
 
-def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int = 0) -> MinBudget:
+def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int = 0, known: Plan | None = None) -> MinBudget:
     """Bisect the budget down to the proven floor with the greedy plans of the local search.
 
     The search is a heuristic, so that a budget without a plan proves nothing, and feasibility is not monotone under it: each
@@ -46,49 +53,124 @@ def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int
         problem: Graph and what a plan may do; its budget is ignored.
         limits: Time and seed; `SmallestParameters.time_s` by default.
         enough: A peak that is low enough, resident bytes included; the bisection ends there.
+        known: A plan that was found before.
     """
-    from checkmate.solvers.evict.search import Search
-
-    limits = Limits(time_s=PARAMETERS.time_s) if limits is None else limits
-    graph = problem.graph
-    lowest = floor(graph)
-    orders = [list(range(len(graph.ops)))]
-    if problem.reorder:
-        orders.append(late_order(graph))
-    plans = [Plan.from_order(graph, order) for order in orders]
-    best = min(plans, key=lambda plan: simulate(graph, plan).peak_bytes)
-    peak = simulate(graph, best).peak_bytes
-    clock = Session(problem, limits)
-    clock.prepare(load_kernels)
-    fold = FoldViews.of(graph)
-    folded = fold.apply(problem.replace_budget(peak))
-    searches = [Search(folded, late, limits.seed, order) for order, late in starts(folded, limits.seed)]
+    bisection = _Bisection(problem, Limits(time_s=PARAMETERS.time_s) if limits is None else limits, enough, known)
+    bisection.from_the_middle(PARAMETERS.quick_s)
     for tries in PARAMETERS.tries:
-        # The floor itself first: many graphs have a plan there, which ends the search at once.
-        guess = low = lowest.peak_bytes
-        while max(low, enough) < peak and clock.left_s() > 0:
-            reached = None
-            for search in searches:
-                search.set_budget(guess)
-                if search.first(tries, lambda: clock.left_s() <= 0, stop_at_first=True):
-                    plan = Plan.from_order(graph, without_unread(problem, fold.invert(search.order())))
-                    reached = simulate(graph, plan).peak_bytes
-                    if reached < peak:
-                        best, peak = plan, reached
-                    break
-            if reached is None:
+        bisection.from_the_floor(tries)
+    return bisection.found()
+
+
+def quick_peak(problem: Problem, seed: int = 0, *, known: Plan | None = None) -> MinBudget:
+    """A small peak that a plan is found for in about a second, with the same floor as `smallest_peak`.
+
+    Args:
+        problem: Graph and what a plan may do; its budget is ignored.
+        seed: Seed of everything random.
+        known: A plan that was found before.
+    """
+    bisection = _Bisection(problem, Limits(time_s=PARAMETERS.quick_s, seed=seed), 0, known)
+    bisection.from_the_middle(PARAMETERS.quick_s)
+    return bisection.found()
+
+
+class _Bisection:
+    """Bisections of one budget; each goes on from the smallest peak of those before.
+
+    Args:
+        problem: As in `smallest_peak`.
+        limits: Time and seed.
+        enough: A peak that is low enough.
+        known: A plan that was found before, or None.
+    """
+
+    def __init__(self, problem: Problem, limits: Limits, enough: int, known: Plan | None) -> None:
+        self._problem, self._graph, self._seed = problem, problem.graph, limits.seed
+        graph = problem.graph
+        self._floor = floor(graph)
+        self._enough = max(enough, self._floor.peak_bytes)
+        orders = [list(range(len(graph.ops)))]
+        if problem.reorder:
+            orders.append(late_order(graph))
+        plans = [Plan.from_order(graph, order) for order in orders]
+        if known is not None:
+            plans.append(known)
+        self._peak, self._best = min(((simulate(graph, plan).peak_bytes, plan) for plan in plans), key=lambda found: found[0])
+        self._clock = Session(problem, limits)
+        self._clock.prepare(load_kernels)
+        self._fold = FoldViews.of(graph)
+        self._searches: list[Search] = []
+        self._starts = self._more_searches()
+
+    def from_the_middle(self, time_s: float) -> None:
+        """Bisect with one attempt at each budget, from the first start alone.
+
+        Attempts at budgets with room succeed in hundredths of a second, and those near the floor take up to seconds, so that a
+        bisection from above comes within some per cent of the smallest peak before a first attempt at the floor itself ends.
+
+        Args:
+            time_s: Seconds after which to stop; an attempt that would take as long as the one before is not begun after them.
+        """
+        began, last, low = self._clock.elapsed_s(), 0.0, self._floor.peak_bytes
+        search = next(self._starts)
+        self._searches.append(search)
+        while self._peak > self._enough and not self._near(low):
+            now = self._clock.elapsed_s()
+            if last and last > min(time_s - (now - began), self._clock.left_s()):
+                return
+            guess = (low + self._peak) // 2
+            if not self._reach(search, guess, 1):
+                low = guess
+            last = self._clock.elapsed_s() - now
+
+    def from_the_floor(self, tries: int) -> None:
+        """Bisect from every start, the floor itself first: many graphs have a plan there, which ends the search at once.
+
+        Args:
+            tries: Attempts at each budget.
+        """
+        guess = low = self._floor.peak_bytes
+        while self._peak > self._enough and self._clock.left_s() > 0:
+            self._searches += self._starts
+            if not any(self._reach(search, guess, tries) for search in self._searches):
                 low = guess  # not found proves nothing; it only ends this bisection
-            if peak - low <= max(1, (peak - graph.resident_bytes) // PARAMETERS.precision):
-                break
-            guess = (low + peak) // 2
-    cost = simulate(graph, best).cost
-    return MinBudget(
-        plan=best,
-        cost=cost,
-        overhead=cost / graph.cost if graph.cost else 1.0,
-        peak_bytes=peak,
-        floor_bytes=lowest.peak_bytes,
-        binding_op="" if lowest.op is None else graph.ops[lowest.op].name,
-        why=lowest.why,
-        elapsed_s=clock.elapsed_s(),
-    )
+            if self._near(low):
+                return
+            guess = (low + self._peak) // 2
+
+    def found(self) -> MinBudget:
+        """The smallest peak so far."""
+        graph, lowest = self._graph, self._floor
+        cost = simulate(graph, self._best).cost
+        return MinBudget(
+            plan=self._best,
+            cost=cost,
+            overhead=cost / graph.cost if graph.cost else 1.0,
+            peak_bytes=self._peak,
+            floor_bytes=lowest.peak_bytes,
+            binding_op="" if lowest.op is None else graph.ops[lowest.op].name,
+            why=lowest.why,
+            elapsed_s=self._clock.elapsed_s(),
+        )
+
+    def _reach(self, search: Search, guess: int, tries: int) -> bool:
+        """Whether a search finds a plan within a budget; the plan is kept if it is the smallest."""
+        search.set_budget(guess)
+        if not search.first(tries, lambda: self._clock.left_s() <= 0, stop_at_first=True):
+            return False
+        plan = Plan.from_order(self._graph, without_unread(self._problem, self._fold.invert(search.order())))
+        reached = simulate(self._graph, plan).peak_bytes
+        if reached < self._peak:
+            self._best, self._peak = plan, reached
+        return True
+
+    def _near(self, low: int) -> bool:
+        return self._peak - low <= max(1, (self._peak - self._graph.resident_bytes) // PARAMETERS.precision)
+
+    def _more_searches(self) -> Iterator[Search]:
+        from checkmate.solvers.evict.search import Search
+
+        folded = self._fold.apply(self._problem.replace_budget(self._peak))
+        for order, late in starts(folded, self._seed):
+            yield Search(folded, late, self._seed, order)

@@ -13,12 +13,17 @@ from checkmate.core.simulate import simulate
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.core.validate import validate
 from checkmate.solvers.auto import Auto
+from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.session import OnProgress, Session, Solver
-from checkmate.solvers.smallest import smallest_peak
+from checkmate.solvers.smallest import PARAMETERS as SMALLEST
+from checkmate.solvers.smallest import quick_peak, smallest_peak
 
 _PROOF_TOLERANCE: Final = 2e-6
 """Gap that counts as none. Bounds of integer programs are lowered by a millionth (`Session.prove`), and their budgets widened
 by two (`EventCutParameters.budget_slack`): a smaller gap is not told from none."""
+
+_FEWEST_BYTES: Final = 1024
+"""Budgets below this many bytes are taken for a number whose unit was left out."""
 
 
 @overload
@@ -83,7 +88,8 @@ def solve(
     if initial is not None:
         _offer(initial, session)
     try:
-        termination = solver.run(problem, session)
+        # The floor takes hundredths of a second; most solvers would search for their whole time limit below it.
+        termination = _below_floor(problem, session) or solver.run(problem, session)
     except KeyboardInterrupt:
         if session.plan is None:
             raise
@@ -92,8 +98,17 @@ def solve(
         return _checked(problem, solver, session, session.plan, termination)
     failure = _failed(problem, solver, session, termination)
     if raise_on_failure:
-        _refuse(problem, failure)
+        _refuse(problem, failure, session)
     return failure
+
+
+def _below_floor(problem: Problem, session: Session) -> Termination | None:
+    """The proof that no plan keeps a budget below the floor, or None."""
+    lowest = floor(problem.graph)
+    if lowest.peak_bytes <= problem.budget_bytes:
+        return None
+    session.prove(math.inf)
+    return Termination(Reason.INFEASIBLE, detail=lowest.why)
 
 
 def _offer(initial: Plan, session: Session) -> None:
@@ -158,12 +173,13 @@ def _limit_met(session: Session) -> str:
     return "time" if session.left_s() <= 0 else ""
 
 
-def _refuse(problem: Problem, failure: NoPlan) -> NoReturn:
-    smallest = smallest_peak(problem)
+def _refuse(problem: Problem, failure: NoPlan, session: Session) -> NoReturn:
+    smallest = _smallest(problem, session)
     budget, least = format_bytes(problem.budget_bytes), format_bytes(smallest.floor_bytes)
     found = f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
     floor = f"no plan of any order takes less than {least}: {smallest.why}"
-    hint = f"raise the budget to at least {format_at_least(smallest.peak_bytes)}, or lower the batch size"
+    at_least = format_at_least(smallest.peak_bytes)
+    hint = f"{_units(problem.budget_bytes)}raise the budget to at least {at_least}, or lower the batch size"
     if failure.termination.reason is Reason.INFEASIBLE:
         raise InfeasibleBudgetError(
             f"budget {budget} is {_below(problem.budget_bytes, smallest)}; {found}; {floor}",
@@ -175,6 +191,24 @@ def _refuse(problem: Problem, failure: NoPlan) -> NoReturn:
         )
     detail = f" ({failure.termination.detail})" if failure.termination.detail else ""
     raise PlanNotFoundError(f"no plan was found within {budget} by {failure.solver}{detail}; {found}; {floor}", hint=hint)
+
+
+def _smallest(problem: Problem, session: Session) -> MinBudget:
+    """The smallest peak that the session's time is enough for; in about a second where the floor refuses, or no time is left."""
+    left = min(session.left_s(), SMALLEST.time_s)
+    if session.problem.budget_bytes < floor(problem.graph).peak_bytes or left <= SMALLEST.quick_s:
+        return quick_peak(problem, session.limits.seed, known=session.smallest)
+    limits = Limits(time_s=left, seed=session.limits.seed)
+    return smallest_peak(problem, limits, known=session.smallest)
+
+
+def _units(budget_bytes: int) -> str:
+    """Ask whether a unit was left out of a budget that no step has."""
+    if budget_bytes >= _FEWEST_BYTES:
+        return ""
+    written = budget_bytes or 50
+    meant = f"'{written}%' or '{written}MiB'" if written <= 100 else f"'{written}MiB'"
+    return f"{budget_bytes} is {budget_bytes} bytes; did you mean {meant}? Otherwise "
 
 
 def _below(budget_bytes: int, smallest: MinBudget) -> str:

@@ -180,8 +180,8 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
             several inputs.
         label_spec: The same for labels.
         budget: Largest allowed peak on the device during the step, with variables, slots and batch: ``"8GiB"``, a number of
-            bytes, or ``"70%"``: the resident bytes plus 70 % of the bytes that keeping everything needs above them.
-            None: the memory of the device.
+            bytes, or a share of the whole step, such as ``"70%"``: what no plan can change plus 70 % of what keeping everything
+            needs above that. None: the memory of the device.
         solver: A solver or its name; `Auto` by default.
         time_limit_s: Seconds of wall time for planning, or None for no limit: half of them for the first plan, and a quarter
             for each further plan that calibration requests.

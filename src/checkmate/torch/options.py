@@ -28,8 +28,9 @@ class Options:
 
     Attributes:
         budget: Largest number of bytes on the device during forward and backward, everything included: ``"8GiB"``, a number of
-            bytes, or ``"70%"``: the resident bytes plus 70 % of the bytes that keeping everything needs above them. None keeps
-            everything.
+            bytes, or a share of the whole step, such as ``"70%"``: what no plan can change (parameters, buffers, inputs, state of
+            the optimizer, gradients that exist or that the step leaves, held outputs) plus 70 % of what keeping everything needs
+            above that. None keeps everything.
         compiler: ``"eager"`` runs the ops of the plan one by one, in its exact order. ``"inductor"`` fuses them. The compiled
             step then runs twice on the first batch, all that it changes is restored, and its measured peak has to keep the
             budget; this takes up to four compilations. If none keeps it, the ``"eager"`` compiler is used, with a warning.

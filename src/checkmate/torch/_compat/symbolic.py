@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import sympy
 import torch
 import torch._dynamo.config as dynamo_config
+from torch import fx
+from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-__all__ = ["bound_by_hint", "is_automatic_dynamic", "upper_bound", "user_upper_bound", "value_at_upper_bounds"]
+__all__ = [
+    "bound_by_hint",
+    "emit_expression",
+    "is_automatic_dynamic",
+    "upper_bound",
+    "user_upper_bound",
+    "value_at_upper_bounds",
+]
 
 _SAMPLES = 32
 """Sizes tried along the range of each symbol where interval arithmetic is not exact. More cost milliseconds per distinct
@@ -87,3 +98,31 @@ def _largest(expression: Any, ranges: tuple[tuple[Any, int, int], ...]) -> int:
                 value = expression.xreplace({**corner, symbol: sympy.Integer(size)})
                 found += [int(value)] if value.is_Integer else []
     return max(found)
+
+
+def emit_expression(graph: fx.Graph, number: torch.SymInt, known: Mapping[sympy.Expr, fx.Node]) -> fx.Node | None:
+    """Nodes that compute a symbolic number from its symbols, at the graph's insertion point.
+
+    Args:
+        graph: The graph.
+        number: The number.
+        known: Nodes by their value; each symbol of the number has to be among them.
+
+    Returns:
+        The node with its value; None if a symbol is not known, or the expression has a function that cannot be emitted.
+    """
+    expression = number.node.expr
+    symbols = expression.free_symbols
+    if not symbols or any(s not in known for s in symbols):
+        return None
+    before = set(graph.nodes)
+    try:
+        made = sympy_interp(PythonReferenceAnalysis, {s: fx.Proxy(known[s]) for s in symbols}, expression)
+        for node in graph.nodes:
+            if node not in before:
+                node.meta["val"] = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
+    except (AssertionError, NotImplementedError, TypeError):
+        for node in [n for n in reversed(list(graph.nodes)) if n not in before]:
+            graph.erase_node(node)
+        return None
+    return made.node if isinstance(made, fx.Proxy) else None

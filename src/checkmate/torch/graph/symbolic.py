@@ -7,11 +7,14 @@ size: a smaller batch takes no more memory. A guard rejects larger sizes, for wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
+from torch import fx
 
+from checkmate.torch._compat.aot import is_tangent
+from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch._compat.dynamo import dynamo_config
 from checkmate.torch._compat.symbolic import bound_by_hint, is_automatic_dynamic, user_upper_bound
 
@@ -49,6 +52,44 @@ def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
         )
     if bounded:
         _log.info("planned for sizes up to %s; larger ones are compiled and planned again", ", ".join(map(str, bounded.values())))
+
+
+def size_arithmetic(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that compute numbers from the sizes of a graph's inputs alone, such as ``batch * sequence``.
+
+    They take no memory and their inputs are always there. As ops of a graph they would tie every view whose shape they are in:
+    a plan moves and repeats views at will only where they read one storage and nothing else. Four blocks of a GPT at 60 % had an
+    overhead of 1.088 with one such op, and 1.014 without.
+
+    Args:
+        nodes: The nodes of a graph, in its order.
+    """
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if is_size_arithmetic(node, found):
+            found.add(node)
+    return found
+
+
+def is_size_arithmetic(node: fx.Node, earlier: Set[fx.Node]) -> bool:
+    """Whether a node computes a number from sizes of inputs, and from earlier nodes that do."""
+    if node.op != "call_function" or not _is_number(node):
+        return False
+    tensors = reads_size(node)
+    return all(i in earlier or _is_input(i, tensors=tensors) for i in node.all_input_nodes)
+
+
+def reads_size(node: fx.Node) -> bool:
+    """Whether a node asks a tensor for a size, a stride or an offset."""
+    return isinstance(node.target, OpOverload) and node.target._opname.startswith("sym_")
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
+
+
+def _is_input(node: fx.Node, *, tensors: bool) -> bool:
+    return node.op == "placeholder" and not is_tangent(node) and (tensors or _is_number(node))
 
 
 def _symbols(example_inputs: Sequence[Any]) -> list[torch.SymInt]:

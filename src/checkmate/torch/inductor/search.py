@@ -18,7 +18,7 @@ import msgspec
 from checkmate.core.errors import CheckmateError, GraphError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.result import Limits, Result
+from checkmate.core.result import Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
 from checkmate.frontend.calibration import Calibration, Proportional, Trial
@@ -26,7 +26,6 @@ from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
-from checkmate.studies.min_budget import min_budget
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.inductor.fusion import contract_fusible_chains
 
@@ -258,6 +257,6 @@ class CalibratedSearch:
             if any(t.within(limit) for t in self.trials):
                 return None
             # No plan is known to fit and none is found within the target: the smallest plan is the last one worth a trial.
-            smallest = min_budget(graph, limits=Limits(time_s=self._options.time_limit_s))
+            smallest = self._replanner.smallest()
             cost, order = smallest.cost, smallest.plan.order
         return None if cost > policy.worthwhile_cost(self.trials, limit) else order

@@ -28,6 +28,7 @@ from checkmate.torch.graph.optimizer_ops import UPDATE
 from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import leaves
+from checkmate.torch.graph.symbolic import size_arithmetic
 from checkmate.torch.joint.ordering import order_pairs
 from checkmate.torch.joint.values import Values
 
@@ -193,8 +194,9 @@ class _Builder:
         decides. In a joint graph all that depends on a tangent is backward, tagged or not: passes add nodes without tags.
         """
         backward = {n for n in self.nodes if is_tangent(n)}
+        sizes = size_arithmetic(self.nodes)
         for node in self.nodes:
-            if node.op != "call_function":
+            if node.op != "call_function" or node in sizes:
                 continue
             tag = str(node.meta.get("partitioner_tag", ""))
             if self.whole:

@@ -24,6 +24,7 @@ from torch import fx
 from checkmate.core.plan import Plan
 from checkmate.torch.graph.op_properties import BATCH_NORM_NO_STATS, op_properties, random_op, trains_batch_norm, unused_arguments
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
+from checkmate.torch.graph.symbolic import size_arithmetic
 from checkmate.torch.joint.capture import Capture, Member
 
 _RECOMPUTE_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
@@ -65,9 +66,12 @@ class _Writer:
 
     def write(self) -> fx.GraphModule:
         joint = self.capture.joint
+        sizes = size_arithmetic(joint.graph.nodes)
         for node in joint.graph.nodes:
             if node.op == "placeholder" or (node.op == "get_attr" and not self._is_module(node)):
                 self._copy(node)
+            elif node in sizes:
+                self._tag(self._copy(node), node)
         stats = self._stats_readers()
         returned: list[Any] = []
         for position, o in enumerate(self.order):

@@ -13,6 +13,7 @@ from torch import fx
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.passes.activation_checkpoint import honour_checkpoints
 from checkmate.torch.passes.convolution_backward import split_convolution_backward
+from checkmate.torch.passes.input_sizes import read_sizes_from_inputs
 from checkmate.torch.passes.loss_storage import correct_loss_storages
 
 
@@ -35,6 +36,7 @@ def prepare(
         layout_pass: Applied first; returns a graph whose tensors have other layouts.
     """
     graph = layout_pass(copy_graph(joint.graph))
+    read_sizes_from_inputs(graph)
     if split_convolutions:
         split_convolution_backward(graph)
     if honours_checkpoints:
