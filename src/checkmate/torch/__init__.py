@@ -17,6 +17,7 @@ if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
 from checkmate.studies.fit_report import Fits
+from checkmate.torch.compilation.call import NothingPlannedError
 from checkmate.torch.compilation.coordinator import InFlightError
 from checkmate.torch.distributed.consensus import RankError
 from checkmate.torch.explain import Saved, StepExplanation, explain
@@ -31,6 +32,7 @@ __all__ = [
     "Fits",
     "GraphBreakError",
     "InFlightError",
+    "NothingPlannedError",
     "Options",
     "RankError",
     "Saved",
