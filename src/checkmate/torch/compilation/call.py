@@ -1,8 +1,8 @@
 """A context around each call of a compiled function, which finds out what of the call no plan covers.
 
 Dynamo leaves out what it cannot trace: it skips a function, or runs the code between two graphs eagerly. Nothing then calls the
-backend, so that only a look at whole calls can tell. Differentiable ops make autograd nodes, and their number tells what ran: nodes
-made inside of a planned graph, while Dynamo compiled (from fake tensors), and elsewhere. A call without gradients makes none.
+backend, so that only a look at whole calls can tell. Differentiable ops make autograd nodes. How many are made inside of planned
+graphs, while Dynamo compiles (from fake tensors), and elsewhere tells what ran where. A call without gradients makes none.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class CompiledCalls:
             return
         self._told.update(places)
         _log.warning(
-            "this call and others like it run without a plan, so that the budget of %s is not kept: %s was compiled %d times, each "
-            "time for another shape or setting, and Dynamo compiles no more; what it compiled before keeps its plans\nhint: %s",
+            "this call and others like it run without a plan, so that the budget of %s is not kept: %s was compiled %d times, "
+            "each time for another shape or setting, and Dynamo compiles no more; what it compiled before keeps its plans\n"
+            "hint: %s",
             self.options.budget,
             " and ".join(p.where for p in places),
             dynamo_config.recompile_limit,

@@ -16,26 +16,26 @@ _LIMIT = "Dynamo recompile limit exceeded"
 # By the beginning of Dynamo's reason. The figures of the first are of torch 2.13 on one core of a CPU, with 32 time steps.
 _HINTS = {
     "Attempted to wrap RNN, GRU, or LSTM": (
-        "torch._dynamo.config.allow_rnn = True makes Dynamo trace the layer time step by time step (32 steps of one layer: 5 to 7 s "
-        "to the first step, and each step takes 5 to 8 times as long), or compile only the other modules of the model"
+        "torch._dynamo.config.allow_rnn = True makes Dynamo trace the layer time step by time step (32 steps of one layer: 5 to "
+        "7 s to the first step, and each step takes 5 to 8 times as long), or compile only the other modules of the model"
     ),
     "Unsupported Tensor.item()": (
-        "keep the value a tensor (torch.where in place of `if`), move the call out of the loop or out of what is compiled, or, if "
-        "nothing branches on the number, set torch._dynamo.config.capture_scalar_outputs = True"
+        "keep the value a tensor (torch.where in place of `if`), move the call out of the loop or out of what is compiled, or, "
+        "if nothing branches on the number, set torch._dynamo.config.capture_scalar_outputs = True"
     ),
     "Data-dependent branching": (
         "replace the branch on a tensor's value by torch.where or torch.cond, or compile only the modules around it "
         "(of a mixture of experts, each expert)"
     ),
     "Dynamic shape operator": (
-        "select with a fixed number of elements (torch.topk, torch.where, a fixed capacity for each expert), or compile only the "
+        "select a fixed number of elements (torch.topk, torch.where, a fixed capacity for each expert), or compile only the "
         "modules around it"
     ),
     "Failed to trace builtin operator": "move the call out of what is compiled, or at least out of the loop",
-    "Skip inlining `torch.compiler.disable()`d function": "remove torch.compiler.disable from the function if Dynamo can trace it",
+    "Skip inlining `torch.compiler.disable()`d function": "remove torch.compiler.disable, if Dynamo can trace the function",
     _LIMIT: (
-        "torch.compile(..., dynamic=True), or torch._dynamo.mark_dynamic(x, dim, min=2, max=...), makes one plan for all sizes up "
-        "to the largest; pad to a few lengths; or raise torch._dynamo.config.recompile_limit"
+        "torch.compile(..., dynamic=True), or torch._dynamo.mark_dynamic(x, dim, min=2, max=...), makes one plan for all sizes "
+        "up to the largest; pad to a few lengths; or raise torch._dynamo.config.recompile_limit"
     ),
 }
 _OTHERWISE = "torch.compile(..., fullgraph=True) stops at the first such place, and TORCH_LOGS=graph_breaks shows all of them"
