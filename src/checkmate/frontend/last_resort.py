@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 
+from checkmate.frontend import progress
+
 _LOGGER = "checkmate"
 
 
@@ -31,6 +33,7 @@ class LastResort(logging.Handler):
         if text in self._printed:
             return
         self._printed.add(text)
+        progress.erase()
         try:
             sys.stderr.write(f"{_LOGGER}: {record.levelname.lower()}: {text}\n")
         except Exception:  # noqa: BLE001 - as in every handler of the standard library: logging never fails

@@ -19,6 +19,7 @@ from checkmate.core.plan import Compute, Free, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_bytes
+from checkmate.frontend import progress
 from checkmate.frontend.options import PlanningOptions
 from checkmate.solvers.reductions.unread import plan_of_needed
 from checkmate.solvers.session import Solver
@@ -71,9 +72,16 @@ class CheapestWithin:
     time_limit_s: float | None = None
 
     def __call__(self, graph: Graph) -> Result:
-        """The cheapest plan that the solver finds."""
-        result = solve(Problem(graph, self.budget), self.solver, limits=Limits(time_s=self.time_limit_s))
+        """The cheapest plan that the solver finds.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted the search.
+        """
+        problem, limits = Problem(graph, self.budget), Limits(time_s=self.time_limit_s)
+        with progress.planning(graph) as improved:
+            result = solve(problem, self.solver, limits=limits, on_progress=improved)
         log_planned(graph, result)
+        raise_interrupt(result)
         return result
 
 
@@ -135,6 +143,7 @@ class Replanner:
             result = solve(problem, solver, limits=limits, initial=self._start(budget_bytes))
         self.found.append(result)
         log_planned(self.graph, result)
+        raise_interrupt(result)
         return result
 
     def _limits(self) -> Limits:
@@ -183,8 +192,22 @@ def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
     return [(op, frozenset(freed)) for op, freed in groups]
 
 
+def raise_interrupt(result: Result) -> None:
+    """Interrupt the program if the user interrupted the search.
+
+    `solve` returns the best plan so far, which is what a user who waits for a plan wants. While a framework compiles, the user
+    wants to stop the script.
+
+    Raises:
+        KeyboardInterrupt: The search was interrupted.
+    """
+    if result.termination.limit == "interrupt":
+        raise KeyboardInterrupt
+
+
 def log_planned(graph: Graph, result: Result) -> None:
     """Log what a solve found."""
+    progress.planned(graph, result)
     _log.info(
         "planned %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",
         len(graph.ops),

@@ -10,6 +10,7 @@ from torch import fx
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
 from checkmate.torch.compilation.call import CompiledCalls, RefusedCalls, counted
@@ -106,7 +107,8 @@ def compile_graph(
     compilation = Compilation(example_inputs, options, hooks)
     try:
         # With a hit in its cache AOTAutograd would not call the partition function, and the graph would run without a plan.
-        with functorch_config.patch(enable_autograd_cache=False), broadcasting_failures(compilation.ranks):
+        cache_off = functorch_config.patch(enable_autograd_cache=False)
+        with progress.shown("capturing"), cache_off, broadcasting_failures(compilation.ranks):
             if hooks.target is not None:
                 hooks.target.lower(gm)
             run = _by_inductor(gm, example_inputs, compilation) if options.compiler == "inductor" else None
