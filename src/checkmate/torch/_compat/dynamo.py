@@ -26,7 +26,6 @@ __all__ = [
     "TorchDynamoException",
     "Unsupported",
     "autograd_nodes",
-    "call_context",
     "dynamo_config",
     "enter_around_calls",
     "recompile_current_frame",
@@ -111,18 +110,13 @@ def _unwrapped(backend: Any) -> tuple[Any, dict[str, Any]]:
     return backend, given
 
 
-def call_context(compiled: Any) -> Any:
-    """What `enter_around_calls` made for a compiled module, or None."""
-    return getattr(getattr(compiled, "dynamo_ctx", None), "_backend_ctx_ctor", None)
-
-
 def runs_eagerly_on_request() -> bool:
     """Whether ``torch.compiler.set_stance`` asks for calls without compilation, or without recompilation."""
     return eval_frame._stance.stance != "default"
 
 
 class FrameRecord(NamedTuple):
-    """What Dynamo recorded of one attempt to compile a frame.
+    """Dynamo's record of one attempt to compile a frame.
 
     Attributes:
         frame: Number of the frame: attempts for the same code share it.

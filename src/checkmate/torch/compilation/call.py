@@ -99,7 +99,7 @@ class CompiledCalls:
         message = f"nothing of this call is planned, so that the budget of {self.options.budget} is not kept: {where}"
         hint = hints(places) or "call torch._dynamo.reset() if another backend has compiled the function before"
         if self.options.unplanned == "error":
-            raise NothingPlannedError(message, hint=f"{hint}; the option unplanned='warn' runs it without a plan")
+            raise NothingPlannedError(message, hint=f"{hint}; or set the option unplanned='warn' to run without a plan")
         if not self._told.issuperset(places) or not self._told:
             self._told.update(places or [Place("", "", 0, "")])
             _log.warning("%s\nhint: %s", message, hint)

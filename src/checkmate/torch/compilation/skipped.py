@@ -16,8 +16,8 @@ _LIMIT = "Dynamo recompile limit exceeded"
 # By the beginning of Dynamo's reason. The figures of the first are of torch 2.13 on one core of a CPU, with 32 time steps.
 _HINTS = {
     "Attempted to wrap RNN, GRU, or LSTM": (
-        "torch._dynamo.config.allow_rnn = True makes Dynamo trace the layer time step by time step (32 steps of one layer: 5 to "
-        "7 s to the first step, and each step takes 5 to 8 times as long), or compile only the other modules of the model"
+        "set torch._dynamo.config.allow_rnn = True to trace the layer time step by time step (32 steps of one layer: 5 to 7 s to "
+        "the first step, and each step takes 5 to 8 times as long), or compile only the other modules of the model"
     ),
     "Unsupported Tensor.item()": (
         "keep the value a tensor (torch.where in place of `if`), move the call out of the loop or out of what is compiled, or, "
@@ -34,11 +34,11 @@ _HINTS = {
     "Failed to trace builtin operator": "move the call out of what is compiled, or at least out of the loop",
     "Skip inlining `torch.compiler.disable()`d function": "remove torch.compiler.disable, if Dynamo can trace the function",
     _LIMIT: (
-        "torch.compile(..., dynamic=True), or torch._dynamo.mark_dynamic(x, dim, min=2, max=...), makes one plan for all sizes "
+        "use torch.compile(..., dynamic=True) or torch._dynamo.mark_dynamic(x, dim, min=2, max=...) for one plan for all sizes "
         "up to the largest; pad to a few lengths; or raise torch._dynamo.config.recompile_limit"
     ),
 }
-_OTHERWISE = "torch.compile(..., fullgraph=True) stops at the first such place, and TORCH_LOGS=graph_breaks shows all of them"
+_OTHERWISE = "set TORCH_LOGS=graph_breaks to see all such places; torch.compile(..., fullgraph=True) stops at the first"
 
 
 class Place(NamedTuple):
@@ -73,7 +73,7 @@ class Place(NamedTuple):
 
     @property
     def hint(self) -> str:
-        """What a user can do."""
+        """An action of the user."""
         return next((hint for begin, hint in _HINTS.items() if self.reason.startswith(begin)), _OTHERWISE)
 
 
@@ -101,7 +101,7 @@ def listed(places: Sequence[Place], most: int = 5) -> str:
 
 
 def hints(places: Iterable[Place]) -> str:
-    """What a user can do about all of the places."""
+    """Actions for all of the places."""
     return "; ".join(dict.fromkeys(p.hint for p in places))
 
 
