@@ -132,6 +132,7 @@ class Replanner:
         problem, solver = Problem(self.graph, budget_bytes), self._options.solver
         limits = self._limits()
         self._share = self._next_share
+        progress.say(f"planning {len(self.graph.ops)} ops")
         try:
             result = solve(problem, solver, limits=limits, initial=self._start(budget_bytes))
         except PlanNotFoundError:

@@ -98,8 +98,8 @@ def explain(step: Step | Graph, plan: Plan | None = None, *, curve: Curve | None
     if not isinstance(step, (Step, Graph)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(
             f"{type(step).__name__} cannot be explained: only a step of checkmate.torch.compile or a graph can",
-            hint="give explain the step of checkmate.torch.compile(model, loss, example=(x, y), budget=...) for the same model, or "
-            "the graph of checkmate.torch.capture(model, loss, example=(x, y))",
+            hint="give explain the step of checkmate.torch.compile(model, loss, example=(x, y), budget=...) for the same model, "
+            "or the graph of checkmate.torch.capture(model, loss, example=(x, y))",
         )
     graph = step.graph if isinstance(step, Step) else step
     chosen = step.plan if isinstance(step, Step) else plan
