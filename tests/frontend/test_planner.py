@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ from checkmate import (
     PlanError,
     PlanNotFoundError,
     Problem,
+    Reason,
     Termination,
     WrongGraphError,
     solve,
@@ -179,3 +182,28 @@ def test_ctrl_c_returns_the_best_plan_of_a_search(graph: Graph) -> None:
     """`solve`, which the verbs of the command line call, is interrupted to get the plan so far."""
     result = solve(Problem(graph, 9), _Interrupted(found=True))
     assert result.termination.limit == "interrupt"
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    """Ctrl-C whose exception Python ignores, because it is raised in the callback of a weak reference."""
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        class Held:
+            pass
+
+        held = Held()
+        reference = weakref.ref(held, lambda _: signal.raise_signal(signal.SIGINT))
+        del held
+        assert reference() is None
+        session.offer(RECOMPUTED)
+        return Termination(Reason.FEASIBLE)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_is_not_lost(graph: Graph) -> None:
+    """Python delivers a signal wherever it runs next, also where exceptions are ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        CheapestWithin(Budget.parse("9B"), _Dropped())(graph)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -20,6 +20,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
+from checkmate.frontend.interrupt import interrupts_kept, raise_interrupt
 from checkmate.frontend.options import PlanningOptions
 from checkmate.solvers.reductions.unread import plan_of_needed
 from checkmate.solvers.session import Solver
@@ -78,10 +79,11 @@ class CheapestWithin:
             KeyboardInterrupt: The user interrupted the search.
         """
         problem, limits = Problem(graph, self.budget), Limits(time_s=self.time_limit_s)
-        with progress.planning(graph) as improved:
-            result = solve(problem, self.solver, limits=limits, on_progress=improved)
-        log_planned(graph, result)
-        raise_interrupt(result)
+        with interrupts_kept():
+            with progress.planning(graph) as improved:
+                result = solve(problem, self.solver, limits=limits, on_progress=improved)
+            log_planned(graph, result)
+            raise_interrupt(result)  # a store keeps the plan before this line
         return result
 
 
@@ -191,19 +193,6 @@ def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
         elif isinstance(step, Free) and groups:  # pyright: ignore[reportUnnecessaryIsInstance]
             groups[-1][1].add(step.value)
     return [(op, frozenset(freed)) for op, freed in groups]
-
-
-def raise_interrupt(result: Result) -> None:
-    """Interrupt the program if the user interrupted the search.
-
-    `solve` returns the best plan so far, which is what a user who waits for a plan wants. While a framework compiles, the user
-    wants to stop the script.
-
-    Raises:
-        KeyboardInterrupt: The search was interrupted.
-    """
-    if result.termination.limit == "interrupt":
-        raise KeyboardInterrupt
 
 
 def log_planned(graph: Graph, result: Result) -> None:

@@ -102,7 +102,9 @@ def listed(places: Sequence[Place], most: int = 5) -> str:
 
 def hints(places: Iterable[Place]) -> str:
     """Actions for all of the places."""
-    return "; ".join(dict.fromkeys(p.hint for p in places))
+    found = dict.fromkeys(p.hint for p in places)
+    specific = [hint for hint in found if hint != _OTHERWISE]
+    return "; ".join(specific or found)
 
 
 def _shortest(file: str) -> str:
