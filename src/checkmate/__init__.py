@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import Any
 
 from checkmate.core.budget import Budget, ResidentMemory
@@ -31,6 +30,7 @@ from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate
 from checkmate.cost.device import Device, device_names, load_device
+from checkmate.frontend import last_resort
 from checkmate.solvers import (
     AStar,
     Auto,
@@ -122,7 +122,7 @@ __all__ = [
     "write",
 ]
 
-logging.getLogger("checkmate").addHandler(logging.NullHandler())
+last_resort.install()
 
 _LAZY = ("torch", "tf2", "plot", "report", "cost")
 

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import signal
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import checkmate.frontend.planner as planners
-from checkmate import Budget, Compute, Free, Graph, InfeasibleBudgetError, Plan, PlanError, PlanNotFoundError, WrongGraphError
+from checkmate import (
+    Budget,
+    Compute,
+    Free,
+    Graph,
+    InfeasibleBudgetError,
+    Plan,
+    PlanError,
+    PlanNotFoundError,
+    Problem,
+    Reason,
+    Termination,
+    WrongGraphError,
+    solve,
+)
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import CheapestWithin, GivenPlan, Replanner, keep_everything, planner_for, result_of_order
+from checkmate.solvers.session import Session
 
 RECOMPUTED = [0, 1, 2, 0, 3]
 
@@ -158,3 +176,53 @@ def test_a_replanner_that_finds_nothing_starts_from_the_smallest_peak(graph: Gra
 def test_the_result_of_an_order_leaves_out_what_is_never_read(graph: Graph) -> None:
     """Orders that were found for another graph may hold computations that this one does not need."""
     assert result_of_order(graph, [0, 0, 1, 2, 0, 3]).plan.order == tuple(RECOMPUTED)
+
+
+@dataclass(frozen=True)
+class _Interrupted:
+    """Ctrl-C during a search, after a plan was found or before."""
+
+    found: bool
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        if self.found:
+            session.offer(RECOMPUTED)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_ctrl_c_stops_the_script(graph: Graph, found: bool) -> None:
+    """Inside a training script Ctrl-C means the script, not only the search."""
+    with pytest.raises(KeyboardInterrupt):
+        CheapestWithin(Budget.parse("9B"), _Interrupted(found))(graph)
+
+
+def test_ctrl_c_returns_the_best_plan_of_a_search(graph: Graph) -> None:
+    """`solve`, which the verbs of the command line call, is interrupted to get the plan so far."""
+    result = solve(Problem(graph, 9), _Interrupted(found=True))
+    assert result.termination.limit == "interrupt"
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    """Ctrl-C whose exception Python ignores, because it is raised in the callback of a weak reference."""
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        class Held:
+            pass
+
+        held = Held()
+        reference = weakref.ref(held, lambda _: signal.raise_signal(signal.SIGINT))
+        del held
+        assert reference() is None
+        session.offer(RECOMPUTED)
+        return Termination(Reason.FEASIBLE)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_is_not_lost(graph: Graph) -> None:
+    """Python delivers a signal wherever it runs next, also where exceptions are ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        CheapestWithin(Budget.parse("9B"), _Dropped())(graph)
+    assert signal.getsignal(signal.SIGINT) is before

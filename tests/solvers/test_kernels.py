@@ -12,6 +12,7 @@ from checkmate.solvers.session import Session
 
 SOLVE = """
 from numba.core.dispatcher import Dispatcher
+from numba.types import NamedTuple, NamedUniTuple
 from benchmarks.generate import chain
 from checkmate import Auto, Limits, Problem, solve
 from checkmate.core.budget import keep_all_bytes
@@ -32,6 +33,11 @@ for layers, share in ((8, 0.6), (8, 0.9), (40, 0.5)):
     graph = chain(layers)
     solve(Problem(graph, int(share * keep_all_bytes(graph))), Auto(), limits=Limits(time_s=3, gap=0.0))
 assert versions() == before, (before, versions())
+# Ctrl-C during a kernel that returns a named tuple to Python ends the process by a segmentation fault.
+for module in (decode, repair, reorder, schedule, kernel):
+    for name in set(called) & set(vars(module)):
+        returned = [s.return_type for s in vars(module)[name].nopython_signatures]
+        assert not any(isinstance(r, (NamedTuple, NamedUniTuple)) for r in returned), (name, returned)
 assert max(before[name] for name in called) == 1, before
 """
 

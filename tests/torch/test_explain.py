@@ -7,9 +7,18 @@ import torch
 from torch import nn
 
 import checkmate
+from checkmate import OptionError
 from checkmate.torch import explain
 from tests.torch.networks import Transformer, input_of
 from tests.torch.steps import ROOMY, Forgetful
+
+
+def test_what_torch_compiled_is_refused_with_a_hint() -> None:
+    """It has no graph and no plan to show; the hint names what has."""
+    model = torch.compile(nn.Linear(2, 2), backend="checkmate", options={"budget": "1MiB"})
+    with pytest.raises(OptionError, match="OptimizedModule cannot be explained") as caught:
+        explain(model)  # type: ignore[arg-type]
+    assert "checkmate.torch.compile(model, loss" in caught.value.hint
 
 
 @pytest.mark.parametrize("whole", [True, False])

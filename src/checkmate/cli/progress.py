@@ -12,6 +12,7 @@ from checkmate.cli import amounts, terminal
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Result
 from checkmate.core.units import format_cost
+from checkmate.frontend.progress import redirected
 from checkmate.solvers.session import Solver
 from checkmate.solvers.solve import solve
 
@@ -28,12 +29,18 @@ def drawn(text: str) -> Iterator[Callable[[str], None]]:
     """Draw a spinner, a clock and a line of text during the block; yields a function that replaces the text."""
     console = terminal.messages()
     if not console.is_terminal:
-        yield lambda _text: None
+        with redirected(lambda _text: None):
+            yield lambda _text: None
         return
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(text)
-        yield lambda text: bar.update(task, description=text)
+
+        def say(text: str) -> None:
+            bar.update(task, description=text)
+
+        with redirected(say):
+            yield say
 
 
 def _line(progress: Progress, unit: str) -> str:

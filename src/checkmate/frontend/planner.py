@@ -21,6 +21,8 @@ from checkmate.core.plan import Compute, Free, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_bytes
+from checkmate.frontend import progress
+from checkmate.frontend.interrupt import interrupts_kept, raise_interrupt
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
 from checkmate.solvers.auto import Auto
@@ -78,7 +80,11 @@ class CheapestWithin:
     time_limit_s: float | None = None
 
     def __call__(self, graph: Graph) -> Result:
-        """The cheapest plan that the solver finds, now or in an earlier process."""
+        """The cheapest plan that the solver finds, now or in an earlier process.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted the search.
+        """
         return cheapest(Problem(graph, self.budget), self.solver, Limits(time_s=self.time_limit_s))
 
 
@@ -95,6 +101,7 @@ def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | No
     Raises:
         InfeasibleBudgetError: Proven: no plan keeps the budget.
         PlanNotFoundError: No plan was found within the limits.
+        KeyboardInterrupt: The user interrupted the search; the best plan so far is stored.
     """
     solver, limits = solver or Auto(), limits or Limits()
     plans = SolvedPlans.of_user()
@@ -102,10 +109,15 @@ def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | No
     if known is not None and known[1]:
         log_planned(problem.graph, known[0])
         return known[0]
-    result = solve(problem, solver, limits=limits, initial=None if known is None else known[0].plan)
-    if plans is not None:
-        plans.add(problem, limits, result)
-    log_planned(problem.graph, result)
+    with interrupts_kept():
+        with progress.planning(problem.graph) as improved:
+            start = None if known is None else known[0].plan
+            result = solve(problem, solver, limits=limits, initial=start, on_progress=improved)
+        if plans is not None:
+            interrupted = result.termination.limit == "interrupt"  # it had less time than it was given
+            plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
+        log_planned(problem.graph, result)
+        raise_interrupt(result)
     return result
 
 
@@ -157,6 +169,7 @@ class Replanner:
             InfeasibleBudgetError: No plan keeps it.
             PlanNotFoundError: No plan was found in time.
         """
+        progress.say(f"planning {len(self.graph.ops)} ops")
         try:
             result = self._solve(budget_bytes)
         except PlanNotFoundError:
@@ -167,6 +180,7 @@ class Replanner:
             result = self._solve(budget_bytes)
         self.found.append(result)
         log_planned(self.graph, result)
+        raise_interrupt(result)
         return result
 
     def smallest(self) -> Result:
@@ -239,6 +253,7 @@ def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
 
 def log_planned(graph: Graph, result: Result) -> None:
     """Log what a solve found."""
+    progress.planned(graph, result)
     before = " before:" if result.termination.detail == PLANNED_BEFORE else ""
     _log.info(
         "planned%s %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",

@@ -127,14 +127,14 @@ class SolvedPlans:
         return result, row.answers(limits, gap)
 
     def add(self, problem: Problem, limits: Limits, result: Result) -> None:
-        """Store the result of a solve, unless it took next to no time, or ended by an interrupt or at a target.
+        """Store the result of a solve, unless it took next to no time, or ended at a target.
 
         Args:
             problem: The problem.
             limits: The limits of the solve.
             result: Its result.
         """
-        if result.elapsed_s < _LEAST_S or result.termination.limit in ("interrupt", "target"):
+        if result.elapsed_s < _LEAST_S or result.termination.limit == "target":
             return
         most_s = math.inf if limits.time_s is None else limits.time_s
         body = msgspec.msgpack.encode(_Row(result.plan.order, result.bound, result.termination, most_s, limits.gap))

@@ -17,6 +17,7 @@ if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
 from checkmate.studies.fit_report import Fits
+from checkmate.torch.compilation.call import NothingPlannedError
 from checkmate.torch.compilation.program import LateGradientError
 from checkmate.torch.distributed.consensus import RankError
 from checkmate.torch.explain import Saved, StepExplanation, explain
@@ -30,7 +31,12 @@ from checkmate.torch.step.tracing import GraphBreakError
 __all__ = [
     "Fits",
     "GraphBreakError",
+<<<<<<< HEAD
     "LateGradientError",
+=======
+    "InFlightError",
+    "NothingPlannedError",
+>>>>>>> wt-door
     "Options",
     "RankError",
     "Saved",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
-from checkmate.torch._compat.dynamo import DynamoTransparentError
+from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
+from checkmate.torch.compilation.call import CompiledCalls, RefusedCalls, counted
 from checkmate.torch.compilation.compilation import Compilation, Hooks
 from checkmate.torch.distributed.consensus import broadcasting_failures
 from checkmate.torch.graph.symbolic import bound_dynamic_shapes
@@ -44,15 +46,39 @@ def checkmate(
         CheckmateError: An option is wrong, or no plan keeps the budget; the model is unchanged.
     """
     try:
-        parsed = Options.of({**(options or {}), **kwargs})
-        if mode is not None:
-            raise OptionError(
-                f"mode={mode!r} has no meaning for backend 'checkmate'",
-                hint="leave out mode; torch.compile(..., backend='checkmate', options={'budget': '8GiB'}) sets the options",
-            )
+        parsed = _parsed(mode, options, kwargs)
     except CheckmateError as error:
         raise DynamoTransparentError(error) from error
-    return compile_graph(gm, example_inputs, parsed)
+    return counted(compile_graph(gm, example_inputs, parsed))
+
+
+def _parsed(
+    mode: str | None = None, options: Mapping[str, Any] | None = None, keywords: Mapping[str, Any] | None = None
+) -> Options:
+    parsed = Options.of({**(options or {}), **(keywords or {})})
+    if mode is not None:
+        raise OptionError(
+            f"mode={mode!r} has no meaning for backend 'checkmate'",
+            hint="leave out mode; torch.compile(..., backend='checkmate', options={'budget': '8GiB'}) sets the options",
+        )
+    return parsed
+
+
+def _calls_of(given: Mapping[str, Any]) -> CompiledCalls | RefusedCalls | None:
+    """The context of the calls of a function that is compiled with this backend; None if there is no promise to keep.
+
+    Args:
+        given: The backend's keyword arguments.
+    """
+    keywords = {name: value for name, value in given.items() if name not in ("mode", "options")}
+    try:
+        options = _parsed(given.get("mode"), given.get("options"), keywords)
+    except CheckmateError as error:
+        return RefusedCalls(error)
+    return None if options.budget is None and options.plan is None else CompiledCalls(options)
+
+
+enter_around_calls(checkmate, _calls_of)
 
 
 def compile_graph(
@@ -81,7 +107,8 @@ def compile_graph(
     compilation = Compilation(example_inputs, options, hooks)
     try:
         # With a hit in its cache AOTAutograd would not call the partition function, and the graph would run without a plan.
-        with functorch_config.patch(enable_autograd_cache=False), broadcasting_failures(compilation.ranks):
+        cache_off = functorch_config.patch(enable_autograd_cache=False)
+        with progress.shown("capturing"), cache_off, broadcasting_failures(compilation.ranks):
             if hooks.target is not None:
                 hooks.target.lower(gm)
             run = _by_inductor(gm, example_inputs, compilation) if options.compiler == "inductor" else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from checkmate.core.curve import Curve
+from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.units import format_bytes
@@ -83,6 +84,7 @@ def explain(step: Step | Graph, plan: Plan | None = None, *, curve: Curve | None
 
     Raises:
         WrongGraphError: The plan is for another graph.
+        OptionError: ``step`` is neither a step nor a graph, such as what `torch.compile` returns.
 
     Examples:
         >>> import torch
@@ -93,6 +95,12 @@ def explain(step: Step | Graph, plan: Plan | None = None, *, curve: Curve | None
         >>> [(s.name, s.size_bytes) for s in explain(step).saved]
         [('addmm', 128), ('gelu', 128)]
     """
+    if not isinstance(step, (Step, Graph)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(
+            f"{type(step).__name__} cannot be explained: only a step of checkmate.torch.compile or a graph can",
+            hint="give explain the step of checkmate.torch.compile(model, loss, example=(x, y), budget=...) for the same model, "
+            "or the graph of checkmate.torch.capture(model, loss, example=(x, y))",
+        )
     graph = step.graph if isinstance(step, Step) else step
     chosen = step.plan if isinstance(step, Step) else plan
     if chosen is None:

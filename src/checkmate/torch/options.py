@@ -20,6 +20,7 @@ CostSource = Literal["measured", "estimated", "flops"]
 """Where costs come from; ``"flops"`` is the earlier name of ``"estimated"``."""
 Checkpoints = Literal["hints", "respected"]
 RanksMode = Literal["together", "alone"]
+Unplanned = Literal["error", "warn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class Options:
             of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans the graphs that it traces.
         costs: ``"measured"`` on the device, or ``"estimated"`` by a roofline model, without workspace (``"flops"``, the earlier
             name, means the same).
+        unplanned: What happens if nothing of a call is planned although a budget is given, because Dynamo makes no graph of it:
+            with ``"error"`` the first call raises `NothingPlannedError`, with ``"warn"`` it logs a warning and runs as it is.
     """
 
     budget: Amount | Budget | None = None
@@ -67,9 +70,17 @@ class Options:
     checkpoints: Checkpoints = "hints"
     ranks: RanksMode = "together"
     costs: CostSource = "measured"
+    unplanned: Unplanned = "error"
 
     def __post_init__(self) -> None:
-        kinds = {"compiler": Compiler, "outputs": Outputs, "costs": CostSource, "checkpoints": Checkpoints, "ranks": RanksMode}
+        kinds = {
+            "compiler": Compiler,
+            "outputs": Outputs,
+            "costs": CostSource,
+            "checkpoints": Checkpoints,
+            "ranks": RanksMode,
+            "unplanned": Unplanned,
+        }
         for name, kind in kinds.items():
             if getattr(self, name) not in get_args(kind):
                 raise OptionError(

@@ -372,25 +372,27 @@ def repair(g, w, code, settings, random):
         random: State of the random numbers; drawn from only with noise.
 
     Returns:
-        A `Repaired`.
+        The fields of a `Repaired`.
     """
+    # A plain tuple: numba makes a named one by a call of Python code, where a pending Ctrl-C raises, and then reads the result
+    # that is not there (a segmentation fault, seen in numba 0.68).
     decodes = 0
     while True:
         length = decode(g, w, code)
         if length < 0:
-            return Repaired(False, 0.0, 0, decodes)
+            return False, 0.0, 0, decodes
         cost, peak, peak_at = measure(g, w, length)
         if cost < 0:
-            return Repaired(False, 0.0, 0, decodes)
+            return False, 0.0, 0, decodes
         decodes += 1
         if peak <= settings.budget:
-            return Repaired(cost < settings.cutoff, cost, length, decodes)
+            return cost < settings.cutoff, cost, length, decodes
         # Evictions add computations, so a plan that costs too much already does not come back below the cutoff.
         if cost > settings.cutoff or decodes > settings.rounds:
-            return Repaired(False, cost, length, decodes)
+            return False, cost, length, decodes
         moment = _Excess(peak_at, int(w.stage_of[peak_at]), peak - settings.budget)
         if not _evict_at_peak(g, w, code, length, moment, settings, random):
-            return Repaired(False, cost, length, decodes)
+            return False, cost, length, decodes
 
 
 @njit(cache=True, error_model="numpy")
@@ -467,7 +469,7 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
         random: State of the random numbers.
 
     Returns:
-        The state after that.
+        The fields of the state after that; see `repair` for the reason.
     """
     values = len(current.used)
     stages = len(g.targets)
@@ -492,12 +494,12 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
         batch = random_below(random, parameters.batches) * parameters.batch_step
         limit = current_cost + temperature * next_random(random)
         settings = RepairSettings(budget, exponent, noise, batch, limit, parameters.rounds + values)
-        repaired = repair(g, w, trial, settings, random)
-        decodes += repaired.decodes
-        if repaired.found:
-            current_cost = repaired.cost
+        found, cost, _, decoded = repair(g, w, trial, settings, random)
+        decodes += decoded
+        if found:
+            current_cost = cost
             _copy(trial, current)
             if current_cost < best_cost:
                 best_cost = current_cost
                 _copy(trial, best)
-    return Improved(current_cost, best_cost, decodes)
+    return current_cost, best_cost, decodes

@@ -203,11 +203,11 @@ class Search:
         state = Improved(before, before, 0)
         while state.decodes < decodes and state.best_cost > 0 and not out_of_time():
             done = state.decodes
-            state: Improved = ruin_and_repair(
+            state = Improved(*ruin_and_repair(
                 self.instance, self._scratch, self._current, self._best, self._trial, self._budget,
                 state.best_cost * temperature * (1 - done / decodes), PARAMETERS.ruin, state, min(decodes, done + chunk),
                 self._random,
-            )  # fmt: skip
+            ))  # fmt: skip
             if state.decodes == done:  # nothing is evicted, so there is nothing to undo
                 break
         self.best_cost = state.best_cost
@@ -229,7 +229,7 @@ class Search:
         for own, given in zip(self._trial, code, strict=True):
             own[:] = given
         without_limits = RepairSettings(math.inf, 0.0, 0.0, 0.0, math.inf, 0)
-        decoded: Repaired = repair(self.instance, self._scratch, self._trial, without_limits, self._random)
+        decoded = Repaired(*repair(self.instance, self._scratch, self._trial, without_limits, self._random))
         return self._scratch.sequence[: decoded.length - 1].tolist() if decoded.found else []
 
     def evict(self, code: Code, value: int, start: int, stop: int) -> bool:
@@ -270,7 +270,7 @@ class Search:
         """Repair the working code; keep it as the best if it is cheaper."""
         rounds = PARAMETERS.rounds_per_value * len(self.instance.size)
         settings = RepairSettings(self._budget, exponent, noise, batch, self.best_cost, rounds)
-        repaired: Repaired = repair(self.instance, self._scratch, self._trial, settings, self._random)
+        repaired = Repaired(*repair(self.instance, self._scratch, self._trial, settings, self._random))
         if repaired.found:
             self.best_cost = repaired.cost
             for best, own in zip(self._best, self._trial, strict=True):

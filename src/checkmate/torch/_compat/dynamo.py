@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
+import torch
 import torch._dynamo.config as dynamo_config
+import torch._dynamo.eval_frame as eval_frame
+import torch._dynamo.utils as dynamo_utils
+from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo import callback_handler
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
+from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-__all__ = ["DynamoTransparentError", "TorchDynamoException", "Unsupported", "dynamo_config", "recompile_current_frame"]
+__all__ = [
+    "CompileLog",
+    "DynamoTransparentError",
+    "FrameRecord",
+    "GraphBreak",
+    "TorchDynamoException",
+    "Unsupported",
+    "autograd_nodes",
+    "dynamo_config",
+    "enter_around_calls",
+    "recompile_current_frame",
+    "runs_eagerly_on_request",
+    "watch_compilations",
+]
+
+autograd_nodes = _get_sequence_nr
+"""Number of autograd nodes that this thread has made since it began: it grows with every differentiable op that runs."""
 
 
 class DynamoTransparentError(ShortenTraceback):
@@ -42,3 +67,132 @@ def recompile_current_frame() -> Callable[[], None] | None:
     except AttributeError:
         return None
     return lambda: reset_code(code)
+
+
+CallContext = Callable[[], AbstractContextManager[Any]]
+"""Makes the context of one call."""
+
+
+def enter_around_calls(backend: Callable[..., Any], context_of: Callable[[Mapping[str, Any]], CallContext | None]) -> None:
+    """Enter a context around every call of what `torch.compile` compiled with a backend.
+
+    Dynamo has this for backends with an attribute ``backend_ctx_ctor``: ``torch._dynamo.optimize`` looks it up on the
+    `WrapBackendDebug` that it wraps a backend in, which hands on no attribute. Hence a property on that class.
+
+    Args:
+        backend: The backend, a function.
+        context_of: Called with the backend's keyword arguments once for each ``torch.compile``; None for no context.
+    """
+
+    def backend_ctx_ctor(wrapper: Any) -> CallContext:
+        found = wrapper.__dict__.get("_checkmate_calls")
+        if found is None:
+            function, given = _unwrapped(wrapper._torchdynamo_orig_backend)
+            found = context_of(given) if function is backend else None
+            if found is None:
+                # Dynamo then falls back to no context, as it does without this property.
+                raise AttributeError("backend_ctx_ctor")
+            wrapper.__dict__["_checkmate_calls"] = found
+        return found
+
+    WrapBackendDebug.backend_ctx_ctor = property(backend_ctx_ctor)  # type: ignore[attr-defined]
+
+
+def _unwrapped(backend: Any) -> tuple[Any, dict[str, Any]]:
+    """The function of a backend, and the keyword arguments that it is called with."""
+    given: dict[str, Any] = {}
+    if isinstance(backend, torch._TorchCompileWrapper):
+        given.update(backend.kwargs)
+        backend = backend.compiler_fn
+    if isinstance(backend, functools.partial):
+        given = {**backend.keywords, **given}
+        backend = backend.func
+    return backend, given
+
+
+def runs_eagerly_on_request() -> bool:
+    """Whether ``torch.compiler.set_stance`` asks for calls without compilation, or without recompilation."""
+    return eval_frame._stance.stance != "default"
+
+
+class FrameRecord(NamedTuple):
+    """Dynamo's record of one attempt to compile a frame.
+
+    Attributes:
+        frame: Number of the frame: attempts for the same code share it.
+        function: Name of the function; empty where Dynamo's limit of compilations was reached.
+        file: Its file.
+        line: Where it begins, or, after a failure, the line that failed.
+        reason: Why nothing was compiled; empty after a success.
+    """
+
+    frame: str
+    function: str
+    file: str
+    line: int
+    reason: str
+
+
+class GraphBreak(NamedTuple):
+    """A place where Dynamo ended one graph and began another.
+
+    Attributes:
+        function: Name of the function.
+        file: Its file.
+        line: The line.
+        reason: Dynamo's reason.
+    """
+
+    function: str
+    file: str
+    line: int
+    reason: str
+
+
+class CompileLog:
+    """Reads what Dynamo records while it compiles, each record once."""
+
+    def __init__(self) -> None:
+        # The newest records themselves and not their number: `torch._dynamo.reset` empties the lists.
+        self._record = next(reversed(dynamo_utils.get_compilation_metrics()), None)
+        self._break = next(reversed(dynamo_utils.graph_break_reasons), None)
+
+    def new_frames(self) -> list[FrameRecord]:
+        """Frames that Dynamo compiled, or could not compile, since the last look."""
+        records = dynamo_utils.get_compilation_metrics()
+        new = _after(records, self._record)
+        self._record = next(reversed(records), None)
+        return [_frame_record(r) for r in new if r.co_name or r.fail_type]
+
+    def new_breaks(self) -> list[GraphBreak]:
+        """Graph breaks since the last look."""
+        reasons = dynamo_utils.graph_break_reasons
+        new = _after(reasons, self._break)
+        self._break = next(reversed(reasons), None)
+        return [
+            GraphBreak(at.name, at.filename, at.lineno or 0, r.reason) for r in new if r.user_stack for at in r.user_stack[-1:]
+        ]
+
+
+def _after(records: list[Any], last: Any) -> list[Any]:
+    """The records after the last known one; all of them if that one is gone."""
+    position = next((i for i in range(len(records) - 1, -1, -1) if records[i] is last), -1)
+    return records[position + 1 :]
+
+
+def _frame_record(metrics: Any) -> FrameRecord:
+    failed = metrics.fail_type not in (None, "SkipFrame")  # SkipFrame: there is nothing in the frame to compile
+    return FrameRecord(
+        frame=(metrics.compile_id or "").partition("/")[0],
+        function=metrics.co_name or "",
+        file=metrics.fail_user_frame_filename or metrics.co_filename or "",
+        line=metrics.fail_user_frame_lineno or metrics.co_firstlineno or 0,
+        reason=(metrics.fail_reason or metrics.fail_type) if failed else "",
+    )
+
+
+def watch_compilations(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
+    """Have functions called when Dynamo begins and ends to compile a frame; ``torch._dynamo.reset`` forgets them."""
+    if began not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(began)
+        callback_handler.register_end_callback(ended)

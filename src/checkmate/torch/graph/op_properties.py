@@ -140,6 +140,11 @@ def random_op(node: torch.fx.Node) -> tuple[OpOverload, str] | None:
     return (node.target, "plain") if isinstance(node.target, OpOverload) and op_properties(node).random else None
 
 
+def tagged_random(node: torch.fx.Node) -> bool:
+    """Whether PyTorch takes an op for a random one; attention kernels have the tag whether or not they apply dropout."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def _bodies(node: torch.fx.Node) -> list[torch.fx.GraphModule]:
     """Graph modules that a higher-order op calls."""
     owner = node.graph.owning_module

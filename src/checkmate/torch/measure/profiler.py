@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
@@ -113,7 +114,8 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
     found: dict[str, OpCost] = {}
     try:
         with no_dispatch(), no_modes(), torch.no_grad():
-            times = {k: t for k, n in nodes.items() if (t := _measured_or_warned(n, _time_ns)) is not None}
+            each = progress.counted(nodes.items(), "measuring costs")
+            times = {k: t for k, n in each if (t := _measured_or_warned(n, _time_ns)) is not None}
             cpu = {k: nodes[k] for k in times if not _on_cuda(nodes[k])}
             workspaces = _cpu_workspaces(cpu) if cpu else {}
             for k in times:
@@ -277,6 +279,7 @@ def _cpu_workspaces(nodes: dict[str, fx.Node]) -> dict[str, int]:
         return 0.0
 
     with memory_trace() as trace:
-        ran = [k for k, node in nodes.items() if _measured_or_warned(node, once) is not None]
+        each = progress.counted(nodes.items(), "measuring workspace")
+        ran = [k for k, node in each if _measured_or_warned(node, once) is not None]
     peaks = dict(zip(began, trace.peaks_within(_RANGE), strict=True))
     return {k: max(0, peaks[nodes[k]] - _new_bytes(nodes[k])) for k in ran}

@@ -22,7 +22,14 @@ import torch
 from torch import fx
 
 from checkmate.core.plan import Plan
-from checkmate.torch.graph.op_properties import BATCH_NORM_NO_STATS, op_properties, random_op, trains_batch_norm, unused_arguments
+from checkmate.torch.graph.op_properties import (
+    BATCH_NORM_NO_STATS,
+    op_properties,
+    random_op,
+    tagged_random,
+    trains_batch_norm,
+    unused_arguments,
+)
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.graph.symbolic import size_arithmetic
 from checkmate.torch.joint.capture import Capture, Member
@@ -144,7 +151,7 @@ class _Writer:
             return
         old = str(origin.meta.get("partitioner_tag", ""))
         must = old.startswith("must_be_in") and ("backward" in old) == self.backward
-        must |= not self.backward and random_op(emitted) is not None
+        must |= not self.backward and (tagged_random(emitted) or random_op(emitted) is not None)
         side = "backward" if self.backward else "forward"
         emitted.meta["partitioner_tag"] = f"must_be_in_{side}" if must else f"is_{side}"
 

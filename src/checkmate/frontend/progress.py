@@ -1,0 +1,198 @@
+"""One line on a terminal that tells what a front end is doing: capturing, measuring costs, planning, ready.
+
+Compiling a step can take minutes. The line is rewritten in place on stderr and erased when the work is over; a last line with
+the plan stays. Nothing is drawn where stderr is no terminal, on other ranks than the first, and where logging is set to ``INFO``
+(the log then tells the same) or to ``ERROR`` and above. Drawn without rich, which the front ends do not depend on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from checkmate.core.graph import Graph
+from checkmate.core.result import Progress, Result
+from checkmate.core.units import format_bytes
+from checkmate.solvers.session import OnProgress
+
+ItemT = TypeVar("ItemT")
+
+_PAUSE_S = 0.1
+"""Least time between two redraws."""
+
+_ERASE = "\r\x1b[K"
+
+
+@dataclass(slots=True)
+class _Work:
+    """The work that is shown.
+
+    Attributes:
+        draw: Replaces the text that is shown.
+        own_line: Whether that is the line drawn here, and not another program's.
+        texts: What is being done, from the outermost block to the innermost.
+        plan: The newest plan in words.
+        began: When the work began.
+        drawn: When the text was last drawn.
+    """
+
+    draw: Callable[[str], None]
+    own_line: bool
+    texts: list[str] = field(default_factory=list[str])
+    plan: str = ""
+    began: float = field(default_factory=time.perf_counter)
+    drawn: float = 0.0
+
+
+_work: _Work | None = None
+_redirected: Callable[[str], None] | None = None
+
+
+@contextmanager
+def shown(text: str) -> Generator[None, None, None]:
+    """Show what is being done while the block runs. Inside another such block, the text takes the place of that block's.
+
+    Args:
+        text: What is being done, such as ``"capturing"``.
+    """
+    global _work
+    outermost = _work is None
+    if outermost:
+        _work = _started()
+    if _work is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    work, depth = _work, len(_work.texts)
+    work.texts.append(text)
+    _draw(work, at_once=True)
+    try:
+        yield
+        if outermost and work.own_line and work.plan:
+            _write(f"{_ERASE}checkmate: ready in {time.perf_counter() - work.began:.1f} s: {work.plan}\n")
+    finally:
+        del work.texts[depth:]
+        if outermost:
+            if work.own_line:
+                _write(_ERASE)
+            _work = None
+        else:
+            _draw(work, at_once=True)
+
+
+def say(text: str) -> None:
+    """Replace the text of the innermost block of `shown`; without one, nothing is shown.
+
+    Args:
+        text: What is being done now.
+    """
+    if _work is not None and _work.texts and threading.current_thread() is threading.main_thread():
+        _work.texts[-1] = text
+        _draw(_work)
+
+
+def counted(items: Collection[ItemT], doing: str, what: str = "ops") -> Iterator[ItemT]:
+    """The items, each shown with its number while the caller works on it.
+
+    Args:
+        items: The items.
+        doing: What is being done, such as ``"measuring costs"``.
+        what: What the items are.
+    """
+    with shown(doing):
+        for number, item in enumerate(items, start=1):
+            say(f"{doing}: {number} of {len(items)} {what}")
+            yield item
+
+
+@contextmanager
+def planning(graph: Graph) -> Generator[OnProgress, None, None]:
+    """Show that a graph is planned; yields what `solve` calls with every improvement.
+
+    Args:
+        graph: The graph.
+    """
+    doing = f"planning {len(graph.ops)} ops"
+
+    def improved(progress: Progress) -> None:
+        if progress.cost is None or not graph.cost:
+            return
+        gap = max(0.0, 1 - progress.bound / progress.cost) if progress.cost else 0.0
+        say(f"{doing}: overhead {100 * (progress.cost / graph.cost - 1):.2f} %, gap {100 * gap:.2f} %")
+
+    with shown(doing):
+        yield improved
+
+
+def planned(graph: Graph, result: Result) -> None:
+    """Keep a plan for the line that stays when the work is over.
+
+    Args:
+        graph: The graph.
+        result: Its plan.
+    """
+    if _work is not None:
+        peak, budget = format_bytes(result.peak_bytes), format_bytes(result.budget_bytes)
+        figures = f"overhead {100 * (result.overhead - 1):.2f} %, gap {100 * result.gap:.2f} %"
+        _work.texts[:1] = ["compiling"]  # what the outermost block does from now on
+        _draw(_work, at_once=True)
+        _work.plan = f"peak {peak} of {budget}, {figures}, {len(graph.ops)} ops"
+
+
+@contextmanager
+def redirected(draw: Callable[[str], None]) -> Generator[None, None, None]:
+    """Give the texts to a function while the block runs, for programs that draw their own progress.
+
+    Args:
+        draw: Called with each text.
+    """
+    global _redirected
+    before, _redirected = _redirected, draw
+    try:
+        yield
+    finally:
+        _redirected = before
+
+
+def erase() -> None:
+    """Erase the line, so that something else can be printed in its place; the next text draws it again."""
+    if _work is not None and _work.own_line:
+        _write(_ERASE)
+
+
+def _started() -> _Work | None:
+    """Work to show, or None where nothing is to be drawn."""
+    if _redirected is not None:
+        return _Work(_redirected, own_line=False)
+    log = logging.getLogger("checkmate")
+    wanted = log.isEnabledFor(logging.WARNING) and not log.isEnabledFor(logging.INFO)
+    first_rank = os.environ.get("RANK", "0") == "0"
+    # Windows without a console has no stderr.
+    terminal = os.environ.get("TERM") != "dumb" and sys.stderr is not None and sys.stderr.isatty()  # pyright: ignore[reportUnnecessaryComparison]
+    return _Work(_draw_line, own_line=True) if wanted and first_rank and terminal else None
+
+
+def _draw(work: _Work, *, at_once: bool = False) -> None:
+    now = time.perf_counter()
+    if work.texts and (at_once or now - work.drawn >= _PAUSE_S):
+        work.drawn = now
+        work.draw(work.texts[-1])
+
+
+def _draw_line(text: str) -> None:
+    _write(_ERASE + f"checkmate: {text}"[: shutil.get_terminal_size().columns - 1])
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError):  # the terminal is gone: the work goes on
+        pass

@@ -1,0 +1,246 @@
+"""A context around each call of a compiled function, which finds out what of the call no plan covers.
+
+Dynamo leaves out what it cannot trace: it skips a function, or runs the code between two graphs eagerly. Nothing then calls the
+backend, so that only a look at whole calls can tell. Differentiable ops make autograd nodes. How many are made inside of planned
+graphs, while Dynamo compiles (from fake tensors), and elsewhere tells what ran where. A call without gradients makes none.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from checkmate.core.errors import CheckmateError
+from checkmate.torch._compat.dynamo import (
+    CompileLog,
+    autograd_nodes,
+    dynamo_config,
+    runs_eagerly_on_request,
+    watch_compilations,
+)
+from checkmate.torch.compilation.skipped import Place, hints, listed, place
+from checkmate.torch.options import Options
+
+_log = logging.getLogger("checkmate.torch")
+
+
+class NothingPlannedError(CheckmateError, RuntimeError):
+    """A budget was given, and Dynamo made no graph of the call that could be planned."""
+
+
+class CompiledCalls:
+    """The calls of one compiled function. Calling it makes the context of one call.
+
+    Args:
+        options: The options that the function was compiled with.
+
+    Attributes:
+        options: As given.
+        planned: Whether a planned graph has run in any call.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.planned = False
+        self._skipped: dict[Place, None] = {}  # where Dynamo compiled nothing of a function
+        self._breaks: dict[Place, None] = {}  # where it compiled what is before and after
+        self._told: set[Place] = set()
+        self._functions: dict[str, tuple[str, str, int]] = {}  # name, file and line by the number of the frame
+
+    def __call__(self) -> Call:
+        """The context of one call."""
+        return Call(self)
+
+    def read(self, log: CompileLog) -> None:
+        """Take over what Dynamo recorded.
+
+        Args:
+            log: The log.
+        """
+        for record in log.new_frames():
+            at = (record.function, record.file, record.line)
+            if not record.reason:
+                self._functions.setdefault(record.frame, at)
+                continue
+            # Where the limit of compilations was reached the record does not name the function.
+            found = place(*(at if record.function else self._functions.get(record.frame, at)), record.reason)
+            self._skipped.setdefault(found)
+        for found in log.new_breaks():
+            self._breaks.setdefault(place(*found))
+
+    def judge(self, planned_nodes: int, other_nodes: int) -> None:
+        """Tell the user of what a call ran outside of every planned graph.
+
+        Args:
+            planned_nodes: Autograd nodes that planned graphs made.
+            other_nodes: Autograd nodes that were made elsewhere.
+
+        Raises:
+            NothingPlannedError: Nothing of the call was planned, nor of any call before, and the options make that an error.
+        """
+        self.planned = self.planned or planned_nodes > 0
+        if not other_nodes:
+            if self._breaks and planned_nodes:
+                self._inform()
+            return
+        if not self.planned:
+            self._nothing_planned()
+        elif not planned_nodes and any(p.by_limit for p in self._skipped):
+            self._limit_reached()
+        else:
+            self._part_planned()
+
+    def _nothing_planned(self) -> None:
+        places = _users([*self._skipped, *self._breaks])
+        where = f"Dynamo compiled no graph of it. {listed(places)}" if places else "Dynamo traced no function of it"
+        message = f"nothing of this call is planned, so that the budget of {self.options.budget} is not kept: {where}"
+        hint = hints(places) or "call torch._dynamo.reset() if another backend has compiled the function before"
+        if self.options.unplanned == "error":
+            raise NothingPlannedError(message, hint=f"{hint}; or set the option unplanned='warn' to run without a plan")
+        if not self._told.issuperset(places) or not self._told:
+            self._told.update(places or [Place("", "", 0, "")])
+            _log.warning("%s\nhint: %s", message, hint)
+
+    def _limit_reached(self) -> None:
+        places = [p for p in _users([*self._skipped]) if p.by_limit and p not in self._told]
+        if not places:
+            return
+        self._told.update(places)
+        _log.warning(
+            "this call and others like it run without a plan, so that the budget of %s is not kept: %s was compiled %d times, "
+            "each time for another shape or setting, and Dynamo compiles no more; what it compiled before keeps its plans\n"
+            "hint: %s",
+            self.options.budget,
+            " and ".join(p.where for p in places),
+            dynamo_config.recompile_limit,
+            hints(places),
+        )
+
+    def _part_planned(self) -> None:
+        places = [p for p in _users([*self._skipped, *self._breaks]) if p not in self._told]
+        if not places:
+            return
+        self._told.update(places)
+        # The share of the step's memory and time that is planned belongs into this message as soon as something measures it.
+        _log.warning(
+            "part of this call runs outside of every plan, and what it allocates is not in the budget of %s. %s\nhint: %s",
+            self.options.budget,
+            listed(places),
+            hints(places),
+        )
+
+    def _inform(self) -> None:
+        """Log graph breaks that leave no differentiable op out: all of those are planned."""
+        places = [p for p in _users([*self._breaks]) if p not in self._told]
+        if places:
+            self._told.update(places)
+            _log.info("this call is planned in several graphs. %s", listed(places))
+
+
+def _users(places: list[Place]) -> list[Place]:
+    """The places, without those of hooks that FSDP and DistributedDataParallel run between graphs."""
+    return [p for p in places if "/torch/distributed/" not in p.file.replace("\\", "/")]
+
+
+class RefusedCalls:
+    """The calls of a function with options that the backend refuses: it would not be asked where Dynamo makes no graph.
+
+    Args:
+        error: What is wrong with the options.
+    """
+
+    def __init__(self, error: CheckmateError) -> None:
+        self._error = error
+
+    def __call__(self) -> RefusedCalls:
+        """The context of one call."""
+        return self
+
+    def __enter__(self) -> None:
+        """Let the call run: Dynamo restores its state only after it."""
+
+    def __exit__(self, *_: object) -> None:
+        """Raise the error, unless the backend has raised it."""
+        if not isinstance(sys.exception(), CheckmateError):
+            raise self._error
+
+
+class Call:
+    """The context of one call; of calls inside of each other in one thread, only the outermost counts.
+
+    Args:
+        calls: The compiled function.
+    """
+
+    def __init__(self, calls: CompiledCalls) -> None:
+        self._calls = calls
+        self.planned_nodes = 0
+        self.compile_nodes = 0
+        self.compile_began: int | None = None
+
+    def __enter__(self) -> Call:
+        """Begin to count."""
+        if _thread.call is None:
+            _thread.call = self
+            watch_compilations(_compile_began, _compile_ended)
+            self._exception = sys.exception()
+            self._log = CompileLog()
+            self._nodes = autograd_nodes()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Judge what was counted, unless the call raised."""
+        if _thread.call is not self:
+            return
+        _thread.call = None
+        other = autograd_nodes() - self._nodes - self.planned_nodes - self.compile_nodes
+        self._calls.read(self._log)
+        # Dynamo calls this without the exception, in a `finally`.
+        if sys.exception() is self._exception and not runs_eagerly_on_request():
+            self._calls.judge(self.planned_nodes, other)
+
+    def read_log(self) -> None:
+        """Read Dynamo's records now: it keeps only the newest 64."""
+        self._calls.read(self._log)
+
+
+class _Thread(threading.local):
+    call: Call | None = None
+
+
+_thread = _Thread()
+
+
+def _compile_began(_: Any) -> None:
+    if _thread.call is not None:
+        _thread.call.compile_began = autograd_nodes()
+
+
+def _compile_ended(_: Any) -> None:
+    call = _thread.call
+    if call is not None and call.compile_began is not None:
+        call.compile_nodes += autograd_nodes() - call.compile_began
+        call.compile_began = None
+        call.read_log()
+
+
+def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph that counts its autograd nodes as planned ones of the call that runs it.
+
+    Args:
+        run: The compiled graph.
+    """
+
+    def counting(*args: Any) -> Any:
+        call = _thread.call
+        if call is None:
+            return run(*args)
+        before = autograd_nodes()
+        results = run(*args)
+        call.planned_nodes += autograd_nodes() - before
+        return results
+
+    return counting

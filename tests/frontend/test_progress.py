@@ -1,0 +1,103 @@
+"""The line of progress: what it shows, and where it shows nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from checkmate import Budget, Graph
+from checkmate.frontend import last_resort, progress
+from checkmate.frontend.planner import CheapestWithin
+
+LOG = logging.getLogger("checkmate")
+CHAIN = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    stderr = Terminal()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))  # pytest sets sys.stderr again after this
+    monkeypatch.setattr(last_resort, "sys", SimpleNamespace(stderr=stderr))
+    monkeypatch.setattr(progress, "_PAUSE_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    LOG.setLevel(logging.WARNING)
+    yield stderr
+    LOG.setLevel(logging.NOTSET)
+
+
+def lines(terminal: Terminal) -> list[str]:
+    return [text for text in terminal.getvalue().replace("\x1b[K", "").replace("\n", "\r").split("\r") if text]
+
+
+def test_what_a_person_sees(terminal: Terminal) -> None:
+    """Each phase is shown in turn, and the line that stays tells what the plan costs."""
+    with progress.shown("capturing"):
+        assert list(progress.counted([7, 8], "measuring costs")) == [7, 8]
+        CheapestWithin(Budget.parse("12B"))(CHAIN)
+    seen = lines(terminal)
+    assert seen[:4] == [
+        "checkmate: capturing",
+        "checkmate: measuring costs",
+        "checkmate: measuring costs: 1 of 2 ops",
+        "checkmate: measuring costs: 2 of 2 ops",
+    ]
+    assert "checkmate: planning 3 ops: overhead 0.00 %, gap 0.00 %" in seen
+    assert seen[-2] == "checkmate: compiling"
+    assert seen[-1].startswith("checkmate: ready in 0.")
+    assert seen[-1].endswith("peak 12 B of 12 B, overhead 0.00 %, gap 0.00 %, 3 ops")
+
+
+def test_after_an_error_the_line_is_gone(terminal: Terminal) -> None:
+    """A traceback begins on an empty line, and nothing claims to be ready."""
+    result = CheapestWithin(Budget.parse("12B"))(CHAIN)
+    with contextlib.suppress(ValueError), progress.shown("capturing"):
+        progress.planned(CHAIN, result)
+        raise ValueError("no")
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert "ready" not in terminal.getvalue()
+
+
+def test_a_warning_takes_the_place_of_the_line(terminal: Terminal) -> None:
+    """A warning that begins in the middle of a line cannot be read."""
+    record = logging.LogRecord("checkmate-alone", logging.WARNING, "", 0, "over", None, None)
+    handler = last_resort.LastResort()
+    handler._has_other_handler = lambda name: False  # type: ignore[method-assign]
+    with progress.shown("capturing"):
+        handler.emit(record)
+    assert "checkmate: capturing\r\x1b[Kcheckmate: warning: over\n" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("where", ["a pipe", "another rank", "a dumb terminal", "a log of INFO", "a log of ERROR"])
+def test_nothing_is_drawn_elsewhere(where: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log files and other ranks would fill up with it; a log tells the same itself, or the user wants silence."""
+    if where == "a pipe":
+        monkeypatch.setattr(terminal, "isatty", lambda: False)
+    elif where == "another rank":
+        monkeypatch.setenv("RANK", "1")
+    elif where == "a dumb terminal":
+        monkeypatch.setenv("TERM", "dumb")
+    else:
+        LOG.setLevel(logging.INFO if "INFO" in where else logging.ERROR)
+    with progress.shown("capturing"):
+        progress.say("measuring")
+    assert terminal.getvalue() == ""
+
+
+def test_another_program_draws_it(terminal: Terminal) -> None:
+    """The command line has a line already; two would overwrite each other."""
+    texts: list[str] = []
+    with progress.redirected(texts.append), progress.shown("capturing"):
+        list(progress.counted([1], "measuring costs"))
+        CheapestWithin(Budget.parse("12B"))(CHAIN)
+    assert texts[:3] == ["capturing", "measuring costs", "measuring costs: 1 of 1 ops"]
+    assert terminal.getvalue() == ""

@@ -1,0 +1,341 @@
+"""Nothing is silent: what Dynamo leaves out of every graph is named, and a call without any plan is an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from checkmate import CheckmateError, OptionError
+from checkmate.torch import NothingPlannedError
+
+# Dynamo looks at `.grad` of the tensor that crosses a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+ROOMY = "64MiB"
+HERE = "test_call.py"
+
+
+class Layers(nn.Module):
+    """Three layers; what a model does with them is its `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+
+class Whole(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+class ItemInLoop(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.mean().item() > 1e9:
+                x = x / 10
+        return x.square().mean()
+
+
+class PrintInLoop(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            print(end="")  # noqa: T201 - the construct under test
+        return x.square().mean()
+
+
+class Routed(Layers):
+    """A mixture of experts: which tokens an expert gets is data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        expert, out = x[:, :3].argmax(-1), torch.zeros_like(x)
+        for index, layer in enumerate(self.layers):
+            mine = expert == index
+            if mine.any():
+                out[mine] = layer(x[mine])
+        return out.square().mean()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.rnn, self.head = getattr(nn, kind)(16, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0]).square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inner(x))
+
+
+class BlocksInLoop(nn.Module):
+    """Dynamo skips this forward as a whole, and compiles that of each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.mean().item() > 1e9:
+                x = x / 10
+        return x.square().mean()
+
+
+class Disabled(Layers):
+    @torch.compiler.disable
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layers[1](x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[2](self.middle(self.layers[0](x))).square().mean()
+
+
+class Printing(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        print(end="")  # noqa: T201 - the construct under test
+        return self.layers[1](x).square().mean()
+
+
+class Recurring(Recurrent):
+    """The recurrent layer runs in some calls only."""
+
+    def forward(self, x: torch.Tensor, recur: bool = False) -> torch.Tensor:
+        return (self.rnn(x)[0] if recur else self.head(x)).square().mean()
+
+
+def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., torch.Tensor]:
+    given = {"budget": ROOMY, "costs": "estimated", "solver": "keep-all", **options}
+    return torch.compile(model, backend="checkmate", options=given)
+
+
+def batch(*sizes: int) -> torch.Tensor:
+    return torch.randn(*(sizes or (8, 16)))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("checkmate") and r.levelno == logging.WARNING]
+
+
+UNPLANNED = [
+    (ItemInLoop(), "`forward` .*test_call.py:[0-9]+.*`if x.mean.*Unsupported Tensor.item", "torch.where in place of `if`"),
+    (PrintInLoop(), "`forward` .*test_call.py:[0-9]+.*`print.*Failed to trace builtin", "at least out of the loop"),
+    (Routed(), "`forward` .*test_call.py:[0-9]+.*`if mine.any.*Data-dependent", "of a mixture of experts, each expert"),
+    (Recurrent("LSTM"), "`forward` .*test_call.py:[0-9]+.*self.rnn.*RNN, GRU, or LSTM", "allow_rnn = True"),
+    (Recurrent("GRU"), "`forward` .*test_call.py:[0-9]+.*self.rnn.*RNN, GRU, or LSTM", "allow_rnn = True"),
+]
+NAMES = ["item_in_loop", "print_in_loop", "routing", "lstm", "gru"]
+
+
+def input_of(model: nn.Module) -> torch.Tensor:
+    return batch(2, 4, 16) if isinstance(model, Recurrent) else batch()
+
+
+@pytest.mark.parametrize(("model", "words", "hint"), UNPLANNED, ids=NAMES)
+def test_a_call_without_any_plan_is_an_error(model: nn.Module, words: str, hint: str) -> None:
+    """A budget that nothing keeps is worse than none: the user believes in it."""
+    run, x = compiled(model), input_of(model)
+    with pytest.raises(NothingPlannedError, match=words) as caught:
+        run(x)
+    assert hint in caught.value.hint
+    assert "unplanned='warn'" in caught.value.hint
+    with pytest.raises(NothingPlannedError, match=words):
+        run(x)  # Dynamo tries no second time, and the reason is still known
+
+
+@pytest.mark.parametrize(("model", "words", "hint"), UNPLANNED[:1], ids=NAMES[:1])
+def test_the_option_makes_it_one_warning(model: nn.Module, words: str, hint: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A user who knows wants to train nonetheless, and to read it once."""
+    run, x = compiled(model, unplanned="warn"), input_of(model)
+    for _ in range(3):
+        run(x).backward()
+    (said,) = warnings(caplog)
+    assert "nothing of this call is planned" in said
+    assert hint in said
+    caplog.clear()
+    with pytest.raises(OptionError, match="unplanned='maybe' is not one of error, warn"):
+        compiled(Whole(), unplanned="maybe")(batch())
+
+
+@pytest.mark.parametrize("quiet", ["no_grad", "inference_mode", "frozen", "no budget", "stance"])
+def test_without_gradients_or_a_budget_nothing_is_said(quiet: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An evaluation saves nothing for a backward, and without a budget there is no promise."""
+    model = ItemInLoop().requires_grad_(quiet != "frozen")
+    run = compiled(model, budget=None) if quiet == "no budget" else compiled(model)
+    context = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(quiet)
+    if context is not None:
+        with context():
+            run(batch())
+    elif quiet == "stance":
+        with torch.compiler.set_stance("force_eager"):
+            run(batch())
+    else:
+        run(batch())
+    assert warnings(caplog) == []
+
+
+def test_an_evaluation_first_hides_nothing() -> None:
+    """Trainers evaluate before the first step; Dynamo has given up by then and says nothing any more."""
+    run = compiled(ItemInLoop())
+    with torch.no_grad():
+        run(batch())
+    with pytest.raises(NothingPlannedError, match=r"Tensor\.item"):
+        run(batch())
+
+
+@pytest.mark.parametrize("model", [BlocksInLoop(), Disabled()], ids=["frame_with_inner_frames", "disabled"])
+def test_a_part_without_a_plan_is_named_once(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    """What runs eagerly between planned graphs takes memory that no plan knows of."""
+    run = compiled(model)
+    for _ in range(2):
+        run(batch()).backward()
+    (said,) = [text for text in warnings(caplog) if "part of this call" in text]
+    assert f"runs outside of every plan, and what it allocates is not in the budget of {ROOMY}. `forward` " in said
+    assert HERE in said
+    assert "\nhint: " in said
+
+
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_a_graph_break_that_leaves_no_op_out_is_no_warning(first: str, caplog: pytest.LogCaptureFixture) -> None:
+    """After a `print` between two graphs both are planned; users cannot change those inside of libraries."""
+    run = compiled(Printing(), budget="64MiB")
+    if first == "evaluation":
+        with torch.no_grad():
+            run(batch())
+    for _ in range(2):
+        run(batch()).backward()
+    said = [r.getMessage() for r in caplog.records if "several graphs" in r.getMessage()]
+    assert len(said) == 1
+    assert "Failed to trace builtin operator" in said[0]
+    assert not any("outside" in text for text in warnings(caplog))
+
+
+def test_a_whole_model_is_planned_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning that comes without need teaches users to read none; tracing makes autograd nodes too, from fake tensors."""
+    run = compiled(Whole())
+    for _ in range(2):
+        run(batch()).backward()
+    assert warnings(caplog) == []
+
+
+def test_another_path_through_the_model_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """In the midst of a training an error would lose the run."""
+    run = compiled(Recurring("GRU"))
+    run(batch(2, 4, 16)).backward()
+    assert warnings(caplog) == []
+    for _ in range(2):
+        run(batch(2, 4, 16), recur=True).backward()
+    (said,) = warnings(caplog)
+    assert "RNN, GRU, or LSTM" in said
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_the_limit_of_compilations_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """From then on other shapes run without a plan, in silence as far as the budget goes."""
+    run = torch.compile(Whole(), backend="checkmate", dynamic=False, options={"budget": ROOMY, "costs": "estimated"})
+    for rows in (2, 3, 4, 5, 2):
+        run(batch(rows, 16)).backward()
+    (said,) = warnings(caplog)
+    assert f"so that the budget of {ROOMY} is not kept: `forward` (" in said
+    assert f"{HERE}:" in said
+    assert "was compiled 2 times" in said
+    assert "mark_dynamic" in said
+    assert "recompile_limit" in said
+
+
+@torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+def test_the_limit_can_be_an_error() -> None:
+    """Dynamo has the option for that; its error comes through."""
+    run = torch.compile(Whole(), backend="checkmate", dynamic=False, options={"budget": ROOMY, "costs": "estimated"})
+    run(batch(2, 16)).backward()
+    with pytest.raises(Exception, match="fail_on_recompile_limit_hit"):
+        run(batch(3, 16))
+
+
+def test_an_error_of_the_model_is_not_replaced() -> None:
+    """The user's own exception is what went wrong."""
+
+    class Failing(ItemInLoop):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        compiled(Failing())(batch())
+
+
+def test_a_call_while_another_exception_is_handled() -> None:
+    """Retries after an out-of-memory error run inside of an `except` block; they are judged like all others."""
+    try:
+        raise MemoryError
+    except MemoryError:
+        with pytest.raises(NothingPlannedError):
+            compiled(ItemInLoop())(batch())
+
+
+def test_after_the_error_torch_compiles_as_before() -> None:
+    """The error is raised while Dynamo restores its state."""
+    with pytest.raises(NothingPlannedError):
+        compiled(ItemInLoop())(batch())
+    compiled(Whole())(batch()).backward()
+
+
+def test_of_calls_inside_of_calls_the_outermost_counts() -> None:
+    """A compiled block inside of a skipped frame is planned: something is."""
+    model = BlocksInLoop()
+    model.blocks = nn.ModuleList(compiled(block) for block in model.blocks)  # type: ignore[arg-type]
+    compiled(model)(batch()).backward()
+
+
+def test_wrong_options_are_refused_where_dynamo_makes_no_graph() -> None:
+    """The backend, which checks them, is never called."""
+    with pytest.raises(CheckmateError, match="nearest known one is 'budget'"):
+        torch.compile(ItemInLoop(), backend="checkmate", options={"budgt": "1MiB"})(batch())
+
+
+def test_reset_forgets_nothing_that_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """`torch._dynamo.reset` removes all callbacks, by which nodes made while tracing are told from others."""
+    run = compiled(Whole())
+    run(batch()).backward()
+    torch._dynamo.reset()
+    run(batch()).backward()
+    assert warnings(caplog) == []
+
+
+class Interrupted:
+    """A solver that is interrupted by Ctrl-C after it found a plan."""
+
+    def run(self, problem: Any, session: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_planning_stops_the_script() -> None:
+    """Dynamo lets the interrupt pass, and the next call plans again."""
+    model = Whole()
+    with pytest.raises(KeyboardInterrupt):
+        compiled(model, solver=Interrupted())(batch())
+    assert all(p.grad is None for p in model.parameters())
+    compiled(model)(batch()).backward()
+
+
+@torch._dynamo.config.patch(allow_rnn=True)
+def test_traced_recurrent_layers_are_planned(caplog: pytest.LogCaptureFixture) -> None:
+    """The hint for recurrent layers works."""
+    compiled(Recurrent("GRU"))(batch(2, 4, 16)).backward()
+    assert warnings(caplog) == []
