@@ -87,7 +87,7 @@ def test_a_real_ctrl_c_ends_the_child_and_keeps_the_plan(solver):
         "import os, signal, threading, time; from checkmate import *; from tests.solvers.generators import transformer;"
         "from checkmate.solvers.evict.starts import load_kernels; load_kernels();"  # compiling takes longer than the search
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a job in the background inherits SIGINT ignored
-        "threading.Timer(8, lambda: os.kill(os.getpid(), signal.SIGINT)).start(); began = time.time();"
+        "threading.Timer(5, lambda: os.kill(os.getpid(), signal.SIGINT)).start(); began = time.time();"
         f"r = solve(Problem(transformer(6), '30%'), {solver!r}, limits=Limits(time_s=100, gap=0.0));"
         "print(r.termination.limit, r.plan is not None, time.time() - began < 20)"
     )

@@ -34,7 +34,6 @@ from checkmate import (
 from checkmate.solvers.registry import GROUP, available, by_name
 from tests.solvers.generators import transformer
 
-
 ROOT = Path(__file__).parents[2]
 
 

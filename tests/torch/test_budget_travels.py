@@ -15,7 +15,7 @@ import checkmate.torch
 from checkmate import Budget
 from checkmate.core.graph import Graph
 
-OPTIONS = {"budget": "60%", "time_limit_s": 5, "costs": "flops"}
+OPTIONS = {"budget": "60%", "time_limit_s": 2, "costs": "flops"}
 
 
 @pytest.fixture
