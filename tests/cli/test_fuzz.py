@@ -13,6 +13,9 @@ import pytest
 import checkmate
 from tests.plot.graphs import AGAIN, chain, plan
 
+QUICK = 4
+"""Seeds of ten that run every time."""
+
 MUTATIONS = 1000
 """In all: half of graph files, half of plan files; a third of them change bytes, the others change what the JSON says."""
 
@@ -125,7 +128,7 @@ def command_lines(kind: str, rng: random.Random) -> tuple[str, ...]:
     return rng.choice(lines)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [s if s < QUICK else pytest.param(s, marks=pytest.mark.slow) for s in range(10)])
 def test_a_damaged_file_is_refused_in_one_line(run, tmp_path, seed):
     """What still is a file that makes sense may be read; whatever else it is, is said."""
     rng = random.Random(seed)

@@ -47,14 +47,14 @@ def refusal() -> InfeasibleBudgetError:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy, "KERNELS", {})
         with pytest.raises(InfeasibleBudgetError) as refused:
-            toy.compile(tape(), budget=1, time_limit_s=2)
+            toy.compile(tape(), budget=1, time_limit_s=1)
     return refused.value
 
 
 @cache
 def planned(budget: str) -> Any:
     if budget == "smallest":
-        return toy.compile(tape(), budget=refusal().smallest_bytes, time_limit_s=2)
+        return toy.compile(tape(), budget=refusal().smallest_bytes, time_limit_s=1)
     return toy.compile(tape(), budget=budget, solver=SOLVER, time_limit_s=None)
 
 

@@ -93,7 +93,7 @@ def test_replay_state_and_workspace_are_named():
 def test_a_mib_is_worth_what_the_neighbours_say():
     """Less memory costs, more saves, and without a curve nothing is claimed."""
     graph = transformer(2)
-    curve = pareto(graph, points=5, limits=Limits(time_s=5.0))
+    curve = pareto(graph, points=5, limits=Limits(time_s=1.0))
     point = curve.points[2]
     explained = explain(graph, point.plan, curve=curve)
     below, above = curve.points[1], curve.points[3]

@@ -79,11 +79,12 @@ def has_plan(graph: Graph, budget: int, max_overhead: float | str) -> bool:
     return exact.cost is not None and exact.cost <= limit(graph, max_overhead)
 
 
+@pytest.mark.parametrize("seeds", [24, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("solver", [BruteForce(), Auto(rounds=1)], ids=repr)
-def test_no_batch_above_the_bound_has_a_plan(solver):
+def test_no_batch_above_the_bound_has_a_plan(solver, seeds):
     """A sweep over every batch by brute force: what is found is there, and what is excluded is not."""
     compared = closed = 0
-    for seed in range(60):
+    for seed in range(seeds):
         rng = random.Random(seed)
         graph_at = at_random(rng)
         budget = graph_at(rng.randint(1, 5)).resident_bytes + keep_all_bytes(graph_at(rng.randint(1, 5)))
@@ -104,7 +105,7 @@ def test_no_batch_above_the_bound_has_a_plan(solver):
             assert found.batch == max(true), seed
         compared += 1
         closed += found.batch == found.upper_bound
-    assert compared > 40
+    assert compared > 2 * seeds // 3
     assert closed > compared // 2
 
 

@@ -78,10 +78,11 @@ def differing(ours: list[np.ndarray], theirs: list[np.ndarray]) -> int:
     return sum(a.tobytes() != b.tobytes() for a, b in zip(ours, theirs, strict=True))
 
 
-def child(**arguments: Any) -> dict[str, Any]:
+def child(hash_seed: str = "1", **arguments: Any) -> dict[str, Any]:
     """One point of `tests.tf2.points` in a fresh process."""
     command = [sys.executable, "-m", "tests.tf2.points", json.dumps(arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment["PYTHONHASHSEED"] = hash_seed
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-3000:]

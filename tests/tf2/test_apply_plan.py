@@ -26,7 +26,7 @@ def planned():
     model, loss, optimizer, x, y = build("dropout")
     trace = trace_step(model, resolve_losses(model, loss), optimizer, (specs_of(x, "x"), specs_of(y, "y")))
     capture = capture_trace(trace, estimated_costs)
-    plan = checkmate.solve(checkmate.Problem(capture.graph, "40%"), limits=checkmate.Limits(time_s=10)).plan
+    plan = checkmate.solve(checkmate.Problem(capture.graph, "40%"), limits=checkmate.Limits(time_s=2)).plan
     yield capture, plan, [tf.constant(x), tf.constant(y)]
     assert model.built  # the trace holds its variables weakly
 

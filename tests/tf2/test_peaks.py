@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.tf2.budgets import BUDGETS
+from tests.tf2.points import estimated_digest
 from tests.tf2.steps import child
 
 
@@ -24,12 +25,37 @@ def check(point: dict[str, Any]) -> None:
     assert not any(point["differs"].values())
 
 
-@pytest.mark.parametrize("budget", [pytest.param("80%", marks=pytest.mark.slow), "55%"])
-def test_a_measured_peak_keeps_the_budget_in_a_fresh_process(budget: str) -> None:
+def dropout_point(budget: str, hash_seed: str = "1") -> dict[str, Any]:
+    """A small network with dropout, beside its chained and its plain step."""
+    options = {"budget": budget, "threads": 1, "references": ["chained", "plain"], "time_limit_s": 3.0}
+    return child(hash_seed=hash_seed, name="dropout", **options)
+
+
+@pytest.fixture(scope="module")
+def point() -> dict[str, Any]:
+    return dropout_point("55%")
+
+
+def test_a_measured_peak_keeps_the_budget_in_a_fresh_process(point: dict[str, Any]) -> None:
     """The promise, on a small network with dropout: budget, bytes, bits and what really ran."""
-    point = child(name="dropout", budget=budget, threads=1, references=["chained", "plain"])
     check(point)
     assert set(point["differs"]) == {"chained", "plain"}
+
+
+def test_the_graph_does_not_depend_on_the_hash_seed(point: dict[str, Any]) -> None:
+    """Plans are files: the same program must give the same graph in every process.
+
+    This process has another hash seed, unless it was given the same one, and has run other tests before.
+    """
+    assert point["estimated_digest"] == estimated_digest("dropout")
+
+
+@pytest.mark.slow
+def test_a_looser_budget_is_kept_under_another_hash_seed(point: dict[str, Any]) -> None:
+    """The same at 80 %, with the same graph."""
+    looser = dropout_point("80%", hash_seed="2")
+    check(looser)
+    assert looser["estimated_digest"] == point["estimated_digest"]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.options import Options
 
-OPTIONS = {"budget": "60%", "time_limit_s": 5, "costs": "flops"}
+OPTIONS = {"budget": "60%", "time_limit_s": 2, "costs": "flops"}
 
 
 @pytest.fixture

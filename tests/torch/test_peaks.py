@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
-from tests.torch.steps import child, close
-
-RUN = """
-import copy, json, torch
-torch.set_num_threads(1)
-import checkmate
+import checkmate.torch
 from checkmate.torch import measure_peak
 from tests.torch.networks import NETWORKS, input_of
-from tests.torch.steps import compiled, planned_bytes, observe, recomputes
-name, rows = {name!r}, 2048
-torch.manual_seed(0)
-model, x = NETWORKS[name](), input_of(name, rows)
-loss = lambda: model(x).square().mean()
-reference = observe(model, loss)
-found = []
-for budget in (None, "75%", "55%"):
-    torch._dynamo.reset()
-    run, planned = compiled(loss, budget=budget, time_limit_s=3)
-    differs = reference.differs(observe(model, run))
-    state = copy.deepcopy(model.state_dict())
-    measured = measure_peak(lambda: run().backward())
-    model.load_state_dict(state)
-    limit = planned[-1][1].budget_bytes - planned[-1][0].graph.resident_bytes
-    found.append(dict(measured=measured, planned=planned_bytes(planned), limit=limit, differs=differs, again=recomputes(planned)))
-print(json.dumps(found))
-"""
+from tests.torch.steps import child, close, compiled, observe, planned_bytes, recomputes
 
-
-@pytest.mark.parametrize("name", ["dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in ("batch_norm", "attention"))])
-def test_planned_is_measured_in_a_fresh_process(name: str) -> None:
-    """Every byte that the allocator hands out is one that the graph accounts for."""
-    points = child(RUN.format(name=name))
-    for point in points:
-        assert point["differs"] == []
-        assert point["measured"] <= point["limit"] + 64
-        assert close(point["measured"], point["planned"])
-    assert [p["again"] > 0 for p in points] == [False, True, True]
-    peaks = [p["measured"] for p in points]
-    assert peaks == sorted(peaks, reverse=True)
-
-
-def test_the_backend_is_found_by_name_alone() -> None:
-    """An entry point makes ``backend="checkmate"`` work in a process that never imports checkmate."""
-    found = child("""
+BY_NAME = """
 import json, sys, torch
 torch.set_num_threads(1)
 net = torch.nn.Sequential(*[m for _ in range(4) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())])
@@ -57,19 +24,92 @@ x = torch.randn(1024, 64)
 loss = run(x).square().mean(); loss.backward()
 mine = [p.grad.clone() for p in net.parameters()]; net.zero_grad()
 net(x).square().mean().backward()
-print(json.dumps([before, all(torch.equal(a, p.grad) for a, p in zip(mine, net.parameters()))]))
-""")
-    assert found == [False, True]
-
-
-def test_the_graph_does_not_depend_on_the_hash_seed() -> None:
-    """Plans are files: the same program must give the same graph in every process."""
-    code = """
-import json, torch, checkmate.torch
-torch.set_num_threads(1)
-from tests.torch.networks import NETWORKS, input_of
-torch.manual_seed(0)
-print(json.dumps([checkmate.torch.capture(torch.nn.Sequential(NETWORKS[n](), torch.nn.Flatten(0)), lambda p, y: p.sum() * y,
-    example=(input_of(n), torch.ones(())), costs="flops").digest for n in ("attention", "in_place", "batch_norm")]))
+by_name = dict(before=before, same=all(torch.equal(a, p.grad) for a, p in zip(mine, net.parameters())))
+from tests.torch.test_peaks import digests, points
 """
-    assert child(code, PYTHONHASHSEED="1") == child(code, PYTHONHASHSEED="2")
+
+
+def digests() -> list[str]:
+    """Of the graphs of some networks, with costs that are computed and not measured."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    found = []
+    for name in ("attention", "in_place", "batch_norm"):
+        model, example = nn.Sequential(NETWORKS[name](), nn.Flatten(0)), (input_of(name), torch.ones(()))
+        found.append(checkmate.torch.capture(model, lambda p, y: p.sum() * y, example=example, costs="flops").digest)
+    return found
+
+
+def points(name: str, rows: int = 2048) -> list[dict[str, Any]]:
+    """Measured peaks of one network, without a budget and at two budgets, beside what was planned."""
+    torch.manual_seed(0)
+    model, x = NETWORKS[name](), input_of(name, rows)
+
+    def loss() -> torch.Tensor:
+        return model(x).square().mean()
+
+    reference = observe(model, loss)
+    found = []
+    for budget in (None, "75%", "55%"):
+        torch._dynamo.reset()
+        run, planned = compiled(loss, budget=budget, time_limit_s=3)
+        differs = reference.differs(observe(model, run))
+        state = copy.deepcopy(model.state_dict())
+        measured = measure_peak(lambda run=run: run().backward())
+        model.load_state_dict(state)
+        capture, result = planned[-1]
+        limit = result.budget_bytes - capture.graph.resident_bytes
+        point = {"measured": measured, "planned": planned_bytes(planned), "limit": limit}
+        found.append({**point, "differs": differs, "again": recomputes(planned)})
+    return found
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, Any]:
+    """What one process finds that knows only torch at first; its hash seed is given."""
+    found = 'print(json.dumps(dict(by_name=by_name, points=points("dropout"), digests=digests())))'
+    return child(BY_NAME + found, PYTHONHASHSEED="1")
+
+
+def check_points(points: list[dict[str, Any]]) -> None:
+    for point in points:
+        assert point["differs"] == []
+        assert point["measured"] <= point["limit"] + 64
+        assert close(point["measured"], point["planned"])
+    assert [p["again"] > 0 for p in points] == [False, True, True]
+    peaks = [p["measured"] for p in points]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_planned_is_measured_in_a_fresh_process(fresh: dict[str, Any]) -> None:
+    """Every byte that the allocator hands out is one that the graph accounts for."""
+    check_points(fresh["points"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dropout", "batch_norm", "attention"])
+def test_planned_is_measured_where_nothing_ran_before(name: str) -> None:
+    """The same in a process for each network."""
+    code = "import json, torch; torch.set_num_threads(1); from tests.torch.test_peaks import points"
+    check_points(child(f"{code}; print(json.dumps(points({name!r})))"))
+
+
+def test_the_backend_is_found_by_name_alone(fresh: dict[str, Any]) -> None:
+    """An entry point makes ``backend="checkmate"`` work in a process that never imports checkmate."""
+    assert fresh["by_name"] == {"before": False, "same": True}
+
+
+def test_the_graph_does_not_depend_on_the_hash_seed(fresh: dict[str, Any]) -> None:
+    """Plans are files: the same program must give the same graph in every process.
+
+    This process has another hash seed, unless it was given the same one, and has run other tests before.
+    """
+    assert fresh["digests"] == digests()
+
+
+@pytest.mark.slow
+def test_the_graph_is_the_same_under_two_hash_seeds() -> None:
+    """In two processes that differ in nothing else."""
+    code = "import json, torch; torch.set_num_threads(1); from tests.torch.test_peaks import digests"
+    first, second = (child(f"{code}; print(json.dumps(digests()))", PYTHONHASHSEED=seed) for seed in ("1", "2"))
+    assert first == second

@@ -122,7 +122,7 @@ def test_another_shape_is_planned_anew(caplog: pytest.LogCaptureFixture) -> None
     """The last batch of an epoch is smaller."""
     model, x, y = classifier()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = checkmate.torch.compile(model, nn.functional.cross_entropy, optimizer, example=(x, y), budget="80%", time_limit_s=3)
+    step = checkmate.torch.compile(model, nn.functional.cross_entropy, optimizer, example=(x, y), budget="80%", time_limit_s=1)
     step(x, y)
     step(x[:50], y[:50])
     assert "a new shape was compiled and planned" in caplog.text
@@ -135,7 +135,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     model, x, y = classifier()
     loss = nn.functional.cross_entropy
     graph = checkmate.torch.capture(model, loss, example=(x, y))
-    result = checkmate.solve(checkmate.Problem(graph, "75%"), limits=checkmate.Limits(time_s=5))
+    result = checkmate.solve(checkmate.Problem(graph, "75%"), limits=checkmate.Limits(time_s=1))
     for content, name in ((result.plan, "a.plan.json"), (result, "a.result.json")):
         checkmate.write(content, tmp_path / name)
         step = checkmate.torch.compile(model, loss, example=(x, y), plan=str(tmp_path / name))
