@@ -2,8 +2,9 @@
 
 A script that a compiler cannot trace as one graph runs several: forward 0, forward 1, ..., backward 1, backward 0, with eager
 code before, between and after them. Memory adds up over all of them, so that they are planned as one problem. Each captured
-graph keeps its ops; an op of kind `GAP` stands for the eager code between two of its *windows*. It reads what is alive
-there, writes what eager code allocates and what the next window is given, and takes the workspace that eager code was seen to take.
+graph keeps its ops; an op of kind `GAP` stands for the eager code between two *windows*, the runs of forwards and backwards. It
+reads what is alive there, writes what eager code allocates and what the next window is given, and has the workspace that eager
+code was seen to take.
 
     forward 0 | gap 1 | forward 1 | gap 2 | backward 1 | gap 3 | backward 0
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 
@@ -134,7 +136,9 @@ class StepGraph:
             order: An order of computations that can run.
         """
         spans = [[w for w, (part, _) in enumerate(self.windows) if part == p] for p in range(len(self.boundaries))]
-        opening, middle, closing = ([[] for _ in self.windows] for _ in range(3))
+        opening: list[list[int]] = [[] for _ in self.windows]
+        middle: list[list[int]] = [[] for _ in self.windows]
+        closing: list[list[int]] = [[] for _ in self.windows]
         gaps: list[list[int]] = [[] for _ in range(len(self.windows) + 1)]
         now = 0
         for o in order:
@@ -202,10 +206,10 @@ class _Stitcher:
     """Builds a `StepGraph` window by window."""
 
     step: ObservedStep
-    ops: list[Op] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
-    order: list[tuple[int, int]] = field(default_factory=list)
-    owners: list[tuple[int, int | None]] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list[Op])
+    values: list[Value] = field(default_factory=list[Value])
+    order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    owners: list[tuple[int, int | None]] = field(default_factory=list[tuple[int, int | None]])
 
     def stitch(self) -> StepGraph:
         step = self.step
@@ -369,7 +373,7 @@ class _Stitcher:
         """
         step = self.step
         gaps = [g for g in self.gaps if g is not None]
-        self.order += list(zip(gaps, gaps[1:], strict=False))
+        self.order += list(pairwise(gaps))
         for p, part in enumerate(step.parts):
             forward = next(w for w, window in enumerate(step.windows) if window.part == p and not window.backward)
             backward = next(w for w, window in enumerate(step.windows) if window.part == p and window.backward)

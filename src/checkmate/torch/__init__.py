@@ -31,12 +31,8 @@ from checkmate.torch.step.tracing import GraphBreakError
 __all__ = [
     "Fits",
     "GraphBreakError",
-<<<<<<< HEAD
     "LateGradientError",
-=======
-    "InFlightError",
     "NothingPlannedError",
->>>>>>> wt-door
     "Options",
     "RankError",
     "Saved",

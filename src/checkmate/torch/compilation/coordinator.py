@@ -1,9 +1,9 @@
 """Runs the planned graphs of this process: which program each run takes, and what a step is.
 
-A step begins with a forward while no other is waiting for its backward, and is over when none is waiting any more. The first time
-that a step is seen its windows are recorded (`StepRecorder`), and the graphs run programs of their own. When it is over it is planned
-as a whole (`plan_step`), and from then on each of its forwards runs the program that the plan has for its place in the step. A step
-that turns out differently runs on the graphs' own programs from there on, and is planned in turn.
+A step begins with a forward while no other is waiting for its backward, and is over when none is waiting any more. The first
+time that a step is seen its windows are recorded (`StepRecorder`), and the graphs run programs of their own. When it is over it
+is planned as a whole (`plan_step`), and from then on each of its forwards runs the program that the plan has for its place in the
+step. A step that turns out differently runs on the graphs' own programs from there on, and is planned in turn.
 
 A forward returns one more tensor for autograd to save: empty, and only there to tell which forward a backward belongs to.
 """

@@ -57,8 +57,8 @@ class PlannedGraph:
     Attributes:
         joint: The captured joint graph.
         own: The program of the plan that was made when the graph was compiled.
-        alone: Whether that plan was made for the budget, for a step that is this graph alone. Otherwise it has nearly the smallest
-            peak, and the step is planned when it is known.
+        alone: Whether that plan was made for the budget, for a step that is this graph alone. Otherwise it has nearly the
+            smallest peak, and the step is planned when it is known.
         options: Budget, solver and time limit.
         resident: Memory besides the graph's inputs when it was compiled.
         planned_gradient_bytes: Gradients that the own plan counts as resident.
@@ -149,7 +149,7 @@ class PlannedGraph:
             torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_() if t is None else t
             for t, (shape, stride, dtype, device) in zip(tangents, self.tangents, strict=True)
         ]
-        devices = [d for d in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices):
             if flight.random_state is not None:
                 flight.random_state()

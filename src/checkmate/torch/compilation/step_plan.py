@@ -43,8 +43,8 @@ class Attempts:
     """Parameters of planning a step.
 
     Attributes:
-        most: The most times that a step is planned. A plan whose computations had to be moved into the windows of their graphs may
-            take more than it did; the next one has that much less. In the steps that were tried only views had to be moved.
+        most: The most times that a step is planned. A plan whose computations had to be moved into the windows of their graphs
+            may take more than before; the next one has that much less. In the steps that were tried only views were moved.
     """
 
     most: int = 3

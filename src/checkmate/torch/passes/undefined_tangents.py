@@ -5,8 +5,8 @@ one. Autograd itself computes nothing for such an output. This pass gives a join
 tangents only through undefined ones is undefined, and so computes nothing.
 
 A backward is linear in its tangents, and so is each of its nodes in all of its operands that depend on tangents together. Hence
-a node is zero if all of these operands are, whatever else it reads. A sum of a zero and a defined gradient is the defined one. Any
-other node with both kinds of operand reads zeros that are made for it.
+a node is zero if all of these operands are, whatever else it reads. A sum of a zero and a defined gradient is the defined one.
+Any other node with both kinds of operand reads zeros that are made for it.
 """
 
 from __future__ import annotations
