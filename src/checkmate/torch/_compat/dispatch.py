@@ -9,14 +9,16 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 __all__ = [
     "COLLECTIVES",
+    "WATCHES_COMPILED_CODE",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "TorchDispatchMode",
     "detect_fake_mode",
     "fake_tensor_on",
     "invoke_subgraph",
@@ -24,6 +26,7 @@ __all__ = [
     "no_modes",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "top_mode",
 ]
 
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
@@ -31,6 +34,13 @@ COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
 
 no_modes = _disable_current_modes
 """Context without any ``TorchDispatchMode``: ops run for real while Dynamo is tracing."""
+
+
+top_mode = _get_current_dispatch_mode
+"""The ``TorchDispatchMode`` that was begun last, or None."""
+
+WATCHES_COMPILED_CODE = hasattr(TorchDispatchMode, "ignore_compile_internals")
+"""Whether Dynamo can compile while a dispatch mode is on."""
 
 
 def fake_tensor_on(tensor: FakeTensor, device: str) -> FakeTensor:

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.dynamo import (
     CompileLog,
@@ -21,6 +23,7 @@ from checkmate.torch._compat.dynamo import (
     runs_eagerly_on_request,
     watch_compilations,
 )
+from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.skipped import Place, hints, listed, place
 from checkmate.torch.options import Options
 
@@ -185,6 +188,8 @@ class Call:
         """Begin to count."""
         if _thread.call is None:
             _thread.call = self
+            if torch.is_grad_enabled():
+                COORDINATOR.begin_call()
             watch_compilations(_compile_began, _compile_ended)
             self._exception = sys.exception()
             self._log = CompileLog()
@@ -217,6 +222,7 @@ _thread = _Thread()
 def _compile_began(_: Any) -> None:
     if _thread.call is not None:
         _thread.call.compile_began = autograd_nodes()
+        COORDINATOR.compiling(True)
 
 
 def _compile_ended(_: Any) -> None:
@@ -224,6 +230,7 @@ def _compile_ended(_: Any) -> None:
     if call is not None and call.compile_began is not None:
         call.compile_nodes += autograd_nodes() - call.compile_began
         call.compile_began = None
+        COORDINATOR.compiling(False)
         call.read_log()
 
 

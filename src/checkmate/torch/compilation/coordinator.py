@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +26,13 @@ from checkmate.core.errors import CheckmateError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.aot import keeps_graph, queue_after_backward
+from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
+from checkmate.torch.compilation.eager_watch import EagerWatch
 from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, random_state, weakly
 from checkmate.torch.compilation.recorder import Run, StepRecorder
 from checkmate.torch.compilation.step_plan import StepPlan, plan_step
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
-from checkmate.torch.graph.storages import storage_bytes, storage_key, unique_bytes
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, storage_bytes, storage_key, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -76,13 +79,16 @@ class Coordinator:
         self._plan: StepPlan | None = None
         self._shares: dict[str, tuple[int, ...]] = {}
         self._warned: set[int] = set()
+        self._watch: EagerWatch | None = None
+        self._watches = True  # whether the next step is one whose eager code has not been seen
 
     def forget_steps(self) -> None:
         """Return to the state of a new process: the next step is a first one."""
         with self._lock:
             self._known.clear()
             self._shares.clear()
-            self._recorder, self._plan = StepRecorder(), None
+            self._recorder, self._plan, self._watches = StepRecorder(), None, True
+            self._end_watch()
 
     @property
     def step_bytes(self) -> int | None:
@@ -100,6 +106,47 @@ class Coordinator:
     def shared_order(self, graph: Graph, budget: Budget) -> tuple[int, ...] | None:
         """The order of a graph in the plan of a step whose graphs have to be compiled again for it."""
         return self._shares.get(key_of(graph, budget))
+
+    def begin_call(self) -> None:
+        """Prepare for a call of a compiled function: see the eager code of a step that has not been seen before."""
+        with self._lock:
+            self._end_watch()
+            if (
+                not self._watches
+                or self._watch is not None
+                or self._pending
+                or not WATCHES_COMPILED_CODE
+                or top_mode() is not None
+            ):
+                return
+            self._recorder = StepRecorder(watched=True)
+            self._watch = EagerWatch(lambda tensor: self._recorder.allocated(tensor))
+            self._watch.__enter__()
+
+    def compiling(self, paused: bool) -> None:
+        """Do not take the allocations of a compiler for those of the step.
+
+        Args:
+            paused: Whether Dynamo compiles now.
+        """
+        if self._watch is not None:
+            self._watch.paused = paused
+
+    def _end_watch(self) -> None:
+        """Take the watch off where its step is over. Autograd undoes that within a backward."""
+        if self._watch is not None and (self._recorder.over or not self._pending) and self._watch.end():
+            self._watch = None
+
+    @contextmanager
+    def _planned_code(self) -> Generator[None]:
+        """What runs here is no eager code."""
+        watch, before = self._watch, self._watch is not None and self._watch.paused
+        self.compiling(True)
+        try:
+            yield
+        finally:
+            if watch is not None:
+                watch.paused = before
 
     def in_flight(self) -> bool:
         """Whether any forward waits for its backward."""
@@ -137,8 +184,9 @@ class Coordinator:
             del tensors  # a reference here would keep inputs alive that the forward frees
             self._warn_if_over(planned, flight)
         assert program.forward is not None
-        results = list(program.forward(args))
-        token = torch.empty(0, dtype=torch.uint8)
+        with self._planned_code():
+            results = list(program.forward(args))
+            token = torch.empty(0, dtype=torch.uint8)
         results.insert(planned.num_outputs, token)
         key = storage_key(token)
         flight.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in flight.inputs)
@@ -181,7 +229,8 @@ class Coordinator:
             args.clear()
         else:
             assert program.backward is not None
-            results = program.backward(args)
+            with self._planned_code():
+                results = program.backward(args)
         with self._lock:
             if recording:
                 self._recorder.end_backward(run, results)
@@ -194,7 +243,9 @@ class Coordinator:
 
     def _begin_step(self, planned: PlannedGraph) -> None:
         """Plan the step that probably begins with a graph: the newest one that did."""
-        self._recorder, self._plan = StepRecorder(), None
+        if self._recorder.runs or self._recorder.over:
+            self._recorder = StepRecorder()
+        self._plan = None
         known = self._known.get(id(planned))
         if not known:
             return
@@ -215,7 +266,9 @@ class Coordinator:
         runs = step.recorder.runs
         alone = len(runs) == 1 and runs[0].planned.alone and not runs[0].undefined
         if alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes:
-            return None
+            own = runs[0].planned.own.result
+            if own.peak_bytes + step.recorder.eager_peak_bytes <= own.budget_bytes or not _matters(step.recorder):
+                return None
         try:
             plan = plan_step(step.recorder, gradient_bytes, existing)
         except CheckmateError as error:
@@ -245,10 +298,13 @@ class Coordinator:
             recorder.over = True
             known = self._known.setdefault(id(recorder.runs[0].planned), [])
             same = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
-            if same is not None:
+            self._watches = not recorder.watched and (same is None or not same.recorder.watched)
+            if same is not None and (same.recorder.watched or not recorder.watched):
                 known.remove(same)
                 known.append(same)
             else:
+                if same is not None:
+                    known.remove(same)
                 step = _KnownStep(recorder)
                 known.append(step)
                 existing = frozenset(recorder.existing)
@@ -281,6 +337,11 @@ class Coordinator:
             if flight is not None:
                 self._retire(flight)
                 self._runs.pop(flight, None)
+
+
+def _matters(recorder: StepRecorder) -> bool:
+    """Whether eager code took more than the gradient of a loss, a loss and the like."""
+    return recorder.eager_peak_bytes > 4 * SCALAR_TANGENT_BYTES
 
 
 def key_of(graph: Graph, budget: Budget) -> str:

@@ -172,6 +172,12 @@ class PlannedGraph:
         """Whether the graph draws random numbers."""
         return any(random_op(n) is not None for n in self.joint.capture.joint.graph.nodes)
 
+    @property
+    def random_state_bytes(self) -> int:
+        """Bytes of the random state that a forward keeps for `late_backward`; that of a CUDA device is in main memory."""
+        on_cpu = all(device.type == "cpu" for *_, device in self.tangents)
+        return torch.get_rng_state().nbytes if self.random and on_cpu else 0
+
     def _joint(self, undefined: frozenset[int]) -> CapturedJoint:
         if not undefined:
             return self.joint

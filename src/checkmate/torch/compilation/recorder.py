@@ -50,6 +50,7 @@ class StepRecorder:
         sources: The window that made each storage; None for one that a window was given first.
         freed: Number of windows that had begun when a storage was freed, of those that were.
         existing: Run and input of every leaf that had a gradient when its forward began.
+        watched: Whether eager code is seen.
         over: Whether the backward of the step is over.
     """
 
@@ -59,9 +60,31 @@ class StepRecorder:
     sources: list[int | None] = field(default_factory=list)
     freed: dict[int, int] = field(default_factory=dict)
     existing: set[tuple[int, int]] = field(default_factory=set)
+    watched: bool = False
     over: bool = False
+    _eager: dict[int, int] = field(default_factory=dict)  # storage that eager code allocated -> the window after it
+    _eager_bytes: int = 0  # of those that are alive
+    _eager_peaks: dict[int, int] = field(default_factory=dict)  # window -> the most that they were before it
     _gradients: dict[int, int] = field(default_factory=dict)
     _present: dict[int, int] = field(default_factory=dict)
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Record that eager code allocated the storage of a tensor."""
+        if self.over or storage_key(tensor) in self._present:
+            return
+        storage = self._storage(tensor, None, {})
+        self._eager[storage] = len(self.windows)
+        self._eager_bytes += self.sizes[storage]
+        self._note_eager()
+
+    @property
+    def eager_peak_bytes(self) -> int:
+        """The most that eager code held at any time of the step."""
+        return max(self._eager_peaks.values(), default=0)
+
+    def _note_eager(self) -> None:
+        window = len(self.windows)
+        self._eager_peaks[window] = max(self._eager_peaks.get(window, 0), self._eager_bytes)
 
     def begin_forward(self, planned: PlannedGraph, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
         """Record that a forward begins.
@@ -82,6 +105,7 @@ class StepRecorder:
                 self.existing.add((len(self.runs), k))
                 self._gradients[storage_key(gradient)] = storage_bytes(gradient)
         self.runs.append(run)
+        self._note_eager()
         self.windows.append((len(self.runs) - 1, False))
         return run
 
@@ -93,6 +117,7 @@ class StepRecorder:
         """Record that a backward begins."""
         run.undefined = frozenset(t for t, value in enumerate(tangents) if value is None)
         run.tangents = tuple(self._storage(t, None, {}) if isinstance(t, torch.Tensor) else None for t in tangents)
+        self._note_eager()
         self.windows.append((self.runs.index(run), True))
 
     def end_backward(self, run: Run, gradients: Sequence[Any]) -> None:
@@ -127,15 +152,33 @@ class StepRecorder:
         for index, backward in self.windows:
             run = self.runs[index]
             given, made = (run.tangents, run.gradients) if backward else (run.given, run.made)
-            windows.append(Window(part=index, backward=backward, given=given, made=made))
-        inputs = {s for run in self.runs for s in run.given if s is not None and self.sources[s] is None}
+            transient = self._transient(len(windows))
+            windows.append(Window(part=index, backward=backward, given=given, made=made, eager_bytes=transient))
+        crossing = {s for window in windows for s in (*window.given, *window.made) if s is not None}
+        inputs = {s for run in self.runs for s in run.given if s is not None and self.sources[s] is None and s not in self._eager}
+        storages = {s: Storage(size_bytes=self.sizes[s], first=self._eager.get(s), last=min(last[s], count)) for s in crossing}
+        # What eager code alone uses is one storage for each pair of gaps between which it is alive.
+        others: dict[tuple[int, int], int] = {}
+        for s, first in self._eager.items():
+            if s not in crossing and last[s] >= first:
+                span = first, min(last[s], count)
+                others[span] = others.get(span, 0) + self.sizes[s]
+        for (first, until), size in others.items():
+            storages[len(self.sizes) + len(storages)] = Storage(size_bytes=size, first=first, last=until)
         return ObservedStep(
             parts=tuple(run.planned.part(run.undefined) for run in self.runs),
             windows=tuple(windows),
-            storages={s: Storage(size_bytes=size, last=min(last[s], count)) for s, size in enumerate(self.sizes)},
+            storages=storages,
+            eager_bytes=self._transient(count),
             resident_bytes=sum(self.sizes[s] for s in inputs) + extra_resident_bytes,
             accumulated=frozenset(s for r, k in accumulated if (s := self.runs[r].gradients[k]) is not None and last[s] < count),
         )
+
+    def _transient(self, window: int) -> int:
+        """The most that eager code took before a window, besides what of it was alive there."""
+        freed = self.freed
+        alive = sum(self.sizes[s] for s, first in self._eager.items() if first <= window <= freed.get(s, window + 1) - 1)
+        return max(0, self._eager_peaks.get(window, 0) - alive)
 
     def _results(self, results: Sequence[Any]) -> tuple[int | None, ...]:
         here = len(self.windows) - 1
@@ -157,3 +200,5 @@ class StepRecorder:
             del self._present[key]
         if not self.over:
             self.freed[storage] = len(self.windows)
+            if storage in self._eager:
+                self._eager_bytes -= self.sizes[storage]

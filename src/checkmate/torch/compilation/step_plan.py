@@ -69,6 +69,7 @@ def plan_step(recorder: StepRecorder, gradient_bytes: int, accumulated: frozense
     graphs = tuple(run.planned for run in recorder.runs)
     first = max(graphs, key=lambda g: g.budget.total_bytes or 0)
     extra = max(g.resident.total_bytes - g.resident.gradients_bytes for g in graphs)
+    extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
     whole = step_graph(recorder.observed(extra + gradient_bytes, accumulated))
 
     def plan(graph: Graph) -> Result:

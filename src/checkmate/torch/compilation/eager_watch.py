@@ -1,0 +1,58 @@
+"""Sees what eager code allocates in a step: the loss outside of the compiled model, code at a graph break, an auxiliary head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from checkmate.torch._compat.dispatch import TorchDispatchMode, top_mode
+from checkmate.torch.graph.storages import storage_key
+
+
+class EagerWatch(TorchDispatchMode):
+    """A dispatch mode that reports every storage which an op outside of planned graphs allocates.
+
+    It is begun by the context around a call of a compiled function, before autograd's state is saved for the graphs in it, and
+    stays until the step is over, so that the loss and the backward are seen.
+
+    Args:
+        made: Called with a tensor whose storage is new.
+
+    Attributes:
+        paused: Whether nothing is reported: a planned graph runs, or Dynamo compiles.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, made: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._made = made
+        self.paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile while the mode is on; it would skip every function otherwise."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and report the storages that it allocates."""
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        if not self.paused:
+            plain = [t for t in pytree.tree_leaves(results) if type(t) is torch.Tensor or type(t) is torch.nn.Parameter]
+            if plain:
+                given = {storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+                for tensor in plain:
+                    if storage_key(tensor) not in given:
+                        self._made(tensor)
+        return results
+
+    def end(self) -> bool:
+        """Take the mode off; whether that was possible. A mode that was begun later has to end first."""
+        if top_mode() is not self:
+            return False
+        self.__exit__(None, None, None)
+        return True
