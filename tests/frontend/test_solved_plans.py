@@ -231,13 +231,12 @@ def test_the_environment_switches_it_off(folder: Path, monkeypatch: pytest.Monke
     assert searches_of(*calls, *calls) == [0, 1]
 
 
-def test_quick_solves_and_interrupted_ones_leave_no_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a row takes as long as a quick solve, and an interrupt says nothing of the time a search had."""
+def test_quick_solves_and_those_that_met_a_target_leave_no_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a row takes as long as a quick solve, and a target says nothing of the time a search had."""
     problem = Problem(graph(), 9)
     result = cheapest(problem, Finds(), Limits(time_s=5))
     store = SolvedPlans(folder / "other.sqlite")
-    for limit in ("interrupt", "target"):
-        store.add(problem, Limits(), msgspec.structs.replace(result, termination=Termination(Reason.FEASIBLE, limit=limit)))
+    store.add(problem, Limits(), msgspec.structs.replace(result, termination=Termination(Reason.FEASIBLE, limit="target")))
     monkeypatch.setattr(solved_plans, "_LEAST_S", 0.2)
     store.add(problem, Limits(), msgspec.structs.replace(result, elapsed_s=0.19))
     assert store.get(problem, result.solver, Limits()) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,13 +56,22 @@ def checkmate(
 def _parsed(
     mode: str | None = None, options: Mapping[str, Any] | None = None, keywords: Mapping[str, Any] | None = None
 ) -> Options:
-    parsed = Options.of({**(options or {}), **(keywords or {})})
+    """The options of a call of ``torch.compile``; parsed once for its calls and all of its graphs."""
+    given = {**(options or {}), **(keywords or {})}
+    known = [p for o, copy, p in _PARSED if o is options and copy == given]
+    parsed = known[0] if known else Options.of(given)
+    if not known and options is not None:
+        _PARSED.append((options, given, parsed))
     if mode is not None:
         raise OptionError(
             f"mode={mode!r} has no meaning for backend 'checkmate'",
             hint="leave out mode; torch.compile(..., backend='checkmate', options={'budget': '8GiB'}) sets the options",
         )
     return parsed
+
+
+_PARSED: deque[tuple[Mapping[str, Any], dict[str, Any], Options]] = deque(maxlen=16)
+"""Mappings of options as users passed them, with their content then, and what they were parsed to."""
 
 
 def _calls_of(given: Mapping[str, Any]) -> CompiledCalls | RefusedCalls | None:
@@ -150,7 +160,7 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
     """Compile the graph op by op, to run in the exact order of its plan."""
     task = compilation.task
     compile_with_aot = aot_autograd(
-        fw_compiler=lambda module, inputs: compilation.forward(boxed(module)),
+        fw_compiler=lambda module, inputs: compilation.forward(boxed(module), module),
         bw_compiler=lambda module, inputs: compilation.backward(boxed(module)),
         inference_compiler=lambda module, inputs: _without_backward(module, compilation),
         partition_fn=functools.partial(partition, task=task),

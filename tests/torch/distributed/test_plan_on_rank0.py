@@ -16,27 +16,25 @@ def graph(workspace: int = 8, resident: int = 100, size: int = 16, cost: int = 5
     return Graph(ops, (Value("x", size), Value("y", 4, kept=True)), resident_bytes=resident)
 
 
-def keep(planned: Graph, in_flight_bytes: int) -> Result:
+def keep(planned: Graph) -> Result:
     return keep_everything(planned)
 
 
 def test_the_plan_is_for_the_most_that_any_rank_takes(job: Callable[[int], list[Ranks]]) -> None:
     """Workspace and resident bytes may differ from rank to rank; costs are those of rank 0."""
     graphs = [graph(workspace=8, resident=100, cost=5), graph(workspace=20, resident=90, cost=7)]
-    in_flight = [10, 30]
-    found = at_once(*[lambda r=r: plan_on_rank0(r, graphs[r.rank], in_flight[r.rank], "a budget of 70%", keep) for r in job(2)])
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graphs[r.rank], "a budget of 70%", keep) for r in job(2)])
     assert found[0].graph == found[1].graph
     assert found[0].result == found[1].result
-    assert found[0].graph.resident_bytes == 90 + 30
+    assert found[0].graph.resident_bytes == 100
     assert found[0].graph.ops[0].workspace_bytes == 20
     assert found[0].graph.ops[0].cost == 5
-    assert found[1].in_flight_bytes == 30
     assert found[1].result.plan.graph_digest == found[1].graph.digest
 
 
 def test_different_graphs_are_refused_on_every_rank(job: Callable[[int], list[Ranks]]) -> None:
     """The same plan cannot run both."""
-    found = at_once(*[lambda r=r: plan_on_rank0(r, graph(size=16 + r.rank), 0, "a budget of 1GiB", keep) for r in job(2)])
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graph(size=16 + r.rank), "a budget of 1GiB", keep) for r in job(2)])
     assert all(isinstance(error, RankError) for error in found)
     assert all(
         "rank 0 and rank 1 traced different graphs: 2 ops that write 20 B and 2 ops that write 21 B" in str(e) for e in found
@@ -45,5 +43,5 @@ def test_different_graphs_are_refused_on_every_rank(job: Callable[[int], list[Ra
 
 def test_different_budgets_are_refused_on_every_rank(job: Callable[[int], list[Ranks]]) -> None:
     """Which of them is meant, nobody knows."""
-    found = at_once(*[lambda r=r: plan_on_rank0(r, graph(), 0, f"a budget of {r.rank + 1}GiB", keep) for r in job(2)])
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graph(), f"a budget of {r.rank + 1}GiB", keep) for r in job(2)])
     assert all("rank 0 asks for a budget of 1GiB and rank 1 for a budget of 2GiB" in str(error) for error in found)

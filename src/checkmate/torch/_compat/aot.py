@@ -25,7 +25,6 @@ __all__ = [
     "keeps_graph",
     "overwritten_inputs",
     "queue_after_backward",
-    "saved_after_tensors",
     "saved_symbols",
 ]
 
@@ -80,25 +79,10 @@ def is_tangent(node: torch.fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
-def _saved(forward: torch.fx.GraphModule, num_outputs: int) -> list[torch.fx.Node]:
-    return list(forward.graph.output_node().args[0])[num_outputs:]  # type: ignore[arg-type]
-
-
 def saved_symbols(forward: torch.fx.GraphModule, num_outputs: int) -> int:
-    """How many symbolic sizes a forward module saves for its backward, which gets them before the saved tensors."""
-    return sum(not isinstance(n.meta.get("val"), torch.Tensor) for n in _saved(forward, num_outputs))
-
-
-def saved_after_tensors(forward: torch.fx.GraphModule, num_outputs: int) -> int:
-    """How many saved values come after the tensors that autograd saves with a version check.
-
-    AOTAutograd finds the saved tensors of a run by counting from the end, with the counts of the module that it has seen. Only
-    modules with equal counts can take each other's place.
-    """
-    saved = _saved(forward, num_outputs)
-    return sum(
-        not isinstance(n.meta.get("val"), torch.Tensor) or bool(n.meta.get("saved_tensor_with_no_vc_check")) for n in saved
-    )
+    """How many symbolic sizes a forward module returns last, for its backward, which gets them first."""
+    saved = list(forward.graph.output_node().args[0])[num_outputs:]  # type: ignore[arg-type]
+    return sum(isinstance(n.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) for n in saved)
 
 
 def keep_undefined(outputs: Iterable[Any]) -> None:

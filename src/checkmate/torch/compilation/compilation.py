@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import fx
+
 from checkmate.core.budget import ResidentMemory
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph
@@ -16,7 +18,7 @@ from checkmate.core.units import format_bytes
 from checkmate.frontend.planner import Planner, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.studies.min_budget import min_budget
-from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined
+from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.program import PlannedGraph, Program
@@ -111,15 +113,18 @@ class Compilation:
         resident = task.extra_resident_bytes + target.device.blas_workspace_bytes
         return replace(task, costs=target.costs, relabel=target.relabel, extra_resident_bytes=resident)
 
-    def forward(self, run: BoxedRun) -> BoxedRun:
+    def forward(self, run: BoxedRun, module: fx.GraphModule | None = None) -> BoxedRun:
         """A compiled forward that the coordinator runs.
 
         Args:
             run: The forward of the plan, in AOTAutograd's boxed calling convention.
+            module: Its module, where sizes may be symbolic.
         """
         planned = self.planned
         if planned is not None:
             planned.own.forward = run
+            if module is not None:
+                planned.num_symbols = planned.own.num_symbols = saved_symbols(module, planned.num_outputs)
 
         def guarded(args: list[Any]) -> Any:
             if self.hooks.before_forward is not None:
@@ -148,7 +153,7 @@ class Compilation:
         Args:
             run: The graph as AOTAutograd compiled it.
         """
-        if self.planned is None or not self.planned.replaceable:
+        if self.planned is None or not self.planned.replaceable or self.planned.dynamic:
             return run
 
         def observed(*args: Any) -> Any:

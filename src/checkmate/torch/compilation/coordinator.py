@@ -187,6 +187,8 @@ class Coordinator:
         with self._planned_code():
             results = list(program.forward(args))
             token = torch.empty(0, dtype=torch.uint8)
+        flight.symbols = results[len(results) - program.num_symbols :]
+        results[len(results) - program.num_symbols :] = [0] * planned.num_symbols  # AOTAutograd expects as many as at first
         results.insert(planned.num_outputs, token)
         key = storage_key(token)
         flight.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in flight.inputs)
@@ -209,6 +211,7 @@ class Coordinator:
         """
         token = args.pop(planned.num_symbols)  # when it is freed its flight is forgotten
         flight = self._flights[storage_key(token)]
+        args[: planned.num_symbols] = flight.symbols
         tangents = planned.tangents
         first = len(args) - len(tangents)
         with self._lock:

@@ -18,10 +18,11 @@ from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import result_of_order
 from checkmate.frontend.step_graph import Part
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent
+from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.graph.op_properties import random_op
+from checkmate.torch.graph.storages import storage_bytes
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.passes.undefined_tangents import without_tangents
@@ -39,6 +40,7 @@ class Program:
         result: The plan.
         memory: Memory that it needs above what is resident.
         undefined: Tangents that the backward does not read: nobody differentiates through their outputs.
+        num_symbols: How many symbolic sizes the forward saves for the backward.
         forward: The forward, in AOTAutograd's boxed calling convention; None until it is compiled.
         backward: The backward.
     """
@@ -46,6 +48,7 @@ class Program:
     result: Result
     memory: StepMemory
     undefined: frozenset[int] = frozenset()
+    num_symbols: int = 0
     forward: BoxedRun | None = None
     backward: BoxedRun | None = None
 
@@ -65,7 +68,7 @@ class PlannedGraph:
         ranks: The ranks that plan together, or None.
         recompile: Makes Dynamo compile the graph again at its next call; None where Dynamo did not compile it.
         replaceable: Whether another program can take the place of the own one without compiling again.
-        num_symbols: How many symbolic sizes the forward saves for the backward.
+        num_symbols: How many symbolic sizes AOTAutograd takes over from the forward to the backward.
     """
 
     joint: CapturedJoint
@@ -116,7 +119,8 @@ class PlannedGraph:
             result = result_of_order(joint.capture.graph, order)
             forward, backward = joint.split(result)
             memory = StepMemory.of(joint.capture.graph, result.plan)
-            self._programs[key] = Program(result, memory, undefined, boxed(forward), boxed(backward))
+            symbols = saved_symbols(forward, self.num_outputs)
+            self._programs[key] = Program(result, memory, undefined, symbols, boxed(forward), boxed(backward))
         return self._programs[key]
 
     @functools.cached_property
@@ -124,6 +128,19 @@ class PlannedGraph:
         """Shape, strides, type and device of each tangent, in the order of the backward's arguments."""
         values = [n.meta["val"] for n in self.joint.capture.joint.graph.nodes if is_tangent(n)]
         return tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
+
+    @functools.cached_property
+    def dynamic(self) -> bool:
+        """Whether sizes of the graph are symbolic."""
+        values = (n.meta.get("val") for n in self.joint.capture.joint.graph.nodes if n.op == "placeholder")
+        return any(isinstance(v, torch.SymInt) for v in values)
+
+    @functools.cached_property
+    def input_bytes(self) -> tuple[int, ...]:
+        """The most bytes that each input can have, where sizes are symbolic."""
+        nodes = [n for n in self.joint.capture.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+        values = [n.meta.get("val") for n in nodes]
+        return tuple(storage_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in values)
 
     def late_backward(self, flight: Flight, tangents: Sequence[Any]) -> list[Any]:
         """The gradients of a forward whose program left out a gradient that came after all.
@@ -197,6 +214,7 @@ class Flight:
         inputs: Bytes of each input, by the key of its storage.
         held: Bytes of each tensor that the forward returned, outputs and saved tensors, by the key of its storage.
         arguments: The arguments of the forward, tensors by weak references; empty if its program reads all tangents.
+        symbols: Symbolic sizes that it saved for the backward.
         random_state: Restores the random state with which the forward began; None for a graph that draws no random numbers.
     """
 
@@ -206,6 +224,7 @@ class Flight:
     inputs: dict[int, int]
     held: dict[int, int] = field(default_factory=dict)
     arguments: list[Callable[[], Any]] = field(default_factory=list)
+    symbols: list[Any] = field(default_factory=list)
     random_state: Callable[[], None] | None = None
 
 

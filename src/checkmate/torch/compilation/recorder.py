@@ -64,7 +64,9 @@ class StepRecorder:
     over: bool = False
     _eager: dict[int, int] = field(default_factory=dict)  # storage that eager code allocated -> the window after it
     _eager_bytes: int = 0  # of those that are alive
-    _eager_peaks: dict[int, int] = field(default_factory=dict)  # window -> the most that they were before it
+    _returned_bytes: int = 0  # of storages that windows made and that are alive
+    _peaks: dict[int, int] = field(default_factory=dict)  # window -> the most that both were before it
+    _most_eager_bytes: int = 0
     _gradients: dict[int, int] = field(default_factory=dict)
     _present: dict[int, int] = field(default_factory=dict)
 
@@ -80,11 +82,12 @@ class StepRecorder:
     @property
     def eager_peak_bytes(self) -> int:
         """The most that eager code held at any time of the step."""
-        return max(self._eager_peaks.values(), default=0)
+        return self._most_eager_bytes
 
     def _note_eager(self) -> None:
         window = len(self.windows)
-        self._eager_peaks[window] = max(self._eager_peaks.get(window, 0), self._eager_bytes)
+        self._peaks[window] = max(self._peaks.get(window, 0), self._eager_bytes + self._returned_bytes)
+        self._most_eager_bytes = max(self._most_eager_bytes, self._eager_bytes)
 
     def begin_forward(self, planned: PlannedGraph, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
         """Record that a forward begins.
@@ -94,7 +97,11 @@ class StepRecorder:
             args: Its arguments.
             transient: Storages that are counted elsewhere, by key: they have no bytes here.
         """
-        given = tuple(self._storage(a, None, transient) if isinstance(a, torch.Tensor) else None for a in args)
+        most = planned.input_bytes if planned.dynamic else (0,) * len(args)
+        given = tuple(
+            self._storage(a, None, transient, size) if isinstance(a, torch.Tensor) else None
+            for a, size in zip(args, most, strict=True)
+        )
         leaves = tuple(
             (k, weakref.ref(a)) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad
         )
@@ -175,21 +182,29 @@ class StepRecorder:
         )
 
     def _transient(self, window: int) -> int:
-        """The most that eager code took before a window, besides what of it was alive there."""
-        freed = self.freed
-        alive = sum(self.sizes[s] for s, first in self._eager.items() if first <= window <= freed.get(s, window + 1) - 1)
-        return max(0, self._eager_peaks.get(window, 0) - alive)
+        """The most that was alive before a window at once, besides what is alive there by the account of `step_graph`.
+
+        That is what earlier windows made, as long as it lives and at least to the gap after its window, and what eager code made.
+        """
+        alive = {s for s in range(len(self.sizes)) if self.freed.get(s, window + 1) > window}
+        eager = {s for s, first in self._eager.items() if first <= window} & alive
+        made = {s for s, source in enumerate(self.sources) if source is not None and source < window}
+        listed = sum(self.sizes[s] for s in eager | {s for s in made if s in alive or self.sources[s] == window - 1})
+        return max(0, self._peaks.get(window, 0) - listed)
 
     def _results(self, results: Sequence[Any]) -> tuple[int | None, ...]:
-        here = len(self.windows) - 1
-        return tuple(self._storage(r, here, {}) if isinstance(r, torch.Tensor) else None for r in results)
+        here, known = len(self.windows) - 1, len(self.sizes)
+        found = tuple(self._storage(r, here, {}) if isinstance(r, torch.Tensor) else None for r in results)
+        self._returned_bytes += sum(self.sizes[known:])
+        self._note_eager()
+        return found
 
-    def _storage(self, tensor: torch.Tensor, source: int | None, transient: Mapping[int, int]) -> int:
+    def _storage(self, tensor: torch.Tensor, source: int | None, transient: Mapping[int, int], least_bytes: int = 0) -> int:
         key = storage_key(tensor)
         found = self._present.get(key)
         if found is None:
             found = self._present[key] = len(self.sizes)
-            self.sizes.append(0 if key in transient else storage_bytes(tensor))
+            self.sizes.append(0 if key in transient else max(least_bytes, storage_bytes(tensor)))
             self.sources.append(source)
             if not isinstance(tensor, torch.nn.Parameter):  # parameters outlive every step
                 weakref.finalize(tensor.untyped_storage(), self._free, key, found).atexit = False
@@ -202,3 +217,5 @@ class StepRecorder:
             self.freed[storage] = len(self.windows)
             if storage in self._eager:
                 self._eager_bytes -= self.sizes[storage]
+            elif self.sources[storage] is not None:
+                self._returned_bytes -= self.sizes[storage]

@@ -89,7 +89,7 @@ def _plan(first: PlannedGraph, graph: Graph, whole: StepGraph) -> Result:
     """A plan in which every computation runs in a window of its own graph."""
     limit = target = first.budget.resolve(graph)
     for _ in range(_ATTEMPTS.most):
-        result = planner_for(replace(first.options, budget=Budget.parse(target)))(graph)
+        result = planner_for(replace(first.options, budget=Budget(str(first.budget), total_bytes=target)))(graph)
         moved = result_of_order(graph, whole.within_windows(result.plan.order))
         if moved.peak_bytes <= limit:
             return msgspec.structs.replace(
