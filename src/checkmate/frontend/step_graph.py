@@ -244,14 +244,16 @@ class _Stitcher:
         )
 
     def _handed_out(self) -> set[tuple[int, int]]:
-        """Part and value of every result of a forward whose storage outlives its window: it must be allocated once."""
+        """Part and value of every result whose storage outlives its window: it must be allocated once."""
         found: set[tuple[int, int]] = set()
         for w, window in enumerate(self.step.windows):
             part = self.step.parts[window.part]
-            if not window.backward:
-                for value, storage in zip(part.returned, window.made, strict=True):
-                    if value is not None and storage is not None and self.step.storages[storage].last > w:
-                        found.add((window.part, part.graph.root[value]))
+            for value, storage in zip(part.gradients if window.backward else part.returned, window.made, strict=True):
+                if value is None or storage is None or storage in self.step.accumulated:
+                    continue
+                made_here = (part.graph.producer[part.graph.root[value]] > part.boundary) == window.backward
+                if made_here and self.step.storages[storage].last > w:
+                    found.add((window.part, part.graph.root[value]))
         return found
 
     def _root(self, value: int) -> int:
@@ -267,6 +269,9 @@ class _Stitcher:
         windows, storages = self.step.windows, self.step.storages
         window = windows[w] if w < len(windows) else None
         reads = {a.value: None for a in self.alive.values() if a.first == w or w <= a.last < len(windows)}
+        if w and not windows[w - 1].backward:  # a result that shares the storage of another one has no other reader
+            before = windows[w - 1].part
+            reads.update((self.value_of[before][v], None) for v in self.step.parts[before].returned if v is not None)
         writes: list[int] = []
         for storage, known in storages.items():
             if known.first == w:
@@ -387,7 +392,9 @@ class _Stitcher:
                 # What reads neither another op nor an earlier window could run at any time before.
                 if start is not None and not op.inputs and any(part.graph.values[v].size_bytes for v in op.outputs):
                     self.order.append((start, mine[o]))
-                later = {closes if c == part.boundary else mine[c] for c in op.clobbered_by} | self._overwritten(p, o)
+                later = {closes if c == part.boundary else mine[c] for c in op.clobbered_by}
+                if self._overwritten(p, o, forward, backward):
+                    later.add(closes)
                 if later:
                     self.ops[mine[o]] = msgspec.structs.replace(self.ops[mine[o]], clobbered_by=tuple(sorted(later)))
             for o, op in enumerate(part.graph.ops[part.boundary + 1 :], part.boundary + 1):
@@ -395,15 +402,14 @@ class _Stitcher:
                     later = {mine[c] for c in op.clobbered_by}
                     self.ops[mine[o]] = msgspec.structs.replace(self.ops[mine[o]], clobbered_by=tuple(sorted(later)))
 
-    def _overwritten(self, p: int, o: int) -> set[int]:
-        """The gaps by which what an op of a forward reads has been overwritten in another window."""
-        found: set[int] = set()
-        for w, window in enumerate(self.step.windows):
-            if window.part != p or window.backward:
-                continue
-            for k, storage in enumerate(window.given):
-                changed = self.step.storages[storage].overwritten if storage is not None else None
-                gap = self.gaps[changed + 1] if changed is not None and changed > w else None
-                if gap is not None and o in self.step.parts[p].readers[k]:
-                    found.add(gap)
-        return found
+    def _overwritten(self, p: int, o: int, forward: int, backward: int) -> bool:
+        """Whether an input that an op of a forward reads, itself or a view of it, is overwritten before the backward begins."""
+        part, read = self.step.parts[p], set[int]()
+        read.update(part.views[v] for v in part.graph.ops[o].inputs if v in part.views)
+        read.update(k for k, readers in enumerate(part.readers) if o in readers)
+        for k in read:
+            storage = self.step.windows[forward].given[k]
+            changed = self.step.storages[storage].overwritten if storage is not None else None
+            if changed is not None and forward < changed < backward:
+                return True
+        return False

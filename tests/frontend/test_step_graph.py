@@ -1,0 +1,468 @@
+"""A step of several graphs is one graph: memory is that of all of them, and its plans cut into plans of each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkmate import Graph, Limits, Op, Plan, Problem, Value, evaluate, simulate, solve, validate
+from checkmate.core.graph import BOUNDARY
+from checkmate.core.plan import Compute
+from checkmate.frontend.step_graph import GAP, ObservedStep, Part, StepGraph, Storage, Window, step_graph
+
+RESIDENT = 1000
+HIDDEN, GRADIENT, WEIGHT_GRADIENT, WEIGHT, BATCH, LOSS_TANGENT = 0, 100, 200, 300, 400, 500
+"""Storages: that of hidden tensor 2 is ``HIDDEN + 2``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """A chain of layers with its backward; the last layer is the loss.
+
+    Layer i computes hidden tensor i from the one before. Its backward reads the gradient of that tensor and its input, and computes
+    the gradients of its input and of its weight.
+
+    Attributes:
+        hidden: Bytes of each hidden tensor, and of its gradient.
+        weights: Bytes of the gradient of each weight.
+        output_read: Layers whose backward reads their own output.
+    """
+
+    hidden: tuple[int, ...]
+    weights: tuple[int, ...]
+    output_read: frozenset[int] = frozenset()
+
+    def part(self, first: int, end: int) -> Part:
+        """The layers from ``first`` to ``end`` as one captured graph. Its inputs are a hidden tensor and the weights."""
+        count = end - first
+        values = [Value(f"h{i}", self.hidden[i], kept=i == end - 1) for i in range(first, end)]
+        ops = [Op(f"f{i}", (i - first - 1,) if i > first else (), (i - first,), cost=1 + i) for i in range(first, end)]
+        tangent = len(values)
+        values.append(Value("tangent", self.hidden[end - 1]))
+        ops.append(Op("start", (count - 1,), (tangent,), cost=0, recomputable=False, phase="backward", kind=BOUNDARY))
+        gradient, weights = tangent, dict[int, int]()
+        for i in reversed(range(first, end)):
+            reads = {gradient} | ({i - first - 1} if i > first else set()) | ({i - first} if i in self.output_read else set())
+            made = []
+            if i > 0:
+                made.append(len(values))
+                values.append(Value(f"g{i - 1}", self.hidden[i - 1], kept=i == first))
+            weights[i] = len(values)
+            made.append(weights[i])
+            values.append(Value(f"w{i}", self.weights[i], kept=True))
+            ops.append(Op(f"b{i}", tuple(sorted(reads)), tuple(made), cost=1 + i, phase="backward"))
+            gradient = made[0]
+        return Part(
+            graph=Graph(tuple(ops), tuple(values)),
+            readers=((0, len(ops) - 1), *((i - first,) for i in range(first, end))),
+            views={},
+            returned=(count - 1,),
+            tangents=(tangent,),
+            gradients=(gradient if first > 0 else None, *(weights[i] for i in range(first, end))),
+        )
+
+    def step(self, cuts: Sequence[int] = (), *, resident_bytes: int = RESIDENT) -> ObservedStep:
+        """The chain as a step of one graph more than there are cuts.
+
+        Args:
+            cuts: First layer of each further graph, ascending.
+            resident_bytes: Resident bytes.
+        """
+        n, bounds = len(self.hidden), [0, *cuts, len(self.hidden)]
+        count = len(bounds) - 1
+        over, forwards, backwards = 2 * count, list[Window](), list[Window]()
+        storages = {HIDDEN + n - 1: Storage(size_bytes=self.hidden[-1], last=over)}
+        storages[LOSS_TANGENT] = Storage(size_bytes=self.hidden[-1], last=count)
+        storages[BATCH] = Storage(size_bytes=0, last=over)
+        for p, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            weights = range(first, end)
+            storages.update({WEIGHT + i: Storage(size_bytes=0, last=over) for i in weights})
+            storages.update({WEIGHT_GRADIENT + i: Storage(size_bytes=self.weights[i], last=over) for i in weights})
+            if end < n:
+                read = over - 1 - p if end - 1 in self.output_read else over - 2 - p
+                storages[HIDDEN + end - 1] = Storage(size_bytes=self.hidden[end - 1], last=read)
+                storages[GRADIENT + end - 1] = Storage(size_bytes=self.hidden[end - 1], last=over - 1 - p)
+            given = (HIDDEN + first - 1 if p else BATCH, *(WEIGHT + i for i in weights))
+            forwards.append(Window(part=p, backward=False, given=given, made=(HIDDEN + end - 1,)))
+            gradients = (GRADIENT + first - 1 if p else None, *(WEIGHT_GRADIENT + i for i in weights))
+            tangent = GRADIENT + end - 1 if end < n else LOSS_TANGENT
+            backwards.append(Window(part=p, backward=True, given=(tangent,), made=gradients))
+        return ObservedStep(
+            parts=tuple(self.part(first, end) for first, end in zip(bounds, bounds[1:], strict=False)),
+            windows=(*forwards, *reversed(backwards)),
+            storages=storages,
+            resident_bytes=resident_bytes,
+        )
+
+
+LAYERS = Layers(hidden=(10, 20, 30, 4), weights=(1, 2, 3, 5))
+
+
+def changed(step: ObservedStep, storage: int, **facts: int | None) -> ObservedStep:
+    """A step in which one storage is another."""
+    known = step.storages.get(storage, Storage(size_bytes=0))
+    return replace(step, storages={**step.storages, storage: replace(known, **facts)})
+
+
+def with_window(step: ObservedStep, w: int, **facts: object) -> ObservedStep:
+    """A step in which one window is another."""
+    return replace(step, windows=tuple(replace(x, **facts) if i == w else x for i, x in enumerate(step.windows)))
+
+
+def memory(graph: Graph, order: Iterable[int] | None = None) -> dict[str, int]:
+    """Bytes above the resident ones while each op first runs, by its name; in the graph's own order by default."""
+    plan = Plan.from_order(graph, range(len(graph.ops)) if order is None else order)
+    held = simulate(graph, plan).bytes
+    found: dict[str, int] = {}
+    for step, size in zip(plan.steps, held, strict=True):
+        if isinstance(step, Compute):
+            found.setdefault(graph.ops[step.op].name, int(size) - graph.resident_bytes)
+    return found
+
+
+def named(graph: Graph, *names: str) -> list[int]:
+    """Ops by their names."""
+    return [next(o for o, op in enumerate(graph.ops) if op.name == name) for name in names]
+
+
+def check(step: ObservedStep, whole: StepGraph, order: Sequence[int]) -> list[int]:
+    """An order of the whole graph, moved into windows, is valid, and so is each part's; returns the moved order."""
+    moved = whole.within_windows(order)
+    assert validate(whole.graph, Plan.from_order(whole.graph, moved)) == ()
+    now = 0
+    for o in moved:
+        owner, local = whole.owners[o]
+        if local is None:
+            now = owner
+        else:
+            assert whole.windows[now][0] == owner
+    orders = whole.cut(moved)
+    for part, mine in zip(step.parts, orders, strict=True):
+        assert set(mine) == set(range(len(part.graph.ops)))
+        assert mine.count(part.boundary) == 1
+        evaluate(part.graph, Plan.from_order(part.graph, mine))
+    assert sum(map(len, orders)) == sum(1 for o in moved if whole.owners[o][1] is not None) + len(step.parts)
+    return moved
+
+
+def random_order(graph: Graph, rng: random.Random, again: float) -> list[int]:
+    """A random order that keeps every rule of a graph, in which an op is computed again with a given probability."""
+    before: list[set[int]] = [{graph.producer[v] for v in op.inputs} for op in graph.ops]
+    for a, b in graph.order:
+        before[b].add(a)
+    last = {o: set(op.clobbered_by) for o, op in enumerate(graph.ops)}
+    for o, by in last.items():
+        for c in by:
+            before[c].add(o)
+    order, done = list[int](), set[int]()
+    while len(done) < len(graph.ops):
+        ready = [o for o in range(len(graph.ops)) if o not in done and before[o] <= done]
+        repeated = [o for o in done if graph.ops[o].recomputable and not last[o] & done]
+        order.append(rng.choice(sorted(repeated)) if repeated and rng.random() < again else rng.choice(ready))
+        done.add(order[-1])
+    return order
+
+
+def test_memory_of_two_parts_adds_up() -> None:
+    """Worked by hand: the hidden tensor and its gradient are handed over and counted once."""
+    graph = step_graph(LAYERS.step([2])).graph
+    assert graph.resident_bytes == RESIDENT
+    assert memory(graph) == {
+        "0.f0": 10,
+        "0.f1": 10 + 20,
+        "gap 1": 10 + 20,
+        "1.f2": 10 + 20 + 30,
+        "1.f3": 10 + 20 + 30 + 4,
+        "gap 2": 10 + 20 + 30 + 4 + 4,  # the gradient of the loss
+        "1.b3": 10 + 20 + 30 + 4 + 4 + (30 + 5),
+        "1.b2": 10 + 20 + 4 + (30 + 5) + (20 + 3),
+        "gap 3": 10 + 4 + 5 + (20 + 3),
+        "0.b1": 10 + 4 + 5 + (20 + 3) + (10 + 2),
+        "0.b0": 4 + 5 + 3 + (10 + 2) + 1,
+        "gap 4": 4 + 5 + 3 + 2 + 1,
+    }
+
+
+def test_what_outlives_the_step_is_kept() -> None:
+    """Weight gradients and the loss are; hidden tensors and their gradients are not."""
+    graph = step_graph(LAYERS.step([2])).graph
+    assert {v.name for v in graph.values if v.kept} == {"1.h3", "1.w3", "1.w2", "0.w1", "0.w0"}
+
+
+def test_an_output_that_dies_is_not_kept() -> None:
+    """A loss that the caller drops before the backward has no bytes in it."""
+    kept, dropped = (step_graph(changed(LAYERS.step([2]), HIDDEN + 3, last=last)).graph for last in (4, 2))
+    before, after = memory(kept), memory(dropped)
+    assert {name for name in before if before[name] != after[name]} == {"1.b3", "1.b2", "gap 3", "0.b1", "0.b0", "gap 4"}
+    assert all(before[name] - after[name] in (0, 4) for name in before)
+
+
+def test_a_handed_tensor_lives_as_long_as_it_was_seen_to() -> None:
+    """A hidden tensor that the caller holds to the end is kept."""
+    before, after = (memory(step_graph(s).graph) for s in (LAYERS.step([2]), changed(LAYERS.step([2]), HIDDEN + 1, last=4)))
+    assert {name: after[name] - before[name] for name in before if after[name] != before[name]} == {
+        "gap 3": 20,
+        "0.b1": 20,
+        "0.b0": 20,
+        "gap 4": 20,
+    }
+
+
+def test_accumulated_gradients_are_freed_after_their_window() -> None:
+    """They are added to existing gradients, which are resident."""
+    step = replace(LAYERS.step([2]), accumulated=frozenset({WEIGHT_GRADIENT + 2, WEIGHT_GRADIENT + 3}))
+    before, after = memory(step_graph(LAYERS.step([2])).graph), memory(step_graph(step).graph)
+    assert {name: before[name] - after[name] for name in before if after[name] != before[name]} == {
+        "0.b1": 3 + 5,
+        "0.b0": 3 + 5,
+        "gap 4": 3 + 5,
+    }
+
+
+def test_eager_storages_and_workspace_count() -> None:
+    """A storage counts from the window before which it was allocated to the last window that it was seen before."""
+    plain = LAYERS.step([2])
+    step = replace(plain, storages={**plain.storages, 600: Storage(size_bytes=7, first=1, last=2)}, eager_bytes=60)
+    step = with_window(step, 2, eager_bytes=50)
+    before, after = memory(step_graph(plain).graph), memory(step_graph(step).graph)
+    assert {name: after[name] - before[name] for name in before if after[name] != before[name]} == {
+        "gap 1": 7,
+        "1.f2": 7,
+        "1.f3": 7,
+        "gap 2": 7 + 50,
+        "gap 4": 60,
+    }
+
+
+def test_eager_code_before_the_first_window_counts() -> None:
+    """It has a gap only where it is needed."""
+    plain = LAYERS.step([2])
+    assert step_graph(plain).graph.ops[0].name == "0.f0"
+    step = replace(plain, storages={**plain.storages, 600: Storage(size_bytes=7, first=0, last=4)})
+    assert {name: size - memory(step_graph(plain).graph).get(name, 0) for name, size in memory(step_graph(step).graph).items()} == {
+        "gap 0": 7,
+        **dict.fromkeys(memory(step_graph(plain).graph), 7),
+    }
+
+
+def test_a_gradient_that_eager_code_allocated_counts_once() -> None:
+    """With the loss outside of the graph the tangent is a view of what eager code made."""
+    plain = LAYERS.step([2])
+    step = changed(plain, LOSS_TANGENT, first=2, last=2)
+    assert memory(step_graph(plain).graph) == memory(step_graph(step).graph)
+
+
+def test_a_tensor_that_eager_code_hands_to_a_forward_counts_once() -> None:
+    """Such as labels that are padded between two graphs: they are freed after their last reader."""
+    step = changed(LAYERS.step([2]), 600, size_bytes=7, first=1, last=2)
+    part = step.parts[1]
+    readers = (*part.readers, (1, 3))  # f3 and b3
+    step = replace(step, parts=(step.parts[0], replace(part, readers=readers)))
+    step = with_window(step, 1, given=(*step.windows[1].given, 600))
+    before, after = memory(step_graph(LAYERS.step([2])).graph), memory(step_graph(step).graph)
+    grown = {name: after[name] - before[name] for name in before if after[name] != before[name]}
+    assert grown == dict.fromkeys(("gap 1", "1.f2", "1.f3", "gap 2", "1.b3"), 7)
+
+
+def test_a_view_of_a_handed_tensor_keeps_it() -> None:
+    """A later graph that views its input sees no storage: here it is a view of the tensor that was handed over."""
+    plain = LAYERS.step([2])
+    ops = (
+        Op("view", (), (0,), cost=0),
+        Op("f", (0,), (1,), cost=1),
+        Op("start", (1,), (2,), cost=0, recomputable=False, phase="backward", kind=BOUNDARY),
+        Op("b", (0, 2), (3,), cost=1, phase="backward"),
+    )
+    values = (Value("view", 0), Value("loss", 4, kept=True), Value("tangent", 4), Value("gradient", 20, kept=True))
+    later = Part(
+        graph=Graph(ops, values), readers=((0,),), views={0: 0}, returned=(1,), tangents=(2,), gradients=(3,)
+    )
+    step = replace(plain, parts=(plain.parts[0], later))
+    step = with_window(step, 1, given=(HIDDEN + 1,))
+    step = with_window(step, 2, made=(GRADIENT + 1,))
+    whole = step_graph(step)
+    view = next(v for v in whole.graph.values if v.name == "1.view")
+    assert view.base is not None and whole.graph.values[view.base].name == "0.h1"
+    assert memory(whole.graph)["1.b"] == 10 + 20 + 4 + 4 + 20
+    check(step, whole, range(len(whole.graph.ops)))
+
+
+def test_a_tensor_that_is_handed_over_is_computed_once() -> None:
+    """The later graph holds the instance that it was given; a second one would be another allocation."""
+    graph = step_graph(LAYERS.step([2])).graph
+    assert [graph.ops[o].recomputable for o in named(graph, "0.f0", "0.f1", "1.f2", "1.f3")] == [True, False, True, False]
+
+
+def test_a_gradient_that_leaves_its_graph_is_computed_once() -> None:
+    """Autograd holds the instance that the window returned: freeing it and computing it again later frees nothing."""
+    graph = step_graph(LAYERS.step([2])).graph
+    assert [graph.ops[o].recomputable for o in named(graph, "1.b3", "1.b2", "0.b1")] == [False, False, False]
+
+
+@pytest.mark.parametrize("overwritten", [1, 2])
+def test_what_reads_an_overwritten_storage_is_not_computed_after_it(overwritten: int) -> None:
+    """Its content has changed before the next window in which the reader could run again."""
+    step = changed(LAYERS.step([2]), BATCH, overwritten=overwritten)
+    whole = step_graph(step)
+    first, second, gap, again = named(whole.graph, "0.f0", "0.f1", "gap 1", "0.b1")
+    assert whole.graph.ops[first].clobbered_by
+    assert not whole.graph.ops[second].clobbered_by
+    order = list(range(len(whole.graph.ops)))
+    for place in (gap, again):
+        late = order[: place + 1] + [first] + order[place + 1 :]
+        assert "clobber" in {v.rule for v in validate(whole.graph, Plan.from_order(whole.graph, late))}
+    check(step, whole, order)
+
+
+def test_what_reads_a_view_of_an_overwritten_storage_is_not_computed_after_it() -> None:
+    """Such as a matrix product with a transposed parameter: the view has no bytes, and may be held."""
+    plain = LAYERS.step([2])
+    ops = (
+        Op("transpose", (), (0,), cost=0),
+        Op("f", (0,), (1,), cost=1),
+        Op("start", (1,), (2,), cost=0, recomputable=False, phase="backward", kind=BOUNDARY),
+        Op("b", (1, 2), (3,), cost=1, phase="backward"),
+    )
+    values = (Value("view", 0), Value("h1", 20, kept=True), Value("tangent", 20), Value("w0", 1, kept=True))
+    first = Part(graph=Graph(ops, values), readers=((0,),), views={0: 0}, returned=(1,), tangents=(2,), gradients=(3,))
+    step = replace(changed(plain, WEIGHT, overwritten=1), parts=(first, plain.parts[1]))
+    step = with_window(step, 0, given=(WEIGHT,))
+    step = with_window(step, 3, made=(WEIGHT_GRADIENT,))
+    graph = step_graph(step).graph
+    (product,) = named(graph, "0.f")
+    assert graph.ops[product].clobbered_by == tuple(named(graph, "gap 1"))
+
+
+@pytest.mark.parametrize("overwritten", [0, 3])
+def test_an_overwriting_by_the_graph_itself_is_left_to_its_own_rules(overwritten: int) -> None:
+    """They say which op overwrites; after the graph's own backward nothing of it runs."""
+    graph = step_graph(changed(LAYERS.step([2]), BATCH, overwritten=overwritten)).graph
+    assert not any(op.clobbered_by for op in graph.ops)
+
+
+def test_a_view_that_is_returned_is_computed_in_its_forward() -> None:
+    """It has the storage of another result, and no reader but the caller: only the gap says when it is needed."""
+    plain = LAYERS.step([2])
+    first = plain.parts[0]
+    ops, values = list(first.graph.ops), list(first.graph.values)
+    values.append(Value("view", 0, base=1, kept=True))
+    view = len(values) - 1
+    start = replace_op(ops[2], inputs=(1, view))
+    graph = Graph((*ops[:2], Op("view", (1,), (view,), cost=0), start, *ops[3:]), tuple(values))
+    readers = ((0, 5), (0,), (1,))
+    step = replace(plain, parts=(replace(first, graph=graph, returned=(1, view), readers=readers), plain.parts[1]))
+    step = with_window(step, 0, made=(HIDDEN + 1, HIDDEN + 1))
+    whole = step_graph(step)
+    rng = random.Random(0)
+    for _ in range(20):
+        check(step, whole, random_order(whole.graph, rng, 0.2))
+
+
+def replace_op(op: Op, *, inputs: tuple[int, ...]) -> Op:
+    return Op(op.name, inputs, op.outputs, op.cost, recomputable=op.recomputable, phase=op.phase, kind=op.kind)
+
+
+def test_the_order_of_keeping_everything_is_cut_into_that_of_each_part() -> None:
+    """Nothing has to move."""
+    step = LAYERS.step([1, 3])
+    whole = step_graph(step)
+    order = range(len(whole.graph.ops))
+    assert whole.within_windows(order) == list(order)
+    assert whole.cut(order) == [list(range(len(part.graph.ops))) for part in step.parts]
+
+
+def test_backwards_may_run_in_any_order() -> None:
+    """Three graphs with a loss each, whose backwards run as the user called them."""
+    towers = [Layers(hidden=(size, 2 * size, 4), weights=(1, 1, 1)) for size in (8, 16, 32)]
+    storages, windows, parts = dict[int, Storage](), list[Window](), list[Part]()
+    turns = [(0, False), (1, False), (2, False), (1, True), (0, True), (2, True)]
+    for p, tower in enumerate(towers):
+        step = tower.step()
+        parts.append(step.parts[0])
+        storages.update({1000 * p + s: replace(x, last=6 if x.last == 2 else x.last) for s, x in step.storages.items()})
+    for p, backward in turns:
+        window = towers[p].step().windows[int(backward)]
+        of = [tuple(None if s is None else 1000 * p + s for s in side) for side in (window.given, window.made)]
+        windows.append(Window(part=p, backward=backward, given=of[0], made=of[1]))
+    step = ObservedStep(parts=tuple(parts), windows=tuple(windows), storages=storages, resident_bytes=0)
+    whole = step_graph(step)
+    held = memory(whole.graph)
+    assert held["gap 3"] == 8 + 16 + 4 + 16 + 32 + 4 + 32 + 64 + 4 + 4
+    assert held["2.b2"] == 4 + 3 + 4 + 3 + 32 + 64 + 4 + 4 + 64 + 1
+    rng = random.Random(1)
+    for _ in range(20):
+        check(step, whole, random_order(whole.graph, rng, 0.3))
+
+
+@pytest.mark.parametrize("cuts", [[3], [2, 4]])
+def test_a_plan_of_the_step_is_a_plan_of_each_part(cuts: list[int]) -> None:
+    """Within half of what keeping everything needs; moving the plan into windows keeps its budget here."""
+    layers = Layers(hidden=(40, 40, 40, 40, 40, 4), weights=(1,) * 6, output_read=frozenset(range(6)))
+    step = layers.step(cuts, resident_bytes=0)
+    whole = step_graph(step)
+    everything = max(memory(whole.graph).values())
+    result = solve(Problem(whole.graph, everything - 60), limits=Limits(time_s=5))
+    moved = check(step, whole, result.plan.order)
+    assert result.cost > whole.graph.cost
+    assert evaluate(whole.graph, Plan.from_order(whole.graph, moved)).peak_bytes <= everything - 60
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[Layers, list[int]]:
+    """A chain of 2 to 7 layers, cut into 1 to 4 parts."""
+    count = draw(st.integers(2, 7))
+    sizes = st.integers(0, 9)
+    layers = Layers(
+        hidden=tuple(draw(sizes) for _ in range(count)),
+        weights=tuple(draw(sizes) for _ in range(count)),
+        output_read=frozenset(draw(st.sets(st.integers(0, count - 1)))),
+    )
+    return layers, sorted(draw(st.sets(st.integers(1, count - 1), max_size=3)))
+
+
+@given(chains())
+def test_cutting_a_chain_does_not_change_its_memory(chain: tuple[Layers, list[int]]) -> None:
+    """Keeping everything takes the same bytes while each op runs: handoffs are views, and no storage counts twice."""
+    layers, cuts = chain
+    cut, whole = (memory(step_graph(layers.step(c)).graph) for c in (cuts, []))
+    assert ops_of(cut) == ops_of(whole)
+    assert max(cut.values()) == max(whole.values())
+
+
+@given(chains(), st.integers(0, 2**32), st.sampled_from([0.0, 0.2, 0.5]))
+@settings(max_examples=200)
+def test_any_order_of_the_step_can_be_cut(chain: tuple[Layers, list[int]], seed: int, again: float) -> None:
+    """What a solver puts elsewhere can be moved into windows, and each part of the order is valid for its graph."""
+    layers, cuts = chain
+    step = layers.step(cuts)
+    whole = step_graph(step)
+    check(step, whole, random_order(whole.graph, random.Random(seed), again))
+
+
+@given(chains(), st.integers(0, 2**32))
+def test_a_plan_of_the_cut_chain_is_one_of_the_chain(chain: tuple[Layers, list[int]], seed: int) -> None:
+    """Cutting only forbids: without its gaps an order costs the same in the chain, and takes no more memory."""
+    layers, cuts = chain
+    cut, whole = (step_graph(layers.step(c)).graph for c in (cuts, []))
+    order = random_order(cut, random.Random(seed), 0.3)
+    places = {op.name.split(".")[-1]: o for o, op in enumerate(whole.ops)}
+    loss = f"gap {len(cuts) + 1}"
+    places[loss] = named(whole, "gap 1")[0]
+    last = f"gap {2 * len(cuts) + 2}"
+    places[last] = len(whole.ops) - 1
+    names = [cut.ops[o].name.split(".")[-1] for o in order]
+    same = [places[name] for name in names if not name.startswith(GAP) or name in (loss, last)]
+    assert validate(whole, Plan.from_order(whole, same)) == ()
+    mine, its = (simulate(g, Plan.from_order(g, o)) for g, o in ((cut, order), (whole, same)))
+    assert its.cost == mine.cost
+    assert its.peak_bytes <= mine.peak_bytes
+
+
+def ops_of(held: dict[str, int]) -> dict[str, int]:
+    """Bytes of each op that is no gap, by its name in the chain."""
+    return {name.split(".")[1]: size for name, size in held.items() if not name.startswith(GAP)}
