@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate import Graph, Limits, Op, Plan, Problem, Value, evaluate, simulate, solve, validate
+from checkmate import Graph, InfeasibleBudgetError, Limits, Op, Plan, Problem, Value, evaluate, simulate, solve, validate
 from checkmate.core.graph import BOUNDARY
 from checkmate.core.plan import Compute
 from checkmate.frontend.step_graph import GAP, ObservedStep, Part, StepGraph, Storage, Window, step_graph
@@ -24,8 +25,8 @@ HIDDEN, GRADIENT, WEIGHT_GRADIENT, WEIGHT, BATCH, LOSS_TANGENT = 0, 100, 200, 30
 class Layers:
     """A chain of layers with its backward; the last layer is the loss.
 
-    Layer i computes hidden tensor i from the one before. Its backward reads the gradient of that tensor and its input, and computes
-    the gradients of its input and of its weight.
+    Layer i computes hidden tensor i from the one before. Its backward reads the gradient of that tensor and its input, and
+    computes the gradients of its input and of its weight.
 
     Attributes:
         hidden: Bytes of each hidden tensor, and of its gradient.
@@ -79,7 +80,7 @@ class Layers:
         storages = {HIDDEN + n - 1: Storage(size_bytes=self.hidden[-1], last=over)}
         storages[LOSS_TANGENT] = Storage(size_bytes=self.hidden[-1], last=count)
         storages[BATCH] = Storage(size_bytes=0, last=over)
-        for p, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for p, (first, end) in enumerate(itertools.pairwise(bounds)):
             weights = range(first, end)
             storages.update({WEIGHT + i: Storage(size_bytes=0, last=over) for i in weights})
             storages.update({WEIGHT_GRADIENT + i: Storage(size_bytes=self.weights[i], last=over) for i in weights})
@@ -93,7 +94,7 @@ class Layers:
             tangent = GRADIENT + end - 1 if end < n else LOSS_TANGENT
             backwards.append(Window(part=p, backward=True, given=(tangent,), made=gradients))
         return ObservedStep(
-            parts=tuple(self.part(first, end) for first, end in zip(bounds, bounds[1:], strict=False)),
+            parts=tuple(self.part(first, end) for first, end in itertools.pairwise(bounds)),
             windows=(*forwards, *reversed(backwards)),
             storages=storages,
             resident_bytes=resident_bytes,
@@ -244,7 +245,9 @@ def test_eager_code_before_the_first_window_counts() -> None:
     plain = LAYERS.step([2])
     assert step_graph(plain).graph.ops[0].name == "0.f0"
     step = replace(plain, storages={**plain.storages, 600: Storage(size_bytes=7, first=0, last=4)})
-    assert {name: size - memory(step_graph(plain).graph).get(name, 0) for name, size in memory(step_graph(step).graph).items()} == {
+    assert {
+        name: size - memory(step_graph(plain).graph).get(name, 0) for name, size in memory(step_graph(step).graph).items()
+    } == {
         "gap 0": 7,
         **dict.fromkeys(memory(step_graph(plain).graph), 7),
     }
@@ -279,9 +282,7 @@ def test_a_view_of_a_handed_tensor_keeps_it() -> None:
         Op("b", (0, 2), (3,), cost=1, phase="backward"),
     )
     values = (Value("view", 0), Value("loss", 4, kept=True), Value("tangent", 4), Value("gradient", 20, kept=True))
-    later = Part(
-        graph=Graph(ops, values), readers=((0,),), views={0: 0}, returned=(1,), tangents=(2,), gradients=(3,)
-    )
+    later = Part(graph=Graph(ops, values), readers=((0,),), views={0: 0}, returned=(1,), tangents=(2,), gradients=(3,))
     step = replace(plain, parts=(plain.parts[0], later))
     step = with_window(step, 1, given=(HIDDEN + 1,))
     step = with_window(step, 2, made=(GRADIENT + 1,))
@@ -304,6 +305,13 @@ def test_a_gradient_that_leaves_its_graph_is_computed_once() -> None:
     assert [graph.ops[o].recomputable for o in named(graph, "1.b3", "1.b2", "0.b1")] == [False, False, False]
 
 
+def test_no_plan_frees_a_gradient_that_autograd_holds() -> None:
+    """The gradient of the third weight would fit if it were computed again after the widest op, in another graph's window."""
+    layers = Layers(hidden=(60, 2, 2, 4), weights=(1, 1, 40, 1))
+    with pytest.raises(InfeasibleBudgetError):
+        solve(Problem(step_graph(layers.step([2], resident_bytes=0)).graph, 140), limits=Limits(time_s=5))
+
+
 @pytest.mark.parametrize("overwritten", [1, 2])
 def test_what_reads_an_overwritten_storage_is_not_computed_after_it(overwritten: int) -> None:
     """Its content has changed before the next window in which the reader could run again."""
@@ -314,7 +322,7 @@ def test_what_reads_an_overwritten_storage_is_not_computed_after_it(overwritten:
     assert not whole.graph.ops[second].clobbered_by
     order = list(range(len(whole.graph.ops)))
     for place in (gap, again):
-        late = order[: place + 1] + [first] + order[place + 1 :]
+        late = [*order[: place + 1], first, *order[place + 1 :]]
         assert "clobber" in {v.rule for v in validate(whole.graph, Plan.from_order(whole.graph, late))}
     check(step, whole, order)
 
@@ -437,11 +445,16 @@ def test_cutting_a_chain_does_not_change_its_memory(chain: tuple[Layers, list[in
 @given(chains(), st.integers(0, 2**32), st.sampled_from([0.0, 0.2, 0.5]))
 @settings(max_examples=200)
 def test_any_order_of_the_step_can_be_cut(chain: tuple[Layers, list[int]], seed: int, again: float) -> None:
-    """What a solver puts elsewhere can be moved into windows, and each part of the order is valid for its graph."""
+    """What a solver puts elsewhere can be moved into windows, and each part of the order is valid for its graph.
+
+    Resident storages may be overwritten in any window.
+    """
     layers, cuts = chain
-    step = layers.step(cuts)
+    step, rng = layers.step(cuts), random.Random(seed)
+    for i in range(len(layers.hidden)):
+        step = changed(step, WEIGHT + i, overwritten=rng.choice([None, rng.randrange(len(step.windows))]))
     whole = step_graph(step)
-    check(step, whole, random_order(whole.graph, random.Random(seed), again))
+    check(step, whole, random_order(whole.graph, rng, again))
 
 
 @given(chains(), st.integers(0, 2**32))
