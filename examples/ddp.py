@@ -21,7 +21,7 @@ def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], int]:
     run = DistributedDataParallel(model)
     if budget is not None:
         # One graph, one plan. By default torch splits the graph at DDP's buckets, to reduce gradients during the
-        # backward; the budget is then divided over the parts.
+        # backward; the parts are planned together after the first step.
         torch._dynamo.config.optimize_ddp = False
         run = torch.compile(run, backend="checkmate", options={"budget": budget, "time_limit_s": 2})
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

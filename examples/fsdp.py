@@ -1,7 +1,7 @@
 """Sharded training under a budget: `torchrun --nproc-per-node 2 examples/fsdp.py`.
 
-`fully_shard` gathers the parameters of each layer before it runs, so each layer is a separate graph. The budget is divided over
-all graphs after the first step, and holds from the second step on.
+`fully_shard` gathers the parameters of each layer before it runs, so each layer is a separate graph. All graphs are planned
+together after the first step, and the budget holds from the second step on.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ STEPS, LENGTH, VOCABULARY = 4, 64, 512
 
 
 class LossOnly(GPT2LMHeadModel):
-    """In training, return only the loss: AOTAutograd materializes a zero gradient for returned logits."""
+    """In training, return only the loss: returned logits would be held until the step is over."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)

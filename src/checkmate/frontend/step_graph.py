@@ -126,9 +126,9 @@ class StepGraph:
     boundaries: tuple[int, ...]
 
     def within_windows(self, order: Sequence[int]) -> list[int]:
-        """An order in which every computation runs in a window of its own part.
+        """An order in which every computation runs in a window of the part that it belongs to.
 
-        A solver may put a computation where another part runs: these can only be computations without a place of their own, since
+        A solver may put a computation where another part runs: these can only be computations that no rule ties to a place, since
         whatever is handed on is tied to a gap. One that comes early or between is put off to the beginning of the next window of
         its part; one that comes after the last window of its part, such as a view of a gradient, goes to that window's end.
 
