@@ -293,6 +293,25 @@ def test_a_view_of_a_handed_tensor_keeps_it() -> None:
     check(step, whole, range(len(whole.graph.ops)))
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_gradient_that_is_handed_on_is_freed_with_its_storage(held: bool) -> None:
+    """The gradient of a sum is that of both of its terms: the middle graph returns the storage that it was given."""
+    plain = LAYERS.step([1, 2])
+    ops = (
+        Op("sum", (), (0,), cost=1),
+        Op("start", (0,), (1,), cost=0, recomputable=False, phase="backward", kind=BOUNDARY),
+    )
+    values = (Value("h", 20, kept=True), Value("tangent", 20, kept=True))
+    middle = Part(graph=Graph(ops, values), readers=((0,),), views={}, returned=(0,), tangents=(1,), gradients=(1,))
+    step = replace(plain, parts=(plain.parts[0], middle, plain.parts[2]))
+    step = with_window(changed(step, GRADIENT + 1, last=6 if held else 5), 1, given=(HIDDEN,))
+    step = with_window(step, 4, made=(GRADIENT + 1,))
+    step = with_window(step, 5, given=(GRADIENT + 1,))
+    whole = step_graph(step)
+    assert memory(whole.graph)["gap 6"] == 4 + 5 + 3 + 1 + (20 if held else 0)
+    check(step, whole, range(len(whole.graph.ops)))
+
+
 def test_a_tensor_that_is_handed_over_is_computed_once() -> None:
     """The later graph holds the instance that it was given; a second one would be another allocation."""
     graph = step_graph(LAYERS.step([2])).graph

@@ -327,7 +327,9 @@ class _Stitcher:
             base = None if held is None else held.value
             if base is not None and base not in fresh:
                 reads[base] = None
-            made.append(self._add_value(f"{window.part}.{local.name}", local.size_bytes, base, kept=local.kept))
+            # A gradient that is handed on as it came is kept if its storage outlives the step (`_results`).
+            kept = local.kept and value not in part.gradients
+            made.append(self._add_value(f"{window.part}.{local.name}", local.size_bytes, base, kept=kept))
             self.value_of[window.part][value] = made[-1]
         return made
 
