@@ -78,7 +78,7 @@ class Storage:
     Attributes:
         size_bytes: Its size.
         first: Window before which eager code allocated it; None for a storage that a window made or that is resident.
-        last: Last window at whose beginning it was alive; the number of windows if it outlives the step.
+        last: Last window before which eager code saw it alive; the number of windows if it outlives the last one.
         overwritten: First window at whose end its content had changed; None if it never did.
     """
 

@@ -86,7 +86,7 @@ def saved_symbols(forward: torch.fx.GraphModule, num_outputs: int) -> int:
 
 
 def keep_undefined(outputs: Iterable[Any]) -> None:
-    """Have autograd pass None to a compiled backward for the gradients of outputs that nobody differentiates through.
+    """Have autograd pass None to a compiled backward for the gradients of outputs into which no gradient flows.
 
     By default it allocates zeros for them (``ctx.set_materialize_grads``). The node of a compiled function is its ``ctx``.
 
@@ -108,4 +108,4 @@ def queue_after_backward(function: Callable[[], None]) -> None:
 
 def keeps_graph() -> bool:
     """Whether the backward that is running now was called with ``retain_graph=True``."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]

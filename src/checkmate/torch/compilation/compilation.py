@@ -148,7 +148,7 @@ class Compilation:
         return as_boxed(functools.partial(COORDINATOR.backward, planned))
 
     def differentiable(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph, whose backward is told which of its outputs nobody differentiates through.
+        """The compiled graph, whose backward is told into which of its outputs no gradient flows.
 
         Args:
             run: The graph as AOTAutograd compiled it.
@@ -269,7 +269,7 @@ class Compilation:
         self.hooks.planned(joint.capture, result)
 
 
-_SMALLEST_TIME_S = 2.0
+_SMALLEST_TIME_S = 1.0
 """Seconds for the plan of a graph whose step is not known yet: it runs once or twice."""
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError
@@ -28,7 +29,7 @@ from checkmate.core.units import format_bytes
 from checkmate.torch._compat.aot import keeps_graph, queue_after_backward
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
 from checkmate.torch.compilation.eager_watch import EagerWatch
-from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, random_state, weakly
+from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, random_state, version_of, weakly
 from checkmate.torch.compilation.recorder import Run, StepRecorder
 from checkmate.torch.compilation.step_plan import StepPlan, plan_step
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
@@ -122,6 +123,7 @@ class Coordinator:
             self._recorder = StepRecorder(watched=True)
             self._watch = EagerWatch(lambda tensor: self._recorder.allocated(tensor))
             self._watch.__enter__()
+            self._end_hook = register_optimizer_step_pre_hook(lambda *_: self._end_watch())
 
     def compiling(self, paused: bool) -> None:
         """Do not take the allocations of a compiler for those of the step.
@@ -133,13 +135,14 @@ class Coordinator:
             self._watch.paused = paused
 
     def _end_watch(self) -> None:
-        """Take the watch off where its step is over. Autograd undoes that within a backward."""
+        """Take the watch off where its step is over: when the optimizer begins, or the next call. Autograd undoes it before."""
         if self._watch is not None and (self._recorder.over or not self._pending) and self._watch.end():
             self._watch = None
+            self._end_hook.remove()
 
     @contextmanager
     def _planned_code(self) -> Generator[None]:
-        """What runs here is no eager code."""
+        """Context whose allocations are not those of eager code."""
         watch, before = self._watch, self._watch is not None and self._watch.paused
         self.compiling(True)
         try:
@@ -180,6 +183,7 @@ class Coordinator:
             flight = Flight(planned, program, position, _without(_storages(tensors), transient))
             if program.undefined:
                 flight.arguments = [weakly(a) for a in args]
+                flight.versions = [version_of(a) for a in args]
                 flight.random_state = random_state() if planned.random else None
             del tensors  # a reference here would keep inputs alive that the forward frees
             self._warn_if_over(planned, flight)

@@ -21,7 +21,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.copy import copy_graph
-from checkmate.torch.graph.op_properties import random_op
+from checkmate.torch.graph.op_properties import content_inputs, random_op
 from checkmate.torch.graph.storages import storage_bytes
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.partition.split import CapturedJoint
@@ -39,7 +39,7 @@ class Program:
     Attributes:
         result: The plan.
         memory: Memory that it needs above what is resident.
-        undefined: Tangents that the backward does not read: nobody differentiates through their outputs.
+        undefined: Tangents that the backward does not read: no gradient flows into their outputs.
         num_symbols: How many symbolic sizes the forward saves for the backward.
         forward: The forward, in AOTAutograd's boxed calling convention; None until it is compiled.
         backward: The backward.
@@ -156,10 +156,15 @@ class PlannedGraph:
             LateGradientError: An argument of the forward has been freed.
         """
         arguments = [argument() for argument in flight.arguments]
-        nodes = [n for n in self.joint.capture.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
-        if any(a is None and isinstance(n.meta.get("val"), torch.Tensor) for a, n in zip(arguments, nodes, strict=True)):
+        changed = [
+            k
+            for k in self._inputs_of_gradients
+            if (a := arguments[k]) is None or (isinstance(a, torch.Tensor) and version_of(a) != flight.versions[k])
+        ]
+        if changed:
             raise LateGradientError(
-                "a gradient came for an output that had none in the steps before, and an input that it depends on has been freed",
+                "a gradient came for an output that had none in the steps before, and an input that it depends on has been freed "
+                "or overwritten",
                 hint="run the step again: the gradient is planned for from now on",
             )
         values = [
@@ -175,6 +180,10 @@ class PlannedGraph:
     @functools.cached_property
     def _whole(self) -> BoxedRun:
         """The joint graph without effects; it returns the gradients."""
+        return boxed(fx.GraphModule(self.joint.capture.joint, self._whole_graph))
+
+    @functools.cached_property
+    def _whole_graph(self) -> fx.Graph:
         joint = self.joint.capture.joint
         graph = copy_graph(joint.graph)
         output = graph.output_node()
@@ -182,7 +191,18 @@ class PlannedGraph:
         for node in reversed(list(graph.nodes)):
             if node.op == "call_function" and not node.users:
                 graph.erase_node(node)
-        return boxed(fx.GraphModule(joint, graph))
+        return graph
+
+    @functools.cached_property
+    def _inputs_of_gradients(self) -> tuple[int, ...]:
+        """Tensor inputs whose content the gradients depend on: not the running statistics of a BatchNorm in training."""
+        graph = self._whole_graph
+        nodes = [n for n in graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+        return tuple(
+            k
+            for k, n in enumerate(nodes)
+            if isinstance(n.meta.get("val"), torch.Tensor) and any(n in content_inputs(user) for user in n.users)
+        )
 
     @functools.cached_property
     def random(self) -> bool:
@@ -214,6 +234,7 @@ class Flight:
         inputs: Bytes of each input, by the key of its storage.
         held: Bytes of each tensor that the forward returned, outputs and saved tensors, by the key of its storage.
         arguments: The arguments of the forward, tensors by weak references; empty if its program reads all tangents.
+        versions: Version counters of the arguments when the forward began.
         symbols: Symbolic sizes that it saved for the backward.
         random_state: Restores the random state with which the forward began; None for a graph that draws no random numbers.
     """
@@ -224,6 +245,7 @@ class Flight:
     inputs: dict[int, int]
     held: dict[int, int] = field(default_factory=dict)
     arguments: list[Callable[[], Any]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     symbols: list[Any] = field(default_factory=list)
     random_state: Callable[[], None] | None = None
 
@@ -231,6 +253,11 @@ class Flight:
 def weakly(argument: Any) -> Callable[[], Any]:
     """A function that returns an argument; None where it was a tensor that has been freed."""
     return weakref.ref(argument) if isinstance(argument, torch.Tensor) else lambda: argument
+
+
+def version_of(argument: Any) -> int:
+    """How often a tensor has been overwritten; 0 for what is none."""
+    return argument._version if isinstance(argument, torch.Tensor) and not argument.is_inference() else 0
 
 
 def random_state() -> Callable[[], None]:

@@ -48,7 +48,8 @@ class StepRecorder:
         windows: Forward and backward windows in the order in which they began: index of the run, and whether it is the backward.
         sizes: Bytes of each storage.
         sources: The window that made each storage; None for one that a window was given first.
-        freed: Number of windows that had begun when a storage was freed, of those that were.
+        last: The last gap in which a storage was alive, of those that were freed: gap ``w`` is before window ``w``.
+        overwritten: Window in or after which a storage was found to have changed.
         existing: Run and input of every leaf that had a gradient when its forward began.
         watched: Whether eager code is seen.
         over: Whether the backward of the step is over.
@@ -58,11 +59,15 @@ class StepRecorder:
     windows: list[tuple[int, bool]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     sources: list[int | None] = field(default_factory=list)
-    freed: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    overwritten: dict[int, int] = field(default_factory=dict)
     existing: set[tuple[int, int]] = field(default_factory=set)
     watched: bool = False
     over: bool = False
+    _running: bool = False  # whether a window runs now
+    _versions: list[tuple[int, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
     _eager: dict[int, int] = field(default_factory=dict)  # storage that eager code allocated -> the window after it
+    _brief: set[int] = field(default_factory=set)  # of those, what was freed in the same gap
     _eager_bytes: int = 0  # of those that are alive
     _returned_bytes: int = 0  # of storages that windows made and that are alive
     _peaks: dict[int, int] = field(default_factory=dict)  # window -> the most that both were before it
@@ -83,6 +88,15 @@ class StepRecorder:
     def eager_peak_bytes(self) -> int:
         """The most that eager code held at any time of the step."""
         return self._most_eager_bytes
+
+    def _begin(self, window: tuple[int, bool]) -> None:
+        self._note_eager()
+        for storage, tensor, version in self._versions:
+            now = tensor()
+            if now is not None and now._version != version:
+                self.overwritten.setdefault(storage, len(self.windows) - 1)
+        self.windows.append(window)
+        self._running = True
 
     def _note_eager(self) -> None:
         window = len(self.windows)
@@ -112,8 +126,10 @@ class StepRecorder:
                 self.existing.add((len(self.runs), k))
                 self._gradients[storage_key(gradient)] = storage_bytes(gradient)
         self.runs.append(run)
-        self._note_eager()
-        self.windows.append((len(self.runs) - 1, False))
+        self._begin((len(self.runs) - 1, False))
+        for storage, a in zip(given, args, strict=True):
+            if isinstance(a, torch.Tensor) and storage is not None and not a.is_inference():
+                self._versions.append((storage, weakref.ref(a), a._version))
         return run
 
     def end_forward(self, run: Run, outputs: Sequence[Any]) -> None:
@@ -124,8 +140,7 @@ class StepRecorder:
         """Record that a backward begins."""
         run.undefined = frozenset(t for t, value in enumerate(tangents) if value is None)
         run.tangents = tuple(self._storage(t, None, {}) if isinstance(t, torch.Tensor) else None for t in tangents)
-        self._note_eager()
-        self.windows.append((self.runs.index(run), True))
+        self._begin((self.runs.index(run), True))
 
     def end_backward(self, run: Run, gradients: Sequence[Any]) -> None:
         """Record what a backward returned."""
@@ -153,8 +168,7 @@ class StepRecorder:
             extra_resident_bytes: Resident bytes besides what the graphs are given.
             accumulated: Run and input of gradients that are added to existing ones.
         """
-        count = len(self.windows)
-        last = [self.freed.get(s, count + 1) - 1 for s in range(len(self.sizes))]
+        count, spans = len(self.windows), self._spans()
         windows = []
         for index, backward in self.windows:
             run = self.runs[index]
@@ -163,37 +177,55 @@ class StepRecorder:
             windows.append(Window(part=index, backward=backward, given=given, made=made, eager_bytes=transient))
         crossing = {s for window in windows for s in (*window.given, *window.made) if s is not None}
         inputs = {s for run in self.runs for s in run.given if s is not None and self.sources[s] is None and s not in self._eager}
-        storages = {s: Storage(size_bytes=self.sizes[s], first=self._eager.get(s), last=min(last[s], count)) for s in crossing}
+        storages = {
+            s: Storage(
+                size_bytes=self.sizes[s],
+                first=spans[s][0] if s in self._eager and s in spans else None,
+                last=spans[s][1] if s in spans else self.last.get(s, count),
+                overwritten=self.overwritten.get(s),
+            )
+            for s in crossing
+        }
         # What eager code alone uses is one storage for each pair of gaps between which it is alive.
         others: dict[tuple[int, int], int] = {}
-        for s, first in self._eager.items():
-            if s not in crossing and last[s] >= first:
-                span = first, min(last[s], count)
+        for s, span in spans.items():
+            if s not in crossing and s in self._eager:
                 others[span] = others.get(span, 0) + self.sizes[s]
         for (first, until), size in others.items():
             storages[len(self.sizes) + len(storages)] = Storage(size_bytes=size, first=first, last=until)
+        gradients = [self.runs[r].gradients[k] for r, k in accumulated]
+        freed_gradients = frozenset(s for s in gradients if s is not None and self.last.get(s, count) < count)
         return ObservedStep(
             parts=tuple(run.planned.part(run.undefined) for run in self.runs),
             windows=tuple(windows),
             storages=storages,
             eager_bytes=self._transient(count),
             resident_bytes=sum(self.sizes[s] for s in inputs) + extra_resident_bytes,
-            accumulated=frozenset(s for r, k in accumulated if (s := self.runs[r].gradients[k]) is not None and last[s] < count),
+            accumulated=freed_gradients,
         )
+
+    def _spans(self) -> dict[int, tuple[int, int]]:
+        """First and last gap at which a storage is alive, of those that windows returned and that outlive a gap of eager code."""
+        spans: dict[int, tuple[int, int]] = {}
+        for s, source in enumerate(self.sources):
+            last = self.last.get(s, len(self.windows))
+            if source is not None:
+                spans[s] = source + 1, max(source + 1, last)
+            elif s in self._eager and s not in self._brief:
+                spans[s] = self._eager[s], last
+        return spans
 
     def _transient(self, window: int) -> int:
         """The most that was alive before a window at once, besides what is alive there by the account of `step_graph`.
 
         That is what earlier windows made, as long as it lives and at least to the gap after its window, and what eager code made.
         """
-        alive = {s for s in range(len(self.sizes)) if self.freed.get(s, window + 1) > window}
-        eager = {s for s, first in self._eager.items() if first <= window} & alive
-        made = {s for s, source in enumerate(self.sources) if source is not None and source < window}
-        listed = sum(self.sizes[s] for s in eager | {s for s in made if s in alive or self.sources[s] == window - 1})
+        listed = sum(self.sizes[s] for s, (first, last) in self._spans().items() if first <= window <= last)
         return max(0, self._peaks.get(window, 0) - listed)
 
     def _results(self, results: Sequence[Any]) -> tuple[int | None, ...]:
         here, known = len(self.windows) - 1, len(self.sizes)
+        self._running = False
         found = tuple(self._storage(r, here, {}) if isinstance(r, torch.Tensor) else None for r in results)
         self._returned_bytes += sum(self.sizes[known:])
         self._note_eager()
@@ -214,7 +246,9 @@ class StepRecorder:
         if self._present.get(key) == storage:
             del self._present[key]
         if not self.over:
-            self.freed[storage] = len(self.windows)
+            self.last[storage] = len(self.windows) - self._running
+            if not self._running and self._eager.get(storage) == len(self.windows):
+                self._brief.add(storage)
             if storage in self._eager:
                 self._eager_bytes -= self.sizes[storage]
             elif self.sources[storage] is not None:

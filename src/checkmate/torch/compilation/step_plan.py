@@ -86,7 +86,7 @@ def plan_step(recorder: StepRecorder, gradient_bytes: int, accumulated: frozense
 
 
 def _plan(first: PlannedGraph, graph: Graph, whole: StepGraph) -> Result:
-    """A plan in which every computation runs in a window of its own graph."""
+    """A plan in which every computation runs in a window of the graph that it belongs to."""
     limit = target = first.budget.resolve(graph)
     for _ in range(_ATTEMPTS.most):
         result = planner_for(replace(first.options, budget=Budget(str(first.budget), total_bytes=target)))(graph)

@@ -140,6 +140,18 @@ def random_op(node: torch.fx.Node) -> tuple[OpOverload, str] | None:
     return (node.target, "plain") if isinstance(node.target, OpOverload) and op_properties(node).random else None
 
 
+def content_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Input nodes whose content decides on the results of an op that are gradients or lead to some.
+
+    A BatchNorm in training reads its running statistics only to update them.
+    """
+    if not trains_batch_norm(node):
+        return node.all_input_nodes
+    found: dict[torch.fx.Node, None] = {}
+    torch.fx.map_arg([a for i, a in enumerate(node.args) if i not in (3, 4)], lambda n: found.setdefault(n))
+    return list(found)
+
+
 def tagged_random(node: torch.fx.Node) -> bool:
     """Whether PyTorch takes an op for a random one; attention kernels have the tag whether or not they apply dropout."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
@@ -173,4 +185,4 @@ FORWARD_ONLY = "checkmate_forward_only"
 """Key in a node's metadata: the op must not run in the backward, since a pass already gave the backward its own copy."""
 
 UNDEFINED = "checkmate_undefined"
-"""Key in the metadata of a tangent: nobody differentiates through its output, so that it is None and nothing is allocated."""
+"""Key in the metadata of a tangent: no gradient flows into its output, so that it is None and nothing is allocated."""

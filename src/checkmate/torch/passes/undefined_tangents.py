@@ -1,4 +1,4 @@
-"""Drop the gradients of outputs that nobody differentiates through.
+"""Drop the gradients of outputs into which no gradient flows.
 
 AOTAutograd traces a backward for every differentiable output of a graph, and allocates zeros where autograd has no gradient for
 one. Autograd itself computes nothing for such an output. This pass gives a joint graph the same behaviour: a node that depends on
