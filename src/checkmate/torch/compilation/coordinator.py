@@ -276,6 +276,11 @@ class Coordinator:
             own = runs[0].planned.own.result
             if own.peak_bytes + step.recorder.eager_peak_bytes <= own.budget_bytes or not _matters(step.recorder):
                 return None
+        compiled_again = [
+            key_of(run.planned.joint.capture.graph, run.planned.budget) for run in runs if not run.planned.replaceable
+        ]
+        if compiled_again and all(key in self._shares for key in compiled_again):
+            return None  # they were compiled for the plan of this step
         try:
             plan = plan_step(step.recorder, gradient_bytes, existing)
         except CheckmateError as error:
