@@ -34,7 +34,7 @@ def test_a_budget_is_a_total_or_a_share_and_prints_as_it_was_written(amount, tex
 
 @pytest.mark.parametrize("both", [{}, {"total_bytes": 0, "percentage": 0.0}], ids=["neither", "both"])
 def test_a_budget_of_neither_or_both_is_refused(both):
-    """It would be unclear which of the two is meant."""
+    """Without exactly one of the two, `resolve` could not tell how many bytes it is."""
     with pytest.raises(OptionError) as caught:
         Budget("x", **both)
     assert caught.value.message == "a budget is either a total or a share"

@@ -86,7 +86,7 @@ def test_a_smallest_budget_says_how_far_from_the_floor_it_can_be(peak_bytes, flo
 
 
 def test_no_plan_has_none_of_the_figures_of_one():
-    """What a caller asks of a result can be asked of this as well."""
+    """A caller may read every field of a result from it."""
     none = NoPlan(budget_bytes=1, bound=math.inf, termination=Termination(Reason.INFEASIBLE), solver="x", elapsed_s=0.0)
     assert (none.plan, none.cost, none.overhead, none.peak_bytes, none.gap) == (None,) * 5
     assert (none.history, none.remarks) == ((), ())
