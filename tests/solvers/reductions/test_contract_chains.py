@@ -93,7 +93,7 @@ def test_a_chain_keeps_the_fields_of_its_last_op_and_takes_no_workspace() -> Non
         Op("mul", (0,), (1,), 0, workspace_bytes=7, kind="mul"),
         Op("mm", (1,), (2,), 50, workspace_bytes=7, phase="loss", kind="mm"),
         Op("exp", (2,), (3,), 10, workspace_bytes=7, phase="backward", kind="exp", source="model.py:1"),
-        Op("total", (3,), (4,), 30, workspace_bytes=7, replay_bytes=5, phase="backward", kind="sum", source="model.py:2"),
+        Op("total", (3,), (4,), 4, workspace_bytes=7, replay_bytes=5, phase="backward", kind="sum", source="model.py:2"),
         sizes=(40, 40, 40, 40, 4),
     )
     chains = ContractChains.of(graph, FUSIBLE)
@@ -102,8 +102,8 @@ def test_a_chain_keeps_the_fields_of_its_last_op_and_takes_no_workspace() -> Non
         Op("mm", (), (0,), 0, workspace_bytes=7, kind="mm"),
         Op("mul", (0,), (1,), 0, kind="mul"),
         Op("mm", (1,), (2,), 50, workspace_bytes=7, phase="loss", kind="mm"),
-        # exp moves 80 bytes at 1/8 a byte; total costs 30 - 44/8 beyond that, and 44 bytes cross the border.
-        Op("total", (2,), (3,), 30, replay_bytes=5, phase="backward", kind="sum", source="model.py:2"),
+        # The sum moves 44 bytes at 1/11 a byte, and as many cross the border; exp costs 10 - 80/11 beyond its 80 bytes.
+        Op("total", (2,), (3,), 7, replay_bytes=5, phase="backward", kind="sum", source="model.py:2"),
     )
     alone = ContractChains.of(row(Op("sum", (), (0,), 3, workspace_bytes=7, kind="sum"), sizes=(4,)), FUSIBLE)
     assert alone.contracted.ops == (Op("sum", (), (0,), 3, kind="sum"),)

@@ -69,6 +69,23 @@ def test_layers_that_no_gradient_reads_are_left_out_of_what_is_below():
     assert chain.below == (1, 1, 1, 0, 0)
 
 
+def test_the_input_is_below_a_layer_that_is_the_last_to_be_read():
+    """Layer 1 is read by no step, so that nothing but the input is held under layer 2."""
+    chain = TrainingChain.of(Problem(training_step({5: {"inputs": (4, 1)}, 6: {"inputs": (5, 1)}}), 1000))
+    assert isinstance(chain, TrainingChain)
+    assert chain.reads == (frozenset({3}), frozenset({3}), frozenset({2, 3}), frozenset({2}), frozenset({2}))
+    assert chain.top == (3, 3, 3, 2, 2, 0)
+    assert chain.below == (2, 2, 2, 0, 0)
+
+
+def test_the_end_of_the_forward_pass_is_a_step_that_reads_the_last_layer():
+    """So the last layer is held from the forward pass to the loss, whatever is computed between them."""
+    chain = TrainingChain.of(Problem(branch((), {"recomputable": False}), 1000))
+    assert isinstance(chain, TrainingChain)
+    assert chain.reads == (frozenset({2}), frozenset(), frozenset(), frozenset({1, 2}))
+    assert chain.top == (2, 2, 2, 2, 0)
+
+
 @given(st.integers(0, 2**32 - 1))
 def test_bytes_of_steps_are_those_of_the_simulation(seed):
     """With every layer computed once and freed as early as possible, the other bytes are layers that are still read."""
@@ -110,6 +127,18 @@ def test_a_loss_that_reads_one_value_is_not_taken_for_a_layer():
     assert layers(training_step(kept=(6,))) == (-1, 0, 1, 2)
     # If the gradient reads two of them, the loss may be a layer: the longest row is the one that counts.
     assert layers(training_step({4: {"inputs": (3, 2)}}, kept=(6,))) == (-1, 0, 1, 2, 3)
+
+
+def test_rows_without_several_of_their_last_ops_are_tried():
+    """A loss of two ops that each read one value, and a forward op that reads the layer before those of the loss."""
+    ops = (
+        Op("f", (), (0,), 1),
+        Op("loss 1", (0,), (1,), 1, phase="loss"),
+        Op("loss 2", (1,), (2,), 1, phase="loss"),
+        Op("metric", (0,), (3,), 1, recomputable=False),
+        Op("b", (2, 0), (4,), 1, phase="backward"),
+    )
+    assert layers(Graph(ops, tuple(Value(f"v{v}", 4, kept=v == 4) for v in range(5)))) == (-1, 0)
 
 
 def test_the_reason_is_that_of_the_longest_row():
