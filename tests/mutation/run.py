@@ -9,7 +9,7 @@ Usage, from the root of a checkout, with ``pip install mutmut==3.8.1``::
     python tests/mutation/run.py core --only budget problem  # two modules; the counts of the others stay as they are
 
 mutmut changes one expression at a time and runs the tests that reach it; a change that no test notices survives. The
-counts go to ``score.json``. Every survivor has to be named in ``equivalent.toml`` with the reason why no test
+counts go to ``score.json``, with the day on which each module was run. Every survivor has to be named in ``equivalent.toml`` with the reason why no test
 can notice it; one that is not named, and an entry that names no survivor any more, make the script fail.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import difflib
 import importlib.metadata
 import importlib.util
@@ -220,11 +221,10 @@ def _report(group: str, copy: Path, only: Collection[str], measured: dict[str, A
     total = sum(modules.values(), Counter())
     print(f"{group}: {total['killed']} of {total['mutants']} mutants killed, {total['equivalent']} equivalent")
     left = total["mutants"] - total["killed"] - total["equivalent"]
-    if only:
-        modules = {**{name: Counter(counts) for name, counts in measured.items()}, **modules}
-        total = sum(modules.values(), Counter())
-    by_module = {name: _counts(counts) for name, counts in sorted(modules.items())}
-    return {**_counts(total), "modules": by_module}, not gone and not left
+    today = datetime.date.today().isoformat()
+    by_module = (measured if only else {}) | {name: {**_counts(counts), "measured": today} for name, counts in modules.items()}
+    whole = Counter({key: sum(counts[key] for counts in by_module.values()) for key in ("mutants", "killed", "equivalent")})
+    return {**_counts(whole), "modules": dict(sorted(by_module.items()))}, not gone and not left
 
 
 def _counts(counts: Counter[str]) -> dict[str, float]:
