@@ -6,11 +6,12 @@ Usage, from the root of a checkout, with ``pip install mutmut==3.8.1``::
     python tests/mutation/run.py core             # one group
     python tests/mutation/run.py core --survivors # only what survived the last run, after a test was added
     python tests/mutation/run.py core --resume    # go on with a run that was stopped
-    python tests/mutation/run.py core --only budget problem  # two modules; the counts of the others stay as they are
+    python tests/mutation/run.py core --only plan # one module; the counts of the others stay as they are
 
 mutmut changes one expression at a time and runs the tests that reach it; a change that no test notices survives. The
-counts go to ``score.json``, with the day on which each module was run. Every survivor has to be named in ``equivalent.toml`` with the reason why no test
-can notice it; one that is not named, and an entry that names no survivor any more, make the script fail.
+counts go to ``score.json``, with the day on which each module was run. Every survivor has to be named in
+``equivalent.toml`` with the reason why no test can notice it; one that is not named, and an entry that names no
+survivor any more, make the script fail.
 """
 
 from __future__ import annotations
@@ -221,8 +222,11 @@ def _report(group: str, copy: Path, only: Collection[str], measured: dict[str, A
     total = sum(modules.values(), Counter())
     print(f"{group}: {total['killed']} of {total['mutants']} mutants killed, {total['equivalent']} equivalent")
     left = total["mutants"] - total["killed"] - total["equivalent"]
-    today = datetime.date.today().isoformat()
-    by_module = (measured if only else {}) | {name: {**_counts(counts), "measured": today} for name, counts in modules.items()}
+    ran = {meta.with_suffix("").stem: meta.stat().st_mtime for meta in (copy / "mutants" / "src").rglob("*.meta")}
+    by_module = (measured if only else {}) | {
+        name: {**_counts(counts), "measured": datetime.date.fromtimestamp(ran[name]).isoformat()}
+        for name, counts in modules.items()
+    }
     whole = Counter({key: sum(counts[key] for counts in by_module.values()) for key in ("mutants", "killed", "equivalent")})
     return {**_counts(whole), "modules": dict(sorted(by_module.items()))}, not gone and not left
 
