@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from checkmate import Graph, GraphError, Op, Value
-from checkmate.core.graph import view_source
+from checkmate.core.graph import BOUNDARY, view_source
 from tests.strategies import graphs
 
 TOPOLOGICAL = "\n\nhint: list the ops in a topological order; a cycle has none"
@@ -48,6 +48,12 @@ ROUND = "\n\nhint: sizes are exact bytes and costs whole units: round them first
         ([("a", (), (0,))], [("v", 0, 0)], {}, "value 0 ('v') is a view of value 0, which is no other value"),
         ([("a", (), (0,))], [("v", 0, 1)], {}, "value 0 ('v') is a view of value 1, which is no other value"),
         ([("a", (), (0,))], [("v", 0, -1)], {}, "value 0 ('v') is a view of value -1, which is no other value"),
+        (
+            [("a", (), (0,)), ("b", (0,), (1,))],
+            [("v", 1), ("w", 0, 7)],
+            {},
+            "value 1 ('w') is a view of value 7, which is no other value",
+        ),
         (
             [("a", (), (0,)), ("b", (0,), (1,))],
             [("v", 0, 1), ("w", 0, 0)],
@@ -396,3 +402,10 @@ def test_derived_facts_of_equal_graphs_are_equal(graph):
         graph.producer, graph.root, graph.readers, graph.view_ops,
     )  # fmt: skip
     assert again.digest == graph.digest
+
+
+@pytest.mark.parametrize(("kinds", "boundary"), [(0, None), (1, 2), (2, None)], ids=["none", "one", "two"])
+def test_the_boundary_is_the_only_op_of_its_kind(kinds, boundary):
+    """A whole step has none; with more than one it is unclear where forward ends."""
+    ops = [Op(f"op{o}", (o - 1,) if o else (), (o,), 1, kind=BOUNDARY if o in (2, 4)[:kinds] else "mm") for o in range(6)]
+    assert Graph(tuple(ops), tuple(Value(f"v{v}", 1) for v in range(6))).boundary == boundary

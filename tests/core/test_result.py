@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from checkmate import Limits, OptionError, Reason, Result, Termination
+from checkmate import Limits, MinBudget, NoPlan, OptionError, Plan, Reason, Result, Termination
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,33 @@ def test_a_result_without_history_has_none():
 
     assert result() == result()
     assert (result().history, result().remarks) == ((), ())
+
+
+def smallest(peak_bytes: int, floor_bytes: int) -> MinBudget:
+    """A smallest budget with these figures; its plan is of no interest here."""
+    return MinBudget(
+        plan=Plan(()), cost=1, overhead=1.0, peak_bytes=peak_bytes, floor_bytes=floor_bytes, binding_op="mm", why="mm needs it",
+        elapsed_s=0.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("peak_bytes", "floor_bytes", "gap", "text"),
+    [
+        (2048, 1024, 0.5, "2.00 KiB (no plan needs less than 1.00 KiB): mm needs it"),
+        (1024, 1024, 0.0, "1.00 KiB (proven): mm needs it"),
+        (0, 0, 0.0, "0 B (proven): mm needs it"),
+        (4, 3, 0.25, "4 B (no plan needs less than 3 B): mm needs it"),
+    ],
+)
+def test_a_smallest_budget_says_how_far_from_the_floor_it_can_be(peak_bytes, floor_bytes, gap, text):
+    """At the floor it is proven."""
+    found = smallest(peak_bytes, floor_bytes)
+    assert (found.gap, found.proven, str(found)) == (gap, peak_bytes == floor_bytes, text)
+
+
+def test_no_plan_has_none_of_the_figures_of_one():
+    """A caller may read every field of a result from it."""
+    none = NoPlan(budget_bytes=1, bound=math.inf, termination=Termination(Reason.INFEASIBLE), solver="x", elapsed_s=0.0)
+    assert (none.plan, none.cost, none.overhead, none.peak_bytes, none.gap) == (None,) * 5
+    assert (none.history, none.remarks) == ((), ())

@@ -6,16 +6,19 @@ Usage, from the root of a checkout, with ``pip install mutmut==3.8.1``::
     python tests/mutation/run.py core             # one group
     python tests/mutation/run.py core --survivors # only what survived the last run, after a test was added
     python tests/mutation/run.py core --resume    # go on with a run that was stopped
+    python tests/mutation/run.py core --only plan # one module; the counts of the others stay as they are
 
 mutmut changes one expression at a time and runs the tests that reach it; a change that no test notices survives. The
-counts go to ``score.json``. Every survivor has to be named in ``equivalent.toml`` with the reason why no test
-can notice it; one that is not named, and an entry that names no survivor any more, make the script fail.
+counts go to ``score.json``, with the day on which each module was run. Every survivor has to be named in
+``equivalent.toml`` with the reason why no test can notice it; one that is not named, and an entry that names no
+survivor any more, make the script fail.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import difflib
 import importlib.metadata
 import importlib.util
@@ -27,7 +30,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -80,18 +83,21 @@ def main() -> int:
     parser.add_argument("--survivors", action="store_true", help="only what survived the last run of these groups")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     parser.add_argument("--report", action="store_true", help="run nothing: report the last run")
+    parser.add_argument("--only", nargs="+", default=(), metavar="MODULE", help="only these modules, such as budget")
     options = parser.parse_args()
     if importlib.util.find_spec("mutmut") is None or importlib.metadata.version("mutmut") != MUTMUT:
         parser.error(f"needs mutmut {MUTMUT}: pip install mutmut=={MUTMUT}")
     scores: dict[str, Any] = json.loads(SCORES.read_text()) if SCORES.exists() else {}
     complete = True
     for group in options.groups or GROUPS:
+        if unknown := set(options.only) - {path.stem for path in ROOT.glob(GROUPS[group][0])}:
+            parser.error(f"no module of {group}: {', '.join(sorted(unknown))}")
         copy = COPIES / group
         if not options.report:
             _copy(copy, *GROUPS[group], keep=options.survivors or options.resume)
             with contextlib.chdir(copy):
-                _mutate(_names(copy, "survived", "no tests") if options.survivors else ())
-        scores[group], fine = _report(group, copy)
+                _mutate(_asked(copy, GROUPS[group][0], options))
+        scores[group], fine = _report(group, copy, options.only, scores.get(group, {}).get("modules", {}))
         complete &= fine
     SCORES.write_text(
         json.dumps({"mutmut": MUTMUT, **{group: scores[group] for group in GROUPS if group in scores}}, indent=2) + "\n"
@@ -169,19 +175,37 @@ def _verdicts(copy: Path) -> Iterator[tuple[str, Path, str]]:
             yield name, meta.with_suffix(""), status_by_exit_code[code]
 
 
-def _names(copy: Path, *verdicts: str) -> tuple[str, ...]:
-    return tuple(name for name, _, verdict in _verdicts(copy) if verdict in verdicts)
+def _asked(copy: Path, sources: str, options: argparse.Namespace) -> tuple[str, ...]:
+    """Names or patterns of the mutants to run; none of them for all."""
+    if options.survivors:
+        return tuple(
+            name
+            for name, path, verdict in _verdicts(copy)
+            if verdict in ("survived", "no tests") and (not options.only or path.stem in options.only)
+        )
+    package = sources.removeprefix("src/").removesuffix("*.py").replace("/", ".")
+    return tuple(f"{package}{module}.*" for module in options.only)
 
 
-def _report(group: str, copy: Path) -> tuple[dict[str, Any], bool]:
-    """Counts by module, and whether all survivors are justified; says on the terminal what is not."""
+def _report(group: str, copy: Path, only: Collection[str], measured: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Counts by module, and whether all survivors are justified; says on the terminal what is not.
+
+    Args:
+        group: The group.
+        copy: The copy of the checkout that the group was run in.
+        only: The modules that were run; all if empty.
+        measured: Counts of an earlier run by module, for the modules that were not run.
+    """
     justified = {
         Mutant(entry["function"], _joined(entry["before"]), _joined(entry["after"])): entry["reason"]
         for entry in tomllib.loads(EQUIVALENT.read_text()).get(group, [])
+        if not only or entry["function"].partition(".")[0] in only
     }
     modules: dict[str, Counter[str]] = {}
     survivors: Counter[Mutant] = Counter()
     for name, path, verdict in _verdicts(copy):
+        if only and path.stem not in only:
+            continue
         counts = modules.setdefault(path.stem, Counter())
         counts["mutants"] += 1
         counts["killed"] += verdict in KILLED
@@ -197,9 +221,14 @@ def _report(group: str, copy: Path) -> tuple[dict[str, Any], bool]:
         print(f"survives no more: {asdict(mutant)}")
     total = sum(modules.values(), Counter())
     print(f"{group}: {total['killed']} of {total['mutants']} mutants killed, {total['equivalent']} equivalent")
-    by_module = {name: _counts(counts) for name, counts in sorted(modules.items())}
     left = total["mutants"] - total["killed"] - total["equivalent"]
-    return {**_counts(total), "modules": by_module}, not gone and not left
+    ran = {meta.with_suffix("").stem: meta.stat().st_mtime for meta in (copy / "mutants" / "src").rglob("*.meta")}
+    by_module = (measured if only else {}) | {
+        name: {**_counts(counts), "measured": datetime.date.fromtimestamp(ran[name]).isoformat()}
+        for name, counts in modules.items()
+    }
+    whole = Counter({key: sum(counts[key] for counts in by_module.values()) for key in ("mutants", "killed", "equivalent")})
+    return {**_counts(whole), "modules": dict(sorted(by_module.items()))}, not gone and not left
 
 
 def _counts(counts: Counter[str]) -> dict[str, float]:

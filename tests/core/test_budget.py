@@ -1,0 +1,64 @@
+"""A budget is read once, keeps its text, and becomes bytes when the graph is known; resident memory prints what it is for."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkmate import Graph, OptionError
+from checkmate.core.budget import Budget, ResidentMemory, fixed_bytes, keep_all_bytes
+
+
+def chain() -> Graph:
+    """A chain with 12 bytes that no plan can change and a peak of 16 bytes if everything is kept."""
+    return Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 2, 2], edges=[(0, 1), (1, 2)], kept=[2], resident_bytes=10)
+
+
+@pytest.mark.parametrize(
+    ("amount", "text", "total_bytes", "percentage"),
+    [
+        (" 1 KiB ", "1 KiB", 1024, None),
+        (7, "7 bytes", 7, None),
+        (8.0, "8 bytes", 8, None),
+        (" 70 % ", "70 %", None, 70.0),
+        ("0%", "0%", None, 0.0),
+        ("0", "0", 0, None),
+    ],
+    ids=repr,
+)
+def test_a_budget_is_a_total_or_a_share_and_prints_as_it_was_written(amount, text, total_bytes, percentage):
+    """Messages repeat the words of the user; a bare number gets its unit."""
+    budget = Budget.parse(amount)
+    assert (budget.text, str(budget)) == (text, text)
+    assert (budget.total_bytes, budget.percentage) == (total_bytes, percentage)
+
+
+@pytest.mark.parametrize("both", [{}, {"total_bytes": 0, "percentage": 0.0}], ids=["neither", "both"])
+def test_a_budget_of_neither_or_both_is_refused(both):
+    """Without exactly one of the two, `resolve` could not tell how many bytes it is."""
+    with pytest.raises(OptionError) as caught:
+        Budget("x", **both)
+    assert caught.value.message == "a budget is either a total or a share"
+    assert caught.value.hint == "use Budget.parse('8GiB') or Budget.parse('70%')"
+
+
+def test_a_share_is_rounded_down_between_what_is_fixed_and_the_peak():
+    """A total needs neither amount."""
+    assert (fixed_bytes(chain()), keep_all_bytes(chain())) == (12, 16)
+    assert [Budget.parse(f"{p}%").resolve(chain()) for p in (0, 24, 25, 100, 200)] == [12, 12, 13, 16, 20]
+    assert Budget.parse("33%").within(fixed_bytes=100, keep_all_bytes=200) == 133
+    assert Budget.parse(7).resolve(chain()) == 7
+    assert Budget.parse(0).within(fixed_bytes=100, keep_all_bytes=200) == 0
+    assert Budget.parse("0%").within(fixed_bytes=100, keep_all_bytes=200) == 100
+
+
+def test_resident_memory_lists_each_part_that_is_there():
+    """In the order of the fields, with the names of the fields; nothing after the total if nothing is resident."""
+    names = ("parameters", "inputs", "gradients", "optimizer", "wrappers", "in_flight", "reserve", "other")
+    memory = ResidentMemory(**{f"{name}_bytes": 1024 * 2**i for i, name in enumerate(names)})
+    assert memory.total_bytes == 1024 * 255
+    assert str(memory) == (
+        "255.00 KiB resident: parameters 1.00 KiB, inputs 2.00 KiB, gradients 4.00 KiB, optimizer 8.00 KiB, "
+        "wrappers 16.00 KiB, in flight 32.00 KiB, reserve 64.00 KiB, other 128.00 KiB"
+    )
+    assert str(ResidentMemory(in_flight_bytes=5)) == "5 B resident: in flight 5 B"
+    assert (ResidentMemory().total_bytes, str(ResidentMemory())) == (0, "0 B resident")
