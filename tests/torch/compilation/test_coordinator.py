@@ -250,6 +250,36 @@ def test_a_late_gradient_without_its_inputs_is_an_error() -> None:
         (loss + logits.square().mean()).backward()
 
 
+def test_two_networks_one_of_which_is_only_run_forward() -> None:
+    """The steps of a GAN: the discriminator's has a forward of the generator whose result is detached."""
+    generator, discriminator = mlp(3, dropout=0.0), Classifier(3, classes=1)
+    torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+    options = {"budget": "60%", **QUICK}
+    made, judged = (torch.compile(m, backend="checkmate", options=options) for m in (generator, discriminator))
+    x, z = torch.randn(1024, 64), torch.randn(1024, 64)
+
+    def of_discriminator() -> None:
+        (judged(x).mean() - judged(made(z).detach()).mean()).backward()
+
+    def of_generator() -> None:
+        judged(made(z)).mean().backward()
+
+    for step in (of_discriminator, of_generator) * 3:
+        for module in (generator, discriminator):
+            module.zero_grad(set_to_none=True)
+        step()
+    resident = resident_bytes(generator, *discriminator.parameters(), x, z)
+    for step, graphs in ((of_discriminator, 2), (of_generator, 2)):
+        for module in (generator, discriminator):
+            module.zero_grad(set_to_none=True)
+        peak = measure_peak(step)
+        plan = COORDINATOR.step
+        assert plan is not None
+        assert len(plan.graphs) == graphs
+        assert peak + resident - (x.nbytes if step is of_generator else 0) <= plan.result.budget_bytes
+
+
 def test_gradients_that_exist_are_planned_for() -> None:
     """A script that never clears its gradients is planned again, and keeps its budget."""
     model, x = mlp(8, width=128, dropout=0.0), torch.randn(1024, 128)

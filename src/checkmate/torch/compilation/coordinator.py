@@ -62,7 +62,7 @@ class _KnownStep:
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that exist now."""
-        leaves = (leaf() for run in self.recorder.runs for _, leaf in run.leaves)
+        leaves = (leaf() for run in (*self.recorder.runs, *self.recorder.abandoned) for _, leaf in run.leaves)
         return unique_bytes(t.grad for t in leaves if t is not None and t.grad is not None)
 
 
@@ -250,8 +250,8 @@ class Coordinator:
 
     def _begin_step(self, planned: PlannedGraph) -> None:
         """Plan the step that probably begins with a graph: the newest one that did."""
-        if self._recorder.runs or self._recorder.over:
-            self._recorder = StepRecorder()
+        if self._recorder.began:
+            self._recorder = StepRecorder(watched=self._watch is not None)
         self._plan = None
         known = self._known.get(id(planned))
         if not known:
@@ -298,7 +298,7 @@ class Coordinator:
         plan = self._plan
         if plan is not None and position < len(plan.graphs) and plan.graphs[position] is planned:
             return plan.programs[position]
-        self._plan = None
+        # Another step, or a forward whose result will be dropped: after that one the plan goes on.
         return planned.own
 
     def _end_step(self) -> None:
@@ -347,8 +347,10 @@ class Coordinator:
         with self._lock:
             flight = self._flights.pop(key, None)
             if flight is not None:
+                run = self._runs.pop(flight)
+                if flight in self._pending and run in self._recorder.runs and not run.gradients:
+                    self._recorder.abandon(run)
                 self._retire(flight)
-                self._runs.pop(flight, None)
 
 
 def _matters(recorder: StepRecorder) -> bool:

@@ -26,6 +26,7 @@ class Run:
         undefined: Tangents that were None in the backward.
         tangents: Storage of each tangent of the backward.
         gradients: Storage of each result of the backward.
+        held_bytes: What eager code held and windows had returned when the forward began.
     """
 
     planned: PlannedGraph
@@ -35,6 +36,7 @@ class Run:
     undefined: frozenset[int] = frozenset()
     tangents: tuple[int | None, ...] = ()
     gradients: tuple[int | None, ...] = ()
+    held_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -45,6 +47,7 @@ class StepRecorder:
 
     Attributes:
         runs: The forwards of the step.
+        abandoned: Forwards whose backward will not run; they are part of the eager code.
         windows: Forward and backward windows in the order in which they began: index of the run, and whether it is the backward.
         sizes: Bytes of each storage.
         sources: The window that made each storage; None for one that a window was given first.
@@ -52,10 +55,12 @@ class StepRecorder:
         overwritten: Window in or after which a storage was found to have changed.
         existing: Run and input of every leaf that had a gradient when its forward began.
         watched: Whether eager code is seen.
+        began: Whether any forward has begun.
         over: Whether the backward of the step is over.
     """
 
     runs: list[Run] = field(default_factory=list)
+    abandoned: list[Run] = field(default_factory=list)
     windows: list[tuple[int, bool]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     sources: list[int | None] = field(default_factory=list)
@@ -63,6 +68,7 @@ class StepRecorder:
     overwritten: dict[int, int] = field(default_factory=dict)
     existing: set[tuple[int, int]] = field(default_factory=set)
     watched: bool = False
+    began: bool = False
     over: bool = False
     _running: bool = False  # whether a window runs now
     _versions: list[tuple[int, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
@@ -119,7 +125,8 @@ class StepRecorder:
         leaves = tuple(
             (k, weakref.ref(a)) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad
         )
-        run = Run(planned, given, leaves=leaves)
+        run = Run(planned, given, leaves=leaves, held_bytes=self._eager_bytes + self._returned_bytes)
+        self.began = True
         for k, leaf in leaves:
             gradient = leaf().grad  # type: ignore[union-attr]
             if gradient is not None:
@@ -145,6 +152,38 @@ class StepRecorder:
     def end_backward(self, run: Run, gradients: Sequence[Any]) -> None:
         """Record what a backward returned."""
         run.gradients = self._results(gradients)
+
+    def abandon(self, run: Run) -> None:
+        """Take a forward for eager code: what it returned and saved was freed, and its backward will not run.
+
+        Its window is removed, and the gaps around it become one.
+        """
+        self.abandoned.append(run)
+        r = self.runs.index(run)
+        w = self.windows.index((r, False))
+        memory = run.planned.own.memory
+        peak = max(self._peaks.get(w, 0), self._peaks.get(w + 1, 0), run.held_bytes + memory.forward_peak_bytes)
+        del self.runs[r], self.windows[w]
+        self.windows = [(other - (other > r), backward) for other, backward in self.windows]
+        self.existing = {(other - (other > r), k) for other, k in self.existing if other != r}
+        for s, source in enumerate(self.sources):
+            if source == w:
+                self.sources[s], self._eager[s] = None, w + 1
+                if s not in self.last:
+                    self._returned_bytes -= self.sizes[s]
+                    self._eager_bytes += self.sizes[s]
+            elif source is not None and source > w:
+                self.sources[s] = source - 1
+        for gaps in (self.last, self._eager):
+            gaps.update({s: gap - 1 for s, gap in gaps.items() if gap > w})
+        self.overwritten = {s: window - (window > w) for s, window in self.overwritten.items()}
+        self._brief = {s for s, first in self._eager.items() if s in self._brief or self.last.get(s) == first == w}
+        self._peaks = {gap - (gap > w): size for gap, size in self._peaks.items() if gap not in (w, w + 1)} | {w: peak}
+        # What it saved was held until now.
+        if len(self.windows) > w:
+            self._eager[len(self.sizes)], self.last[len(self.sizes)] = w, len(self.windows) - self._running
+            self.sizes.append(memory.saved_bytes)
+            self.sources.append(None)
 
     @property
     def complete(self) -> bool:
@@ -176,7 +215,8 @@ class StepRecorder:
             transient = self._transient(len(windows))
             windows.append(Window(part=index, backward=backward, given=given, made=made, eager_bytes=transient))
         crossing = {s for window in windows for s in (*window.given, *window.made) if s is not None}
-        inputs = {s for run in self.runs for s in run.given if s is not None and self.sources[s] is None and s not in self._eager}
+        given = {s for run in (*self.runs, *self.abandoned) for s in run.given if s is not None}
+        inputs = {s for s in given if self.sources[s] is None and s not in self._eager}
         storages = {
             s: Storage(
                 size_bytes=self.sizes[s],
