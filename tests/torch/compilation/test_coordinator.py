@@ -90,7 +90,7 @@ class Classifier(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("share", [70, 45])
+@pytest.mark.parametrize("share", [70, pytest.param(45, marks=pytest.mark.slow)])
 def test_a_loss_outside_of_the_compiled_model_is_part_of_the_step(share: int) -> None:
     """What eager code allocates between forward and backward counts, and the peak is the planned one."""
     model, x, y = Classifier(), torch.randn(512, 64), torch.randint(256, (512,))
@@ -128,7 +128,7 @@ class Broken(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("parts", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_graphs_of_a_step_are_planned_as_one(parts: int) -> None:
     """Two graphs may be equal. At the same budget the overhead is near that without breaks.
 
