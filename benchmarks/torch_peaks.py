@@ -95,7 +95,7 @@ def build(name: str) -> Any:
 def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
     """Child: capture once, find the smallest budget, and plan for every budget."""
     import checkmate.torch
-    from checkmate import Limits, PlanNotFoundError, Problem, min_budget, solve, write
+    from checkmate import Limits, PlanNotFoundError, Problem, evaluate, min_budget, solve, write
     from checkmate.core.budget import keep_all_bytes
 
     case = build(name)
@@ -113,7 +113,7 @@ def plan_points(name: str, folder: str, time_limit_s: str) -> dict[str, Any]:
         try:
             result = solve(Problem(graph, budget), limits=limits)
         except PlanNotFoundError:
-            result = smallest
+            result = evaluate(graph, smallest.plan)
         # A plan for a larger budget that also keeps this one is a candidate: so peaks are monotone.
         if above is not None and above.peak_bytes <= budget and above.cost <= result.cost:
             result = above
