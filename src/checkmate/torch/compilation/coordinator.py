@@ -176,11 +176,10 @@ class Coordinator:
         with self._lock:
             if not self._pending:
                 self._begin_step(planned)
-            position = len(self._recorder.runs)
-            program = self._program(planned, position)
+            program = self._program(planned, len(self._recorder.runs))
             run = self._recorder.begin_forward(planned, args, transient)
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
-            flight = Flight(planned, program, position, _without(_storages(tensors), transient))
+            flight = Flight(planned, program, _without(_storages(tensors), transient))
             if program.undefined:
                 flight.arguments = [weakly(a) for a in args]
                 flight.versions = [version_of(a) for a in args]
@@ -216,8 +215,7 @@ class Coordinator:
         token = args.pop(planned.num_symbols)  # when it is freed its flight is forgotten
         flight = self._flights[storage_key(token)]
         args[: planned.num_symbols] = flight.symbols
-        tangents = planned.tangents
-        first = len(args) - len(tangents)
+        first = len(args) - len(planned.tangents)
         with self._lock:
             run = self._runs[flight]
             recording = flight in self._pending
@@ -225,9 +223,6 @@ class Coordinator:
                 self._recorder.begin_backward(run, args[first:])
         program = flight.program
         late = any(args[first + t] is not None for t in program.undefined)
-        for t, (shape, stride, dtype, device) in enumerate(tangents):
-            if args[first + t] is None and t not in program.undefined and not late:
-                args[first + t] = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
         if late:
             _log.warning(
                 "a gradient came for an output that had none before: computed from the inputs, and planned for from now on"
@@ -236,6 +231,7 @@ class Coordinator:
             args.clear()
         else:
             assert program.backward is not None
+            args[first:] = planned.materialized(args[first:], program.undefined)
             with self._planned_code():
                 results = program.backward(args)
         with self._lock:
@@ -311,12 +307,11 @@ class Coordinator:
             known = self._known.setdefault(id(recorder.runs[0].planned), [])
             same = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
             self._watches = not recorder.watched and (same is None or not same.recorder.watched)
-            if same is not None and (same.recorder.watched or not recorder.watched):
+            if same is not None:
                 known.remove(same)
-                known.append(same)
+            if same is not None and (same.recorder.watched or not recorder.watched):
+                known.append(same)  # the newest
             else:
-                if same is not None:
-                    known.remove(same)
                 step = _KnownStep(recorder)
                 known.append(step)
                 existing = frozenset(recorder.existing)

@@ -129,6 +129,19 @@ class PlannedGraph:
         values = [n.meta["val"] for n in self.joint.capture.joint.graph.nodes if is_tangent(n)]
         return tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
 
+    def materialized(self, tangents: Sequence[Any], undefined: frozenset[int] = frozenset()) -> list[Any]:
+        """The tangents of a backward, with zeros for those that are None.
+
+        Args:
+            tangents: Gradients of the outputs.
+            undefined: Tangents that stay None.
+        """
+        found = list(tangents)
+        for t, (shape, stride, dtype, device) in enumerate(self.tangents):
+            if found[t] is None and t not in undefined:
+                found[t] = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+        return found
+
     @functools.cached_property
     def dynamic(self) -> bool:
         """Whether sizes of the graph are symbolic."""
@@ -167,15 +180,11 @@ class PlannedGraph:
                 "or overwritten",
                 hint="run the step again: the gradient is planned for from now on",
             )
-        values = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_() if t is None else t
-            for t, (shape, stride, dtype, device) in zip(tangents, self.tangents, strict=True)
-        ]
         devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices):
             if flight.random_state is not None:
                 flight.random_state()
-            return list(self._whole([*arguments, *values]))
+            return list(self._whole([*arguments, *self.materialized(tangents)]))
 
     @functools.cached_property
     def _whole(self) -> BoxedRun:
@@ -189,7 +198,8 @@ class PlannedGraph:
         output = graph.output_node()
         output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
         for node in reversed(list(graph.nodes)):
-            if node.op == "call_function" and not node.users:
+            # A random op advances the generator for those after it, whether or not its result is read.
+            if node.op == "call_function" and not node.users and random_op(node) is None:
                 graph.erase_node(node)
         return graph
 
@@ -230,7 +240,6 @@ class Flight:
     Attributes:
         planned: Its graph.
         program: The program that runs it.
-        position: Which forward of the step it is.
         inputs: Bytes of each input, by the key of its storage.
         held: Bytes of each tensor that the forward returned, outputs and saved tensors, by the key of its storage.
         arguments: The arguments of the forward, tensors by weak references; empty if its program reads all tangents.
@@ -241,7 +250,6 @@ class Flight:
 
     planned: PlannedGraph
     program: Program
-    position: int
     inputs: dict[int, int]
     held: dict[int, int] = field(default_factory=dict)
     arguments: list[Callable[[], Any]] = field(default_factory=list)

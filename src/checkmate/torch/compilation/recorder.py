@@ -57,6 +57,7 @@ class StepRecorder:
         watched: Whether eager code is seen.
         began: Whether any forward has begun.
         over: Whether the backward of the step is over.
+        eager_peak_bytes: The most that eager code held at any time of the step.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -70,6 +71,7 @@ class StepRecorder:
     watched: bool = False
     began: bool = False
     over: bool = False
+    eager_peak_bytes: int = 0
     _running: bool = False  # whether a window runs now
     _versions: list[tuple[int, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
     _eager: dict[int, int] = field(default_factory=dict)  # storage that eager code allocated -> the window after it
@@ -77,7 +79,6 @@ class StepRecorder:
     _eager_bytes: int = 0  # of those that are alive
     _returned_bytes: int = 0  # of storages that windows made and that are alive
     _peaks: dict[int, int] = field(default_factory=dict)  # window -> the most that both were before it
-    _most_eager_bytes: int = 0
     _gradients: dict[int, int] = field(default_factory=dict)
     _present: dict[int, int] = field(default_factory=dict)
 
@@ -89,11 +90,6 @@ class StepRecorder:
         self._eager[storage] = len(self.windows)
         self._eager_bytes += self.sizes[storage]
         self._note_eager()
-
-    @property
-    def eager_peak_bytes(self) -> int:
-        """The most that eager code held at any time of the step."""
-        return self._most_eager_bytes
 
     def _begin(self, window: tuple[int, bool]) -> None:
         self._note_eager()
@@ -107,7 +103,7 @@ class StepRecorder:
     def _note_eager(self) -> None:
         window = len(self.windows)
         self._peaks[window] = max(self._peaks.get(window, 0), self._eager_bytes + self._returned_bytes)
-        self._most_eager_bytes = max(self._most_eager_bytes, self._eager_bytes)
+        self.eager_peak_bytes = max(self.eager_peak_bytes, self._eager_bytes)
 
     def begin_forward(self, planned: PlannedGraph, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
         """Record that a forward begins.
@@ -212,7 +208,7 @@ class StepRecorder:
         for index, backward in self.windows:
             run = self.runs[index]
             given, made = (run.tangents, run.gradients) if backward else (run.given, run.made)
-            transient = self._transient(len(windows))
+            transient = self._transient(len(windows), spans)
             windows.append(Window(part=index, backward=backward, given=given, made=made, eager_bytes=transient))
         crossing = {s for window in windows for s in (*window.given, *window.made) if s is not None}
         given = {s for run in (*self.runs, *self.abandoned) for s in run.given if s is not None}
@@ -239,7 +235,7 @@ class StepRecorder:
             parts=tuple(run.planned.part(run.undefined) for run in self.runs),
             windows=tuple(windows),
             storages=storages,
-            eager_bytes=self._transient(count),
+            eager_bytes=self._transient(count, spans),
             resident_bytes=sum(self.sizes[s] for s in inputs) + extra_resident_bytes,
             accumulated=freed_gradients,
         )
@@ -255,12 +251,12 @@ class StepRecorder:
                 spans[s] = self._eager[s], last
         return spans
 
-    def _transient(self, window: int) -> int:
+    def _transient(self, window: int, spans: Mapping[int, tuple[int, int]]) -> int:
         """The most that was alive before a window at once, besides what is alive there by the account of `step_graph`.
 
         That is what earlier windows made, as long as it lives and at least to the gap after its window, and what eager code made.
         """
-        listed = sum(self.sizes[s] for s, (first, last) in self._spans().items() if first <= window <= last)
+        listed = sum(self.sizes[s] for s, (first, last) in spans.items() if first <= window <= last)
         return max(0, self._peaks.get(window, 0) - listed)
 
     def _results(self, results: Sequence[Any]) -> tuple[int | None, ...]:
