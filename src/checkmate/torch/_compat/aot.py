@@ -22,9 +22,7 @@ __all__ = [
     "fusible_packets",
     "is_tangent",
     "keep_undefined",
-    "keeps_graph",
     "overwritten_inputs",
-    "queue_after_backward",
     "saved_symbols",
 ]
 
@@ -99,13 +97,3 @@ def keep_undefined(outputs: Iterable[Any]) -> None:
             node = node.next_functions[0][0] if node.next_functions else None
         if hasattr(node, "set_materialize_grads"):
             node.set_materialize_grads(False)  # type: ignore[union-attr]
-
-
-def queue_after_backward(function: Callable[[], None]) -> None:
-    """Have the autograd engine call a function when the backward that is running now is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
-
-
-def keeps_graph() -> bool:
-    """Whether the backward that is running now was called with ``retain_graph=True``."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,9 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.torch._compat.aot import keeps_graph, queue_after_backward
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
+from checkmate.torch._compat.engine import keeps_graph, queue_after_backward
+from checkmate.torch.compilation.accumulation import Accumulation, Origins
 from checkmate.torch.compilation.eager_watch import EagerWatch
 from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, random_state, version_of, weakly
 from checkmate.torch.compilation.recorder import Run, StepRecorder
@@ -38,27 +40,49 @@ from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, storage_bytes, 
 _log = logging.getLogger("checkmate.torch")
 
 
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Gradients that exist before a step.
+
+    Attributes:
+        existing: Run and input of each.
+        accumulated: Inputs to whose gradients the backward of a run adds, for each run. Autograd adds to the others.
+    """
+
+    existing: frozenset[tuple[int, int]]
+    accumulated: tuple[frozenset[int], ...]
+
+
 @dataclass(eq=False, slots=True)
 class _KnownStep:
     """A step that was recorded, with its plans.
 
     Attributes:
         recorder: The record.
-        plans: Plans by the gradients that exist before the step: run and input of each. None where the graph's own plan is one of
-            the step; an error where there is no plan.
+        plans: Plans by the gradients that exist before the step. None where the graph's own plan is one of the step; an error
+            where there is no plan.
     """
 
     recorder: StepRecorder
-    plans: dict[frozenset[tuple[int, int]], StepPlan | CheckmateError | None] = field(default_factory=dict)
+    plans: dict[_Gradients, StepPlan | CheckmateError | None] = field(default_factory=dict)
 
-    def existing_gradients(self) -> frozenset[tuple[int, int]]:
-        """Run and input of every leaf that has a gradient now."""
-        return frozenset(
-            (r, k)
-            for r, run in enumerate(self.recorder.runs)
-            for k, leaf in run.leaves
-            if (t := leaf()) is not None and t.grad is not None
-        )
+    def gradients(self, origins: Origins, existing: Set[tuple[int, int]] | None = None) -> _Gradients:
+        """The gradients before the step.
+
+        Args:
+            origins: What is known of where gradients come from.
+            existing: Run and input of each; those that exist now by default.
+        """
+        leaves = [(r, k, t) for r, run in enumerate(self.recorder.runs) for k, leaf in run.leaves if (t := leaf()) is not None]
+        if existing is None:
+            existing = {(r, k) for r, k, t in leaves if t.grad is not None}
+        runs_of = Counter(id(t) for _, _, t in leaves)
+        replaceable = all(run.planned.replaceable for run in self.recorder.runs)
+        added = {
+            (r, k) for r, k, t in leaves if replaceable and (r, k) in existing and runs_of[id(t)] == 1 and origins.accumulates(t)
+        }
+        of_run = tuple(frozenset(k for other, k in added if other == r) for r in range(len(self.recorder.runs)))
+        return _Gradients(frozenset(existing), of_run)
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that exist now."""
@@ -80,6 +104,7 @@ class Coordinator:
         self._plan: StepPlan | None = None
         self._shares: dict[str, tuple[int, ...]] = {}
         self._warned: set[int] = set()
+        self._origins = Origins()
         self._watch: EagerWatch | None = None
         self._watches = True  # whether the next step is one whose eager code has not been seen
 
@@ -232,8 +257,11 @@ class Coordinator:
         else:
             assert program.backward is not None
             args[first:] = planned.materialized(args[first:], program.undefined)
-            with self._planned_code():
+            leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
+            accumulation = Accumulation(leaves, program.accumulated, self._origins)
+            with self._planned_code(), accumulation:
                 results = program.backward(args)
+            accumulation.hand_over(results)
         with self._lock:
             if recording:
                 self._recorder.end_backward(run, results)
@@ -253,22 +281,21 @@ class Coordinator:
         if not known:
             return
         step = known[-1]
-        existing = step.existing_gradients()
-        if existing not in step.plans:
-            step.plans[existing] = self._planned(step, existing, step.gradient_bytes())
-        plan = step.plans[existing]
+        gradients = step.gradients(self._origins)
+        if gradients not in step.plans:
+            step.plans[gradients] = self._planned(step, gradients, step.gradient_bytes())
+        plan = step.plans[gradients]
         if isinstance(plan, CheckmateError):
-            del step.plans[existing]
+            del step.plans[gradients]
             raise plan
         self._plan = plan
 
-    def _planned(
-        self, step: _KnownStep, existing: frozenset[tuple[int, int]], gradient_bytes: int
-    ) -> StepPlan | CheckmateError | None:
+    def _planned(self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int) -> StepPlan | CheckmateError | None:
         """The plan of a step, where its graphs' own plans are not one."""
         runs = step.recorder.runs
         alone = len(runs) == 1 and runs[0].planned.alone and not runs[0].undefined
-        if alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes:
+        alone = alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes
+        if alone and _same_accumulation(runs[0].planned.own, gradients):
             own = runs[0].planned.own.result
             if own.peak_bytes + step.recorder.eager_peak_bytes <= own.budget_bytes or not _matters(step.recorder):
                 return None
@@ -278,7 +305,7 @@ class Coordinator:
         if compiled_again and all(key in self._shares for key in compiled_again):
             return None  # they were compiled for the plan of this step
         try:
-            plan = plan_step(step.recorder, gradient_bytes, existing)
+            plan = plan_step(step.recorder, gradient_bytes, gradients.existing, gradients.accumulated)
         except CheckmateError as error:
             return error
         _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
@@ -314,8 +341,8 @@ class Coordinator:
             else:
                 step = _KnownStep(recorder)
                 known.append(step)
-                existing = frozenset(recorder.existing)
-                step.plans[existing] = self._planned(step, existing, recorder.gradient_bytes)
+                gradients = step.gradients(self._origins, recorder.existing)
+                step.plans[gradients] = self._planned(step, gradients, recorder.gradient_bytes)
 
     def _warn_if_over(self, planned: PlannedGraph, flight: Flight) -> None:
         """Warn before a step that was not planned as a whole exceeds its budget."""
@@ -346,6 +373,11 @@ class Coordinator:
                 if flight in self._pending and run in self._recorder.runs and not run.gradients:
                     self._recorder.abandon(run)
                 self._retire(flight)
+
+
+def _same_accumulation(program: Program, gradients: _Gradients) -> bool:
+    """Whether a program of a step of one graph adds to exactly those existing gradients that it can add to."""
+    return {k for k in program.accumulated if (0, k) in gradients.existing} == gradients.accumulated[0]
 
 
 def _matters(recorder: StepRecorder) -> bool:

@@ -20,11 +20,11 @@ from checkmate.frontend.step_graph import Part
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
 from checkmate.torch.distributed.consensus import Ranks
-from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.graph.op_properties import content_inputs, random_op
 from checkmate.torch.graph.storages import storage_bytes
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.partition.split import CapturedJoint
+from checkmate.torch.passes.accumulation import accumulating
 from checkmate.torch.passes.undefined_tangents import without_tangents
 
 
@@ -40,6 +40,7 @@ class Program:
         result: The plan.
         memory: Memory that it needs above what is resident.
         undefined: Tangents that the backward does not read: no gradient flows into their outputs.
+        accumulated: Inputs whose gradients the backward adds to existing ones, by position.
         num_symbols: How many symbolic sizes the forward saves for the backward.
         forward: The forward, in AOTAutograd's boxed calling convention; None until it is compiled.
         backward: The backward.
@@ -48,6 +49,7 @@ class Program:
     result: Result
     memory: StepMemory
     undefined: frozenset[int] = frozenset()
+    accumulated: frozenset[int] = frozenset()
     num_symbols: int = 0
     forward: BoxedRun | None = None
     backward: BoxedRun | None = None
@@ -81,8 +83,8 @@ class PlannedGraph:
     recompile: Callable[[], None] | None
     replaceable: bool = True
     num_symbols: int = 0
-    _joints: dict[frozenset[int], CapturedJoint] = field(default_factory=dict)
-    _programs: dict[tuple[frozenset[int], tuple[int, ...]], Program] = field(default_factory=dict)
+    _joints: dict[tuple[frozenset[int], frozenset[int]], CapturedJoint] = field(default_factory=dict)
+    _programs: dict[tuple[frozenset[int], frozenset[int], tuple[int, ...]], Program] = field(default_factory=dict)
 
     @property
     def budget(self) -> Budget:
@@ -95,32 +97,34 @@ class PlannedGraph:
         """How many results of the forward go to the caller."""
         return self.joint.capture.num_fwd_outputs
 
-    def part(self, undefined: frozenset[int]) -> Part:
+    def part(self, undefined: frozenset[int], accumulated: frozenset[int]) -> Part:
         """The graph as a part of a step.
 
         Args:
             undefined: Tangents that are None in the step.
+            accumulated: Inputs whose gradients are added to existing ones.
         """
-        return part_of(self._joint(undefined).capture)
+        return part_of(self._joint(undefined, accumulated).capture)
 
-    def program(self, undefined: frozenset[int], order: Sequence[int]) -> Program:
+    def program(self, undefined: frozenset[int], accumulated: frozenset[int], order: Sequence[int]) -> Program:
         """The program of an order of the graph; compiled once.
 
         Args:
             undefined: Tangents that are None in the step.
+            accumulated: Inputs whose gradients are added to existing ones.
             order: Ops of `part` in the order of their computations.
 
         Raises:
             SplitError: The modules would take more memory than planned.
         """
-        key = undefined, tuple(order)
+        key = undefined, accumulated, tuple(order)
         if key not in self._programs:
-            joint = self._joint(undefined)
+            joint = self._joint(undefined, accumulated)
             result = result_of_order(joint.capture.graph, order)
             forward, backward = joint.split(result)
             memory = StepMemory.of(joint.capture.graph, result.plan)
             symbols = saved_symbols(forward, self.num_outputs)
-            self._programs[key] = Program(result, memory, undefined, symbols, boxed(forward), boxed(backward))
+            self._programs[key] = Program(result, memory, undefined, accumulated, symbols, boxed(forward), boxed(backward))
         return self._programs[key]
 
     @functools.cached_property
@@ -193,8 +197,8 @@ class PlannedGraph:
 
     @functools.cached_property
     def _whole_graph(self) -> fx.Graph:
-        joint = self.joint.capture.joint
-        graph = copy_graph(joint.graph)
+        joint = accumulating(self.joint.capture.joint, self.num_outputs, frozenset())
+        graph = joint.graph
         output = graph.output_node()
         output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
         for node in reversed(list(graph.nodes)):
@@ -225,12 +229,15 @@ class PlannedGraph:
         on_cpu = all(device.type == "cpu" for *_, device in self.tangents)
         return torch.get_rng_state().nbytes if self.random and on_cpu else 0
 
-    def _joint(self, undefined: frozenset[int]) -> CapturedJoint:
-        if not undefined:
+    def _joint(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
+        if not undefined and accumulated == self.own.accumulated:
             return self.joint
-        if undefined not in self._joints:
-            self._joints[undefined] = self.joint.changed(lambda module: without_tangents(module, undefined))
-        return self._joints[undefined]
+        key = undefined, accumulated
+        if key not in self._joints:
+            self._joints[key] = self.joint.changed(
+                lambda module: accumulating(without_tangents(module, undefined), self.num_outputs, accumulated)
+            )
+        return self._joints[key]
 
 
 @dataclass(eq=False, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -196,12 +196,15 @@ class StepRecorder:
         """Identity of the step: graph and run of each window, and the undefined tangents of a backward."""
         return tuple((id(self.runs[r].planned), r, self.runs[r].undefined if back else None) for r, back in self.windows)
 
-    def observed(self, extra_resident_bytes: int, accumulated: frozenset[tuple[int, int]]) -> ObservedStep:
+    def observed(
+        self, extra_resident_bytes: int, existing: frozenset[tuple[int, int]], accumulated: Sequence[frozenset[int]]
+    ) -> ObservedStep:
         """The step as data to plan from.
 
         Args:
             extra_resident_bytes: Resident bytes besides what the graphs are given.
-            accumulated: Run and input of gradients that are added to existing ones.
+            existing: Run and input of the leaves that have a gradient before the step.
+            accumulated: Inputs to whose gradients the backward adds, for each run.
         """
         count, spans = len(self.windows), self._spans()
         windows = []
@@ -229,10 +232,14 @@ class StepRecorder:
                 others[span] = others.get(span, 0) + self.sizes[s]
         for (first, until), size in others.items():
             storages[len(self.sizes) + len(storages)] = Storage(size_bytes=size, first=first, last=until)
-        gradients = [self.runs[r].gradients[k] for r, k in accumulated]
+        gradients = [self.runs[r].gradients[k] for r, k in existing]
         freed_gradients = frozenset(s for s in gradients if s is not None and self.last.get(s, count) < count)
+        for r, k in self.existing - existing:  # it was added to another one, and now becomes the gradient itself
+            gradient = self.runs[r].gradients[k]
+            if gradient is not None:
+                storages[gradient] = replace(storages[gradient], last=count)
         return ObservedStep(
-            parts=tuple(run.planned.part(run.undefined) for run in self.runs),
+            parts=tuple(run.planned.part(run.undefined, added) for run, added in zip(self.runs, accumulated, strict=True)),
             windows=tuple(windows),
             storages=storages,
             eager_bytes=self._transient(count, spans),

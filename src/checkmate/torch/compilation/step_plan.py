@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -53,13 +54,19 @@ class Attempts:
 _ATTEMPTS = Attempts()
 
 
-def plan_step(recorder: StepRecorder, gradient_bytes: int, accumulated: frozenset[tuple[int, int]]) -> StepPlan:
+def plan_step(
+    recorder: StepRecorder,
+    gradient_bytes: int,
+    existing: frozenset[tuple[int, int]],
+    accumulated: Sequence[frozenset[int]],
+) -> StepPlan:
     """Plan a step that was recorded.
 
     Args:
         recorder: The step.
         gradient_bytes: Gradients that exist before it.
-        accumulated: Run and input of the gradients that are added to existing ones.
+        existing: Run and input of the leaves that have a gradient before it.
+        accumulated: Inputs to whose gradients the backward adds, for each run.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -70,7 +77,7 @@ def plan_step(recorder: StepRecorder, gradient_bytes: int, accumulated: frozense
     first = max(graphs, key=lambda g: g.budget.total_bytes or 0)
     extra = max(g.resident.total_bytes - g.resident.gradients_bytes for g in graphs)
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
-    whole = step_graph(recorder.observed(extra + gradient_bytes, accumulated))
+    whole = step_graph(recorder.observed(extra + gradient_bytes, existing, accumulated))
 
     def plan(graph: Graph) -> Result:
         return _plan(first, graph, whole)
@@ -81,7 +88,10 @@ def plan_step(recorder: StepRecorder, gradient_bytes: int, accumulated: frozense
         agreed = plan_on_rank0(first.ranks, whole.graph, f"a budget of {first.budget} for a step", plan)
         graph, result = agreed.graph, agreed.result
     orders = whole.cut(result.plan.order)
-    programs = tuple(run.planned.program(run.undefined, order) for run, order in zip(recorder.runs, orders, strict=True))
+    programs = tuple(
+        run.planned.program(run.undefined, added, order)
+        for run, added, order in zip(recorder.runs, accumulated, orders, strict=True)
+    )
     return StepPlan(graphs, programs, result, graph)
 
 

@@ -1,0 +1,56 @@
+"""Private names of the autograd engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["before_accumulation", "grad_accumulators", "keeps_graph", "queue_after_backward"]
+
+
+def queue_after_backward(function: Callable[[], None]) -> None:
+    """Have the autograd engine call a function when the backward that is running now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is running now was called with ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+
+
+def grad_accumulators() -> dict[int, Any]:
+    """The nodes that will add gradients of the node which is running now to ``.grad`` of leaves, by the identity of the leaf.
+
+    There are none for leaves without a part in this backward, such as in ``torch.autograd.grad`` and ``backward(inputs=...)``,
+    and none under compiled autograd, which runs no nodes.
+    """
+    node = torch._C._current_autograd_node()
+    following = () if node is None else node.next_functions
+    leaves = {id(variable): n for n, _ in following if (variable := getattr(n, "variable", None)) is not None}
+    return {leaf: n for leaf, n in leaves.items() if _runs(n)}
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # a leaf whose gradient is a result of torch.autograd.grad
+        return False
+
+
+def before_accumulation(node: Any, function: Callable[[torch.Tensor | None], None]) -> None:
+    """Call a function right before a node adds a gradient to that of its leaf, in the backward that is running now.
+
+    Args:
+        node: The node, of `grad_accumulators`.
+        function: Gets the gradient that the node was given.
+    """
+    backward = torch._C._current_graph_task_id()
+
+    def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        handle.remove()
+        if torch._C._current_graph_task_id() == backward:  # another one failed before it came here
+            function(gradients[0])
+
+    handle = node.register_prehook(hook)

@@ -1,0 +1,122 @@
+"""Adds gradients to existing ones inside a compiled backward, with the results and the hooks of autograd.
+
+For such a parameter the backward does not return its new gradient but the sum, in the storage of ``.grad``. Right before autograd
+would add it to ``.grad``, a hook sets that to None, and autograd takes over the sum as it is, without a copy. All hooks that run
+after a gradient is accumulated run as before. A hook that runs earlier has to see the new gradient alone, so that autograd
+itself accumulates for a parameter that has one.
+
+Autograd sums all gradients that a parameter gets in one backward, and adds the sum to ``.grad``. Since sums of floating-point
+numbers depend on their order, it also accumulates for a parameter until a backward has shown that it gets one gradient only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from checkmate.torch._compat.engine import before_accumulation, grad_accumulators
+from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.passes.accumulation import ACCUMULATE
+
+
+class Origins:
+    """Which leaves get their gradients from one compiled backward alone, as far as backwards have shown."""
+
+    def __init__(self) -> None:
+        self._sole: Any = WeakIdKeyDictionary()  # leaf -> whether what it got was what a compiled backward had returned
+
+    def seen(self, leaf: torch.Tensor) -> bool:
+        """Whether a backward has shown it."""
+        return leaf in self._sole
+
+    def record(self, leaf: torch.Tensor, sole: bool) -> None:
+        """Record what a backward has shown; that a leaf once got other gradients is never forgotten."""
+        self._sole[leaf] = sole and self._sole.get(leaf, True)
+
+    def accumulates(self, leaf: torch.Tensor) -> bool:
+        """Whether a compiled backward may add to the gradient of a leaf, in place and with the result that autograd has."""
+        return bool(self._sole.get(leaf, False)) and not leaf._backward_hooks and _is_plain(leaf.grad, leaf)
+
+
+def _is_plain(existing: torch.Tensor | None, leaf: torch.Tensor) -> bool:
+    """Whether a gradient is one that autograd adds to in place, and takes over as it is."""
+    return (
+        existing is not None
+        and type(existing) is torch.Tensor
+        and existing.layout is torch.strided
+        and existing.stride() == leaf.stride()
+        and existing.dtype == leaf.dtype
+        and not existing.requires_grad
+        and not existing.is_inference()
+    )
+
+
+class Accumulation(AbstractContextManager[None]):
+    """One run of a compiled backward, as a context in which its `ACCUMULATE` nodes add to existing gradients.
+
+    Args:
+        leaves: Inputs that are leaves and require a gradient, by position.
+        positions: Inputs whose gradients the program adds to existing ones.
+        origins: What is known of where gradients come from.
+    """
+
+    def __init__(self, leaves: Mapping[int, torch.Tensor], positions: Set[int], origins: Origins) -> None:
+        self._origins = origins
+        unseen = [k for k, leaf in leaves.items() if not origins.seen(leaf)]
+        adding = [k for k in positions if k in leaves and origins.accumulates(leaves[k])]
+        # With create_graph=True autograd adds out of place.
+        nodes = grad_accumulators() if (adding or unseen) and not torch.is_grad_enabled() else {}
+        self._nodes = {k: nodes[id(leaves[k])] for k in (*unseen, *adding) if id(leaves[k]) in nodes}
+        self._leaves = {k: leaves[k] for k in self._nodes}
+        self._adding = self._nodes.keys() & set(adding)
+        self._added: set[int] = set()
+
+    def __enter__(self) -> None:
+        """Have `ACCUMULATE` nodes of this thread add to the gradients of these leaves."""
+        ACCUMULATE.adding.add = self._add
+
+    def __exit__(self, *_: object) -> None:
+        """The backward is over, or has failed: then some gradients are accumulated, as in any backward that fails."""
+        del ACCUMULATE.adding.add
+
+    def hand_over(self, gradients: Sequence[Any]) -> None:
+        """Have autograd take over the sums, and see what becomes of the gradients of leaves that were not seen before.
+
+        Args:
+            gradients: What the backward returns to autograd, by the position of the input.
+        """
+        for k, node in self._nodes.items():
+            gradient = gradients[k]
+            if isinstance(gradient, torch.Tensor):
+                self._watch(k, node, storage_key(gradient), gradient._version)
+
+    def _add(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
+        existing = self._leaves[position].grad if position in self._adding else None
+        if existing is None or not _fit(existing, gradient):
+            return gradient
+        existing.add_(gradient)
+        self._added.add(position)
+        return existing.detach()  # autograd copies a tensor that has another owner
+
+    def _watch(self, position: int, node: Any, storage: int, version: int) -> None:
+        leaf, added, origins = self._leaves[position], position in self._added, self._origins
+
+        def arrives(gradient: torch.Tensor | None) -> None:
+            origins.record(leaf, gradient is not None and storage_key(gradient) == storage and gradient._version == version)
+            if added:
+                leaf.grad = None
+
+        before_accumulation(node, arrives)
+
+
+def _fit(existing: torch.Tensor, gradient: torch.Tensor) -> bool:
+    return (
+        gradient.layout is torch.strided
+        and existing.shape == gradient.shape
+        and existing.dtype == gradient.dtype
+        and existing.device == gradient.device
+    )
