@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from checkmate.core.budget import ResidentMemory
@@ -33,6 +34,7 @@ from checkmate.torch.measure.resident import gradient_bytes, other_allocated_byt
 from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import CapturedJoint, Task
+from checkmate.torch.passes.accumulation import accumulated_inputs
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -90,6 +92,8 @@ class Compilation:
             reserve_bytes=options.reserve_bytes,
             other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known),
         )
+        self._num_inputs = len(example_inputs)
+        self._accumulated = self._accumulating(example_inputs)
         self.planned: PlannedGraph | None = None
         self._recompile = recompile_current_frame()
         self.least_fused_bytes: int | None = None
@@ -106,6 +110,8 @@ class Compilation:
             honours_checkpoints=options.checkpoints == "respected",
             no_recompute=frozenset(options.no_recompute),
             extra_resident_bytes=self.resident.total_bytes,
+            # AOTAutograd merges inputs that are equal, and then their positions are others.
+            accumulated=lambda count: self._accumulated if count == self._num_inputs else frozenset(),
             on_planned=self._planned,
         )
         if target is None:
@@ -176,7 +182,7 @@ class Compilation:
         gradients = self.resident.gradients_bytes + self._wrapped.bucket_view_bytes
         self.planned = PlannedGraph(
             joint=joint,
-            own=Program(result, memory),
+            own=Program(result, memory, accumulated=accumulated_inputs(joint.capture.joint)),
             alone=self._alone(graph) or self.shared_order(graph) is not None,
             options=self.options.planning,
             resident=self.resident,
@@ -228,6 +234,14 @@ class Compilation:
                 "nothing in this step requires a gradient, so that there is no backward to plan",
                 hint="check that parameters have requires_grad=True, and that the loss depends on them",
             )
+
+    def _accumulating(self, inputs: Sequence[Any]) -> frozenset[int]:
+        """Inputs to whose gradients the backward adds: those that have one; with the option ``accumulate`` also those that will."""
+        if self.budget is None or self.options.compiler != "eager" or self.hooks.whole:
+            return frozenset()
+        leaves = [(k, t) for k, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]
+        coming = {k for k, t in leaves if t.grad is None and not t._backward_hooks} if self.options.accumulate else set[int]()
+        return frozenset(coming | {k for k, t in leaves if COORDINATOR.origins.accumulates(t)})
 
     def _plan(self, capture: Capture) -> tuple[Graph, Result]:
         if self.hooks.planner is not None:

@@ -91,7 +91,11 @@ class _KnownStep:
 
 
 class Coordinator:
-    """The planned graphs that are in flight in this process, and the plans of its steps."""
+    """The planned graphs that are in flight in this process, and the plans of its steps.
+
+    Attributes:
+        origins: What backwards have shown of where the gradients of leaves come from.
+    """
 
     def __init__(self) -> None:
         # Autograd runs backwards on other threads, and a finalizer runs on any thread, even on one that already holds the lock.
@@ -104,7 +108,7 @@ class Coordinator:
         self._plan: StepPlan | None = None
         self._shares: dict[str, tuple[int, ...]] = {}
         self._warned: set[int] = set()
-        self._origins = Origins()
+        self.origins = Origins()
         self._watch: EagerWatch | None = None
         self._watches = True  # whether the next step is one whose eager code has not been seen
 
@@ -258,7 +262,7 @@ class Coordinator:
             assert program.backward is not None
             args[first:] = planned.materialized(args[first:], program.undefined)
             leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
-            accumulation = Accumulation(leaves, program.accumulated, self._origins)
+            accumulation = Accumulation(leaves, program.accumulated, self.origins)
             with self._planned_code(), accumulation:
                 results = program.backward(args)
             accumulation.hand_over(results)
@@ -281,7 +285,7 @@ class Coordinator:
         if not known:
             return
         step = known[-1]
-        gradients = step.gradients(self._origins)
+        gradients = step.gradients(self.origins)
         if gradients not in step.plans:
             step.plans[gradients] = self._planned(step, gradients, step.gradient_bytes())
         plan = step.plans[gradients]
@@ -341,7 +345,7 @@ class Coordinator:
             else:
                 step = _KnownStep(recorder)
                 known.append(step)
-                gradients = step.gradients(self._origins, recorder.existing)
+                gradients = step.gradients(self.origins, recorder.existing)
                 step.plans[gradients] = self._planned(step, gradients, recorder.gradient_bytes)
 
     def _warn_if_over(self, planned: PlannedGraph, flight: Flight) -> None:

@@ -14,10 +14,11 @@ from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
-from checkmate.torch._compat.aot import default_partition
+from checkmate.torch._compat.aot import default_partition, is_tangent
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
 from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
 from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
+from checkmate.torch.passes.accumulation import accumulating
 from checkmate.torch.passes.optimizer_in_backward import apply_optimizer_in_backward
 from checkmate.torch.passes.prepare import prepare
 
@@ -57,6 +58,7 @@ class Task:
         honours_checkpoints: Whether checkpointed regions are recomputed, and never held.
         no_recompute: Names of ops that must run once.
         extra_resident_bytes: Resident bytes besides the graph's inputs.
+        accumulated: Inputs to whose gradients the backward adds, of a graph with a given number of inputs.
         on_planned: Called with the captured joint graph and its plan before anything runs.
         relabel: Moves the fake tensors of a graph to another device, in place.
         layout_pass: Returns a graph whose tensors have other layouts.
@@ -70,6 +72,7 @@ class Task:
     no_recompute: frozenset[str]
     extra_resident_bytes: int
     on_planned: Callable[[CapturedJoint, Result], None]
+    accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()
     relabel: Callable[[fx.Graph], None] = lambda graph: None
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
 
@@ -113,8 +116,10 @@ def partition(
         layout_pass=task.layout_pass,
     )
     task.relabel(prepared.graph)
+    inputs = [n for n in prepared.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+    accumulated = task.accumulated(len(inputs))
     capture = capture_joint(
-        prepared,
+        accumulating(prepared, num_fwd_outputs, accumulated) if accumulated else prepared,
         num_fwd_outputs,
         task.costs,
         hold_outputs=task.hold_outputs,

@@ -71,3 +71,8 @@ def accumulating(joint: fx.GraphModule, num_fwd_outputs: int, positions: Set[int
     output.args = (tuple(results),)
     graph.lint()
     return fx.GraphModule(joint, graph)
+
+
+def accumulated_inputs(joint: fx.GraphModule) -> frozenset[int]:
+    """Inputs to whose gradients the backward of a joint module adds, by their position."""
+    return frozenset(n.args[0] for n in joint.graph.nodes if n.target is ACCUMULATE)  # type: ignore[misc]
