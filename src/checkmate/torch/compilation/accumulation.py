@@ -106,7 +106,8 @@ class Accumulation(AbstractContextManager[None]):
         leaf, added, origins = self._leaves[position], position in self._added, self._origins
 
         def arrives(gradient: torch.Tensor | None) -> None:
-            origins.record(leaf, gradient is not None and storage_key(gradient) == storage and gradient._version == version)
+            if not leaf._backward_hooks:  # they may have replaced it
+                origins.record(leaf, gradient is not None and storage_key(gradient) == storage and gradient._version == version)
             if added:
                 leaf.grad = None
 

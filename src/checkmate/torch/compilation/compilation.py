@@ -236,7 +236,7 @@ class Compilation:
             )
 
     def _accumulating(self, inputs: Sequence[Any]) -> frozenset[int]:
-        """Inputs to whose gradients the backward adds: those that have one; with the option ``accumulate`` also those that will."""
+        """Inputs to whose gradients the backward adds: those that have one; with the option ``accumulate`` all that can."""
         if self.budget is None or self.options.compiler != "eager" or self.hooks.whole:
             return frozenset()
         leaves = [(k, t) for k, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]

@@ -11,7 +11,7 @@ import torch
 
 from checkmate.frontend.step_graph import ObservedStep, Storage, Window
 from checkmate.torch.compilation.program import PlannedGraph
-from checkmate.torch.graph.storages import storage_bytes, storage_key
+from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +127,7 @@ class StepRecorder:
             gradient = leaf().grad  # type: ignore[union-attr]
             if gradient is not None:
                 self.existing.add((len(self.runs), k))
-                self._gradients[storage_key(gradient)] = storage_bytes(gradient)
+                self._gradients.update({storage_key(t): storage_bytes(t) for t in strided_parts(gradient)})
         self.runs.append(run)
         self._begin((len(self.runs) - 1, False))
         for storage, a in zip(given, args, strict=True):

@@ -46,6 +46,11 @@ def current_bytes(tensor: torch.Tensor) -> int:
     return _aligned(tensor, size if isinstance(size, int) else int(size.node.hint))
 
 
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that have a tensor's storages: itself, or the indices and values of a sparse one."""
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+
+
 def unique_bytes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tensor], int] = storage_bytes) -> int:
     """Total bytes of the storages of tensors; a storage that several share is counted once.
 
@@ -53,7 +58,7 @@ def unique_bytes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tenso
         tensors: The tensors.
         size_of: Bytes of a tensor's storage.
     """
-    return sum({storage_key(t): size_of(t) for t in tensors}.values())
+    return sum({storage_key(part): size_of(part) for t in tensors for part in strided_parts(t)}.values())
 
 
 def concrete(number: int | torch.SymInt) -> int:

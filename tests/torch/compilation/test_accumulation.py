@@ -1,0 +1,464 @@
+"""Gradients are added to existing ones where they are computed: bits, hooks and storages are those of autograd."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from checkmate.torch import measure_peak
+from checkmate.torch.compilation.accumulation import Accumulation
+from checkmate.torch.compilation.coordinator import COORDINATOR
+from tests.torch.networks import mlp
+from tests.torch.steps import compiled
+
+QUICK = {"time_limit_s": 2.0}
+WIDTH, WORDS = 64, 128
+Run = Callable[..., torch.Tensor]
+Loop = Callable[[Run, nn.Module], Any]
+
+# Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+    yield
+    gc.collect()
+    assert COORDINATOR.held_bytes() == 0
+
+
+class Language(nn.Module):
+    """A language model whose gradients are larger than its activations.
+
+    Args:
+        inside: Whether the loss is part of it.
+        broken: Whether it is two graphs.
+        tied: Whether embedding and head share a weight.
+    """
+
+    def __init__(self, *, inside: bool = True, broken: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.inside, self.broken = inside, broken
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks[:1]:
+            h = h + block(h)
+        if self.broken:
+            torch._dynamo.graph_break()
+        for block in self.blocks[1:]:
+            h = h + block(h)
+        logits = self.head(h)
+        return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def micro_batches(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randint(WORDS, (4, 16), generator=generator), torch.randint(WORDS, (4, 16), generator=generator))] * count
+
+
+class Accumulated:
+    """Three steps of four micro batches each, in a plain loop.
+
+    Attributes:
+        gradients: The accumulated gradients of the last step.
+        peaks: Measured peak of each micro batch of the last step, above the memory at its begin.
+        planned: Planned peaks, above the same; none without a budget.
+    """
+
+    def __init__(self, model: Language, budget: str | None) -> None:
+        torch._dynamo.reset()
+        COORDINATOR.forget_steps()
+        options: dict[str, Any] = {} if budget is None else {"options": {"budget": budget, **QUICK}}
+        run = torch.compile(model, backend="aot_eager" if budget is None else "checkmate", **options)
+        parameters = list(model.parameters())
+
+        def micro(x: torch.Tensor, y: torch.Tensor) -> None:
+            loss = run(x, y) if model.inside else F.cross_entropy(run(x).flatten(0, 1), y.flatten())
+            loss.backward()
+
+        for step in range(3):
+            model.zero_grad(set_to_none=True)
+            self.peaks: list[int] = []
+            self.planned: list[int] = []
+            for x, y in micro_batches():
+                before = {id(p): p.grad.data_ptr() for p in parameters if p.grad is not None}
+                resident = sum(p.nbytes * (1 + (p.grad is not None)) for p in parameters)
+                if step < 2:
+                    micro(x, y)
+                else:
+                    self.peaks.append(measure_peak(lambda x=x, y=y: micro(x, y)))  # type: ignore[misc]
+                    inputs = x.nbytes + (y.nbytes if model.inside else 0)
+                    self.planned.append((COORDINATOR.step_bytes or 0) - resident - inputs)
+                assert all(p.grad.data_ptr() == before.get(id(p), p.grad.data_ptr()) for p in parameters if p.grad is not None)
+        self.gradients = [p.grad.clone() for p in parameters if p.grad is not None]
+        model.zero_grad(set_to_none=True)
+
+
+KINDS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "broken": {"broken": True},
+    "outside": {"inside": False},
+    "tied": {"tied": True},
+    "all": {"inside": False, "broken": True, "tied": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "budgets"),
+    [("plain", ["60%"]), *(pytest.param(name, ["100%", "70%", "60%"], marks=pytest.mark.slow) for name in KINDS)],
+)
+def test_micro_batches_take_one_gradient_more_than_one_backward(name: str, budgets: list[str]) -> None:
+    """No second set of gradients exists, and plans say so to the byte."""
+    torch.manual_seed(0)
+    model = Language(**KINDS[name])
+    largest = max(p.nbytes for p in model.parameters())
+    wanted = Accumulated(model, None)
+    for budget in budgets:
+        found = Accumulated(model, budget)
+        assert all(map(torch.equal, wanted.gradients, found.gradients))
+        assert max(found.peaks[1:]) <= found.peaks[0] + largest
+        assert found.peaks == found.planned
+        if budget == "100%" and name in (
+            "plain",
+            "outside",
+        ):  # gradients of the first micro batch are larger than activations here
+            assert max(found.peaks[1:]) < found.peaks[0] - largest / 2
+
+
+def in_both(loop: Loop, make: Callable[[], nn.Module] = lambda: mlp(3, dropout=0.0), *, prepare: int = 3) -> None:
+    """Run a loop with the backend and with ``aot_eager``, once gradients exist and a plan adds to them; compare to the bit.
+
+    Args:
+        loop: Gets the compiled model, which returns a loss, and the model; returns what else to compare.
+        make: Makes the model.
+        prepare: How many backwards come before.
+    """
+    found = []
+    for backend, options in (("aot_eager", {}), ("checkmate", {"options": {"budget": "80%", **QUICK}})):
+        torch._dynamo.reset()
+        COORDINATOR.forget_steps()
+        torch.manual_seed(0)
+        model = make()
+
+        def forward(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            return model(x).square().mean()
+
+        run = torch.compile(forward, backend=backend, **options)  # type: ignore[call-overload]
+        for i in range(prepare):
+            run(batch(i)).backward()
+        seen = loop(run, model)
+        if options and prepare:
+            assert COORDINATOR.step is None or any(p.accumulated for p in COORDINATOR.step.programs)
+        found.append((seen, [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]))
+    (seen, gradients), (other, others) = found
+    assert len(gradients) == len(others)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(gradients, others, strict=True))  # type: ignore[arg-type]
+    assert seen is None or all(map(torch.equal, seen, other))
+
+
+def batch(seed: int, rows: int = 32) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def test_gradients_are_added_to_in_place() -> None:
+    """Who holds a gradient sees it grow, as under autograd."""
+
+    def loop(run: Run, model: nn.Module) -> list[torch.Tensor]:
+        held = [p.grad for p in model.parameters()]
+        run(batch(7)).backward()
+        assert all(p.grad.data_ptr() == h.data_ptr() for p, h in zip(model.parameters(), held, strict=True))  # type: ignore[union-attr]
+        return [h.clone() for h in held]  # type: ignore[union-attr]
+
+    in_both(loop)
+
+
+def test_hooks_after_accumulation_see_the_sum() -> None:
+    """They can also clear it, as an optimizer inside of the backward does."""
+
+    def loop(run: Run, model: nn.Module) -> list[torch.Tensor]:
+        first, second, *_ = model.parameters()
+        seen: list[torch.Tensor] = []
+
+        def clear(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            seen.append(parameter.grad.clone())
+            parameter.grad = None
+
+        first.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        second.register_post_accumulate_grad_hook(clear)
+        for i in range(3):
+            run(batch(i)).backward()
+        assert len(seen) == 6
+        return seen
+
+    in_both(loop)
+
+
+def test_hooks_before_accumulation_see_the_new_gradient_alone() -> None:
+    """They can also change it."""
+
+    def loop(run: Run, model: nn.Module) -> list[torch.Tensor]:
+        first, second, *_ = model.parameters()
+        seen: list[torch.Tensor] = []
+        handle = first.register_hook(lambda gradient: seen.append(gradient.clone()))
+        second.register_hook(lambda gradient: gradient * 0.5)
+        for i in range(2):
+            run(batch(i)).backward()
+        handle.remove()
+        loss = run(batch(3))
+        first.register_hook(lambda gradient: seen.append(gradient.clone()))  # after its plan was chosen
+        loss.backward()
+        run(batch(4)).backward()
+        assert len(seen) == 4
+        return seen
+
+    in_both(loop)
+
+
+def test_a_retained_graph_adds_twice() -> None:
+    """Each backward adds its gradients."""
+
+    def loop(run: Run, model: nn.Module) -> None:
+        loss = run(batch(1))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        run(batch(2)).backward()
+
+    torch._functorch.config.donated_buffer, before = False, torch._functorch.config.donated_buffer  # aot_eager needs it
+    try:
+        in_both(loop)
+    finally:
+        torch._functorch.config.donated_buffer = before
+
+
+def test_gradients_that_are_asked_for_are_added_to_nothing() -> None:
+    """``torch.autograd.grad``, and leaves that ``backward(inputs=...)`` leaves out."""
+
+    def loop(run: Run, model: nn.Module) -> list[torch.Tensor]:
+        first, *others = model.parameters()
+        found = [*torch.autograd.grad(run(batch(1)), [first, *others])]
+        run(batch(2)).backward(inputs=[first])
+        found += torch.autograd.grad(run(batch(3)), others[:1])
+        run(batch(4)).backward(inputs=others)
+        return found
+
+    in_both(loop)
+
+
+def test_gradients_that_are_cleared_between_forward_and_backward_are_new() -> None:
+    """As Lightning does: the plan has room for the old ones, and the new ones take their place."""
+
+    def loop(run: Run, model: nn.Module) -> None:
+        for i in range(3):
+            loss = run(batch(i))
+            if i == 1:
+                model.zero_grad(set_to_none=True)
+            loss.backward()
+
+    in_both(loop)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_gradients_of_other_layouts_are_left_to_autograd() -> None:
+    """Sparse ones, transposed ones, and such as require a gradient themselves."""
+
+    def loop(run: Run, model: nn.Module) -> None:
+        first, second, third, fourth, *_ = model.parameters()
+        first.grad = torch.eye(WIDTH).to_sparse()
+        third.grad = torch.arange(WIDTH * WIDTH, dtype=torch.float32).view(WIDTH, WIDTH).t()
+        fourth.grad = torch.ones(WIDTH, requires_grad=True)
+        second.grad = None
+        for i in range(2):
+            run(batch(i)).backward()
+
+    in_both(loop)
+
+
+def test_gradients_that_are_views_are_added_to() -> None:
+    """Of a buffer for all of them, as of DDP; two parameters may share one gradient."""
+
+    def loop(run: Run, model: nn.Module) -> list[torch.Tensor]:
+        parameters = list(model.parameters())
+        flat, start = torch.zeros(sum(p.numel() for p in parameters)), 0
+        for p in parameters:
+            p.grad = flat[start : start + p.numel()].view_as(p)
+            start += p.numel()
+        parameters[1].grad = parameters[3].grad
+        for i in range(3):
+            run(batch(i)).backward()
+        return [flat]
+
+    in_both(loop)
+
+
+def test_a_parameter_that_eager_code_uses_too_is_left_to_autograd() -> None:
+    """Autograd sums both gradients before it adds them to the existing one; in another order the bits would differ."""
+
+    def loop(run: Run, model: nn.Module) -> None:
+        (weight, *_) = model.parameters()
+        for i in range(4):
+            (run(batch(i)) + (batch(i) @ weight).square().mean()).backward()
+
+    in_both(loop, prepare=0)
+
+
+def test_a_parameter_that_eager_code_begins_to_use_is_left_to_autograd_from_then_on() -> None:
+    """Once the sum is in another order, and never wrong."""
+
+    def loop(run: Run, model: nn.Module) -> list[torch.Tensor]:
+        (weight, *_) = model.parameters()
+
+        def step(i: int) -> None:
+            (run(batch(i)) + (batch(i) @ weight).square().mean()).backward()
+
+        before = weight.grad.clone()  # type: ignore[union-attr]
+        step(0)
+        sum_of_both = weight.grad - before  # type: ignore[operator]
+        model.zero_grad(set_to_none=True)
+        step(0)
+        torch.testing.assert_close(sum_of_both, weight.grad)
+        for i in range(3):
+            step(i)
+        return []
+
+    in_both(loop)
+
+
+def test_a_parameter_of_two_forwards_is_left_to_autograd() -> None:
+    """The same, for one graph that runs twice in a step."""
+
+    def loop(run: Run, model: nn.Module) -> None:
+        for i in range(4):
+            (run(batch(i)) + run(batch(i + 1))).backward()
+
+    in_both(loop, prepare=0)
+
+
+def test_a_gradient_scaler_sees_the_same_gradients() -> None:
+    """It unscales accumulated gradients in place, under mixed precision."""
+
+    def loop(run: Run, model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for i in range(6):
+            scaler.scale(run(batch(i))).backward()
+            if i % 3 == 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def mixed() -> nn.Module:
+        model = mlp(3, dropout=0.0)
+        inner = model.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return inner(x).float()
+
+        model.forward = forward  # type: ignore[method-assign]
+        return model
+
+    in_both(loop, mixed, prepare=0)
+
+
+@pytest.mark.parametrize("where", ["hook", "backward"])
+def test_a_backward_that_fails_loses_no_gradient(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gradient is the old one or the sum, in its storage, as after a backward of autograd that failed."""
+    torch.manual_seed(0)
+    model = mlp(3, dropout=0.0)
+    run = torch.compile(lambda x: model(x).square().mean(), backend="checkmate", options={"budget": "80%", **QUICK})
+    for i in range(3):
+        run(batch(i)).backward()
+    parameters = list(model.parameters())
+    before = [p.grad.clone() for p in parameters]  # type: ignore[union-attr]
+    places = [p.grad.data_ptr() for p in parameters]  # type: ignore[union-attr]
+    gradients = torch.autograd.grad(run(batch(9)), parameters)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    loss = run(batch(9))
+    if where == "hook":
+        handle = parameters[2].register_post_accumulate_grad_hook(fail)
+    else:
+        add, calls = Accumulation._add, []
+
+        def add_or_fail(self: Accumulation, position: int, gradient: torch.Tensor) -> torch.Tensor:
+            calls.append(position)
+            return fail() if len(calls) == 3 else add(self, position, gradient)  # type: ignore[func-returns-value, return-value]
+
+        monkeypatch.setattr(Accumulation, "_add", add_or_fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss.backward()
+    del loss
+    monkeypatch.undo()
+    added = 0
+    for p, old, new, place in zip(parameters, before, gradients, places, strict=True):
+        assert p.grad is not None
+        assert p.grad.data_ptr() == place
+        added += torch.equal(p.grad, old + new)
+        assert torch.equal(p.grad, old) or torch.equal(p.grad, old + new)
+    assert added > 0
+    if where == "hook":
+        handle.remove()
+    middle = [p.grad.clone() for p in parameters]  # type: ignore[union-attr]
+    run(batch(9)).backward()
+    assert all(torch.equal(p.grad, old + new) for p, old, new in zip(parameters, middle, gradients, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_shape_that_is_compiled_while_gradients_exist_adds_to_them() -> None:
+    """Its first plan holds no gradient twice, so that a budget is not refused that later steps keep."""
+    torch.manual_seed(0)
+    model = mlp(8, width=128, dropout=0.0)
+    run, planned = compiled(lambda x: model(x).square().mean(), dynamic=False, budget="64MiB", **QUICK)
+    eager = copy.deepcopy(model)
+    for rows in (64, 48):
+        x = torch.randn(rows, 128)
+        for each in (lambda x: run(x), lambda x: eager(x).square().mean()):
+            each(x).backward()
+    capture, result = planned[-1]
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert len(planned) == 2
+    assert result.peak_bytes - capture.graph.resident_bytes < gradients
+    for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
+def test_with_accumulate_one_plan_serves_all_micro_batches() -> None:
+    """It is made for existing gradients before there are any."""
+    torch.manual_seed(0)
+    model = Language()
+    run, planned = compiled(model, budget="70%", accumulate=True, **QUICK)
+    for step in range(2):
+        model.zero_grad(set_to_none=True)
+        for i, (x, y) in enumerate(micro_batches()):
+            took = measure_peak(lambda x=x, y=y: run(x, y).backward()) if step else run(x, y).backward()  # type: ignore[misc]
+            assert COORDINATOR.step is None
+            capture, result = planned[-1]
+            gradients = sum(p.nbytes for p in model.parameters())
+            if step and i:
+                assert took == result.peak_bytes - capture.graph.resident_bytes
+            elif step:
+                assert took <= result.peak_bytes - capture.graph.resident_bytes + gradients
+    assert len(planned) == 1
