@@ -5,6 +5,7 @@ Prints what it found as JSON in its last line. What it is killed for, or raises,
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import gc
@@ -29,6 +30,7 @@ from checkmate import CheckmateError, OptionError, Result
 from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Options
 from checkmate.torch.partition import split as partition
@@ -196,6 +198,46 @@ def _equal(rank: int, name: str) -> dict[str, Any]:
     }
 
 
+def accumulating(rank: int) -> dict[str, Any]:
+    """Four micro batches, of which the last exchanges gradients, beside ``aot_eager``, for ways of wrapping the model."""
+    return {name: _accumulating(rank, name) for name in ("ddp", "ddp-views", "fsdp-layers")}
+
+
+def _accumulating(rank: int, name: str) -> dict[str, Any]:
+    found, added = [], 0
+    for backend, options in (("aot_eager", {}), ("checkmate", {"options": {"budget": "90%", "time_limit_s": 1}})):
+        torch._dynamo.reset()
+        COORDINATOR.forget_steps()
+        torch.manual_seed(0)
+        wrapped: list[Any] = []
+
+        def compile_with(model: Any, backend: str = backend, options: dict[str, Any] = options) -> Any:
+            return torch.compile(model, backend=backend, **options)  # type: ignore[call-overload]
+
+        net = Net(2, 64)
+        if name.startswith("ddp"):
+            torch._dynamo.config.optimize_ddp = False
+            wrapped.append(DistributedDataParallel(net, gradient_as_bucket_view=name == "ddp-views"))
+        else:
+            for layer in net.layers:
+                fully_shard(layer)
+            wrapped.append(fully_shard(net))
+        run = compile_with(wrapped[0])
+        for i in range(12):
+            last = i % 4 == 3
+            sync = contextlib.nullcontext() if last or not name.startswith("ddp") else wrapped[0].no_sync()
+            if not name.startswith("ddp"):
+                wrapped[0].set_requires_gradient_sync(last)
+            with sync:
+                run(torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * rank + i))).backward()
+            if last:
+                found.append([_local(p.grad).clone() for p in net.parameters()])
+                net.zero_grad(set_to_none=name != "ddp-views")
+        plan = COORDINATOR.step
+        added = 0 if plan is None else sum(len(p.accumulated) for p in plan.programs)
+    return {"same": all(torch.equal(a, b) for k in range(3) for a, b in zip(found[k], found[k + 3], strict=True)), "added": added}
+
+
 def fused(rank: int) -> dict[str, Any]:
     """Compiled by Inductor, with a plan that every rank measured, beside the same without one."""
     torch._inductor.config.compile_threads = 1
@@ -351,7 +393,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-CASES: dict[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in (equal, fused, failing, lone, alone, step)}
+CASES: dict[str, Callable[..., dict[str, Any]]] = {
+    each.__name__: each for each in (equal, accumulating, fused, failing, lone, alone, step)
+}
 
 if __name__ == "__main__":
     main()

@@ -62,6 +62,15 @@ def test_data_parallel_training_keeps_its_budget() -> None:
         assert 0 <= one["ddp"]["planned"][-1] - one["ddp"]["peak"] <= 2 * 5056
 
 
+@pytest.mark.slow
+def test_micro_batches_accumulate_on_every_rank() -> None:
+    """Gradients are added to in place, also where they are views of DDP's buckets; FSDP shards them elsewhere."""
+    for one in ranks("accumulating"):
+        assert all(case["same"] for case in one.values())
+        assert one["ddp"]["added"] > 0
+        assert one["ddp-views"]["added"] > 0
+
+
 def test_a_rank_that_cannot_plan_stops_all() -> None:
     """An impossible budget, different budgets, different shapes, a fault before and one after planning: reasons, at once."""
     first, second = ranks("failing")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from checkmate.torch._compat.engine import before_accumulation, grad_accumulators
+from checkmate.torch._compat.engine import before_accumulation, grad_accumulators, keeps_graph
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.passes.accumulation import ACCUMULATE
 
@@ -68,8 +68,8 @@ class Accumulation(AbstractContextManager[None]):
         self._origins = origins
         unseen = [k for k, leaf in leaves.items() if not origins.seen(leaf)]
         adding = [k for k in positions if k in leaves and origins.accumulates(leaves[k])]
-        # With create_graph=True autograd adds out of place.
-        nodes = grad_accumulators() if (adding or unseen) and not torch.is_grad_enabled() else {}
+        # With create_graph=True, which keeps the graph, autograd adds out of place.
+        nodes = grad_accumulators() if (adding or unseen) and not keeps_graph() else {}
         self._nodes = {k: nodes[id(leaves[k])] for k in (*unseen, *adding) if id(leaves[k]) in nodes}
         self._leaves = {k: leaves[k] for k in self._nodes}
         self._adding = self._nodes.keys() & set(adding)
