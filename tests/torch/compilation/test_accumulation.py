@@ -442,6 +442,23 @@ def test_a_shape_that_is_compiled_while_gradients_exist_adds_to_them() -> None:
         torch.testing.assert_close(mine.grad, its.grad)
 
 
+def test_a_plan_that_is_given_runs_as_it_is() -> None:
+    """It is for the graph without existing gradients, to which autograd then adds."""
+    model, x = mlp(2, dropout=0.0), batch(0)
+    run, planned = compiled(lambda x: model(x).square().mean(), budget="90%", **QUICK)
+    run(x).backward()
+    plan = planned[-1][1].plan
+    gradients = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad(set_to_none=True)
+    torch._dynamo.reset()
+    run, planned = compiled(lambda x: model(x).square().mean(), budget="1GiB", plan=plan)
+    for _ in range(3):
+        run(x).backward()
+    assert [result.plan for _, result in planned] == [plan]
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(p.grad, gradient + gradient + gradient)  # type: ignore[arg-type]
+
+
 def test_with_accumulate_one_plan_serves_all_micro_batches() -> None:
     """It is made for existing gradients before there are any."""
     torch.manual_seed(0)

@@ -237,10 +237,11 @@ class Compilation:
 
     def _accumulating(self, inputs: Sequence[Any]) -> frozenset[int]:
         """Inputs to whose gradients the backward adds: those that have one; with the option ``accumulate`` all that can."""
-        if self.budget is None or self.options.compiler != "eager" or self.hooks.whole:
+        options = self.options
+        if self.budget is None or options.plan is not None or options.compiler != "eager" or self.hooks.whole:
             return frozenset()
         leaves = [(k, t) for k, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]
-        coming = {k for k, t in leaves if t.grad is None and not t._backward_hooks} if self.options.accumulate else set[int]()
+        coming = {k for k, t in leaves if t.grad is None and not t._backward_hooks} if options.accumulate else set[int]()
         return frozenset(coming | {k for k, t in leaves if COORDINATOR.origins.accumulates(t)})
 
     def _plan(self, capture: Capture) -> tuple[Graph, Result]:

@@ -297,6 +297,8 @@ class Coordinator:
     def _planned(self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int) -> StepPlan | CheckmateError | None:
         """The plan of a step, where its graphs' own plans are not one."""
         runs = step.recorder.runs
+        if any(run.planned.options.plan is not None for run in runs):
+            return None  # a plan that the user gave is for one of the graphs
         alone = len(runs) == 1 and runs[0].planned.alone and not runs[0].undefined
         alone = alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes
         if alone and _same_accumulation(runs[0].planned.own, gradients):
