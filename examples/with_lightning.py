@@ -23,9 +23,7 @@ class Task(lightning.LightningModule):
         super().__init__()
         self.network = Classifier()
         if budget is not None:
-            # Lightning clears gradients after the forward, so the plan has to reserve room for them.
-            options = {"budget": budget, "time_limit_s": 1, "accumulate": True}
-            self.network.compile(backend="checkmate", options=options)
+            self.network.compile(backend="checkmate", options={"budget": budget, "time_limit_s": 1})
         self.losses: list[float] = []
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:

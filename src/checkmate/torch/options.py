@@ -41,7 +41,9 @@ class Options:
         device: The device whose memory counts; that of the model by default.
         outputs: ``"held"`` if the caller holds the outputs of the model until the backward is over, ``"released"`` if not.
         reserve: Memory to leave free for later allocations, such as optimizer state.
-        accumulate: Whether gradients of earlier backwards may exist when a forward begins.
+        accumulate: Whether the first plan is already one for a step that begins with gradients. Such a step needs no option: by
+            default it is planned when it comes. With True there is one plan instead of two, and a budget that is too
+            small for accumulated gradients is refused at the first step.
         split_convolutions: Whether the gradients of a convolution's weight and input are computed by two ops, so that they need
             not exist at the same time. Less memory, and the same results to the bit.
         no_recompute: Names of ops that must run only once: ``"my_library::op"``, or ``"op"`` for any library.

@@ -30,7 +30,7 @@ class Accumulate:
         self.adding = threading.local()
 
     def __call__(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
-        """What the backward returns as the gradient: the sum, or the new gradient where there is none to add it to."""
+        """The gradient that the backward returns: the sum, or the new gradient where there is none to add it to."""
         add: Callable[[int, torch.Tensor], torch.Tensor] = self.adding.add
         return add(position, gradient)
 
