@@ -442,6 +442,55 @@ def test_a_shape_that_is_compiled_while_gradients_exist_adds_to_them() -> None:
         torch.testing.assert_close(mine.grad, its.grad)
 
 
+class Sum(nn.Module):
+    """The gradient of its output is that of both of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.full((32, WIDTH), 0.5 * i)) for i in (1, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first + self.second + x.exp()
+
+
+def test_a_gradient_that_the_backward_is_given_is_added_to_two_parameters() -> None:
+    """It is computed by eager code, and by no op of the graph."""
+    found = []
+    for backend, options in (("aot_eager", {}), ("checkmate", {"options": {"budget": "1MiB", **QUICK}})):
+        torch._dynamo.reset()
+        COORDINATOR.forget_steps()
+        model = Sum()
+        run = torch.compile(model, backend=backend, **options)  # type: ignore[call-overload]
+        for i in range(4):
+            run(batch(i)).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert COORDINATOR.step is not None
+    assert COORDINATOR.step.programs[0].accumulated == {0, 1}
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("broken", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gradients_that_exist_before_anything_is_compiled(broken: bool) -> None:
+    """As after training without compilation: autograd adds to them once. A later step without any has a plan that holds, too."""
+    torch.manual_seed(0)
+    model = Language(broken=broken)
+    (x, y), *_ = micro_batches()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    run = torch.compile(model, backend="checkmate", options={"budget": "80%", **QUICK})
+    resident = sum(p.nbytes for p in model.parameters()) + x.nbytes + y.nbytes
+    for existing in (True, True, False, True):
+        if not existing:
+            model.zero_grad(set_to_none=True)
+        run(x, y).backward()
+    took = measure_peak(lambda: run(x, y).backward())
+    assert took == (COORDINATOR.step_bytes or 0) - resident - sum(p.nbytes for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+    took = measure_peak(lambda: run(x, y).backward())
+    planned = (COORDINATOR.step_bytes or 0) - resident
+    assert took == planned if broken else took < planned  # a graph alone keeps its first plan, with room for what there was
+
+
 def test_a_plan_that_is_given_runs_as_it_is() -> None:
     """It is for the graph without existing gradients, to which autograd then adds."""
     model, x = mlp(2, dropout=0.0), batch(0)
