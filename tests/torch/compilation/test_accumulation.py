@@ -15,6 +15,7 @@ from torch import nn
 from checkmate.torch import measure_peak
 from checkmate.torch.compilation.accumulation import Accumulation
 from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.compilation.recorder import StepRecorder
 from tests.torch.networks import mlp
 from tests.torch.steps import compiled
 
@@ -440,6 +441,19 @@ def test_a_shape_that_is_compiled_while_gradients_exist_adds_to_them() -> None:
     assert result.peak_bytes - capture.graph.resident_bytes < gradients
     for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad)
+
+
+def test_steps_leave_no_records() -> None:
+    """Buffers and accumulated gradients live on, and what was recorded of them in a step does not."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)), batch(0)
+    run = torch.compile(lambda: model(x).sum(), backend="checkmate", options={"budget": "100%", **QUICK})
+    counts = []
+    for _ in range(3):
+        for _ in range(3):
+            run().backward()
+        gc.collect()
+        counts.append(sum(type(each) is StepRecorder for each in gc.get_objects()))
+    assert counts[1] == counts[2]
 
 
 class Sum(nn.Module):

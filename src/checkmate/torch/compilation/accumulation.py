@@ -11,12 +11,12 @@ numbers depend on their order, it also accumulates for a parameter until a backw
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from checkmate.torch._compat.engine import before_accumulation, grad_accumulators, keeps_graph
 from checkmate.torch.graph.storages import storage_key
@@ -27,19 +27,30 @@ class Origins:
     """Which leaves get their gradients from one compiled backward alone, as far as backwards have shown."""
 
     def __init__(self) -> None:
-        self._sole: Any = WeakIdKeyDictionary()  # leaf -> whether what it got was what a compiled backward had returned
+        # By the identity of the leaf: whether what it got was what a compiled backward had returned. WeakIdKeyDictionary
+        # takes 5 us for what is asked several times for each parameter of each backward.
+        self._sole: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
+
+    def _known(self, leaf: torch.Tensor) -> bool | None:
+        known = self._sole.get(id(leaf))
+        return known[1] if known is not None and known[0]() is leaf else None
 
     def seen(self, leaf: torch.Tensor) -> bool:
         """Whether a backward has shown it."""
-        return leaf in self._sole
+        return self._known(leaf) is not None
 
     def record(self, leaf: torch.Tensor, sole: bool) -> None:
         """Record what a backward has shown; that a leaf once got other gradients is never forgotten."""
-        self._sole[leaf] = sole and self._sole.get(leaf, True)
+        known = self._known(leaf)
+        if known is None:
+            key, table = id(leaf), self._sole
+            table[key] = weakref.ref(leaf, lambda _: table.pop(key, None)), sole
+        elif known and not sole:
+            self._sole[id(leaf)] = self._sole[id(leaf)][0], False
 
     def accumulates(self, leaf: torch.Tensor) -> bool:
         """Whether a compiled backward may add to the gradient of a leaf, in place and with the result that autograd has."""
-        return bool(self._sole.get(leaf, False)) and not leaf._backward_hooks and _is_plain(leaf.grad, leaf)
+        return self._known(leaf) is True and not leaf._backward_hooks and _is_plain(leaf.grad, leaf)
 
 
 def _is_plain(existing: torch.Tensor | None, leaf: torch.Tensor) -> bool:

@@ -117,7 +117,8 @@ class Coordinator:
         with self._lock:
             self._known.clear()
             self._shares.clear()
-            self._recorder, self._plan, self._watches = StepRecorder(), None, True
+            self._new_record(watched=False)
+            self._plan, self._watches = None, True
             self._end_watch()
 
     @property
@@ -149,7 +150,7 @@ class Coordinator:
                 or top_mode() is not None
             ):
                 return
-            self._recorder = StepRecorder(watched=True)
+            self._new_record(watched=True)
             self._watch = EagerWatch(lambda tensor: self._recorder.allocated(tensor))
             self._watch.__enter__()
             self._end_hook = register_optimizer_step_pre_hook(lambda *_: self._end_watch())
@@ -276,10 +277,14 @@ class Coordinator:
         del token
         return results
 
+    def _new_record(self, *, watched: bool) -> None:
+        self._recorder.close()
+        self._recorder = StepRecorder(watched=watched)
+
     def _begin_step(self, planned: PlannedGraph) -> None:
         """Plan the step that probably begins with a graph: the newest one that did."""
         if self._recorder.began:
-            self._recorder = StepRecorder(watched=self._watch is not None)
+            self._new_record(watched=self._watch is not None)
         self._plan = None
         known = self._known.get(id(planned))
         if not known:
@@ -336,7 +341,7 @@ class Coordinator:
             recorder = self._recorder
             if self._pending or recorder.over or not recorder.complete:
                 return
-            recorder.over = True
+            recorder.close()
             known = self._known.setdefault(id(recorder.runs[0].planned), [])
             same = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
             self._watches = not recorder.watched and (same is None or not same.recorder.watched)

@@ -56,7 +56,7 @@ class StepRecorder:
         existing: Run and input of every leaf that had a gradient when its forward began.
         watched: Whether eager code is seen.
         began: Whether any forward has begun.
-        over: Whether the backward of the step is over.
+        over: Whether the backward of the step is over, or another step has begun.
         eager_peak_bytes: The most that eager code held at any time of the step.
     """
 
@@ -80,6 +80,7 @@ class StepRecorder:
     _returned_bytes: int = 0  # of storages that windows made and that are alive
     _peaks: dict[int, int] = field(default_factory=dict)  # window -> the most that both were before it
     _gradients: dict[int, int] = field(default_factory=dict)
+    _finalizers: list[weakref.finalize[..., Any]] = field(default_factory=list)
     _present: dict[int, int] = field(default_factory=dict)
 
     def allocated(self, tensor: torch.Tensor) -> None:
@@ -90,6 +91,13 @@ class StepRecorder:
         self._eager[storage] = len(self.windows)
         self._eager_bytes += self.sizes[storage]
         self._note_eager()
+
+    def close(self) -> None:
+        """End the record. Buffers and gradients outlive the step, and their finalizers would keep every record alive."""
+        self.over = True
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        self._finalizers.clear()
 
     def _begin(self, window: tuple[int, bool]) -> None:
         self._note_eager()
@@ -282,7 +290,8 @@ class StepRecorder:
             self.sizes.append(0 if key in transient else max(least_bytes, storage_bytes(tensor)))
             self.sources.append(source)
             if not isinstance(tensor, torch.nn.Parameter):  # parameters outlive every step
-                weakref.finalize(tensor.untyped_storage(), self._free, key, found).atexit = False
+                self._finalizers.append(weakref.finalize(tensor.untyped_storage(), self._free, key, found))
+                self._finalizers[-1].atexit = False
         return found
 
     def _free(self, key: int, storage: int) -> None:
