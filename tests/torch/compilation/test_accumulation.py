@@ -141,16 +141,22 @@ def test_micro_batches_take_one_gradient_more_than_one_backward(name: str, budge
             assert max(found.peaks[1:]) < found.peaks[0] - largest / 2
 
 
-def in_both(loop: Loop, make: Callable[[], nn.Module] = lambda: mlp(3, dropout=0.0), *, prepare: int = 3) -> None:
+def in_both(
+    loop: Loop, make: Callable[[], nn.Module] = lambda: mlp(3, dropout=0.0), *, prepare: int = 3, accumulate: bool = False
+) -> None:
     """Run a loop with the backend and with ``aot_eager``, once gradients exist and a plan adds to them; compare to the bit.
 
     Args:
         loop: Gets the compiled model, which returns a loss, and the model; returns what else to compare.
         make: Makes the model.
         prepare: How many backwards come before.
+        accumulate: Whether the first plan adds to gradients already.
     """
     found = []
-    for backend, options in (("aot_eager", {}), ("checkmate", {"options": {"budget": "80%", **QUICK}})):
+    for backend, options in (
+        ("aot_eager", {}),
+        ("checkmate", {"options": {"budget": "80%", "accumulate": accumulate, **QUICK}}),
+    ):
         torch._dynamo.reset()
         COORDINATOR.forget_steps()
         torch.manual_seed(0)
@@ -162,9 +168,9 @@ def in_both(loop: Loop, make: Callable[[], nn.Module] = lambda: mlp(3, dropout=0
         run = torch.compile(forward, backend=backend, **options)  # type: ignore[call-overload]
         for i in range(prepare):
             run(batch(i)).backward()
-        seen = loop(run, model)
         if options and prepare:
             assert COORDINATOR.step is None or any(p.accumulated for p in COORDINATOR.step.programs)
+        seen = loop(run, model)
         found.append((seen, [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]))
     (seen, gradients), (other, others) = found
     assert len(gradients) == len(others)
@@ -348,6 +354,41 @@ def test_a_parameter_of_two_forwards_is_left_to_autograd() -> None:
             (run(batch(i)) + run(batch(i + 1))).backward()
 
     in_both(loop, prepare=0)
+
+
+def test_two_graphs_that_add_to_one_gradient_do_not_add_it_twice() -> None:
+    """Autograd would sum the two results, which share a storage. The first of them alone is added to; the sum is right."""
+
+    def loop(run: Run, model: nn.Module) -> None:
+        before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+        loss = run(batch(1)) + run(batch(2))
+        loss.backward()
+        found = [p.grad - old for p, old in zip(model.parameters(), before, strict=True)]  # type: ignore[operator]
+        model.zero_grad(set_to_none=True)
+        for i in (1, 2):
+            run(batch(i)).backward()
+        for p, new in zip(model.parameters(), found, strict=True):
+            torch.testing.assert_close(p.grad, new)
+        model.zero_grad(set_to_none=True)
+        for i in range(3):
+            (run(batch(i)) + run(batch(i + 1))).backward()
+
+    in_both(loop, accumulate=True)
+
+
+def test_two_forwards_with_a_backward_each_are_added_to() -> None:
+    """Autograd adds the gradients of one backward after those of the other."""
+
+    def loop(run: Run, model: nn.Module) -> None:
+        for i in range(3):
+            losses = [run(batch(i)), run(batch(i + 1))]
+            for loss in losses:
+                loss.backward()
+            del losses, loss
+        if COORDINATOR.step is not None:
+            assert [len(p.accumulated) for p in COORDINATOR.step.programs] == [6, 6]
+
+    in_both(loop)
 
 
 def test_a_gradient_scaler_sees_the_same_gradients() -> None:

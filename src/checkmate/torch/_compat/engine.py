@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["before_accumulation", "grad_accumulators", "keeps_graph", "queue_after_backward"]
+__all__ = ["before_accumulation", "current_backward", "grad_accumulators", "keeps_graph", "queue_after_backward"]
 
 
 def queue_after_backward(function: Callable[[], None]) -> None:
@@ -18,6 +18,11 @@ def queue_after_backward(function: Callable[[], None]) -> None:
 def keeps_graph() -> bool:
     """Whether the backward that is running now was called with ``retain_graph=True``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+
+
+def current_backward() -> int:
+    """A number of the backward that is running now, which no other backward has."""
+    return torch._C._current_graph_task_id()
 
 
 def grad_accumulators() -> dict[int, Any]:
@@ -46,11 +51,11 @@ def before_accumulation(node: Any, function: Callable[[torch.Tensor | None], Non
         node: The node, of `grad_accumulators`.
         function: Gets the gradient that the node was given.
     """
-    backward = torch._C._current_graph_task_id()
+    backward = current_backward()
 
     def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
         handle.remove()
-        if torch._C._current_graph_task_id() == backward:  # another one failed before it came here
+        if current_backward() == backward:  # another one failed before it came here
             function(gradients[0])
 
     handle = node.register_prehook(hook)

@@ -18,18 +18,23 @@ from typing import Any
 
 import torch
 
-from checkmate.torch._compat.engine import before_accumulation, grad_accumulators, keeps_graph
+from checkmate.torch._compat.engine import before_accumulation, current_backward, grad_accumulators, keeps_graph
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.passes.accumulation import ACCUMULATE
 
 
 class Origins:
-    """Which leaves get their gradients from one compiled backward alone, as far as backwards have shown."""
+    """Which leaves get their gradients from one compiled backward alone, as far as backwards have shown.
+
+    Attributes:
+        added: Backward of autograd in which a compiled backward added to the gradient of a leaf, by the identity of the leaf.
+    """
 
     def __init__(self) -> None:
         # By the identity of the leaf: whether what it got was what a compiled backward had returned. WeakIdKeyDictionary
         # takes 5 us for what is asked several times for each parameter of each backward.
         self._sole: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
+        self.added: dict[int, int] = {}
 
     def _known(self, leaf: torch.Tensor) -> bool | None:
         known = self._sole.get(id(leaf))
@@ -43,10 +48,14 @@ class Origins:
         """Record what a backward has shown; that a leaf once got other gradients is never forgotten."""
         known = self._known(leaf)
         if known is None:
-            key, table = id(leaf), self._sole
-            table[key] = weakref.ref(leaf, lambda _: table.pop(key, None)), sole
+            key = id(leaf)
+            self._sole[key] = weakref.ref(leaf, lambda _: self._forget(key)), sole
         elif known and not sole:
             self._sole[id(leaf)] = self._sole[id(leaf)][0], False
+
+    def _forget(self, key: int) -> None:
+        self._sole.pop(key, None)
+        self.added.pop(key, None)
 
     def accumulates(self, leaf: torch.Tensor) -> bool:
         """Whether a compiled backward may add to the gradient of a leaf, in place and with the result that autograd has."""
@@ -106,10 +115,15 @@ class Accumulation(AbstractContextManager[None]):
                 self._watch(k, node, storage_key(gradient), gradient._version)
 
     def _add(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
-        existing = self._leaves[position].grad if position in self._adding else None
-        if existing is None or not _fit(existing, gradient):
+        leaf = self._leaves.get(position) if position in self._adding else None
+        existing = None if leaf is None else leaf.grad
+        if leaf is None or existing is None or not _fit(existing, gradient):
+            return gradient
+        backward = current_backward()
+        if self._origins.added.get(id(leaf)) == backward:  # by another graph: autograd would sum two tensors that share a storage
             return gradient
         existing.add_(gradient)
+        self._origins.added[id(leaf)] = backward
         self._added.add(position)
         return existing.detach()  # autograd copies a tensor that has another owner
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,11 +75,8 @@ class _KnownStep:
         leaves = [(r, k, t) for r, run in enumerate(self.recorder.runs) for k, leaf in run.leaves if (t := leaf()) is not None]
         if existing is None:
             existing = {(r, k) for r, k, t in leaves if t.grad is not None}
-        runs_of = Counter(id(t) for _, _, t in leaves)
         replaceable = all(run.planned.replaceable for run in self.recorder.runs)
-        added = {
-            (r, k) for r, k, t in leaves if replaceable and (r, k) in existing and runs_of[id(t)] == 1 and origins.accumulates(t)
-        }
+        added = {(r, k) for r, k, t in leaves if replaceable and (r, k) in existing and origins.accumulates(t)}
         of_run = tuple(frozenset(k for other, k in added if other == r) for r in range(len(self.recorder.runs)))
         return _Gradients(frozenset(existing), of_run)
 
