@@ -131,8 +131,10 @@ class Accumulation(AbstractContextManager[None]):
         leaf, added, origins = self._leaves[position], position in self._added, self._origins
 
         def arrives(gradient: torch.Tensor | None) -> None:
+            # Autograd adds others to the first one in place, unless its storage has another owner, as that of a sum has.
+            sole = gradient is not None and storage_key(gradient) == storage and (added or gradient._version == version)
             if not leaf._backward_hooks:  # they may have replaced it
-                origins.record(leaf, gradient is not None and storage_key(gradient) == storage and gradient._version == version)
+                origins.record(leaf, sole)
             if added:
                 leaf.grad = None
 
