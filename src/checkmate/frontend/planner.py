@@ -6,20 +6,23 @@ in another one: rank 0 of a distributed job plans for all ranks, or several grap
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from checkmate.core.budget import Budget
+import msgspec
+
+from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Free, Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, Result
+from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
 from checkmate.frontend.interrupt import interrupts_kept, raise_interrupt
@@ -28,6 +31,7 @@ from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.reductions.unread import plan_of_needed
 from checkmate.solvers.session import Solver
+from checkmate.solvers.smallest import quick_peak, smallest_peak
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
 
@@ -118,6 +122,44 @@ def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | No
             plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
         log_planned(problem.graph, result)
         raise_interrupt(result)
+    return result
+
+
+def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) -> Result:
+    """A plan of nearly the smallest peak, found now or in an earlier process.
+
+    Args:
+        graph: The graph.
+        time_s: Seconds of wall time for a search.
+        enough_bytes: A peak that is low enough, resident bytes included. If the plan of the quick search, which comes within some
+            per cent of the smallest peak, is above it, another search takes all of the time.
+    """
+    problem, limits = Problem(graph, keep_all_bytes(graph)), Limits(time_s=time_s)
+    quick = _found_before_or_now(problem, limits, f"quick_peak({time_s})", quick_peak)
+    if enough_bytes is None or quick.peak_bytes <= enough_bytes:
+        return quick
+    search = functools.partial(smallest_peak, enough=enough_bytes, known=quick.plan)
+    return _found_before_or_now(problem, limits, f"smallest_peak({time_s}, {enough_bytes - graph.resident_bytes})", search)
+
+
+def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Callable[[Problem, Limits], MinBudget]) -> Result:
+    """The plan of a search for a small peak.
+
+    Args:
+        problem: The graph, with room for every plan that is no worse than keeping everything.
+        limits: Limits of the search.
+        name: Name of the search with all that it depends on.
+        search: The search.
+    """
+    plans = SolvedPlans.of_user()
+    known = plans.get(problem, name, limits) if plans is not None else None
+    if known is not None:
+        return known[0]
+    with progress.shown(f"planning {len(problem.graph.ops)} ops"):
+        found = search(problem, limits)
+    result = evaluate(problem.graph, found.plan)
+    if plans is not None:
+        plans.add(problem, limits, msgspec.structs.replace(result, solver=name, elapsed_s=found.elapsed_s))
     return result
 
 

@@ -36,6 +36,7 @@ class Phase(StrEnum):
 
     FIRST_PLANS = "greedy plans"
     TIGHT_BUDGET = "plans for a tight budget"
+    FIRST_EVENTS = "bounds of events of the first plans"
     FIRST_SEARCH = "first search"
     SINGLE_EVENTS = "bounds of single events"
     STATES = "search over states"
@@ -52,6 +53,8 @@ PHASES: Mapping[Phase, float] = {
     Phase.FIRST_PLANS: 0.05,
     # Only if there is no plan. Twice: for plans that recompute forward ops alone, and for the smallest peak.
     Phase.TIGHT_BUDGET: 0.3,
+    # Two or three linear programs: often the first plan is within the gap already, and the proof takes a tenth of a second.
+    Phase.FIRST_EVENTS: 0.02,
     # From each start that has a plan, so that the events are taken from good plans.
     Phase.FIRST_SEARCH: 0.05,
     # Linear programs of one event each; at moderate budgets they close the gap, which ends the run.
@@ -100,6 +103,7 @@ class AutoParameters:
         final_temperature: The same in the final search on large graphs, where the best plan has been searched around already.
         gap_divisor: Integer programs stop at one part in so many of the session's gap: bounds add up with what the search leaves.
         least_gap: Smallest gap of an integer program, as a share: near the engine's tolerance of 1e-6 nothing is gained.
+        first_events: Events to bound before the first search. On the graphs of language models the loss alone proves most.
         plans_for_events: Plans, beside keeping everything, whose peaks are candidates for events.
         horizon_s: Shares of `PHASES` are of so many seconds at most, so that a phase that does not help ends in time also
             where the limit is an hour, or there is none.
@@ -118,6 +122,7 @@ class AutoParameters:
     final_temperature: float = 3e-3
     gap_divisor: float = 4.0
     least_gap: float = 2e-5
+    first_events: int = 3
     plans_for_events: int = 2
     horizon_s: float = 60.0
 
@@ -248,6 +253,10 @@ class _Run:
                 return searches
         if session.plan is None:
             self._tight_budget_start()
+        if session.plan is not None:
+            self._best_single(self.any_order, searches, Phase.FIRST_EVENTS)
+            if session.done:
+                return searches
         # Every search starts from the best plan known, not only the one that found it.
         for search in searches:
             if self.out_of_time():  # a careful repair takes half a second on a thousand ops, and cannot be interrupted
@@ -285,13 +294,15 @@ class _Run:
         smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
         session.offer(smallest.plan.order)
 
-    def _best_single(self, model: CutModel, searches: list[Search]) -> int | None:
+    def _best_single(self, model: CutModel, searches: list[Search], phase: Phase = Phase.SINGLE_EVENTS) -> int | None:
         """Bound by single events where the plans hold most; returns the event that proves most."""
         from checkmate.solvers.bounds.refine import promising_events, single_cuts
 
         plans = [search.order() for search in searches if math.isfinite(search.best_cost)]
         events = promising_events(self.graph, [range(len(self.graph.ops)), *plans[: PARAMETERS.plans_for_events]])
-        late = self._begin(Phase.SINGLE_EVENTS)
+        if phase is Phase.FIRST_EVENTS:
+            events = events[: PARAMETERS.first_events]
+        late = self._begin(phase)
         return single_cuts(model, events, partial(self.prove, searches[0]), lambda: self.session.done or late())
 
     def _explore(self) -> Exploration | None:

@@ -13,11 +13,11 @@ from torch import fx
 from checkmate.core.budget import ResidentMemory
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph
-from checkmate.core.result import Limits, Result
+from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
-from checkmate.frontend.planner import Planner, planner_for, result_of_order
+from checkmate.frontend.planner import Planner, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.studies.min_budget import min_budget
+from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.compilation.coordinator import COORDINATOR
@@ -244,11 +244,11 @@ class Compilation:
         if self._alone(graph):
             return planner_for(self.options.planning)(graph)
         assert self.budget is not None
-        smallest = min_budget(graph, limits=Limits(time_s=min(_SMALLEST_TIME_S, self.options.time_limit_s or _SMALLEST_TIME_S)))
         total = self.budget.total_bytes
-        if total is not None and smallest.floor_bytes > total:
+        if total is not None and floor(graph).peak_bytes > total:
             return planner_for(self.options.planning)(graph)  # it refuses the budget
-        return result_of_order(graph, smallest.plan.order)
+        time_s = min(_SMALLEST_TIME_S, self.options.time_limit_s or _SMALLEST_TIME_S)
+        return result_of_order(graph, near_smallest(graph, time_s, total).plan.order)
 
     def _alone(self, graph: Graph) -> bool:
         """Whether a graph is taken for a whole step: what it returns has one gradient, that of a loss, and none is in flight."""
