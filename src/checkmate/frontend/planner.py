@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import msgspec
@@ -55,12 +55,17 @@ class Planner(Protocol):
         ...
 
 
-def planner_for(options: PlanningOptions) -> Planner:
-    """The planner that options ask for: the given plan, else the cheapest within the budget, else keeping everything."""
+def planner_for(options: PlanningOptions, spent_s: float = 0.0) -> Planner:
+    """The planner that options ask for: the given plan, else the cheapest within the budget, else keeping everything.
+
+    Args:
+        options: The options.
+        spent_s: Seconds of the time limit that other searches have used.
+    """
     if options.plan is not None:
         return GivenPlan(options.plan, options.budget)
     if options.budget is not None:
-        return CheapestWithin(options.budget, options.solver, options.time_limit_s)
+        return CheapestWithin(options.budget, options.solver, options.time_limit_s, spent_s)
     return keep_everything
 
 
@@ -77,11 +82,13 @@ class CheapestWithin:
         budget: The budget; here it becomes bytes, once per graph.
         solver: The solver; `Auto` by default.
         time_limit_s: Seconds of wall time, or None.
+        spent_s: Seconds of it that other searches have used.
     """
 
     budget: Budget
     solver: Solver | None = None
     time_limit_s: float | None = None
+    spent_s: float = 0.0
 
     def __call__(self, graph: Graph) -> Result:
         """The cheapest plan that the solver finds, now or in an earlier process.
@@ -89,10 +96,10 @@ class CheapestWithin:
         Raises:
             KeyboardInterrupt: The user interrupted the search.
         """
-        return cheapest(Problem(graph, self.budget), self.solver, Limits(time_s=self.time_limit_s))
+        return cheapest(Problem(graph, self.budget), self.solver, Limits(time_s=self.time_limit_s), self.spent_s)
 
 
-def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | None = None) -> Result:
+def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | None = None, spent_s: float = 0.0) -> Result:
     """The result of `solve`, or that of an earlier solve of the same problem with the same solver and as much time.
 
     An earlier solve that had less time, and proved no optimum, gives the plan to start from.
@@ -101,6 +108,8 @@ def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | No
         problem: The problem.
         solver: The solver; `Auto` by default.
         limits: Limits of the solve.
+        spent_s: Seconds of the time limit that other searches have used. This one has what is left, but at least `_LAST_SHARE` of
+            the limit; its plan is stored as one of the whole limit.
 
     Raises:
         InfeasibleBudgetError: Proven: no plan keeps the budget.
@@ -108,6 +117,7 @@ def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | No
         KeyboardInterrupt: The user interrupted the search; the best plan so far is stored.
     """
     solver, limits = solver or Auto(), limits or Limits()
+    left = limits if limits.time_s is None else replace(limits, time_s=_left_s(limits.time_s, spent_s))
     plans = SolvedPlans.of_user()
     known = plans.get(problem, repr(solver), limits) if plans is not None else None
     if known is not None and known[1]:
@@ -116,13 +126,18 @@ def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | No
     with interrupts_kept():
         with progress.planning(problem.graph) as improved:
             start = None if known is None else known[0].plan
-            result = solve(problem, solver, limits=limits, initial=start, on_progress=improved)
+            result = solve(problem, solver, limits=left, initial=start, on_progress=improved)
         if plans is not None:
             interrupted = result.termination.limit == "interrupt"  # it had less time than it was given
             plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
         log_planned(problem.graph, result)
         raise_interrupt(result)
     return result
+
+
+def _left_s(limit_s: float, spent_s: float) -> float:
+    """Seconds that are left of a time limit for one more search."""
+    return max(_LAST_SHARE * limit_s, limit_s - spent_s)
 
 
 def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) -> Result:
@@ -132,14 +147,19 @@ def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) 
         graph: The graph.
         time_s: Seconds of wall time for a search.
         enough_bytes: A peak that is low enough, resident bytes included. If the plan of the quick search, which comes within some
-            per cent of the smallest peak, is above it, another search takes all of the time.
+            per cent of the smallest peak, is above it, another search takes what is left of the time.
+
+    Returns:
+        The plan; its seconds are those of the search.
     """
     problem, limits = Problem(graph, keep_all_bytes(graph)), Limits(time_s=time_s)
-    quick = _found_before_or_now(problem, limits, f"quick_peak({time_s})", quick_peak)
+    quick = _found_before_or_now(problem, limits, "quick_peak", quick_peak)
     if enough_bytes is None or quick.peak_bytes <= enough_bytes:
         return quick
     search = functools.partial(smallest_peak, enough=enough_bytes, known=quick.plan)
-    return _found_before_or_now(problem, limits, f"smallest_peak({time_s}, {enough_bytes - graph.resident_bytes})", search)
+    left = Limits(time_s=_left_s(time_s, quick.elapsed_s))
+    found = _found_before_or_now(problem, left, f"smallest_peak(enough={enough_bytes - graph.resident_bytes})", search)
+    return msgspec.structs.replace(found, elapsed_s=quick.elapsed_s + found.elapsed_s)
 
 
 def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Callable[[Problem, Limits], MinBudget]) -> Result:
@@ -148,7 +168,7 @@ def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Ca
     Args:
         problem: The graph, with room for every plan that is no worse than keeping everything.
         limits: Limits of the search.
-        name: Name of the search with all that it depends on.
+        name: Name of the search. A plan that was found in less time than is given now is used all the same.
         search: The search.
     """
     plans = SolvedPlans.of_user()
@@ -157,9 +177,9 @@ def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Ca
         return known[0]
     with progress.shown(f"planning {len(problem.graph.ops)} ops"):
         found = search(problem, limits)
-    result = evaluate(problem.graph, found.plan)
+    result = msgspec.structs.replace(evaluate(problem.graph, found.plan), solver=name, elapsed_s=found.elapsed_s)
     if plans is not None:
-        plans.add(problem, limits, msgspec.structs.replace(result, solver=name, elapsed_s=found.elapsed_s))
+        plans.add(problem, limits, result)
     return result
 
 
@@ -244,7 +264,7 @@ class Replanner:
         limit, share = self._options.time_limit_s, self._share
         self._share = self._next_share
         began = time.perf_counter()
-        most_s = None if limit is None else max(_LAST_SHARE * limit, min(share * limit, limit - self._spent_s))
+        most_s = None if limit is None else min(max(share, _LAST_SHARE) * limit, _left_s(limit, self._spent_s))
         try:
             yield Limits(time_s=most_s)
         finally:
