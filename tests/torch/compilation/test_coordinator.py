@@ -188,9 +188,18 @@ def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.Mon
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
     monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
     searches: list[str] = []
-    for name in ("quick_peak", "smallest_peak", "solve"):
+
+    def counted(name: str) -> Callable[..., Any]:
         search = getattr(planners, name)
-        monkeypatch.setattr(planners, name, lambda *a, _search=search, _name=name, **k: searches.append(_name) or _search(*a, **k))
+
+        def run(*args: Any, **named: Any) -> Any:
+            searches.append(name)
+            return search(*args, **named)
+
+        return run
+
+    for name in ("quick_peak", "smallest_peak", "solve"):
+        monkeypatch.setattr(planners, name, counted(name))
     torch.manual_seed(0)
     model, x = Broken(2), torch.randn(512, 64)
     first = Ran(model, lambda run: run(x), "55%", resident_bytes(model, x), steps=2)

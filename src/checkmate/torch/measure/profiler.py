@@ -25,6 +25,7 @@ from checkmate.torch.measure.roofline import estimate_ns, makes_views
 
 _log = logging.getLogger("checkmate.torch")
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingEffort:
     """How many times an op is run to measure its time; the fastest run counts.
@@ -38,8 +39,8 @@ class TimingEffort:
         slow_factor: A reading above so many times the roofline estimate is suspected to be disturbed. A slow kernel may be
             suspected wrongly, which costs only the additional runs.
         slow_ns: Ops faster than this are never suspected: in them the fixed cost of a call dominates, which no roofline has.
-        agreement: As many readings as `repeats` within this factor of the fastest lift the suspicion: what disturbs runs makes them
-            differ, and a slow kernel takes as long each time.
+        agreement: As many readings as `repeats` within this factor of the fastest lift the suspicion: what disturbs runs makes
+            them differ, and a slow kernel takes as long each time.
         slow_repeats: Most runs of a suspected op.
         slow_limit_ns: No further run of a suspected op once its runs took so long together.
         once_ns: No further run after one that took longer, unless it is suspected. What disturbs a run is small beside so long a
