@@ -117,7 +117,8 @@ def test_a_given_plan_over_the_budget_or_of_another_graph_is_refused(graph: Grap
 
 @pytest.fixture
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of every call of `solve` by the planners."""
+    """The keyword arguments of every call of `solve` by the planners, none of which is answered by the store."""
+    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
     calls: list[dict[str, Any]] = []
     solve: Callable[..., Any] = planners.solve
 
@@ -153,6 +154,20 @@ def test_a_replanner_shares_the_time_limit(graph: Graph, solves: list[dict[str, 
     assert solves[-1]["limits"].time_s is None
 
 
+def test_a_second_replanner_searches_for_nothing(
+    graph: Graph, solves: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its plans are those of the first, whose searches started from each other; the time of one process is not the other's."""
+    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "1")
+    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
+    monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
+    first, second = (Replanner(graph, options(time_limit_s=8)) for _ in range(2))
+    found = [first(budget).plan for budget in (12, 10, 9)]
+    assert len(solves) == 3
+    assert [second(budget).plan for budget in (12, 10, 9)] == found
+    assert len(solves) == 3
+
+
 def test_all_solves_of_a_replanner_are_within_the_time_limit(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to four compilations ask for a plan each; a limit is one for all, with a moment for each that comes too late."""
     now: list[float] = [0.0]
@@ -164,6 +179,7 @@ def test_all_solves_of_a_replanner_are_within_the_time_limit(graph: Graph, monke
         now[0] += limits.time_s
         return solve(problem, solver, limits=limits, initial=initial)
 
+    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
     monkeypatch.setattr(planners, "solve", slow)
     monkeypatch.setattr(planners.time, "perf_counter", lambda: now[0])
     replan = Replanner(graph, options(time_limit_s=8))
@@ -208,6 +224,7 @@ def test_a_replanner_that_finds_nothing_starts_from_the_smallest_peak(graph: Gra
             raise PlanNotFoundError("none was found")
         return solve(problem, solver, limits=limits, initial=initial)
 
+    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
     monkeypatch.setattr(planners, "solve", forgetful)
     assert Replanner(graph, options())(9).peak_bytes == 9
     with pytest.raises(PlanNotFoundError):

@@ -118,15 +118,33 @@ def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | No
     """
     solver, limits = solver or Auto(), limits or Limits()
     left = limits if limits.time_s is None else replace(limits, time_s=_left_s(limits.time_s, spent_s))
+
+    def search(start: Plan | None) -> Result:
+        with progress.planning(problem.graph) as improved:
+            return solve(problem, solver, limits=left, initial=start, on_progress=improved)
+
+    return _solved(problem, solver, limits, search)
+
+
+def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[Plan | None], Result]) -> Result:
+    """The result of a search, or that of an earlier one with as much time.
+
+    Args:
+        problem: The problem.
+        solver: The solver.
+        limits: Limits under which the result is stored.
+        search: Searches from a plan that was found in less time, or from none.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted the search; the best plan so far is stored.
+    """
     plans = SolvedPlans.of_user()
     known = plans.get(problem, repr(solver), limits) if plans is not None else None
     if known is not None and known[1]:
         log_planned(problem.graph, known[0])
         return known[0]
     with interrupts_kept():
-        with progress.planning(problem.graph) as improved:
-            start = None if known is None else known[0].plan
-            result = solve(problem, solver, limits=left, initial=start, on_progress=improved)
+        result = search(None if known is None else known[0].plan)
         if plans is not None:
             interrupted = result.termination.limit == "interrupt"  # it had less time than it was given
             plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
@@ -241,8 +259,6 @@ class Replanner:
                 raise
             result = self._solve(budget_bytes)
         self.found.append(result)
-        log_planned(self.graph, result)
-        raise_interrupt(result)
         return result
 
     def smallest(self) -> Result:
@@ -253,10 +269,19 @@ class Replanner:
         return self.found[-1]
 
     def _solve(self, budget_bytes: int) -> Result:
-        with self._timed() as limits:
-            return solve(
-                Problem(self.graph, budget_bytes), self._options.solver, limits=limits, initial=self._start(budget_bytes)
-            )
+        problem, solver, asked = Problem(self.graph, budget_bytes), self._options.solver or Auto(), self._asked()
+
+        def search(start: Plan | None) -> Result:
+            initial = self._start(budget_bytes)
+            with self._timed() as limits:
+                return solve(problem, solver, limits=limits, initial=start if initial is None else initial)
+
+        return _solved(problem, solver, asked, search)
+
+    def _asked(self) -> Limits:
+        """Limits of the next search if those before it took no time: what a process spent before decides on no stored plan."""
+        limit = self._options.time_limit_s
+        return Limits(time_s=None if limit is None else max(self._share, _LAST_SHARE) * limit)
 
     @contextmanager
     def _timed(self) -> Generator[Limits]:
