@@ -1,14 +1,14 @@
 """Time to the first step: ours, with empty and with filled caches, beside plain eager mode and PyTorch's own backends.
 
-Every run is a fresh process that builds a model and takes two training steps. The clock starts with the call of `torch.compile`,
-which traces at the first call of the model. It is read at the end of the first step, and at the end of the second: a step of several
-graphs is planned when the first one ends, so that only the second has all of our planning before it. *Cold* runs have an
-empty cache folder, and kernels that an earlier plan on this machine has compiled; *cached* ones follow in a second process.
-Inductor's caches are empty. Rounds take turns, and the fastest run counts, separately for wall and processor time. Child processes
-of compilers are in the processor time.
+Every run is a fresh process that builds a model and takes two training steps. The clock starts with the call of
+`torch.compile`, which traces at the first call of the model. It is read at the end of the first step, and at the end of the
+second: a step of several graphs is planned when the first one ends, so that only the second has all of our planning before
+it. *Cold* runs have an empty cache folder, and kernels that an earlier plan on this machine has compiled; *cached* ones
+follow in a second process. Inductor's caches are empty. Rounds take turns, and the fastest run counts, separately for wall
+and processor time. Child processes of compilers are in the processor time.
 
-The promises, in processor time to the end of the second step: cold at most 10 s more than `aot_eager` for 12 layers and 20 s for
-24, and cached at most 2 s more. Exit status 1 if one breaks.
+The promises, in processor time to the end of the second step: cold at most 10 s more than `aot_eager` for 12 layers and 20 s
+for 24, and cached at most 2 s more. Exit status 1 if one breaks.
 
     python benchmarks/torch_first_step.py [--models gpt2_12 gpt2_loss] [--rounds 3]
 
@@ -179,10 +179,11 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Time to the first step",
         "",
-        "Made by `benchmarks/torch_first_step.py`; do not edit. Seconds from the call of `torch.compile` to the end of the first and of",
-        "the second training step, wall and processor time. Other jobs ran on the machine, so that the second is the one to compare.",
-        "Ours has a budget of 60 %. *Cold*: empty caches, and kernels that an earlier plan has compiled, which takes half a minute once",
-        "on a machine. *Cached*: a second process. Every run is a process of its own, and the fastest of the rounds counts.",
+        "Made by `benchmarks/torch_first_step.py`; do not edit. Seconds from the call of `torch.compile` to the end of the",
+        "first and of the second training step, wall and processor time. Other jobs ran on the machine, so that the second",
+        "is the one to compare. Ours has a budget of 60 %. *Cold*: empty caches, and kernels that an earlier plan has",
+        "compiled, which takes half a minute once on a machine. *Cached*: a second process. Every run is a separate process,",
+        "and the fastest of the rounds counts.",
         "",
         ran_on(report),
         "",

@@ -182,7 +182,7 @@ def _materialised(value: Any, *, fill: bool = True) -> Any:
         # Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, so that they are
         # valid indices, and booleans are true, so that a mask masks nothing.
         if not fill:
-            pass  # pages that nobody writes are not even mapped
+            pass  # pages that are not written take no time
         elif value.dtype.is_floating_point or value.dtype.is_complex:
             flat.fill_(0.5) if value.dtype.itemsize == 1 or value.dtype.is_complex else _fill(flat)
         else:
