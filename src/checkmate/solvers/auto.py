@@ -246,6 +246,7 @@ class _Run:
         session = self.session
         seed = session.limits.seed
         searches: list[Search] = []
+        proven = False
         for order, on_demand in starts(self.folded, seed):
             search = Search(self.folded, on_demand, seed, order)
             searches.append(search)
@@ -254,13 +255,20 @@ class _Run:
                 self.offer(search.order())
                 search.first(out_of_time=late)
                 self.offer(search.order())
-            if session.done:
+            if session.done and not proven:
+                return searches
+            if session.plan is not None and not proven:
+                self._first_proof(searches)
+                proven = True
+            if self._clearly_done():
                 return searches
         if session.plan is None:
             self._tight_budget_start()
-        phase = self._first_proof(searches)
-        if phase is None:
+            if session.plan is not None:
+                self._first_proof(searches)
+        if self._clearly_done():
             return searches
+        phase = Phase.PROVEN_SEARCH if session.gap <= session.limits.gap else Phase.FIRST_SEARCH
         # Every search starts from the best plan known, not only the one that found it.
         for search in searches:
             if self.out_of_time():  # a careful repair takes half a second on a thousand ops, and cannot be interrupted
@@ -273,20 +281,20 @@ class _Run:
                 self.offer(search.order())
         return sorted(searches, key=lambda search: search.best_cost)
 
-    def _first_proof(self, searches: list[Search]) -> Phase | None:
-        """Bound a few events; returns how the search goes on, or None if nothing is left to search for."""
+    def _first_proof(self, searches: list[Search]) -> None:
+        """Bound the events that hold most, until a plan is proven clearly within the gap."""
         from checkmate.solvers.bounds.refine import highest_events, single_cuts
 
-        session = self.session
-        if session.plan is None:
-            return Phase.FIRST_SEARCH
         late = self._begin(Phase.FIRST_EVENTS)
         events = highest_events(self.graph, PARAMETERS.first_events)
-        single_cuts(self.any_order, events, partial(self.prove, searches[0]), lambda: session.done or late())
-        if not session.done:
-            return Phase.FIRST_SEARCH
-        within = PARAMETERS.clear_gap * session.limits.gap < session.gap <= session.limits.gap
-        return Phase.PROVEN_SEARCH if within and not session.decided and session.left_s() > 0 else None
+        single_cuts(self.any_order, events, partial(self.prove, searches[0]), lambda: self._clearly_done() or late())
+
+    def _clearly_done(self) -> bool:
+        """Whether no search could gain more than a part of the gap, or none is wanted."""
+        session = self.session
+        return session.done and (
+            session.gap <= PARAMETERS.clear_gap * session.limits.gap or session.gap > session.limits.gap or session.decided
+        )
 
     def _tight_budget_start(self) -> None:
         """Look for a plan where there are few.

@@ -252,7 +252,8 @@ def _cpu_cost(node: fx.Node) -> tuple[float, int]:
         suspected = fastest > slow and agreeing < _EFFORT.repeats
         repeats = _EFFORT.slow_repeats if suspected else _EFFORT.repeats
         limit_ns = _EFFORT.slow_limit_ns if suspected else _EFFORT.limit_ns
-        if len(took) >= repeats or sum(took) > limit_ns:
+        agreed = first if first <= _EFFORT.agreement * fastest else 0
+        if len(took) >= repeats or agreed + sum(took) > limit_ns:
             break
     return fastest, workspace
 
