@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import checkmate.frontend.planner as planners
@@ -17,6 +19,8 @@ from checkmate import (
     Free,
     Graph,
     InfeasibleBudgetError,
+    Limits,
+    MinBudget,
     Plan,
     PlanError,
     PlanNotFoundError,
@@ -26,9 +30,19 @@ from checkmate import (
     WrongGraphError,
     solve,
 )
+from checkmate.frontend import solved_plans
 from checkmate.frontend.options import PlanningOptions
-from checkmate.frontend.planner import CheapestWithin, GivenPlan, Replanner, keep_everything, planner_for, result_of_order
+from checkmate.frontend.planner import (
+    CheapestWithin,
+    GivenPlan,
+    Replanner,
+    keep_everything,
+    near_smallest,
+    planner_for,
+    result_of_order,
+)
 from checkmate.solvers.session import Session
+from checkmate.solvers.smallest import quick_peak
 
 RECOMPUTED = [0, 1, 2, 0, 3]
 
@@ -103,7 +117,8 @@ def test_a_given_plan_over_the_budget_or_of_another_graph_is_refused(graph: Grap
 
 @pytest.fixture
 def solves(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of every call of `solve` by the planners."""
+    """The keyword arguments of every call of `solve` by the planners, none of which is answered by the store."""
+    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
     calls: list[dict[str, Any]] = []
     solve: Callable[..., Any] = planners.solve
 
@@ -139,6 +154,20 @@ def test_a_replanner_shares_the_time_limit(graph: Graph, solves: list[dict[str, 
     assert solves[-1]["limits"].time_s is None
 
 
+def test_a_second_replanner_searches_for_nothing(
+    graph: Graph, solves: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its plans are those of the first, whose searches started from each other; the time of one process is not the other's."""
+    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "1")
+    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
+    monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
+    first, second = (Replanner(graph, options(time_limit_s=8)) for _ in range(2))
+    found = [first(budget).plan for budget in (12, 10, 9)]
+    assert len(solves) == 3
+    assert [second(budget).plan for budget in (12, 10, 9)] == found
+    assert len(solves) == 3
+
+
 def test_all_solves_of_a_replanner_are_within_the_time_limit(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to four compilations ask for a plan each; a limit is one for all, with a moment for each that comes too late."""
     now: list[float] = [0.0]
@@ -150,12 +179,40 @@ def test_all_solves_of_a_replanner_are_within_the_time_limit(graph: Graph, monke
         now[0] += limits.time_s
         return solve(problem, solver, limits=limits, initial=initial)
 
+    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
     monkeypatch.setattr(planners, "solve", slow)
     monkeypatch.setattr(planners.time, "perf_counter", lambda: now[0])
     replan = Replanner(graph, options(time_limit_s=8))
     for budget in (12, 11, 10, 9, 9):
         replan(budget)
     assert given == [4, 2, 2, 0.4, 0.4]
+
+
+def test_a_search_has_what_others_have_left_of_the_time_limit(graph: Graph, solves: list[dict[str, Any]]) -> None:
+    """One that comes too late has a moment; the stored plan answers for the whole limit, whatever a process spent before."""
+    for spent_s in (3.0, 20.0):
+        planner_for(options(budget="9B", time_limit_s=8), spent_s)(graph)
+    assert [s["limits"].time_s for s in solves] == [5, 0.4]
+
+
+def test_a_small_peak_is_searched_for_once(graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The quick search is enough unless its peak is above what is needed; the plans of both are stored."""
+    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
+    monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
+    searches: list[str] = []
+
+    def search(name: str, order: Sequence[int]) -> Callable[..., MinBudget]:
+        def found(problem: Problem, limits: Limits, **_: Any) -> MinBudget:
+            searches.append(name)
+            result = quick_peak(problem, limits)
+            return msgspec.structs.replace(result, plan=Plan.from_order(graph, order), peak_bytes=12 if name == "quick" else 9)
+
+        return found
+
+    monkeypatch.setattr(planners, "quick_peak", search("quick", range(4)))
+    monkeypatch.setattr(planners, "smallest_peak", search("longer", RECOMPUTED))
+    assert [near_smallest(graph, 1.0, enough).peak_bytes for enough in (None, 12, 10, 12, 10)] == [12, 12, 9, 12, 9]
+    assert searches == ["quick", "longer"]
 
 
 def test_a_replanner_that_finds_nothing_starts_from_the_smallest_peak(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +224,7 @@ def test_a_replanner_that_finds_nothing_starts_from_the_smallest_peak(graph: Gra
             raise PlanNotFoundError("none was found")
         return solve(problem, solver, limits=limits, initial=initial)
 
+    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
     monkeypatch.setattr(planners, "solve", forgetful)
     assert Replanner(graph, options())(9).peak_bytes == 9
     with pytest.raises(PlanNotFoundError):

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkmate import Budget, Graph
+from checkmate import Budget, Graph, Limits, Problem
 from checkmate.frontend import last_resort, progress
 from checkmate.frontend.planner import CheapestWithin
+from checkmate.solvers.session import Session
 
 LOG = logging.getLogger("checkmate")
 CHAIN = Graph.from_dag(cost=[1, 1, 1], size_bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])
@@ -55,6 +56,17 @@ def test_what_a_person_sees(terminal: Terminal) -> None:
     assert seen[-2] == "checkmate: compiling"
     assert seen[-1].startswith("checkmate: ready in 0.")
     assert seen[-1].endswith("peak 12 B of 12 B, overhead 0.00 %, gap 0.00 %, 3 ops")
+
+
+def test_kernels_that_are_compiled_are_no_planning(terminal: Terminal) -> None:
+    """Half a minute once on a machine is explained; without a front end nothing is drawn."""
+    session = Session(Problem(CHAIN, 12), Limits())
+    with progress.shown("planning 3 ops"):
+        session.prepare(lambda: None)
+    shown = "checkmate: loading the solver's kernels, which are compiled once on a machine"
+    assert lines(terminal) == ["checkmate: planning 3 ops", shown, "checkmate: planning 3 ops"]
+    session.prepare(lambda: None)
+    assert lines(terminal).count(shown) == 1
 
 
 def test_after_an_error_the_line_is_gone(terminal: Terminal) -> None:

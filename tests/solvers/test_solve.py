@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import subprocess
@@ -341,3 +342,19 @@ def test_a_kept_view_holds_its_storage_to_the_end(solver, recomputable):
     keep_all = checkmate.core.budget.keep_all_bytes(graph)
     for budget in range(keep_all, 500, -100):
         assert solve(Problem(graph, budget), solver).peak_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "searches"),
+    [("linear32_b1", "50%", []), ("unet", "75%", ["search within the gap"] * 2)],
+)
+def test_a_first_plan_that_is_proven_at_once_is_hardly_searched_any_further(
+    name: str, share: str, searches: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A few linear programs take a tenth of a second; a user waits for the rest, and can gain no more than the gap."""
+    graph = checkmate.read(ROOT / "benchmarks" / "graphs" / f"{name}.graph.json")
+    with caplog.at_level(logging.DEBUG, "checkmate.solvers.auto"):
+        result = solve(Problem(graph, share))
+    assert result.gap <= Limits().gap
+    assert [phase for m in caplog.messages for phase in ("search within the gap", "first search") if phase in m] == searches
+    assert not any("event cuts" in m or "bounds of single events" in m for m in caplog.messages)

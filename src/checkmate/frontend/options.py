@@ -25,7 +25,7 @@ class PlanningOptions:
     Attributes:
         budget: The most memory that a step may need, everything included; None keeps everything.
         solver: The solver; `Auto` by default.
-        time_limit_s: Seconds of wall time for planning one graph, or None for no limit.
+        time_limit_s: Seconds of wall time for planning a step, all of its graphs together, or None for no limit.
         plan: A plan to run instead of looking for one.
     """
 

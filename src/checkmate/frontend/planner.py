@@ -6,20 +6,23 @@ in another one: rank 0 of a distributed job plans for all ranks, or several grap
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from checkmate.core.budget import Budget
+import msgspec
+
+from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Free, Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, Result
+from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
 from checkmate.frontend.interrupt import interrupts_kept, raise_interrupt
@@ -28,6 +31,7 @@ from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.reductions.unread import plan_of_needed
 from checkmate.solvers.session import Solver
+from checkmate.solvers.smallest import quick_peak, smallest_peak
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
 
@@ -51,12 +55,17 @@ class Planner(Protocol):
         ...
 
 
-def planner_for(options: PlanningOptions) -> Planner:
-    """The planner that options ask for: the given plan, else the cheapest within the budget, else keeping everything."""
+def planner_for(options: PlanningOptions, spent_s: float = 0.0) -> Planner:
+    """The planner that options ask for: the given plan, else the cheapest within the budget, else keeping everything.
+
+    Args:
+        options: The options.
+        spent_s: Seconds of the time limit that other searches have used.
+    """
     if options.plan is not None:
         return GivenPlan(options.plan, options.budget)
     if options.budget is not None:
-        return CheapestWithin(options.budget, options.solver, options.time_limit_s)
+        return CheapestWithin(options.budget, options.solver, options.time_limit_s, spent_s)
     return keep_everything
 
 
@@ -73,11 +82,13 @@ class CheapestWithin:
         budget: The budget; here it becomes bytes, once per graph.
         solver: The solver; `Auto` by default.
         time_limit_s: Seconds of wall time, or None.
+        spent_s: Seconds of it that other searches have used.
     """
 
     budget: Budget
     solver: Solver | None = None
     time_limit_s: float | None = None
+    spent_s: float = 0.0
 
     def __call__(self, graph: Graph) -> Result:
         """The cheapest plan that the solver finds, now or in an earlier process.
@@ -85,10 +96,10 @@ class CheapestWithin:
         Raises:
             KeyboardInterrupt: The user interrupted the search.
         """
-        return cheapest(Problem(graph, self.budget), self.solver, Limits(time_s=self.time_limit_s))
+        return cheapest(Problem(graph, self.budget), self.solver, Limits(time_s=self.time_limit_s), self.spent_s)
 
 
-def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | None = None) -> Result:
+def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | None = None, spent_s: float = 0.0) -> Result:
     """The result of `solve`, or that of an earlier solve of the same problem with the same solver and as much time.
 
     An earlier solve that had less time, and proved no optimum, gives the plan to start from.
@@ -97,6 +108,8 @@ def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | No
         problem: The problem.
         solver: The solver; `Auto` by default.
         limits: Limits of the solve.
+        spent_s: Seconds of the time limit that other searches have used. This one has what is left, but at least `_LAST_SHARE` of
+            the limit; its plan is stored as one of the whole limit.
 
     Raises:
         InfeasibleBudgetError: Proven: no plan keeps the budget.
@@ -104,20 +117,87 @@ def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | No
         KeyboardInterrupt: The user interrupted the search; the best plan so far is stored.
     """
     solver, limits = solver or Auto(), limits or Limits()
+    left = limits if limits.time_s is None else replace(limits, time_s=_left_s(limits.time_s, spent_s))
+
+    def search(start: Plan | None) -> Result:
+        with progress.planning(problem.graph) as improved:
+            return solve(problem, solver, limits=left, initial=start, on_progress=improved)
+
+    return _solved(problem, solver, limits, search)
+
+
+def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[Plan | None], Result]) -> Result:
+    """The result of a search, or that of an earlier one with as much time.
+
+    Args:
+        problem: The problem.
+        solver: The solver.
+        limits: Limits under which the result is stored.
+        search: Searches from a plan that was found in less time, or from none.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted the search; the best plan so far is stored.
+    """
     plans = SolvedPlans.of_user()
     known = plans.get(problem, repr(solver), limits) if plans is not None else None
     if known is not None and known[1]:
         log_planned(problem.graph, known[0])
         return known[0]
     with interrupts_kept():
-        with progress.planning(problem.graph) as improved:
-            start = None if known is None else known[0].plan
-            result = solve(problem, solver, limits=limits, initial=start, on_progress=improved)
+        result = search(None if known is None else known[0].plan)
         if plans is not None:
             interrupted = result.termination.limit == "interrupt"  # it had less time than it was given
             plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
         log_planned(problem.graph, result)
         raise_interrupt(result)
+    return result
+
+
+def _left_s(limit_s: float, spent_s: float) -> float:
+    """Seconds that are left of a time limit for one more search."""
+    return max(_LAST_SHARE * limit_s, limit_s - spent_s)
+
+
+def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) -> Result:
+    """A plan of nearly the smallest peak, found now or in an earlier process.
+
+    Args:
+        graph: The graph.
+        time_s: Seconds of wall time for a search.
+        enough_bytes: A peak that is low enough, resident bytes included. If the plan of the quick search, which comes within some
+            per cent of the smallest peak, is above it, another search takes what is left of the time.
+
+    Returns:
+        The plan; its seconds are those of the search.
+    """
+    problem, limits = Problem(graph, keep_all_bytes(graph)), Limits(time_s=time_s)
+    quick = _found_before_or_now(problem, limits, "quick_peak", quick_peak)
+    if enough_bytes is None or quick.peak_bytes <= enough_bytes:
+        return quick
+    search = functools.partial(smallest_peak, enough=enough_bytes, known=quick.plan)
+    left = Limits(time_s=_left_s(time_s, quick.elapsed_s))
+    found = _found_before_or_now(problem, left, f"smallest_peak(enough={enough_bytes - graph.resident_bytes})", search)
+    return msgspec.structs.replace(found, elapsed_s=quick.elapsed_s + found.elapsed_s)
+
+
+def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Callable[[Problem, Limits], MinBudget]) -> Result:
+    """The plan of a search for a small peak.
+
+    Args:
+        problem: The graph, with room for every plan that is no worse than keeping everything.
+        limits: Limits of the search.
+        name: Name of the search. A plan that was found in less time than is given now is used all the same.
+        search: The search.
+    """
+    plans = SolvedPlans.of_user()
+    known = plans.get(problem, name, limits) if plans is not None else None
+    if known is not None:
+        return known[0]
+    with progress.shown(f"planning {len(problem.graph.ops)} ops"):
+        found = search(problem, limits)
+    result = msgspec.structs.replace(evaluate(problem.graph, found.plan), solver=name, elapsed_s=found.elapsed_s)
+    if plans is not None:
+        plans.add(problem, limits, result)
     return result
 
 
@@ -179,8 +259,6 @@ class Replanner:
                 raise
             result = self._solve(budget_bytes)
         self.found.append(result)
-        log_planned(self.graph, result)
-        raise_interrupt(result)
         return result
 
     def smallest(self) -> Result:
@@ -191,10 +269,19 @@ class Replanner:
         return self.found[-1]
 
     def _solve(self, budget_bytes: int) -> Result:
-        with self._timed() as limits:
-            return solve(
-                Problem(self.graph, budget_bytes), self._options.solver, limits=limits, initial=self._start(budget_bytes)
-            )
+        problem, solver, asked = Problem(self.graph, budget_bytes), self._options.solver or Auto(), self._asked()
+
+        def search(start: Plan | None) -> Result:
+            initial = self._start(budget_bytes)
+            with self._timed() as limits:
+                return solve(problem, solver, limits=limits, initial=start if initial is None else initial)
+
+        return _solved(problem, solver, asked, search)
+
+    def _asked(self) -> Limits:
+        """Limits of the next search if those before it took no time: what a process spent before decides on no stored plan."""
+        limit = self._options.time_limit_s
+        return Limits(time_s=None if limit is None else max(self._share, _LAST_SHARE) * limit)
 
     @contextmanager
     def _timed(self) -> Generator[Limits]:
@@ -202,7 +289,7 @@ class Replanner:
         limit, share = self._options.time_limit_s, self._share
         self._share = self._next_share
         began = time.perf_counter()
-        most_s = None if limit is None else max(_LAST_SHARE * limit, min(share * limit, limit - self._spent_s))
+        most_s = None if limit is None else min(max(share, _LAST_SHARE) * limit, _left_s(limit, self._spent_s))
         try:
             yield Limits(time_s=most_s)
         finally:

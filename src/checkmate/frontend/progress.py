@@ -21,7 +21,7 @@ from typing import TypeVar
 from checkmate.core.graph import Graph
 from checkmate.core.result import Progress, Result
 from checkmate.core.units import format_bytes
-from checkmate.solvers.session import OnProgress
+from checkmate.solvers.session import OnProgress, announce_with
 
 ItemT = TypeVar("ItemT")
 
@@ -85,6 +85,19 @@ def shown(text: str) -> Generator[None, None, None]:
             _work = None
         else:
             _draw(work, at_once=True)
+
+
+@contextmanager
+def _announced(text: str) -> Generator[None, None, None]:
+    """Show what a solver does, if a front end called it."""
+    if _work is None:
+        yield
+    else:
+        with shown(text):
+            yield
+
+
+announce_with(_announced)
 
 
 def say(text: str) -> None:

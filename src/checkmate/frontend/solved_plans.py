@@ -35,8 +35,8 @@ PLANNED_BEFORE: Final = "planned before"
 
 _FORMAT: Final = 1
 _SCHEMA: Final = "CREATE TABLE IF NOT EXISTS solved (key TEXT PRIMARY KEY, row BLOB NOT NULL, checksum TEXT NOT NULL)"
-_LEAST_S: Final = 0.2
-"""Seconds of a solve whose plan is worth storing. Reading one back and checking it takes hundredths of a second."""
+_LEAST_S: Final = 0.02
+"""Seconds of a solve whose plan is worth storing: one that searched, for which a new process takes a second to load kernels."""
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):

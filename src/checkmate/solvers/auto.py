@@ -36,6 +36,8 @@ class Phase(StrEnum):
 
     FIRST_PLANS = "greedy plans"
     TIGHT_BUDGET = "plans for a tight budget"
+    FIRST_EVENTS = "bounds of events of the first plans"
+    PROVEN_SEARCH = "search within the gap"
     FIRST_SEARCH = "first search"
     SINGLE_EVENTS = "bounds of single events"
     STATES = "search over states"
@@ -52,6 +54,10 @@ PHASES: Mapping[Phase, float] = {
     Phase.FIRST_PLANS: 0.05,
     # Only if there is no plan. Twice: for plans that recompute forward ops alone, and for the smallest peak.
     Phase.TIGHT_BUDGET: 0.3,
+    # A few linear programs: often the first plan is within the gap already, and the proof takes a tenth of a second.
+    Phase.FIRST_EVENTS: 0.02,
+    # From each start, if the first plans are proven within the gap, but not by far: most of what a search gains it gains at once.
+    Phase.PROVEN_SEARCH: 0.0125,
     # From each start that has a plan, so that the events are taken from good plans.
     Phase.FIRST_SEARCH: 0.05,
     # Linear programs of one event each; at moderate budgets they close the gap, which ends the run.
@@ -100,6 +106,8 @@ class AutoParameters:
         final_temperature: The same in the final search on large graphs, where the best plan has been searched around already.
         gap_divisor: Integer programs stop at one part in so many of the session's gap: bounds add up with what the search leaves.
         least_gap: Smallest gap of an integer program, as a share: near the engine's tolerance of 1e-6 nothing is gained.
+        first_events: Events to bound before the first search: where keeping everything holds most.
+        clear_gap: Share of the session's gap. First plans that are proven within it are not searched any further.
         plans_for_events: Plans, beside keeping everything, whose peaks are candidates for events.
         horizon_s: Shares of `PHASES` are of so many seconds at most, so that a phase that does not help ends in time also
             where the limit is an hour, or there is none.
@@ -118,6 +126,8 @@ class AutoParameters:
     final_temperature: float = 3e-3
     gap_divisor: float = 4.0
     least_gap: float = 2e-5
+    first_events: int = 4
+    clear_gap: float = 0.2
     plans_for_events: int = 2
     horizon_s: float = 60.0
 
@@ -236,6 +246,7 @@ class _Run:
         session = self.session
         seed = session.limits.seed
         searches: list[Search] = []
+        proven = False
         for order, on_demand in starts(self.folded, seed):
             search = Search(self.folded, on_demand, seed, order)
             searches.append(search)
@@ -244,21 +255,46 @@ class _Run:
                 self.offer(search.order())
                 search.first(out_of_time=late)
                 self.offer(search.order())
-            if session.done:
+            if session.done and not proven:
+                return searches
+            if session.plan is not None and not proven:
+                self._first_proof(searches)
+                proven = True
+            if self._clearly_done():
                 return searches
         if session.plan is None:
             self._tight_budget_start()
+            if session.plan is not None:
+                self._first_proof(searches)
+        if self._clearly_done():
+            return searches
+        phase = Phase.PROVEN_SEARCH if session.gap <= session.limits.gap else Phase.FIRST_SEARCH
         # Every search starts from the best plan known, not only the one that found it.
         for search in searches:
             if self.out_of_time():  # a careful repair takes half a second on a thousand ops, and cannot be interrupted
                 break
             if session.plan is not None:
                 search.start_from_order(self.fold.apply_order(session.plan.order))
-            if math.isfinite(search.best_cost) and not session.done:
+            if math.isfinite(search.best_cost) and (phase is Phase.PROVEN_SEARCH or not session.done):
                 decodes = suggested_decodes(len(self.graph.ops)) // PARAMETERS.first_divisor
-                search.improve(decodes, PARAMETERS.temperature, self._begin(Phase.FIRST_SEARCH))
+                search.improve(decodes, PARAMETERS.temperature, self._begin(phase))
                 self.offer(search.order())
         return sorted(searches, key=lambda search: search.best_cost)
+
+    def _first_proof(self, searches: list[Search]) -> None:
+        """Bound the events that hold most, until a plan is proven clearly within the gap."""
+        from checkmate.solvers.bounds.refine import highest_events, single_cuts
+
+        late = self._begin(Phase.FIRST_EVENTS)
+        events = highest_events(self.graph, PARAMETERS.first_events)
+        single_cuts(self.any_order, events, partial(self.prove, searches[0]), lambda: self._clearly_done() or late())
+
+    def _clearly_done(self) -> bool:
+        """Whether no search could gain more than a part of the gap, or none is wanted."""
+        session = self.session
+        return session.done and (
+            session.gap <= PARAMETERS.clear_gap * session.limits.gap or session.gap > session.limits.gap or session.decided
+        )
 
     def _tight_budget_start(self) -> None:
         """Look for a plan where there are few.

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Final, Protocol
 
 from checkmate.core.errors import PlanError, SolverError
@@ -21,6 +22,20 @@ _ROUNDING: Final = 1e-6
 """Share by which bounds are lowered before they are rounded up: the tolerance of engines."""
 
 OnProgress = Callable[[Progress], None]
+
+Announce = Callable[[str], AbstractContextManager[None]]
+"""Makes a context that shows what is being done while it lasts."""
+
+_announcers: list[Announce] = []
+
+
+def announce_with(announce: Announce) -> None:
+    """Have work that is needed once in a process announced, such as compiling kernels: it may take longer than a solve.
+
+    Args:
+        announce: Shows it; called with what is being done.
+    """
+    _announcers[:] = [announce]
 
 
 class Solver(Protocol):
@@ -80,7 +95,10 @@ class Session:
             load: Does it; called once.
         """
         began = time.perf_counter()
-        load()
+        with ExitStack() as shown:
+            for announce in _announcers:
+                shown.enter_context(announce("loading the solver's kernels, which are compiled once on a machine"))
+            load()
         took = time.perf_counter() - began
         self._started += took
         if took > 1.0:

@@ -62,15 +62,16 @@ def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int
     return bisection.found()
 
 
-def quick_peak(problem: Problem, seed: int = 0, *, known: Plan | None = None) -> MinBudget:
+def quick_peak(problem: Problem, limits: Limits | None = None, *, known: Plan | None = None) -> MinBudget:
     """A small peak that a plan is found for in about a second, with the same floor as `smallest_peak`.
 
     Args:
         problem: Graph and what a plan may do; its budget is ignored.
-        seed: Seed of everything random.
+        limits: Time and seed; `SmallestParameters.quick_s` by default.
         known: A plan that was found before.
     """
-    bisection = _Bisection(problem, Limits(time_s=PARAMETERS.quick_s, seed=seed), 0, known)
+    limits = Limits(time_s=PARAMETERS.quick_s) if limits is None else limits
+    bisection = _Bisection(problem, limits, 0, known)
     bisection.from_the_middle(PARAMETERS.quick_s)
     return bisection.found()
 
@@ -98,7 +99,6 @@ class _Bisection:
             plans.append(known)
         self._peak, self._best = min(((simulate(graph, plan).peak_bytes, plan) for plan in plans), key=lambda found: found[0])
         self._clock = Session(problem, limits)
-        self._clock.prepare(load_kernels)
         self._fold = FoldViews.of(graph)
         self._searches: list[Search] = []
         self._starts = self._more_searches()
@@ -112,6 +112,9 @@ class _Bisection:
         Args:
             time_s: Seconds after which to stop; an attempt that would take as long as the one before is not begun after them.
         """
+        if self._peak <= self._enough:
+            return  # before the kernels are loaded, which takes a second
+        self._clock.prepare(load_kernels)
         began, last, low = self._clock.elapsed_s(), 0.0, self._floor.peak_bytes
         search = next(self._starts)
         self._searches.append(search)

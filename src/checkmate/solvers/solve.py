@@ -197,7 +197,8 @@ def _smallest(problem: Problem, session: Session) -> MinBudget:
     """The smallest peak that the session's time is enough for; in about a second where the floor refuses, or no time is left."""
     left = min(session.left_s(), SMALLEST.time_s)
     if session.problem.budget_bytes < floor(problem.graph).peak_bytes or left <= SMALLEST.quick_s:
-        return quick_peak(problem, session.limits.seed, known=session.smallest)
+        quick = Limits(time_s=SMALLEST.quick_s, seed=session.limits.seed)
+        return quick_peak(problem, quick, known=session.smallest)
     limits = Limits(time_s=left, seed=session.limits.seed)
     return smallest_peak(problem, limits, known=session.smallest)
 

@@ -36,7 +36,7 @@ class Options:
             step then runs twice on the first batch, all that it changes is restored, and its measured peak has to keep the
             budget; this takes up to four compilations. If none keeps it, the ``"eager"`` compiler is used, with a warning.
         solver: A solver or its name; `Auto` by default.
-        time_limit_s: Seconds that planning one graph may take, or None for no limit.
+        time_limit_s: Seconds that planning a step may take, all of its graphs together, or None for no limit.
         plan: A plan, or the path of a file with one, to run instead of solving.
         device: The device whose memory counts; that of the model by default.
         outputs: ``"held"`` if the caller holds the outputs of the model until the backward is over, ``"released"`` if not.

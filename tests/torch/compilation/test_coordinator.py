@@ -6,15 +6,19 @@ import gc
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkmate import InfeasibleBudgetError, PlanNotFoundError
+import checkmate.frontend.planner as planners
+from checkmate import InfeasibleBudgetError, Limits, MinBudget, PlanNotFoundError, Problem, Result
 from checkmate.core.units import parse_bytes
+from checkmate.frontend import solved_plans
 from checkmate.torch import LateGradientError, measure_peak
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from tests.torch.networks import input_of, mlp
@@ -152,6 +156,61 @@ def test_graphs_of_a_step_are_planned_as_one(parts: int) -> None:
     unbroken, planned = compiled(whole, budget=plan.result.budget_bytes, **QUICK)
     unbroken(x).backward()
     assert plan.result.overhead == pytest.approx(planned[0][1].overhead, abs=0.03)
+
+
+def test_the_time_limit_is_one_for_all_graphs_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches that take all the time they are given take no more than the limit together, however many graphs there are."""
+    given: list[float] = []
+    quick_peak, solve = planners.quick_peak, planners.solve
+
+    def quick(problem: Problem, limits: Limits) -> MinBudget:
+        assert limits.time_s is not None
+        given.append(limits.time_s)
+        return msgspec.structs.replace(quick_peak(problem), elapsed_s=limits.time_s)
+
+    def slow(problem: Problem, *rest: Any, limits: Limits, **named: Any) -> Result:
+        assert limits.time_s is not None
+        given.append(limits.time_s)
+        return solve(problem, *rest, limits=Limits(), **named)
+
+    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
+    monkeypatch.setattr(planners, "quick_peak", quick)
+    monkeypatch.setattr(planners, "solve", slow)
+    model, x = Broken(3), torch.randn(512, 64)
+    Ran(model, lambda run: run(x), "80%", resident_bytes(model, x), steps=2)
+    assert len(given) == 4  # three graphs and the step
+    assert sum(given) == pytest.approx(QUICK["time_limit_s"])
+    assert given[-1] >= QUICK["time_limit_s"] / 2
+
+
+def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither for those of its first step, which runs before the step is known, nor for that of the step."""
+    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
+    monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
+    searches: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        search = getattr(planners, name)
+
+        def run(*args: Any, **named: Any) -> Any:
+            searches.append(name)
+            return search(*args, **named)
+
+        return run
+
+    for name in ("quick_peak", "smallest_peak", "solve"):
+        monkeypatch.setattr(planners, name, counted(name))
+    torch.manual_seed(0)
+    model, x = Broken(2), torch.randn(512, 64)
+    first = Ran(model, lambda run: run(x), "55%", resident_bytes(model, x), steps=2)
+    plan = COORDINATOR.step
+    assert plan is not None and searches == ["quick_peak", "quick_peak", "solve"]
+    searches.clear()
+    second = Ran(model, lambda run: run(x), "55%", resident_bytes(model, x), steps=2)
+    again = COORDINATOR.step
+    assert again is not None and not searches
+    assert again.result.plan == plan.result.plan
+    assert first.same(second) and first.peaks == second.peaks
 
 
 def test_one_graph_that_runs_twice_has_a_plan_for_each_place() -> None:

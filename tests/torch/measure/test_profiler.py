@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import checkmate
+import checkmate.torch.measure.profiler as profiler
 from checkmate.torch._compat.profiler import memory_trace
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled
@@ -52,6 +54,47 @@ def test_an_op_that_cannot_be_measured_is_told(
     graph = checkmate.torch.capture(model, lambda p, y: moody(p).mean() * y, example=(torch.ones(4, 8), torch.ones(())))
     assert "not today" in caplog.text
     assert next(op for op in graph.ops if "moody" in op.kind).cost > 0
+
+
+def runs_of(monkeypatch: pytest.MonkeyPatch, readings_ms: list[float], estimate_ms: float = 1.0) -> tuple[int, float]:
+    """How often an op runs whose runs take so long, the last of them from then on, and the milliseconds that it is taken for."""
+    runs, now_ms = [0], [0.0]
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        now_ms[0] += readings_ms[min(runs[0], len(readings_ms) - 1)]
+        runs[0] += 1
+        return x.clone()
+
+    def clock() -> int:
+        return int(1e6 * now_ms[0])
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(op, (x,))
+    x.meta["val"], node.meta["val"] = torch.ones(4), torch.ones(4)
+    monkeypatch.setattr(profiler, "time", SimpleNamespace(process_time_ns=clock, perf_counter_ns=clock))
+    monkeypatch.setattr(profiler, "estimate_ns", lambda node: int(1e6 * estimate_ms))
+    time_ns, workspace = profiler._cpu_cost(node)
+    assert workspace == 0
+    return runs[0], time_ns / 1e6
+
+
+@pytest.mark.parametrize(
+    ("readings_ms", "estimate_ms", "runs", "time_ms"),
+    [
+        ([2.0, 1.0], 1.0, 6, 1.0),  # the first run warms up, and one of five more is the fastest
+        ([80.0, 60.0], 60.0, 2, 60.0),  # of a long op there are few
+        ([300.0], 300.0, 1, 300.0),  # of a very long one there is no second
+        ([300.0, 40.0, 30.0], 30.0, 3, 30.0),  # unless it took more than it should
+        ([20.0], 1.0, 6, 20.0),  # a kernel that is slow each time is believed
+        ([9.0, 5.0, 9.0, 7.0, 6.0, 8.0, 9.0, 2.0], 1.0, 8, 2.0),  # one that is disturbed runs until it is not
+    ],
+)
+def test_an_op_runs_as_often_as_its_readings_ask_for(
+    monkeypatch: pytest.MonkeyPatch, readings_ms: list[float], estimate_ms: float, runs: int, time_ms: float
+) -> None:
+    """What is measured once stays in the store; but users wait for it."""
+    assert runs_of(monkeypatch, readings_ms, estimate_ms) == (runs, time_ms)
 
 
 def test_measuring_inside_a_profiler_is_refused_unless_all_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

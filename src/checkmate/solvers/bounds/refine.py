@@ -118,6 +118,17 @@ def promising_events(graph: Graph, orders: Iterable[Iterable[int]]) -> list[int]
     return list(events)
 
 
+def highest_events(graph: Graph, count: int) -> list[int]:
+    """Events where keeping everything holds most, apart from each other.
+
+    Args:
+        graph: The graph, its views folded.
+        count: Most events to return.
+    """
+    ops = range(len(graph.ops))
+    return separated_peaks(first_bytes(graph, ops), {o: o for o in ops}, count, max(1, len(ops) // PARAMETERS.candidate_spacing))
+
+
 def longest_chain(model: CutModel) -> list[int]:
     """Ops of a longest path of the DAG, END left out: the widest choice of events that come one after another."""
     depth = [0] * (model.end + 1)

@@ -37,24 +37,6 @@ class MemoryTrace:
                 peak = max(peak, held)
         return peak
 
-    def peaks_within(self, name: str) -> list[int]:
-        """Peak within each ``record_function`` range of a name, in bytes above those allocated when the range began."""
-        peaks: list[int] = []
-        depth = held = peak = 0
-        for what, detail in self.events:
-            if what == "push" and (depth or detail == name):
-                if not depth:
-                    held = peak = 0
-                depth += 1
-            elif what == "pop" and depth:
-                depth -= 1
-                if not depth:
-                    peaks.append(peak)
-            elif what == "alloc" and depth:
-                held += detail  # type: ignore[operator]
-                peak = max(peak, held)
-        return peaks
-
 
 @contextmanager
 def memory_trace() -> Iterator[MemoryTrace]:

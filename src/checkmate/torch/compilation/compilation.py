@@ -14,11 +14,11 @@ from torch import fx
 from checkmate.core.budget import ResidentMemory
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph
-from checkmate.core.result import Limits, Result
+from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
-from checkmate.frontend.planner import Planner, planner_for, result_of_order
+from checkmate.frontend.planner import Planner, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.studies.min_budget import min_budget
+from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.compilation.coordinator import COORDINATOR
@@ -96,6 +96,7 @@ class Compilation:
         self._accumulated = self._accumulating(example_inputs)
         self.planned: PlannedGraph | None = None
         self._recompile = recompile_current_frame()
+        self._searched_s = 0.0
         self.least_fused_bytes: int | None = None
 
     @functools.cached_property
@@ -189,6 +190,7 @@ class Compilation:
             planned_gradient_bytes=gradients,
             ranks=self.ranks,
             recompile=self._recompile,
+            searched_s=self._searched_s,
             replaceable=replaceable,
         )
 
@@ -259,10 +261,11 @@ class Compilation:
         if self._alone(graph):
             return planner_for(self.options.planning)(graph)
         assert self.budget is not None
-        smallest = min_budget(graph, limits=Limits(time_s=min(_SMALLEST_TIME_S, self.options.time_limit_s or _SMALLEST_TIME_S)))
         total = self.budget.total_bytes
-        if total is not None and smallest.floor_bytes > total:
+        if total is not None and floor(graph).peak_bytes > total:
             return planner_for(self.options.planning)(graph)  # it refuses the budget
+        smallest = near_smallest(graph, _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total)
+        self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)
 
     def _alone(self, graph: Graph) -> bool:
@@ -284,8 +287,35 @@ class Compilation:
         self.hooks.planned(joint.capture, result)
 
 
-_SMALLEST_TIME_S = 1.0
-"""Seconds for the plan of a graph whose step is not known yet: it runs once or twice."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallestTime:
+    """Time for the plan of a graph whose step is not known yet: it runs once or twice.
+
+    Attributes:
+        most_s: Seconds of one search.
+        share: Share of the time limit for the searches of all graphs of a step together; the plan of the step has the rest.
+        next_share: Share of what is left of that for the next graph: how many there will be is not known.
+        least_share: Share of the time limit that a search has at least.
+    """
+
+    most_s: float = 1.0
+    share: float = 0.5
+    next_share: float = 0.25
+    least_share: float = 0.005
+
+    def time_s(self, limit_s: float | None, spent_s: float) -> float:
+        """Seconds for the next search.
+
+        Args:
+            limit_s: The time limit.
+            spent_s: What the searches for the graphs before took.
+        """
+        if limit_s is None:
+            return self.most_s
+        return min(self.most_s, max(self.least_share * limit_s, self.next_share * (self.share * limit_s - spent_s)))
+
+
+_SMALLEST = SmallestTime()
 
 
 def costs_of(options: Options) -> Costs:

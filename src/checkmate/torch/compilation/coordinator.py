@@ -182,6 +182,11 @@ class Coordinator:
         with self._lock:
             return bool(self._pending)
 
+    def searched_s(self) -> float:
+        """Seconds of the searches for the graphs of the step that is under way."""
+        with self._lock:
+            return self._recorder.searched_s if self._pending else 0.0
+
     def held_bytes(self) -> int:
         """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
         with self._lock:

@@ -69,6 +69,7 @@ class PlannedGraph:
         planned_gradient_bytes: Gradients that the own plan counts as resident.
         ranks: The ranks that plan together, or None.
         recompile: Makes Dynamo compile the graph again at its next call; None where Dynamo did not compile it.
+        searched_s: Seconds of the search for a plan of nearly the smallest peak, which count towards the time limit of the step.
         replaceable: Whether another program can take the place of the own one without compiling again.
         num_symbols: How many symbolic sizes AOTAutograd takes over from the forward to the backward.
     """
@@ -81,6 +82,7 @@ class PlannedGraph:
     planned_gradient_bytes: int
     ranks: Ranks | None
     recompile: Callable[[], None] | None
+    searched_s: float = 0.0
     replaceable: bool = True
     num_symbols: int = 0
     _joints: dict[tuple[frozenset[int], frozenset[int]], CapturedJoint] = field(default_factory=dict)

@@ -195,6 +195,11 @@ class StepRecorder:
         return bool(self.runs) and sorted(r for r, backward in self.windows if backward) == list(range(len(self.runs)))
 
     @property
+    def searched_s(self) -> float:
+        """Seconds of the searches for the graphs' own plans, where those were made for a step of several graphs."""
+        return sum({id(run.planned): run.planned.searched_s for run in self.runs}.values())
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that existed before the step."""
         return sum(self._gradients.values())

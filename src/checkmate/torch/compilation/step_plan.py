@@ -80,7 +80,7 @@ def plan_step(
     whole = step_graph(recorder.observed(extra + gradient_bytes, existing, accumulated))
 
     def plan(graph: Graph) -> Result:
-        return _plan(first, graph, whole)
+        return _plan(first, graph, whole, recorder.searched_s)
 
     if first.ranks is None:
         graph, result = whole.graph, plan(whole.graph)
@@ -95,11 +95,20 @@ def plan_step(
     return StepPlan(graphs, programs, result, graph)
 
 
-def _plan(first: PlannedGraph, graph: Graph, whole: StepGraph) -> Result:
-    """A plan in which every computation runs in a window of the graph that it belongs to."""
+def _plan(first: PlannedGraph, graph: Graph, whole: StepGraph, spent_s: float) -> Result:
+    """A plan in which every computation runs in a window of the graph that it belongs to.
+
+    Args:
+        first: The graph whose budget and time limit hold.
+        graph: The graph of the step.
+        whole: The same with its windows.
+        spent_s: Seconds of the time limit that searches for plans of the single graphs have used.
+    """
     limit = target = first.budget.resolve(graph)
     for _ in range(_ATTEMPTS.most):
-        result = planner_for(replace(first.options, budget=Budget(str(first.budget), total_bytes=target)))(graph)
+        options = replace(first.options, budget=Budget(str(first.budget), total_bytes=target))
+        result = planner_for(options, spent_s)(graph)
+        spent_s += result.elapsed_s
         moved = result_of_order(graph, whole.within_windows(result.plan.order))
         if moved.peak_bytes <= limit:
             return msgspec.structs.replace(

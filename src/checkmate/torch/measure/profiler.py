@@ -21,10 +21,9 @@ from checkmate.torch.graph.op_properties import is_collective, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.errors import ProfilerBusyError
-from checkmate.torch.measure.roofline import estimate_ns
+from checkmate.torch.measure.roofline import estimate_ns, makes_views
 
 _log = logging.getLogger("checkmate.torch")
-_RANGE = "checkmate::op"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +39,25 @@ class TimingEffort:
         slow_factor: A reading above so many times the roofline estimate is suspected to be disturbed. A slow kernel may be
             suspected wrongly, which costs only the additional runs.
         slow_ns: Ops faster than this are never suspected: in them the fixed cost of a call dominates, which no roofline has.
+        agreement: As many readings as `repeats` within this factor of the fastest lift the suspicion: what disturbs runs makes
+            them differ, and a slow kernel takes as long each time.
         slow_repeats: Most runs of a suspected op.
         slow_limit_ns: No further run of a suspected op once its runs took so long together.
+        once_ns: No further run after one that took longer, unless it is suspected. What disturbs a run is small beside so long a
+            time, and each matrix product in the head of a language model takes up to a second.
+        block: Random numbers that are drawn for an input. They are repeated to fill it: drawing 200 MB takes 0.2 s, copying a
+            quarter of that.
     """
 
     repeats: int = 5
     limit_ns: int = 50_000_000
     slow_factor: float = 4.0
     slow_ns: int = 1_000_000
+    agreement: float = 1.1
     slow_repeats: int = 25
     slow_limit_ns: int = 500_000_000
+    once_ns: int = 250_000_000
+    block: int = 1 << 18
 
 
 _EFFORT = TimingEffort()
@@ -111,23 +119,15 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
         )
     cpu_state = torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    found: dict[str, OpCost] = {}
     try:
         with no_dispatch(), no_modes(), torch.no_grad():
             each = progress.counted(nodes.items(), "measuring costs")
-            times = {k: t for k, n in each if (t := _measured_or_warned(n, _time_ns)) is not None}
-            cpu = {k: nodes[k] for k in times if not _on_cuda(nodes[k])}
-            workspaces = _cpu_workspaces(cpu) if cpu else {}
-            for k in times:
-                if k not in cpu and (workspace := _measured_or_warned(nodes[k], _cuda_workspace)) is not None:
-                    workspaces[k] = int(workspace)
+            costs = {k: _measured_or_warned(node) for k, node in each}
     finally:
         torch.set_rng_state(cpu_state)
         if cuda_states is not None:
             torch.cuda.set_rng_state_all(cuda_states)
-    for k, workspace in workspaces.items():
-        found[k] = OpCost(quantise(times[k]), workspace)
-    return found
+    return {k: cost for k, cost in costs.items() if cost is not None}
 
 
 def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -168,16 +168,23 @@ def _on_cuda(node: fx.Node) -> bool:
     return any(t.device.type == "cuda" for t in leaves(node.meta.get("val")))
 
 
-def _materialised(value: Any) -> Any:
-    """A real tensor with the shape and strides of a traced one (expanded dimensions stay expanded), or a plain number."""
+def _materialised(value: Any, *, fill: bool = True) -> Any:
+    """A real tensor with the shape and strides of a traced one (expanded dimensions stay expanded), or a plain number.
+
+    Args:
+        value: The traced value.
+        fill: Whether the content of a tensor is read.
+    """
     if isinstance(value, torch.Tensor):
         shape, stride = _layout(value)
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
         flat = torch.empty(extent, dtype=value.dtype, device=value.device)
         # Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, so that they are
         # valid indices, and booleans are true, so that a mask masks nothing.
-        if value.dtype.is_floating_point or value.dtype.is_complex:
-            flat.fill_(0.5) if value.dtype.itemsize == 1 or value.dtype.is_complex else flat.uniform_(0.1, 0.9)
+        if not fill:
+            pass  # pages that are not written take no time
+        elif value.dtype.is_floating_point or value.dtype.is_complex:
+            flat.fill_(0.5) if value.dtype.itemsize == 1 or value.dtype.is_complex else _fill(flat)
         else:
             flat.fill_(value.dtype is torch.bool)
         return flat.as_strided(shape, stride)
@@ -185,13 +192,21 @@ def _materialised(value: Any) -> Any:
         largest = value_at_upper_bounds(value)
         return value.node.hint if largest is None else largest
     if isinstance(value, (list, tuple)):
-        return type(value)(_materialised(v) for v in value)
+        return type(value)(_materialised(v, fill=fill) for v in value)
     return value
+
+
+def _fill(flat: torch.Tensor) -> None:
+    """Fill a tensor with random numbers that repeat."""
+    block = flat[: _EFFORT.block].uniform_(0.1, 0.9)
+    for part in flat[block.numel() :].split(block.numel()):
+        part.copy_(block[: part.numel()])
 
 
 def _ready_to_run(node: fx.Node) -> Callable[[], Any]:
     target, args, kwargs = _call(node)
-    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val")))
+    fill = not makes_views(node)
+    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val"), fill=fill))
     if target is UPDATE:
         parameter, gradient, optimizer, which = real_args
         update = updates_of(optimizer).clone_for_measurement(which, parameter)
@@ -200,39 +215,55 @@ def _ready_to_run(node: fx.Node) -> Callable[[], Any]:
     return lambda: target(*real_args, **real_kwargs)
 
 
-def _measured_or_warned(node: fx.Node, measure: Callable[[fx.Node], float]) -> float | None:
+def _measured_or_warned(node: fx.Node) -> OpCost | None:
     try:
-        return measure(node)
+        time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
         _log.warning(
             "%s (%s) could not be measured; its time is estimated and its workspace taken as 0: %s", node.name, node.target, error
         )
         return None
+    return OpCost(quantise(time_ns), workspace_bytes)
 
 
-def _time_ns(node: fx.Node) -> float:
+def _cpu_cost(node: fx.Node) -> tuple[float, int]:
+    """Nanoseconds of the fastest run and workspace of an op on the CPU."""
     run = _ready_to_run(node)
-    run()
-    if _on_cuda(node):
-        return _cuda_time_ns(run)
     # On one thread, the process's CPU time excludes other processes. On several threads wall time has to be used, and a run
     # waits for any worker thread that the scheduler preempted, tens of milliseconds: a slow reading is repeated.
     clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     slow = max(_EFFORT.slow_factor * estimate_ns(node), _EFFORT.slow_ns)
+    with memory_trace() as trace:
+        began = clock()
+        out = run()
+        first = clock() - began
+    del out
+    # Workspace is the peak of the allocator, less the outputs.
+    workspace = max(0, trace.peak() - _new_bytes(node))
     took: list[int] = []
-    while True:
+    fastest = first
+    while not (_EFFORT.once_ns < fastest <= slow):
         began = clock()
         out = run()
         took.append(clock() - began)
         del out
-        suspected = min(took) > slow
+        fastest = min(first, *took)
+        agreeing = sum(t <= _EFFORT.agreement * fastest for t in took)
+        suspected = fastest > slow and agreeing < _EFFORT.repeats
         repeats = _EFFORT.slow_repeats if suspected else _EFFORT.repeats
         limit_ns = _EFFORT.slow_limit_ns if suspected else _EFFORT.limit_ns
-        if len(took) >= repeats or sum(took) > limit_ns:
-            return min(took)
+        agreed = first if first <= _EFFORT.agreement * fastest else 0
+        if len(took) >= repeats or agreed + sum(took) > limit_ns:
+            break
+    return fastest, workspace
+
+
+def _cuda_cost(node: fx.Node) -> tuple[float, int]:
+    return _cuda_time_ns(_ready_to_run(node)), int(_cuda_workspace(node))
 
 
 def _cuda_time_ns(run: Callable[[], Any]) -> float:
+    run()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     best = float("inf")
     for _ in range(_EFFORT.repeats):
@@ -264,22 +295,3 @@ def _new_bytes(node: fx.Node) -> int:
     fx.map_arg((args, kwargs), lambda n: given.update(storage_key(t) for t in leaves(n.meta.get("val"))))
     made = {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
     return sum(size for key, size in made.items() if key not in given)
-
-
-def _cpu_workspaces(nodes: dict[str, fx.Node]) -> dict[str, int]:
-    """Workspace of each op: peak of the CPU allocator while it runs, less its outputs. One profiler session for all ops."""
-    began: list[fx.Node] = []
-
-    def once(node: fx.Node) -> float:
-        run = _ready_to_run(node)
-        began.append(node)
-        with torch.profiler.record_function(_RANGE):
-            out = run()
-        del out
-        return 0.0
-
-    with memory_trace() as trace:
-        each = progress.counted(nodes.items(), "measuring workspace")
-        ran = [k for k, node in each if _measured_or_warned(node, once) is not None]
-    peaks = dict(zip(began, trace.peaks_within(_RANGE), strict=True))
-    return {k: max(0, peaks[nodes[k]] - _new_bytes(nodes[k])) for k in ran}

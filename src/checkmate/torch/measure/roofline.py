@@ -36,12 +36,25 @@ def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
         device: The device profile; that of a generic CPU by default.
     """
     device = load_device("CPU") if device is None else device
-    given = {storage_key(t): storage_bytes(t) for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
-    made = {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
-    if made and made.keys() <= given.keys() and not _mutable(node):
+    if makes_views(node):
         return _VIEW_NS
+    given, made = _given(node), _made(node)
     moved = sum(given.values()) + sum(made.values())
     return roofline_ns(device, flop=_flop(node), dtype=_dtype(node), moved_bytes=moved)
+
+
+def makes_views(node: fx.Node) -> bool:
+    """Whether all that an op does is to make views of its inputs."""
+    made = _made(node)
+    return bool(made) and made.keys() <= _given(node).keys() and not _mutable(node)
+
+
+def _given(node: fx.Node) -> dict[int, int]:
+    return {storage_key(t): storage_bytes(t) for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
+
+
+def _made(node: fx.Node) -> dict[int, int]:
+    return {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
 
 
 def _mutable(node: fx.Node) -> bool:
