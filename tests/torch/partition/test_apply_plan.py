@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from checkmate.frontend.step_memory import StepMemory
+from checkmate.torch import measure_peak
 from checkmate.torch.partition import split as partition
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, compiled
@@ -27,3 +33,36 @@ def test_the_joint_graph_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None
     run()
     assert seen
     assert seen[0][0] == seen[0][1]
+
+
+class Attention(nn.Module):
+    """A block whose attention kernel PyTorch tags as random, although it drops nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 4, 24).transpose(1, 2).chunk(3, -1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
+def test_a_recomputation_of_attention_is_in_the_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random op of the backward was copied to the forward, unread, with all that it reads."""
+    halves: list[torch.fx.GraphModule] = []
+    original = partition.default_partition
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        halves[:] = original(*args, **kwargs)
+        return tuple(halves)
+
+    monkeypatch.setattr(partition, "default_partition", spy)
+    model, x = nn.Sequential(*(Attention() for _ in range(3))), torch.randn(8, 32, 32)
+    run, planned = compiled(lambda: model(x).square().mean(), budget=ROOMY, solver=Forgetful())
+    run().backward()
+    kernels = [sum("scaled_dot_product" in str(n.target) for n in half.graph.nodes) for half in halves]
+    assert kernels[1] > 3, "the plan recomputes attention"
+    assert kernels[0] == 3
+    capture, result = planned[-1]
+    assert measure_peak(run) <= StepMemory.of(capture.graph, result.plan).forward_peak_bytes

@@ -141,8 +141,8 @@ class _Writer:
         AOTAutograd marks some nodes as ``must_be_in_forward`` or ``must_be_in_backward``, such as mutations of inputs. A
         computation on the other side is a recomputation, which gets the plain tag of its side.
 
-        A random op of the forward must stay there: the partitioner takes it for impure and would copy it to the backward, unread,
-        and with it whatever it reads.
+        A random op must stay on its side: the partitioner takes it for impure and would copy it to the other one, unread, and
+        with it whatever it reads. Attention kernels are tagged as random also without dropout.
         """
         for tag in _RECOMPUTE_TAGS:
             emitted.meta.pop(tag, None)
@@ -151,7 +151,7 @@ class _Writer:
             return
         old = str(origin.meta.get("partitioner_tag", ""))
         must = old.startswith("must_be_in") and ("backward" in old) == self.backward
-        must |= not self.backward and (tagged_random(emitted) or random_op(emitted) is not None)
+        must |= tagged_random(emitted) or random_op(emitted) is not None
         side = "backward" if self.backward else "forward"
         emitted.meta["partitioner_tag"] = f"must_be_in_{side}" if must else f"is_{side}"
 
