@@ -80,12 +80,14 @@ class Storage:
         first: Window before which eager code allocated it; None for a storage that a window made or that is resident.
         last: Last window before which eager code saw it alive; the number of windows if it outlives the last one.
         overwritten: First window at whose end its content had changed; None if it never did.
+        released: Whether it is freed before eager code allocates there, such as outputs of the step before when a call returns.
     """
 
     size_bytes: int
     first: int | None = None
     last: int = 0
     overwritten: int | None = None
+    released: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +174,7 @@ class StepGraph:
                 found[part].append(local)
             elif part < len(self.windows):
                 opened, backward = self.windows[part]
-                if backward:
+                if backward and (not found[opened] or found[opened][-1] != self.boundaries[opened]):
                     found[opened].append(self.boundaries[opened])
         return found
 
@@ -268,10 +270,16 @@ class _Stitcher:
         """The eager code before a window, or after the last one."""
         windows, storages = self.step.windows, self.step.storages
         window = windows[w] if w < len(windows) else None
+        released = [
+            self.alive.pop(s).value for s, known in storages.items() if known.released and known.last == w and s in self.alive
+        ]
         reads = {a.value: None for a in self.alive.values() if a.first == w or w <= a.last < len(windows)}
         if w and not windows[w - 1].backward:  # a result that shares the storage of another one has no other reader
             before = windows[w - 1].part
             reads.update((self.value_of[before][v], None) for v in self.step.parts[before].returned if v is not None)
+        if released:
+            self.order.append((len(self.ops), len(self.ops) + 1))
+            self._emit_gap(w, f"release {w}", (*reads, *released))
         writes: list[int] = []
         for storage, known in storages.items():
             if known.first == w:
@@ -283,18 +291,10 @@ class _Stitcher:
         if w in (0, len(windows)) and not (reads or writes or workspace):
             return
         self.gaps[w] = len(self.ops)
-        self.ops.append(
-            Op(
-                f"gap {w}",
-                tuple(reads),
-                tuple(writes),
-                cost=0,
-                workspace_bytes=workspace,
-                recomputable=False,
-                phase="loss",
-                kind=GAP,
-            )
-        )
+        self._emit_gap(w, f"gap {w}", tuple(reads), tuple(writes), workspace)
+
+    def _emit_gap(self, w: int, name: str, reads: tuple[int, ...], writes: tuple[int, ...] = (), workspace: int = 0) -> None:
+        self.ops.append(Op(name, reads, writes, cost=0, workspace_bytes=workspace, recomputable=False, phase="loss", kind=GAP))
         self.owners.append((w, None))
 
     def _handoffs(self, window: Window, reads: dict[int, None], fresh: Sequence[int]) -> list[int]:
@@ -390,10 +390,14 @@ class _Stitcher:
             for a, b in part.graph.order:
                 self.order.append((opens if a == part.boundary else mine[a], closes if b == part.boundary else mine[b]))
             start = self.gaps[forward]
+            free = set[int]()  # values that views make of inputs of the part alone
             for o, op in enumerate(part.graph.ops[: part.boundary]):
                 # What reads neither another op nor an earlier window could run at any time before.
-                if start is not None and not op.inputs and any(part.graph.values[v].size_bytes for v in op.outputs):
-                    self.order.append((start, mine[o]))
+                if free.issuperset(op.inputs):
+                    if not any(part.graph.values[v].size_bytes for v in op.outputs):
+                        free.update(op.outputs)
+                    elif start is not None:
+                        self.order.append((start, mine[o]))
                 later = {closes if c == part.boundary else mine[c] for c in op.clobbered_by}
                 if self._overwritten(p, o, forward, backward):
                     later.add(closes)

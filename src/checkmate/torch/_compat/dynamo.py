@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.eval_frame as eval_frame
 import torch._dynamo.utils as dynamo_utils
+from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import callback_handler
@@ -19,6 +20,7 @@ from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 __all__ = [
+    "RECURRENT",
     "CompileLog",
     "DynamoTransparentError",
     "FrameRecord",
@@ -29,12 +31,17 @@ __all__ = [
     "dynamo_config",
     "enter_around_calls",
     "recompile_current_frame",
+    "recurrent_layers_outside",
     "runs_eagerly_on_request",
     "watch_compilations",
 ]
 
 autograd_nodes = _get_sequence_nr
 """Number of autograd nodes that this thread has made since it began: it grows with every differentiable op that runs."""
+
+
+RECURRENT = "recurrent layers run by their kernels, outside of the graphs"
+"""Reason that Dynamo gives for the graph breaks of `recurrent_layers_outside`."""
 
 
 class DynamoTransparentError(ShortenTraceback):
@@ -189,6 +196,30 @@ def _frame_record(metrics: Any) -> FrameRecord:
         line=metrics.fail_user_frame_lineno or metrics.co_firstlineno or 0,
         reason=(metrics.fail_reason or metrics.fail_type) if failed else "",
     )
+
+
+@contextmanager
+def recurrent_layers_outside() -> Generator[None]:
+    """Context in which Dynamo breaks the graph at `nn.LSTM`, `nn.GRU` and `nn.RNN`.
+
+    It skips the whole function otherwise, unless ``allow_rnn`` is set: then it traces every time step.
+    """
+    if dynamo_config.allow_rnn:
+        yield
+        return
+    layers = _recurrent_layers()
+    with ExitStack() as stack:
+        stack.enter_context(dynamo_config.patch(allow_rnn=True))
+        for layer, forward in layers.items():
+            stack.callback(setattr, layer, "forward", layer.forward)
+            layer.forward = forward
+        yield
+
+
+@functools.cache
+def _recurrent_layers() -> dict[Any, Any]:
+    """The recurrent layers, and forwards of them that Dynamo does not trace: always the same ones, since it guards on them."""
+    return {layer: torch.compiler.disable(layer.forward, reason=RECURRENT) for layer in (nn.RNN, nn.LSTM, nn.GRU)}
 
 
 def watch_compilations(began: Callable[[Any], None], ended: Callable[[Any], None]) -> None:

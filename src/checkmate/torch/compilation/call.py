@@ -7,6 +7,7 @@ graphs, while Dynamo compiles (from fake tensors), and elsewhere tells what ran 
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -16,10 +17,12 @@ from typing import Any
 import torch
 
 from checkmate.core.errors import CheckmateError
+from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE
 from checkmate.torch._compat.dynamo import (
     CompileLog,
     autograd_nodes,
     dynamo_config,
+    recurrent_layers_outside,
     runs_eagerly_on_request,
     watch_compilations,
 )
@@ -129,7 +132,9 @@ class CompiledCalls:
         self._told.update(places)
         # The share of the step's memory and time that is planned belongs into this message as soon as something measures it.
         _log.warning(
-            "part of this call runs outside of every plan, and what it allocates is not in the budget of %s. %s\nhint: %s",
+            "part of this call runs outside of every plan: what it allocates %s the budget of %s, but nothing of it is computed "
+            "again to save memory. %s\nhint: %s",
+            "counts towards" if WATCHES_COMPILED_CODE else "does not count towards",
             self.options.budget,
             listed(places),
             hints(places),
@@ -182,6 +187,7 @@ class Call:
         self._calls = calls
         self.planned_nodes = 0
         self.compile_nodes = 0
+        self.compiled = False
         self.compile_began: int | None = None
 
     def __enter__(self) -> Call:
@@ -191,6 +197,8 @@ class Call:
             if torch.is_grad_enabled():
                 COORDINATOR.begin_call()
             watch_compilations(_compile_began, _compile_ended)
+            self._recurrent_layers = recurrent_layers_outside()
+            self._recurrent_layers.__enter__()
             self._exception = sys.exception()
             self._log = CompileLog()
             self._nodes = autograd_nodes()
@@ -201,8 +209,11 @@ class Call:
         if _thread.call is not self:
             return
         _thread.call = None
+        self._recurrent_layers.__exit__(None, None, None)
         other = autograd_nodes() - self._nodes - self.planned_nodes - self.compile_nodes
         self._calls.read(self._log)
+        if self.compiled:
+            gc.collect()  # Dynamo leaves cycles of frames, which hold outputs that the user has dropped
         # Dynamo calls this without the exception, in a `finally`.
         if sys.exception() is self._exception and not runs_eagerly_on_request():
             self._calls.judge(self.planned_nodes, other)
@@ -222,6 +233,7 @@ _thread = _Thread()
 def _compile_began(_: Any) -> None:
     if _thread.call is not None:
         _thread.call.compile_began = autograd_nodes()
+        _thread.call.compiled = True
         COORDINATOR.compiling(True)
 
 

@@ -196,7 +196,7 @@ class Compilation:
 
     def shared_order(self, graph: Graph) -> tuple[int, ...] | None:
         """The order of a graph in the plan of a step of several graphs, where one has been made for a graph like it."""
-        return COORDINATOR.shared_order(graph, self.budget) if self.budget is not None else None
+        return COORDINATOR.steps.shared_order(graph, self.budget) if self.budget is not None else None
 
     def agreed(self, graph: Graph, plan: Callable[[Graph], Result]) -> tuple[Graph, Result]:
         """The plan of a graph. Where several ranks plan together, rank 0 makes it for all of them.
@@ -244,7 +244,7 @@ class Compilation:
             return frozenset()
         leaves = [(k, t) for k, t in enumerate(inputs) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]
         coming = {k for k, t in leaves if t.grad is None and not t._backward_hooks} if options.accumulate else set[int]()
-        return frozenset(coming | {k for k, t in leaves if COORDINATOR.origins.accumulates(t)})
+        return frozenset(coming | {k for k, t in leaves if COORDINATOR.steps.origins.accumulates(t)})
 
     def _plan(self, capture: Capture) -> tuple[Graph, Result]:
         if self.hooks.planner is not None:

@@ -1,96 +1,50 @@
 """Runs the planned graphs of this process: which program each run takes, and what a step is.
 
-A step begins with a forward while no other is waiting for its backward, and is over when none is waiting any more. The first
-time that a step is seen its windows are recorded (`StepRecorder`), and the graphs run programs of their own. When it is over it
-is planned as a whole (`plan_step`), and from then on each of its forwards runs the program that the plan has for its place in the
-step. A step that turns out differently runs on the graphs' own programs from there on, and is planned in turn.
+A step begins with a forward while no other is waiting for its backward, and is over when none is waiting any more. It is over
+as well when its first graph begins again after an optimizer has run: forwards that still wait then are held by the user, and
+their backward may never run. The first time that a step is seen its windows are recorded (`StepRecorder`), and the graphs run
+programs of their own. When it is over it is planned as a whole (`plan_step`), and from then on each of its forwards runs the
+program that the plan has for its place in the step. Several kinds of steps may begin with the same graph: expected is the kind
+that followed the same step before. A step that turns out differently runs on the graphs' own programs from there on, and is
+planned in turn.
 
 A forward returns one more tensor for autograd to save: empty, and only there to tell which forward a backward belongs to.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from checkmate.core.budget import Budget
-from checkmate.core.errors import CheckmateError
-from checkmate.core.graph import Graph
+from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
 from checkmate.torch._compat.engine import keeps_graph, queue_after_backward
-from checkmate.torch.compilation.accumulation import Accumulation, Origins
+from checkmate.torch.compilation.accumulation import Accumulation
 from checkmate.torch.compilation.eager_watch import EagerWatch
+from checkmate.torch.compilation.known_steps import KnownSteps
 from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, random_state, version_of, weakly
 from checkmate.torch.compilation.recorder import Run, StepRecorder
-from checkmate.torch.compilation.step_plan import StepPlan, plan_step
+from checkmate.torch.compilation.step_plan import StepPlan
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
-from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, storage_bytes, storage_key, unique_bytes
+from checkmate.torch.graph.storages import storage_bytes, storage_key
 
 _log = logging.getLogger("checkmate.torch")
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradients:
-    """Gradients that exist before a step.
-
-    Attributes:
-        existing: Run and input of each.
-        accumulated: Inputs to whose gradients the backward of a run adds, for each run. Autograd adds to the others.
-    """
-
-    existing: frozenset[tuple[int, int]]
-    accumulated: tuple[frozenset[int], ...]
-
-
-@dataclass(eq=False, slots=True)
-class _KnownStep:
-    """A step that was recorded, with its plans.
-
-    Attributes:
-        recorder: The record.
-        plans: Plans by the gradients that exist before the step. None where the graph's own plan is one of the step; an error
-            where there is no plan.
-    """
-
-    recorder: StepRecorder
-    plans: dict[_Gradients, StepPlan | CheckmateError | None] = field(default_factory=dict)
-
-    def gradients(self, origins: Origins, existing: Set[tuple[int, int]] | None = None) -> _Gradients:
-        """The gradients before the step.
-
-        Args:
-            origins: What is known of where gradients come from.
-            existing: Run and input of each; those that exist now by default.
-        """
-        leaves = [(r, k, t) for r, run in enumerate(self.recorder.runs) for k, leaf in run.leaves if (t := leaf()) is not None]
-        if existing is None:
-            existing = {(r, k) for r, k, t in leaves if t.grad is not None}
-        replaceable = all(run.planned.replaceable for run in self.recorder.runs)
-        added = {(r, k) for r, k, t in leaves if replaceable and (r, k) in existing and origins.accumulates(t)}
-        of_run = tuple(frozenset(k for other, k in added if other == r) for r in range(len(self.recorder.runs)))
-        return _Gradients(frozenset(existing), of_run)
-
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients that exist now."""
-        leaves = (leaf() for run in (*self.recorder.runs, *self.recorder.abandoned) for _, leaf in run.leaves)
-        return unique_bytes(t.grad for t in leaves if t is not None and t.grad is not None)
-
-
 class Coordinator:
-    """The planned graphs that are in flight in this process, and the plans of its steps.
+    """The planned graphs that are in flight in this process.
 
     Attributes:
-        origins: What backwards have shown of where the gradients of leaves come from.
+        steps: The steps that were seen, and their plans.
     """
 
     def __init__(self) -> None:
@@ -100,54 +54,59 @@ class Coordinator:
         self._pending: list[Flight] = []  # in the order of their forwards
         self._recorder = StepRecorder()
         self._runs: dict[Flight, Run] = {}
-        self._known: dict[int, list[_KnownStep]] = {}  # by the identity of the first graph
+        self.steps = KnownSteps()
+        self._position = 0  # of the next forward in the plan
+        self._updated = False  # whether an optimizer has run since the step began
         self._plan: StepPlan | None = None
-        self._shares: dict[str, tuple[int, ...]] = {}
         self._warned: set[int] = set()
-        self.origins = Origins()
         self._watch: EagerWatch | None = None
         self._watches = True  # whether the next step is one whose eager code has not been seen
 
     def forget_steps(self) -> None:
         """Return to the state of a new process: the next step is a first one."""
         with self._lock:
-            self._known.clear()
-            self._shares.clear()
-            self._new_record(watched=False)
+            self._new_recorder(watched=False)
+            self.steps = KnownSteps()
             self._plan, self._watches = None, True
             self._end_watch()
 
     @property
+    def result(self) -> Result | None:
+        """Plan of the newest step, or of its largest graph if it was not planned as a whole; None before the first step."""
+        if self._plan is not None:
+            return self._plan.result
+        own = [run.planned.own.result for run in self._recorder.forwards]
+        return max(own, key=lambda result: result.peak_bytes, default=None)
+
+    @property
     def step_bytes(self) -> int | None:
         """Predicted peak of the newest step, resident bytes included; None before the first step."""
-        if self._plan is not None:
-            return self._plan.result.peak_bytes
-        own = [run.planned.own.result.peak_bytes for run in self._recorder.runs]
-        return max(own, default=None)
+        return None if self.result is None else self.result.peak_bytes
 
     @property
     def step(self) -> StepPlan | None:
         """The plan of the newest step; None if it was not planned as a whole."""
         return self._plan
 
-    def shared_order(self, graph: Graph, budget: Budget) -> tuple[int, ...] | None:
-        """The order of a graph in the plan of a step whose graphs have to be compiled again for it."""
-        return self._shares.get(key_of(graph, budget))
-
     def begin_call(self) -> None:
         """Prepare for a call of a compiled function: see the eager code of a step that has not been seen before."""
         with self._lock:
             self._end_watch()
+            if not self._pending:
+                self._end_step()
             if (
                 not self._watches
                 or self._watch is not None
-                or self._pending
+                or (self._pending and not self._may_be_over())
                 or not WATCHES_COMPILED_CODE
                 or top_mode() is not None
             ):
                 return
-            self._new_record(watched=True)
-            self._watch = EagerWatch(lambda tensor: self._recorder.allocated(tensor))
+            if not self._pending:
+                self._new_recorder(watched=True)
+            self._watch = EagerWatch(
+                lambda t: self._recorder.allocated(t), self._eager_read, lambda size: self._recorder.took(size)
+            )
             self._watch.__enter__()
             self._end_hook = register_optimizer_step_pre_hook(lambda *_: self._end_watch())
 
@@ -160,13 +119,19 @@ class Coordinator:
         if self._watch is not None:
             self._watch.paused = paused
 
+    def _eager_read(self, tensor: torch.Tensor) -> None:
+        # AOTAutograd detaches what it saves for a backward: that is no code of the user.
+        key = storage_key(tensor)
+        if not any(key in flight.held for flight in self._pending):
+            self._recorder.read(tensor)
+
     def _end_watch(self) -> None:
         """Take the watch off where its step is over: when the optimizer begins, or the next call. Autograd undoes it before."""
         if self._watch is not None and (self._recorder.over or not self._pending) and self._watch.end():
             self._watch = None
             self._end_hook.remove()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _planned_code(self) -> Generator[None]:
         """Context whose allocations are not those of eager code."""
         watch, before = self._watch, self._watch is not None and self._watch.paused
@@ -205,9 +170,12 @@ class Coordinator:
         """
         transient = fsdp_unsharded_bytes()
         with self._lock:
+            forwards = self._recorder.forwards
+            if self._pending and forwards and forwards[0].planned is planned and self._may_be_over():
+                self._leave_pending()
             if not self._pending:
                 self._begin_step(planned)
-            program = self._program(planned, len(self._recorder.runs))
+            program = self._program(planned)
             run = self._recorder.begin_forward(planned, args, transient)
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
             flight = Flight(planned, program, _without(_storages(tensors), transient))
@@ -264,7 +232,7 @@ class Coordinator:
             assert program.backward is not None
             args[first:] = planned.materialized(args[first:], program.undefined)
             leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
-            accumulation = Accumulation(leaves, program.accumulated, self.origins)
+            accumulation = Accumulation(leaves, program.accumulated, self.steps.origins)
             with self._planned_code(), accumulation:
                 results = program.backward(args)
             accumulation.hand_over(results)
@@ -278,100 +246,79 @@ class Coordinator:
         del token
         return results
 
-    def _new_record(self, *, watched: bool) -> None:
-        self._recorder.close()
-        self._recorder = StepRecorder(watched=watched)
+    def _may_be_over(self) -> bool:
+        """Whether the step is over if its first graph begins again, although forwards wait for their backwards."""
+        return self._updated and self._recorder.after_backward
+
+    def _leave_pending(self) -> None:
+        """End a step whose remaining forwards are held by the user, and are not differentiated."""
+        for flight in list(self._pending):
+            self._give_up(flight)
 
     def _begin_step(self, planned: PlannedGraph) -> None:
-        """Plan the step that probably begins with a graph: the newest one that did."""
-        if self._recorder.began:
-            self._new_record(watched=self._watch is not None)
-        self._plan = None
-        known = self._known.get(id(planned))
-        if not known:
-            return
-        step = known[-1]
-        gradients = step.gradients(self.origins)
-        if gradients not in step.plans:
-            step.plans[gradients] = self._planned(step, gradients, step.gradient_bytes())
-        plan = step.plans[gradients]
-        if isinstance(plan, CheckmateError):
-            del step.plans[gradients]
-            raise plan
-        self._plan = plan
+        """Plan the step that probably begins with a graph: the one that followed the same step before, or the newest one."""
+        self._end_step()
+        if self._recorder.forwards:
+            self._new_recorder(watched=self._watch is not None)
+        self._plan, self._position, self._updated = None, 0, False
+        _note_updates()
+        self._plan = self.steps.plan(planned)
 
-    def _planned(self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int) -> StepPlan | CheckmateError | None:
-        """The plan of a step, where its graphs' own plans are not one."""
-        runs = step.recorder.runs
-        if any(run.planned.options.plan is not None for run in runs):
-            return None  # a plan that the user gave is for one of the graphs
-        alone = len(runs) == 1 and runs[0].planned.alone and not runs[0].undefined
-        alone = alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes
-        if alone and _same_accumulation(runs[0].planned.own, gradients):
-            own = runs[0].planned.own.result
-            if own.peak_bytes + step.recorder.eager_peak_bytes <= own.budget_bytes or not _matters(step.recorder):
-                return None
-        compiled_again = [
-            key_of(run.planned.joint.capture.graph, run.planned.budget) for run in runs if not run.planned.replaceable
-        ]
-        if compiled_again and all(key in self._shares for key in compiled_again):
-            return None  # they were compiled for the plan of this step
-        try:
-            plan = plan_step(step.recorder, gradient_bytes, gradients.existing, gradients.accumulated)
-        except CheckmateError as error:
-            return error
-        _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
-        if all(planned.replaceable for planned in plan.graphs):
-            return plan
-        for planned, program in zip(plan.graphs, plan.programs, strict=True):
-            self._shares[key_of(planned.joint.capture.graph, planned.budget)] = program.result.plan.order
-            if planned.recompile is not None:
-                planned.recompile()
-        return None
+    def _new_recorder(self, *, watched: bool) -> None:
+        self.steps.close(self._recorder)
+        self._recorder = StepRecorder(watched=watched)
 
-    def _program(self, planned: PlannedGraph, position: int) -> Program:
-        plan = self._plan
-        if plan is not None and position < len(plan.graphs) and plan.graphs[position] is planned:
-            return plan.programs[position]
+    def _program(self, planned: PlannedGraph) -> Program:
+        """The program of the next forward of the step."""
+        if self._plan is None:
+            return planned.own
+        for position in range(self._position, len(self._plan.graphs)):
+            program = self._plan.programs[position]
+            if self._plan.graphs[position] is planned:
+                self._position = position + 1
+                return program or planned.own
+            if program is not None:
+                break
         # Another step, or a forward whose result will be dropped: after that one the plan goes on.
         return planned.own
 
     def _end_step(self) -> None:
-        """Plan a step that is over, if it is a new one; an error is raised when the step begins again."""
+        """Take over a step that is over."""
         with self._lock:
-            recorder = self._recorder
-            if self._pending or recorder.over or not recorder.complete:
-                return
-            recorder.close()
-            known = self._known.setdefault(id(recorder.runs[0].planned), [])
-            same = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
-            self._watches = not recorder.watched and (same is None or not same.recorder.watched)
-            if same is not None:
-                known.remove(same)
-            if same is not None and (same.recorder.watched or not recorder.watched):
-                known.append(same)  # the newest
-            else:
-                step = _KnownStep(recorder)
-                known.append(step)
-                gradients = step.gradients(self.origins, recorder.existing)
-                step.plans[gradients] = self._planned(step, gradients, recorder.gradient_bytes)
+            if not self._pending and not self._recorder.over and self._recorder.complete:
+                seen = self.steps.add(self._recorder)
+                self._watches = not seen
 
     def _warn_if_over(self, planned: PlannedGraph, flight: Flight) -> None:
         """Warn before a step that was not planned as a whole exceeds its budget."""
-        total = planned.budget.total_bytes
-        if self._plan is not None or total is None or id(planned) in self._warned:
+        if self._plan is not None or planned.alone or id(planned) in self._warned:
             return
         flights = [*self._pending, flight]
-        held = sum(_union(flights).values()) + planned.resident.total_bytes
+        resident = planned.resident.total_bytes
+        held = sum(_union(flights).values()) + resident
         memory = flight.program.memory
         needed = held + max(memory.forward_peak_bytes, memory.backward_peak_bytes)
+        fixed = resident + sum({key: size for f in flights for key, size in f.inputs.items()}.values())
+        # The total of a share is known when the step is: until then it is taken of the graphs that have begun.
+        total = planned.budget.within(fixed_bytes=fixed, keep_all_bytes=fixed + sum(f.planned.keep_all_bytes for f in flights))
         if needed > total:
             self._warned.add(id(planned))
             _log.warning(
                 "a first step may take up to %s, more than its budget of %s: it is planned as a whole from the next step on",
                 format_bytes(needed),
-                format_bytes(total),
+                format_bytes(total) if planned.budget.total_bytes is not None else planned.budget,
             )
+
+    def optimizer_ran(self) -> None:
+        """Record that an optimizer has updated parameters."""
+        self._updated = True
+
+    def _give_up(self, flight: Flight) -> None:
+        """Forget that a forward waits for its backward: it is not expected any more."""
+        run = self._runs.get(flight)
+        if flight in self._pending and run is not None and self._recorder.waits(run):
+            self._recorder.abandon(run)
+        self._retire(flight)
 
     def _retire(self, flight: Flight) -> None:
         if flight in self._pending:
@@ -381,29 +328,17 @@ class Coordinator:
         with self._lock:
             flight = self._flights.pop(key, None)
             if flight is not None:
-                run = self._runs.pop(flight)
-                if flight in self._pending and run in self._recorder.runs and not run.gradients:
-                    self._recorder.abandon(run)
-                self._retire(flight)
-
-
-def _same_accumulation(program: Program, gradients: _Gradients) -> bool:
-    """Whether a program of a step of one graph adds to exactly those existing gradients that it can add to."""
-    return {k for k in program.accumulated if (0, k) in gradients.existing} == gradients.accumulated[0]
-
-
-def _matters(recorder: StepRecorder) -> bool:
-    """Whether eager code took more than the gradient of a loss, a loss and the like."""
-    return recorder.eager_peak_bytes > 4 * SCALAR_TANGENT_BYTES
-
-
-def key_of(graph: Graph, budget: Budget) -> str:
-    """Key of a graph and the budget that was asked for; resident bytes are ignored."""
-    return f"{budget} {msgspec.structs.replace(graph, resident_bytes=0).digest}"
+                self._give_up(flight)
+                del self._runs[flight]
 
 
 COORDINATOR = Coordinator()
 """The coordinator of this process."""
+
+
+@functools.cache
+def _note_updates() -> None:
+    register_optimizer_step_post_hook(lambda *_: COORDINATOR.optimizer_ran())
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.dispatch import TorchDispatchMode, top_mode
+from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.graph.storages import storage_key
 
 
@@ -20,6 +21,8 @@ class EagerWatch(TorchDispatchMode):
 
     Args:
         made: Called with a tensor whose storage is new.
+        read: Called with each tensor that an op is given.
+        took: Called with the most bytes that an op had allocated at once, results and scratch memory of its kernels.
 
     Attributes:
         paused: Whether nothing is reported: a planned graph runs, or Dynamo compiles.
@@ -27,9 +30,13 @@ class EagerWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, made: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, made: Callable[[torch.Tensor], None], read: Callable[[torch.Tensor], None], took: Callable[[int], None]
+    ) -> None:
         super().__init__()
         self._made = made
+        self._read = read
+        self._took = took
         self.paused = False
 
     @classmethod
@@ -40,14 +47,21 @@ class EagerWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and report the storages that it allocates."""
         kwargs = kwargs or {}
-        results = func(*args, **kwargs)
+        given = [] if self.paused else [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for tensor in given:
+            if _plain(tensor):
+                self._read(tensor)
+        if self.paused or profiler_running():
+            results = func(*args, **kwargs)
+        else:
+            with memory_trace() as trace:  # 10 us
+                results = func(*args, **kwargs)
+            self._took(trace.peak())
         if not self.paused:
-            plain = [t for t in pytree.tree_leaves(results) if type(t) is torch.Tensor or type(t) is torch.nn.Parameter]
-            if plain:
-                given = {storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-                for tensor in plain:
-                    if storage_key(tensor) not in given:
-                        self._made(tensor)
+            known = {storage_key(t) for t in given}
+            for tensor in pytree.tree_leaves(results):
+                if _plain(tensor) and storage_key(tensor) not in known:
+                    self._made(tensor)
         return results
 
     def end(self) -> bool:
@@ -56,3 +70,8 @@ class EagerWatch(TorchDispatchMode):
             return False
         self.__exit__(None, None, None)
         return True
+
+
+def _plain(value: object) -> bool:
+    """Whether a value is a tensor of no subclass; the tensors inside of a wrapper are seen when its ops are."""
+    return type(value) is torch.Tensor or type(value) is torch.nn.Parameter

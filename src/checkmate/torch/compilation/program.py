@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.core.budget import Budget, ResidentMemory
+from checkmate.core.budget import Budget, ResidentMemory, keep_all_bytes
 from checkmate.core.errors import CheckmateError
 from checkmate.core.result import Result
 from checkmate.frontend.options import PlanningOptions
@@ -93,6 +93,12 @@ class PlannedGraph:
         """The budget as the user gave it."""
         assert self.options.budget is not None
         return self.options.budget
+
+    @functools.cached_property
+    def keep_all_bytes(self) -> int:
+        """Peak of keeping everything above what is resident."""
+        graph = self.joint.capture.graph
+        return keep_all_bytes(graph) - graph.resident_bytes
 
     @property
     def num_outputs(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 from checkmate.frontend.step_graph import ObservedStep, Storage, Window
 from checkmate.torch.compilation.program import PlannedGraph
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
+
+StepSequence = tuple[tuple[int, int, frozenset[int] | None], ...]
+"""Identity of a step: graph and run of each window, and the undefined tangents of a backward."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,6 +42,10 @@ class Run:
     held_bytes: int = 0
 
 
+def _no_storage() -> None:
+    """Stands for the storages that an abandoned forward saved."""
+
+
 @dataclass(eq=False)
 class StepRecorder:
     """The windows of the present step and its storages, which it does not keep alive.
@@ -46,7 +53,8 @@ class StepRecorder:
     A storage is known by the order in which it was seen, since addresses are reused.
 
     Attributes:
-        runs: The forwards of the step.
+        forwards: All forwards of the step, in the order in which they began.
+        runs: Those whose backward runs.
         abandoned: Forwards whose backward will not run; they are part of the eager code.
         windows: Forward and backward windows in the order in which they began: index of the run, and whether it is the backward.
         sizes: Bytes of each storage.
@@ -55,11 +63,12 @@ class StepRecorder:
         overwritten: Window in or after which a storage was found to have changed.
         existing: Run and input of every leaf that had a gradient when its forward began.
         watched: Whether eager code is seen.
-        began: Whether any forward has begun.
         over: Whether the backward of the step is over, or another step has begun.
         eager_peak_bytes: The most that eager code held at any time of the step.
+        eager_inputs: Storages that existed before the step and that eager code alone reads, such as the labels of a loss outside.
     """
 
+    forwards: list[Run] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     abandoned: list[Run] = field(default_factory=list)
     windows: list[tuple[int, bool]] = field(default_factory=list)
@@ -69,9 +78,9 @@ class StepRecorder:
     overwritten: dict[int, int] = field(default_factory=dict)
     existing: set[tuple[int, int]] = field(default_factory=set)
     watched: bool = False
-    began: bool = False
     over: bool = False
     eager_peak_bytes: int = 0
+    eager_inputs: set[int] = field(default_factory=set)
     _running: bool = False  # whether a window runs now
     _versions: list[tuple[int, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
     _eager: dict[int, int] = field(default_factory=dict)  # storage that eager code allocated -> the window after it
@@ -82,6 +91,7 @@ class StepRecorder:
     _gradients: dict[int, int] = field(default_factory=dict)
     _finalizers: list[weakref.finalize[..., Any]] = field(default_factory=list)
     _present: dict[int, int] = field(default_factory=dict)
+    _storages: list[Callable[[], torch.UntypedStorage | None]] = field(default_factory=list)
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Record that eager code allocated the storage of a tensor."""
@@ -92,12 +102,18 @@ class StepRecorder:
         self._eager_bytes += self.sizes[storage]
         self._note_eager()
 
-    def close(self) -> None:
-        """End the record. Buffers and gradients outlive the step, and their finalizers would keep every record alive."""
-        self.over = True
-        for finalizer in self._finalizers:
-            finalizer.detach()
-        self._finalizers.clear()
+    def read(self, tensor: torch.Tensor) -> None:
+        """Record that eager code reads a tensor."""
+        key = storage_key(tensor)
+        if self.over or key in self._present or key in self._gradients:
+            return
+        self.eager_inputs.add(self._storage(tensor, None, {}))
+
+    @property
+    def eager_input_bytes(self) -> int:
+        """Bytes of `eager_inputs` that no window is given."""
+        given = {s for run in (*self.runs, *self.abandoned) for s in run.given}
+        return sum(self.sizes[s] for s in self.eager_inputs - given)
 
     def _begin(self, window: tuple[int, bool]) -> None:
         self._note_eager()
@@ -108,10 +124,15 @@ class StepRecorder:
         self.windows.append(window)
         self._running = True
 
-    def _note_eager(self) -> None:
-        window = len(self.windows)
-        self._peaks[window] = max(self._peaks.get(window, 0), self._eager_bytes + self._returned_bytes)
-        self.eager_peak_bytes = max(self.eager_peak_bytes, self._eager_bytes)
+    def took(self, size_bytes: int) -> None:
+        """Record that an op of eager code has allocated so much at once, and still holds its results."""
+        if not self.over:
+            self._note_eager(size_bytes)
+
+    def _note_eager(self, more_bytes: int = 0) -> None:
+        window, eager_bytes = len(self.windows), self._eager_bytes + more_bytes
+        self._peaks[window] = max(self._peaks.get(window, 0), eager_bytes + self._returned_bytes)
+        self.eager_peak_bytes = max(self.eager_peak_bytes, eager_bytes)
 
     def begin_forward(self, planned: PlannedGraph, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
         """Record that a forward begins.
@@ -130,7 +151,7 @@ class StepRecorder:
             (k, weakref.ref(a)) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad
         )
         run = Run(planned, given, leaves=leaves, held_bytes=self._eager_bytes + self._returned_bytes)
-        self.began = True
+        self.forwards.append(run)
         for k, leaf in leaves:
             gradient = leaf().grad  # type: ignore[union-attr]
             if gradient is not None:
@@ -156,6 +177,10 @@ class StepRecorder:
     def end_backward(self, run: Run, gradients: Sequence[Any]) -> None:
         """Record what a backward returned."""
         run.gradients = self._results(gradients)
+
+    def waits(self, run: Run) -> bool:
+        """Whether a forward is one of the step, and its backward has not begun."""
+        return run in self.runs and (self.runs.index(run), True) not in self.windows
 
     def abandon(self, run: Run) -> None:
         """Take a forward for eager code: what it returned and saved was freed, and its backward will not run.
@@ -188,11 +213,18 @@ class StepRecorder:
             self._eager[len(self.sizes)], self.last[len(self.sizes)] = w, len(self.windows) - self._running
             self.sizes.append(memory.saved_bytes)
             self.sources.append(None)
+            self._storages.append(_no_storage)
+
+    @property
+    def after_backward(self) -> bool:
+        """Whether the newest window is that of a backward."""
+        return bool(self.windows) and self.windows[-1][1]
 
     @property
     def complete(self) -> bool:
         """Whether every forward of the step was followed by exactly one backward."""
-        return bool(self.runs) and sorted(r for r, backward in self.windows if backward) == list(range(len(self.runs)))
+        backwards = sorted(r for r, backward in self.windows if backward)
+        return bool(self.runs) and backwards == list(range(len(self.runs))) and all(run.gradients for run in self.runs)
 
     @property
     def searched_s(self) -> float:
@@ -205,12 +237,16 @@ class StepRecorder:
         return sum(self._gradients.values())
 
     @property
-    def sequence(self) -> tuple[tuple[int, int, frozenset[int] | None], ...]:
-        """Identity of the step: graph and run of each window, and the undefined tangents of a backward."""
+    def sequence(self) -> StepSequence:
+        """Identity of the step."""
         return tuple((id(self.runs[r].planned), r, self.runs[r].undefined if back else None) for r, back in self.windows)
 
     def observed(
-        self, extra_resident_bytes: int, existing: frozenset[tuple[int, int]], accumulated: Sequence[frozenset[int]]
+        self,
+        extra_resident_bytes: int,
+        existing: frozenset[tuple[int, int]],
+        accumulated: Sequence[frozenset[int]],
+        carried: Sequence[int] = (),
     ) -> ObservedStep:
         """The step as data to plan from.
 
@@ -218,6 +254,7 @@ class StepRecorder:
             extra_resident_bytes: Resident bytes besides what the graphs are given.
             existing: Run and input of the leaves that have a gradient before the step.
             accumulated: Inputs to whose gradients the backward adds, for each run.
+            carried: Bytes that earlier steps hold at each gap.
         """
         count, spans = len(self.windows), self._spans()
         windows = []
@@ -228,7 +265,7 @@ class StepRecorder:
             windows.append(Window(part=index, backward=backward, given=given, made=made, eager_bytes=transient))
         crossing = {s for window in windows for s in (*window.given, *window.made) if s is not None}
         given = {s for run in (*self.runs, *self.abandoned) for s in run.given if s is not None}
-        inputs = {s for s in given if self.sources[s] is None and s not in self._eager}
+        inputs = {s for s in given | self.eager_inputs if self.sources[s] is None and s not in self._eager}
         storages = {
             s: Storage(
                 size_bytes=self.sizes[s],
@@ -245,6 +282,11 @@ class StepRecorder:
                 others[span] = others.get(span, 0) + self.sizes[s]
         for (first, until), size in others.items():
             storages[len(self.sizes) + len(storages)] = Storage(size_bytes=size, first=first, last=until)
+        carried = carried or (0,) * (count + 1)
+        for gap in range(count):
+            if carried[gap] > carried[gap + 1]:
+                released = carried[gap] - carried[gap + 1]
+                storages[len(self.sizes) + len(storages)] = Storage(size_bytes=released, first=0, last=gap, released=gap > 0)
         gradients = [self.runs[r].gradients[k] for r, k in existing]
         freed_gradients = frozenset(s for s in gradients if s is not None and self.last.get(s, count) < count)
         for r, k in self.existing - existing:  # it was added to another one, and now becomes the gradient itself
@@ -256,7 +298,7 @@ class StepRecorder:
             windows=tuple(windows),
             storages=storages,
             eager_bytes=self._transient(count, spans),
-            resident_bytes=sum(self.sizes[s] for s in inputs) + extra_resident_bytes,
+            resident_bytes=sum(self.sizes[s] for s in inputs) + carried[count] + extra_resident_bytes,
             accumulated=freed_gradients,
         )
 
@@ -294,10 +336,43 @@ class StepRecorder:
             found = self._present[key] = len(self.sizes)
             self.sizes.append(0 if key in transient else max(least_bytes, storage_bytes(tensor)))
             self.sources.append(source)
+            storage = tensor.untyped_storage()
+            self._storages.append(weakref.ref(storage))
             if not isinstance(tensor, torch.nn.Parameter):  # parameters outlive every step
-                self._finalizers.append(weakref.finalize(tensor.untyped_storage(), self._free, key, found))
-                self._finalizers[-1].atexit = False
+                finalizer = weakref.finalize(storage, self._free, key, found)
+                finalizer.atexit = False
+                self._finalizers.append(finalizer)
         return found
+
+    def close(self) -> None:
+        """End the record. Buffers and gradients outlive the step, and their finalizers would keep every record alive."""
+        self.over = True
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        self._finalizers.clear()
+
+    def remaining(self) -> Iterator[tuple[int, Callable[[], torch.UntypedStorage | None], int, int | None]]:
+        """Key, storage and bytes of each storage that outlives the step.
+
+        Of what the step made, also the gap at which a variable of the user is assigned the storage: that after the last of the
+        forwards that follow each other, since these may belong to one call.
+        """
+        for key, s in self._present.items():
+            source = self.sources[s]
+            assigned = self._eager.get(s) if source is None else source + 1
+            if source is not None and not self.windows[source][1]:
+                assigned = next((w for w in range(source, len(self.windows)) if self.windows[w][1]), len(self.windows))
+            yield key, self._storages[s], self.sizes[s], assigned
+
+    def is_given(self, key: int, storage: torch.UntypedStorage) -> bool:
+        """Whether the step is given a storage that still lives.
+
+        Args:
+            key: Key of the storage.
+            storage: The storage.
+        """
+        s = self._present.get(key)
+        return s is not None and self.sources[s] is None and s not in self._eager and self._storages[s]() is storage
 
     def _free(self, key: int, storage: int) -> None:
         if self._present.get(key) == storage:

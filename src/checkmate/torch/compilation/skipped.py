@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from checkmate.torch._compat.dynamo import RECURRENT
+
 _CODE = 60
 """Characters of a line of code that are shown."""
 
@@ -15,9 +17,9 @@ _LIMIT = "Dynamo recompile limit exceeded"
 
 # By the beginning of Dynamo's reason. The figures of the first are of torch 2.13 on one core of a CPU, with 32 time steps.
 _HINTS = {
-    "Attempted to wrap RNN, GRU, or LSTM": (
-        "set torch._dynamo.config.allow_rnn = True to trace the layer time step by time step (32 steps of one layer: 5 to 7 s to "
-        "the first step, and each step takes 5 to 8 times as long), or compile only the other modules of the model"
+    RECURRENT: (
+        "set torch._dynamo.config.allow_rnn = True to plan the layer as well: it is then traced time step by time step (32 steps "
+        "of one layer: 5 to 7 s to the first step, and each step takes 5 to 8 times as long)"
     ),
     "Unsupported Tensor.item()": (
         "keep the value a tensor (torch.where in place of `if`), move the call out of the loop or out of what is compiled, or, "
@@ -86,7 +88,7 @@ def place(function: str, file: str, line: int, reason: str) -> Place:
         line: The line.
         reason: What Dynamo says, on several lines.
     """
-    return Place(function, file, line, next(iter(reason.strip().splitlines()), "no reason given"))
+    return Place(function, file, line, RECURRENT if RECURRENT in reason else next(iter(reason.strip().splitlines()), "no reason"))
 
 
 def listed(places: Sequence[Place], most: int = 5) -> str:

@@ -28,13 +28,13 @@ class StepPlan:
 
     Attributes:
         graphs: The graph of each forward.
-        programs: The program of each forward.
+        programs: The program of each forward; None for one whose backward does not run.
         result: Plan of the whole step, with its cost, peak and their bounds.
         graph: The graph of the whole step.
     """
 
     graphs: tuple[PlannedGraph, ...]
-    programs: tuple[Program, ...]
+    programs: tuple[Program | None, ...]
     result: Result
     graph: Graph
 
@@ -59,6 +59,7 @@ def plan_step(
     gradient_bytes: int,
     existing: frozenset[tuple[int, int]],
     accumulated: Sequence[frozenset[int]],
+    carried: Sequence[int] = (),
 ) -> StepPlan:
     """Plan a step that was recorded.
 
@@ -67,6 +68,7 @@ def plan_step(
         gradient_bytes: Gradients that exist before it.
         existing: Run and input of the leaves that have a gradient before it.
         accumulated: Inputs to whose gradients the backward adds, for each run.
+        carried: Bytes that earlier steps hold at each gap.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -77,7 +79,7 @@ def plan_step(
     first = max(graphs, key=lambda g: g.budget.total_bytes or 0)
     extra = max(g.resident.total_bytes - g.resident.gradients_bytes for g in graphs)
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
-    whole = step_graph(recorder.observed(extra + gradient_bytes, existing, accumulated))
+    whole = step_graph(recorder.observed(extra + gradient_bytes, existing, accumulated, carried))
 
     def plan(graph: Graph) -> Result:
         return _plan(first, graph, whole, recorder.searched_s)
@@ -88,11 +90,12 @@ def plan_step(
         agreed = plan_on_rank0(first.ranks, whole.graph, f"a budget of {first.budget} for a step", plan)
         graph, result = agreed.graph, agreed.result
     orders = whole.cut(result.plan.order)
-    programs = tuple(
-        run.planned.program(run.undefined, added, order)
+    programs = {
+        run: run.planned.program(run.undefined, added, order)
         for run, added, order in zip(recorder.runs, accumulated, orders, strict=True)
-    )
-    return StepPlan(graphs, programs, result, graph)
+    }
+    forwards = recorder.forwards
+    return StepPlan(tuple(f.planned for f in forwards), tuple(programs.get(f) for f in forwards), result, graph)
 
 
 def _plan(first: PlannedGraph, graph: Graph, whole: StepGraph, spent_s: float) -> Result:

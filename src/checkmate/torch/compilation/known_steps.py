@@ -1,0 +1,258 @@
+"""The steps that were seen, their plans, and which of them is expected when a graph begins."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from checkmate.core.budget import Budget
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.graph import Graph
+from checkmate.core.units import format_bytes
+from checkmate.torch.compilation.accumulation import Origins
+from checkmate.torch.compilation.program import PlannedGraph, Program
+from checkmate.torch.compilation.recorder import StepRecorder
+from checkmate.torch.compilation.step_plan import StepPlan, plan_step
+from checkmate.torch.compilation.survivors import Survivors
+from checkmate.torch.distributed.consensus import Ranks
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, storage_bytes, storage_key, strided_parts
+
+_log = logging.getLogger("checkmate.torch")
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The outcome of planning a step.
+
+    Attributes:
+        plan: The plan; None where the plan that its only graph was compiled with is one of the step.
+        carried: Bytes of earlier steps that it leaves room for at each gap.
+        grown: Whether an earlier plan did not leave enough.
+    """
+
+    plan: StepPlan | None
+    carried: tuple[int, ...]
+    grown: bool = False
+
+    def leaves_room(self, carried: tuple[int, ...]) -> bool:
+        """Whether the plan keeps its budget beside so many bytes of earlier steps."""
+        free = 0 if self.plan is None else max(0, self.plan.result.budget_bytes - self.plan.result.peak_bytes)
+        return all(now <= then + free for now, then in zip(carried, self.carried, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Gradients that exist before a step.
+
+    Attributes:
+        existing: Run and input of each.
+        accumulated: Inputs to whose gradients the backward of a run adds, for each run. Autograd adds to the others.
+    """
+
+    existing: frozenset[tuple[int, int]]
+    accumulated: tuple[frozenset[int], ...]
+
+
+@dataclass(eq=False, slots=True)
+class _KnownStep:
+    """A step that was recorded, with its plans.
+
+    Attributes:
+        recorder: The record.
+        plans: Plans by the gradients that exist before the step.
+    """
+
+    recorder: StepRecorder
+    plans: dict[_Gradients, _Planned] = field(default_factory=dict)
+
+    def gradients(self, origins: Origins, existing: Set[tuple[int, int]] | None = None) -> _Gradients:
+        """The gradients before the step.
+
+        Args:
+            origins: What is known of where gradients come from.
+            existing: Run and input of each; those that exist now by default.
+        """
+        leaves = [(r, k, t) for r, run in enumerate(self.recorder.runs) for k, leaf in run.leaves if (t := leaf()) is not None]
+        if existing is None:
+            existing = {(r, k) for r, k, t in leaves if t.grad is not None}
+        replaceable = all(run.planned.replaceable for run in self.recorder.runs)
+        added = {(r, k) for r, k, t in leaves if replaceable and (r, k) in existing and origins.accumulates(t)}
+        of_run = tuple(frozenset(k for other, k in added if other == r) for r in range(len(self.recorder.runs)))
+        return _Gradients(frozenset(existing), of_run)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that plan together, or None."""
+        return self.recorder.runs[0].planned.ranks
+
+    def gradient_storages(self) -> dict[int, int]:
+        """Bytes of each gradient that exists now, by the key of its storage."""
+        leaves = (leaf() for run in (*self.recorder.runs, *self.recorder.abandoned) for _, leaf in run.leaves)
+        parts = (part for t in leaves if t is not None and t.grad is not None for part in strided_parts(t.grad))
+        return {storage_key(part): storage_bytes(part) for part in parts}
+
+
+class KnownSteps:
+    """The steps that were seen, and their plans.
+
+    Attributes:
+        origins: What is known of where gradients come from.
+    """
+
+    def __init__(self) -> None:
+        self.origins = Origins()
+        self._survivors = Survivors()
+        self._known: dict[int, list[_KnownStep]] = {}  # by the identity of the first graph, the newest last
+        self._newest: _KnownStep | None = None
+        self._followed: dict[tuple[int, int], _KnownStep] = {}  # by the identities of the step before and of the first graph
+        self._shares: dict[str, tuple[int, ...]] = {}
+        self._warned: set[int] = set()
+
+    def close(self, recorder: StepRecorder) -> None:
+        """End a record, and note what its step leaves.
+
+        Args:
+            recorder: The record, whether its step is complete or not.
+        """
+        recorder.close()
+        self._survivors.add(recorder)
+
+    def add(self, recorder: StepRecorder) -> bool:
+        """Take over a step that is over. It is planned when it begins again, since what exists then is known.
+
+        Args:
+            recorder: The step, which is complete.
+
+        Returns:
+            Whether its eager code was seen, now or before.
+        """
+        recorder.close()
+        first = id(recorder.forwards[0].planned)
+        known = self._known.setdefault(first, [])
+        step = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
+        if step is not None:
+            known.remove(step)
+        if step is None or (recorder.watched and not step.recorder.watched):
+            step = _KnownStep(recorder)
+            if not all(run.planned.replaceable for run in recorder.runs):
+                self._compile_again(step)
+        known.append(step)
+        self._followed[id(self._newest), first] = step
+        self._newest = step
+        return step.recorder.watched
+
+    def plan(self, first: PlannedGraph) -> StepPlan | None:
+        """The plan of the step that probably begins with a graph: the kind that followed the same step before, or the newest.
+
+        Args:
+            first: The graph.
+
+        Returns:
+            The plan; None for a first step, and where the plan that the graph was compiled with is one of the step.
+
+        Raises:
+            InfeasibleBudgetError: No plan keeps the budget.
+            PlanNotFoundError: No plan was found in time.
+        """
+        known = self._known.get(id(first))
+        return self._plan_of(self._followed.get((id(self._newest), id(first)), known[-1])) if known else None
+
+    def shared_order(self, graph: Graph, budget: Budget) -> tuple[int, ...] | None:
+        """The order of a graph in the plan of a step whose graphs have to be compiled again for it."""
+        return self._shares.get(key_of(graph, budget))
+
+    def _plan_of(self, step: _KnownStep) -> StepPlan | None:
+        gradients = step.gradients(self.origins)
+        storages = step.gradient_storages()
+        before = step.plans.get(gradients)
+        carried = self._carried(step, storages)
+        if any(carried) and (before is None or not before.leaves_room(carried)):
+            gc.collect()  # compilation leaves cycles of frames, which hold outputs of the first step
+            carried = self._carried(step, storages)
+        if before is None:
+            step.plans[gradients] = self._planned(step, gradients, sum(storages.values()), carried)
+        elif not before.leaves_room(carried):
+            step.plans[gradients] = self._planned_beside(step, gradients, sum(storages.values()), carried, before)
+        return step.plans[gradients].plan
+
+    def _carried(self, step: _KnownStep, gradients: dict[int, int]) -> tuple[int, ...]:
+        carried = self._survivors.carried(step.recorder, gradients)
+        # Ranks agree on resident bytes, and stop if their graphs differ.
+        return carried if step.ranks is None else (max(carried),) * len(carried)
+
+    def _planned_beside(
+        self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int, carried: tuple[int, ...], before: _Planned
+    ) -> _Planned:
+        """A plan that leaves room for more tensors of earlier steps than the plan before; that one if there is no other."""
+        # Where more and more is held, such as a list of predictions, room for as much again makes planning rare.
+        more = max(0, *(now - then for now, then in zip(carried, before.carried, strict=True)))
+        rooms = [tuple(now + more for now in carried), carried] if before.grown else [carried]
+        for room in rooms if step.ranks is None else []:  # other ranks may have no reason to plan
+            with contextlib.suppress(InfeasibleBudgetError, PlanNotFoundError):
+                return replace(self._planned(step, gradients, gradient_bytes, room), grown=True)
+        if id(step) not in self._warned:
+            self._warned.add(id(step))
+            _log.warning(
+                "tensors of earlier steps, such as outputs that are held, take %s more than when the step was planned, and no "
+                "plan was found that keeps the budget of %s beside them: the plan before is used, and may exceed it by as much",
+                format_bytes(more),
+                step.recorder.runs[0].planned.budget,
+            )
+        return _Planned(before.plan, carried, grown=True)
+
+    def _planned(self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int, carried: tuple[int, ...]) -> _Planned:
+        runs = step.recorder.runs
+        if any(run.planned.options.plan is not None for run in runs):
+            return _Planned(None, carried)  # a plan that the user gave is for one of the graphs
+        alone = len(runs) == 1 and runs[0].planned.alone and not runs[0].undefined
+        alone = alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes
+        if alone and _same_accumulation(runs[0].planned.own, gradients):
+            own = runs[0].planned.own
+            eager_bytes = step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
+            free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
+            free -= eager_bytes if _matters(eager_bytes) else 0
+            if own.memory.forward_peak_bytes + carried[1] <= free and own.memory.backward_peak_bytes + carried[2] <= free:
+                return _Planned(None, carried)
+        compiled_again = [
+            key_of(run.planned.joint.capture.graph, run.planned.budget) for run in runs if not run.planned.replaceable
+        ]
+        if compiled_again and all(key in self._shares for key in compiled_again):
+            return _Planned(None, carried)  # they were compiled for the plan of this step
+        plan = plan_step(step.recorder, gradient_bytes, gradients.existing, gradients.accumulated, carried)
+        _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
+        if all(planned.replaceable for planned in plan.graphs):
+            return _Planned(plan, carried)
+        for planned, program in zip(plan.graphs, plan.programs, strict=True):
+            if program is None:
+                continue
+            self._shares[key_of(planned.joint.capture.graph, planned.budget)] = program.result.plan.order
+            if planned.recompile is not None:
+                planned.recompile()
+        return _Planned(None, carried)
+
+    def _compile_again(self, step: _KnownStep) -> None:
+        """Plan a step now: those of its graphs that have to be compiled again are so when they are called next."""
+        gradients = step.gradients(self.origins, step.recorder.existing)
+        nothing = (0,) * (len(step.recorder.windows) + 1)
+        with contextlib.suppress(CheckmateError):  # raised when the step begins again
+            step.plans[gradients] = self._planned(step, gradients, step.recorder.gradient_bytes, nothing)
+
+
+def _same_accumulation(program: Program, gradients: _Gradients) -> bool:
+    """Whether a program of a step of one graph adds to exactly those existing gradients that it can add to."""
+    return {k for k in program.accumulated if (0, k) in gradients.existing} == gradients.accumulated[0]
+
+
+def _matters(eager_bytes: int) -> bool:
+    """Whether eager code took more than the gradient of a loss, a loss and the like."""
+    return eager_bytes > 4 * SCALAR_TANGENT_BYTES
+
+
+def key_of(graph: Graph, budget: Budget) -> str:
+    """Key of a graph and the budget that was asked for; resident bytes are ignored."""
+    return f"{budget} {msgspec.structs.replace(graph, resident_bytes=0).digest}"
