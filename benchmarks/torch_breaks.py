@@ -1,0 +1,168 @@
+"""A step of several graphs beside the same model without graph breaks, at the same budgets.
+
+    python benchmarks/torch_breaks.py [--time-limit 20]
+
+A language model of eight blocks, broken into up to six graphs. The budgets, in bytes, are shares of the step in one graph. The
+promises checked are: the overhead of the whole step is within 0.5 % of that of one graph; a gap is proven for the whole step; the
+measured peak keeps the budget; gradients are equal to the bit. Exit status 1 if one breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fresh import answer, child, digest, hardware, mib, ran_on, versions
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "torch_breaks.json"
+TABLE = HERE.parent / "docs" / "benchmarks" / "torch_breaks.md"
+GRAPHS = (1, 2, 3, 4, 6)
+SHARES = ("70%", "50%", "35%")
+TOLERANCE = 0.005
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds that planning may take")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        graphs, budget, limit = options.child
+        answer(run(int(graphs), budget, float(limit)))
+        return 0
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as cache:  # costs of the first run serve all others
+        for share in SHARES:
+            whole = child(__file__, "1", share, str(options.time_limit), CHECKMATE_CACHE=cache)
+            budget = str(whole["budget_bytes"])
+            for graphs in GRAPHS:
+                if graphs > 1:
+                    found = child(__file__, str(graphs), budget, str(options.time_limit), CHECKMATE_CACHE=cache)
+                rows.append({"share": share, "parts": graphs, **(found if graphs > 1 else whole)})
+    report = {"hardware": hardware(), "versions": versions("torch"), "time_limit_s": options.time_limit, "rows": rows}
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    TABLE.write_text(table(report))
+    broken = broken_promises(rows)
+    print(TABLE.read_text(), *broken or ["all promises hold"], sep="\n")
+    return bool(broken)
+
+
+def run(parts: int, budget: str, time_limit_s: float) -> dict[str, Any]:
+    """Child: plan and train the model in so many graphs."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    import checkmate.torch
+    from checkmate.torch.compilation.coordinator import COORDINATOR
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(64), nn.LayerNorm(64)
+            self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+            self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(self.first(x)).view(*x.shape[:2], 4, 48).transpose(1, 2).chunk(3, -1)
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+            return x + self.mlp(self.second(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(256, 64), nn.Linear(64, 256)
+            b = [Block() for _ in range(8)]
+            self.b0, self.b1, self.b2, self.b3, self.b4, self.b5, self.b6, self.b7 = b
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.b0(self.embedding(ids))
+            if parts == 6:
+                torch._dynamo.graph_break()
+            x = self.b1(x)
+            if parts in (4, 6):
+                torch._dynamo.graph_break()
+            x = self.b2(x)
+            if parts == 3:
+                torch._dynamo.graph_break()
+            x = self.b3(x)
+            if parts in (2, 4, 6):
+                torch._dynamo.graph_break()
+            x = self.b4(x)
+            if parts == 6:
+                torch._dynamo.graph_break()
+            x = self.b5(x)
+            if parts in (3, 4, 6):
+                torch._dynamo.graph_break()
+            x = self.b7(self.b6(x))
+            return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, ids = Model(), torch.randint(256, (16, 64))
+    amount: Any = budget if budget.endswith("%") else int(budget)
+    compiled = torch.compile(model, backend="checkmate", options={"budget": amount, "time_limit_s": time_limit_s})
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        compiled(ids).backward()
+    model.zero_grad(set_to_none=True)
+    measured = checkmate.torch.measure_peak(lambda: compiled(ids).backward())
+    result, step = COORDINATOR.result, COORDINATOR.step
+    assert result is not None
+    return {
+        "graphs": 1 if step is None else len(step.graphs),
+        "budget_bytes": result.budget_bytes,
+        "planned_bytes": result.peak_bytes,
+        "measured_bytes": measured + sum(p.nbytes for p in model.parameters()) + ids.nbytes,
+        "overhead": result.overhead,
+        "gap": result.gap,
+        "gradients": digest(*(p.grad for p in model.parameters())),
+    }
+
+
+def broken_promises(rows: list[dict[str, Any]]) -> list[str]:
+    """Promises that rows break, in words."""
+    broken = []
+    whole = {row["share"]: row for row in rows if row["parts"] == 1}
+    for row in rows:
+        label, one = f"{row['parts']} graphs at {row['share']}", whole[row["share"]]
+        if row["graphs"] != row["parts"]:
+            broken.append(f"{label}: {row['graphs']} graphs ran")
+        if row["overhead"] > one["overhead"] + TOLERANCE:
+            broken.append(f"{label}: overhead {row['overhead']:.4f}, in one graph {one['overhead']:.4f}")
+        if row["measured_bytes"] > row["budget_bytes"]:
+            broken.append(f"{label}: measured {row['measured_bytes']} of {row['budget_bytes']} bytes")
+        if row["gradients"] != one["gradients"]:
+            broken.append(f"{label}: gradients differ")
+    return broken
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    lines = [
+        "# Graph breaks",
+        "",
+        "Made by `benchmarks/torch_breaks.py`; do not edit. A language model of eight blocks in one graph, and broken into",
+        "several, which are planned as one step. MiB of the whole step; overhead and gap are of the whole step.",
+        "",
+        f"{ran_on(report)} Time limit {report['time_limit_s']:g} s.",
+        "",
+        "| budget | MiB | graphs | overhead | gap | planned | measured |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in report["rows"]:
+        cells = [row["share"], mib(row["budget_bytes"]), str(row["graphs"]), f"{row['overhead']:.4f}", f"{row['gap']:.4f}"]
+        cells += [mib(row["planned_bytes"]), mib(row["measured_bytes"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
