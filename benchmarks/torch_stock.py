@@ -4,7 +4,7 @@
     python benchmarks/torch_stock.py [--models gpt2 detr] [--time-limit 5]
 
 For every model of `stock_models.py`: "100%", "60%" and "40%", four steps each, with an update by SGD after each step. What the
-model returns is held until the next step assigns it anew. The promises checked are: no exception; the measured peak of steps 2
+model returns is held until the next step assigns its own. The promises checked are: no exception; the measured peak of steps 2
 to 4 keeps the budget, and that of step 1 too, or a warning has announced it; loss, gradients, buffers and random state after
 every step are equal to the bit to those of "100%"; or the budget is refused with a proof. A peak is of everything that a step
 takes: parameters, buffers, data, gradients, activations, the loss, and what eager code between the graphs allocates. Exit
@@ -278,7 +278,7 @@ def table(report: dict[str, Any]) -> str:
         "# Unmodified models",
         "",
         "Made by `benchmarks/torch_stock.py`; do not edit. Each model as its package installs it, with random weights, in the",
-        "call that its documentation shows; what it returns is held until the next step assigns it anew. Every run is a fresh",
+        "call that its documentation shows; what it returns is held until the next step assigns its own. Every run is a fresh",
         "process with four steps. MiB are of everything that a step takes: parameters, data, gradients, activations, the loss,",
         "eager code. Loss, gradients, buffers and random state after every step were compared with those of `100%`, byte by",
         "byte. *Refused* means that the bound proves that no plan keeps the budget: where most of the memory is needed at one",

@@ -32,17 +32,22 @@ class _Planned:
     Attributes:
         plan: The plan; None where the plan that its only graph was compiled with is one of the step.
         carried: Bytes of earlier steps that it leaves room for at each gap.
-        grown: Whether an earlier plan did not leave enough.
+        grown: How many earlier plans did not leave enough.
     """
 
     plan: StepPlan | None
     carried: tuple[int, ...]
-    grown: bool = False
+    grown: int = 0
 
     def leaves_room(self, carried: tuple[int, ...]) -> bool:
         """Whether the plan keeps its budget beside so many bytes of earlier steps."""
         free = 0 if self.plan is None else max(0, self.plan.result.budget_bytes - self.plan.result.peak_bytes)
+        free = max(free, _FEW_SCALARS_BYTES)
         return all(now <= then + free for now, then in zip(carried, self.carried, strict=True))
+
+
+_FEW_SCALARS_BYTES = 64 * SCALAR_TANGENT_BYTES
+"""Growth that is no reason to plan a step again: a script that keeps its losses has one more in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +194,13 @@ class KnownSteps:
         self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int, carried: tuple[int, ...], before: _Planned
     ) -> _Planned:
         """A plan that leaves room for more tensors of earlier steps than the plan before; that one if there is no other."""
-        # Where more and more is held, such as a list of predictions, room for as much again makes planning rare.
+        # Where more and more is held, such as a list of predictions, more room after each plan makes planning rare.
         more = max(0, *(now - then for now, then in zip(carried, before.carried, strict=True)))
-        rooms = [tuple(now + more for now in carried), carried] if before.grown else [carried]
+        ahead = more * (2**before.grown - 1)
+        rooms = [tuple(now + ahead for now in carried), carried] if ahead else [carried]
         for room in rooms if step.ranks is None else []:  # other ranks may have no reason to plan
             with contextlib.suppress(InfeasibleBudgetError, PlanNotFoundError):
-                return replace(self._planned(step, gradients, gradient_bytes, room), grown=True)
+                return replace(self._planned(step, gradients, gradient_bytes, room), grown=before.grown + 1)
         if id(step) not in self._warned:
             self._warned.add(id(step))
             _log.warning(
@@ -203,7 +209,7 @@ class KnownSteps:
                 format_bytes(more),
                 step.recorder.runs[0].planned.budget,
             )
-        return _Planned(before.plan, carried, grown=True)
+        return _Planned(before.plan, carried, grown=before.grown + 1)
 
     def _planned(self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int, carried: tuple[int, ...]) -> _Planned:
         runs = step.recorder.runs

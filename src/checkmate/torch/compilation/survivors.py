@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from checkmate.torch.compilation.recorder import StepRecorder, StepSequence
-from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
 
 
 class _Survivor(NamedTuple):
@@ -53,9 +52,8 @@ class Survivors:
         self._number += 1
         self._newest[sequence] = self._number
         for key, storage, size_bytes, last in recorder.remaining():
-            if size_bytes > SCALAR_TANGENT_BYTES:
-                made = None if last is None else sequence
-                self._found[key] = _Survivor(storage, size_bytes, made, last or 0, self._number)
+            made = None if last is None else sequence
+            self._found[key] = _Survivor(storage, size_bytes, made, last or 0, self._number)
 
     def carried(self, recorder: StepRecorder, gradients: Collection[int]) -> tuple[int, ...]:
         """Bytes of earlier steps that are expected to be alive at each gap of a step, besides what the step is given.
