@@ -280,7 +280,10 @@ class _Dropped:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_is_not_lost(graph: Graph) -> None:
     """Python delivers a signal wherever it runs next, also where exceptions are ignored."""
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        CheapestWithin(Budget.parse("9B"), _Dropped())(graph)
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits SIGINT ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            CheapestWithin(Budget.parse("9B"), _Dropped())(graph)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
