@@ -81,6 +81,32 @@ def digest(*tensors: Any) -> str:
     return found.hexdigest()
 
 
+def _results(script: str) -> Path:
+    return ROOT / "benchmarks" / "results" / f"{Path(script).stem}.json"
+
+
+def earlier_models(script: str) -> dict[str, Any]:
+    """The rows of a benchmark's last run, by model; empty before the first one.
+
+    Args:
+        script: File of the benchmark.
+    """
+    results = _results(script)
+    return json.loads(results.read_text())["models"] if results.exists() else {}
+
+
+def publish(script: str, report: dict[str, Any], page: str) -> None:
+    """Write a report to ``benchmarks/results`` and its page to ``docs/benchmarks``, named as the script.
+
+    Args:
+        script: File of the benchmark.
+        report: The results.
+        page: The same as Markdown.
+    """
+    _results(script).write_text(json.dumps(report, indent=1) + "\n")
+    (ROOT / "docs" / "benchmarks" / f"{Path(script).stem}.md").write_text(page)
+
+
 def by_model(
     script: str,
     about: str,
@@ -122,9 +148,7 @@ def by_model(
         name, limit, times = options.child
         answer(run(name, float(limit), int(times)))
         return 0
-    stem = Path(script).stem
-    results = ROOT / "benchmarks" / "results" / f"{stem}.json"
-    rows: dict[str, Any] = json.loads(results.read_text())["models"] if results.exists() else {}
+    rows = earlier_models(script)
     for name in options.models:
         with tempfile.TemporaryDirectory() as cache:
             environment = {"CHECKMATE_CACHE": cache} if own_cache else {}
@@ -134,8 +158,7 @@ def by_model(
             "versions": versions("torch", "transformers"),
             "models": {n: rows[n] for n in models if n in rows},
         }
-        results.write_text(json.dumps(report, indent=1) + "\n")
-        (ROOT / "docs" / "benchmarks" / f"{stem}.md").write_text(table(report))
+        publish(script, report, table(report))
         draw(name, rows[name])
     broken = [line for name in models for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")

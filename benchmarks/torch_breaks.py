@@ -10,18 +10,14 @@ measured peak keeps the budget; gradients are equal to the bit. Exit status 1 if
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, hardware, mib, ran_on, versions
+from fresh import answer, child, digest, hardware, mib, publish, ran_on, versions
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_breaks.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_breaks.md"
 GRAPHS = (1, 2, 3, 4, 6)
 SHARES = ("70%", "50%", "35%")
 TOLERANCE = 0.005
@@ -47,10 +43,10 @@ def main() -> int:
                     found = child(__file__, str(graphs), budget, str(options.time_limit), CHECKMATE_CACHE=cache)
                 rows.append({"share": share, "parts": graphs, **(found if graphs > 1 else whole)})
     report = {"hardware": hardware(), "versions": versions("torch"), "time_limit_s": options.time_limit, "rows": rows}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    TABLE.write_text(table(report))
+    page = table(report)
+    publish(__file__, report, page)
     broken = broken_promises(rows)
-    print(TABLE.read_text(), *broken or ["all promises hold"], sep="\n")
+    print(page, *broken or ["all promises hold"], sep="\n")
     return bool(broken)
 
 

@@ -18,7 +18,6 @@ Models that are not named keep their rows of the last run.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -28,10 +27,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import ROOT, answer, child, hardware, ran_on, versions
+from fresh import answer, child, earlier_models, hardware, publish, ran_on, versions
 
-RESULTS = ROOT / "benchmarks" / "results" / "torch_first_step.json"
-TABLE = ROOT / "docs" / "benchmarks" / "torch_first_step.md"
 VARIANTS = {
     "eager": "plain eager",
     "aot_eager": "`aot_eager`",
@@ -59,7 +56,7 @@ def main() -> int:
     if options.child:
         answer(two_steps(*options.child))
         return 0
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
+    rows = earlier_models(__file__)
     warm_up()
     for name in options.models:
         rows[name] = {}
@@ -77,8 +74,7 @@ def main() -> int:
             "versions": versions("torch", "transformers"),
             "models": {n: rows[n] for n in MODELS if n in rows},
         }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.write_text(table(report))
+        publish(__file__, report, table(report))
     broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)

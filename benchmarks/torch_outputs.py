@@ -9,18 +9,14 @@ and overhead and measured peak at "50%" and "25%". Exit status 1 if they differ 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, hardware, mib, ran_on, versions
+from fresh import answer, child, hardware, mib, publish, ran_on, versions
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_outputs.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_outputs.md"
 MODELS = ("gpt2", "bert", "llama")
 SHARES = ("50%", "25%")
 TOLERANCE = 0.01
@@ -33,10 +29,10 @@ def main() -> int:
         return 0
     rows = {name: {form: child(__file__, name, form) for form in ("stock", "less")} for name in MODELS}
     report = {"hardware": hardware(), "versions": versions("torch", "transformers"), "models": rows}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    TABLE.write_text(table(report))
+    page = table(report)
+    publish(__file__, report, page)
     broken = [line for name, row in rows.items() for line in differences(name, row)]
-    print(TABLE.read_text(), *broken or ["all promises hold"], sep="\n")
+    print(page, *broken or ["all promises hold"], sep="\n")
     return bool(broken)
 
 

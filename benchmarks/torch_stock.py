@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import logging
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -31,11 +31,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import ChildError, answer, child, digest, hardware, mib, ran_on, versions
+from fresh import ChildError, answer, child, digest, earlier_models, hardware, mib, publish, ran_on, versions
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_stock.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_stock.md"
 BUDGETS = ("100%", "60%", "40%")
 STEPS = 4
 PACKAGES = ("torch", "transformers", "timm", "diffusers", "peft", "torchvision", "torch_geometric", "mambapy")
@@ -55,7 +52,7 @@ def main() -> int:
         return 0
     from stock_models import MODELS
 
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
+    rows = earlier_models(__file__)
     cache = options.cache or tempfile.mkdtemp()
     for name in options.models or MODELS:
         rows[name] = {budget: _child(name, budget, options.time_limit, cache) for budget in BUDGETS}
@@ -66,8 +63,7 @@ def main() -> int:
             "time_limit_s": options.time_limit,
             "models": {n: rows[n] for n in MODELS if n in rows},
         }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.write_text(table(report))
+        publish(__file__, report, table(report))
     broken = [f"{n}: not run" for n in MODELS if n not in rows]
     broken += [f"{n} at {b}: {why}" for n in MODELS if n in rows for b in BUDGETS for why in broken_promises(rows[n], b)]
     print("\n".join(broken) or "all promises hold")
@@ -180,13 +176,18 @@ def _state(modules: Sequence[Any]) -> Callable[[], None]:
     return restore
 
 
+def without_folders(text: str) -> str:
+    """A message whose file names begin in site-packages, or in this repository."""
+    return re.sub(r"/[^\s:'\"`(]*?/(?=site-packages/|benchmarks/)", "", text)
+
+
 def _messages() -> list[str]:
     """A list to which the library's warnings are added."""
     found: list[str] = []
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            found.append(without_folders(record.getMessage()))
 
     logging.getLogger("checkmate").addHandler(Collect(logging.WARNING))
     return found
