@@ -2,7 +2,7 @@
 
 A step is the body of a training loop up to the backward of its loss. It assigns to the variables of the loop, so that outputs and
 loss of the step before are held until the new ones are assigned. Weights are random, since nothing is downloaded; sizes are such
-that activations outweigh the weights.
+that activations outweigh the weights. It is long because it is a list: a function of a few lines for each model.
 """
 
 from __future__ import annotations

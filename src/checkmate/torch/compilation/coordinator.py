@@ -3,8 +3,8 @@
 A step begins with a forward while no other is waiting for its backward, and is over when none is waiting any more. It is over
 as well when its first graph begins again after an optimizer has run: forwards that still wait then are held by the user, and
 their backward may never run. The first time that a step is seen its windows are recorded (`StepRecorder`), and the graphs run
-programs of their own. When it is over it is planned as a whole (`plan_step`), and from then on each of its forwards runs the
-program that the plan has for its place in the step. Several kinds of steps may begin with the same graph: expected is the kind
+programs of their own. When it begins again it is planned as a whole (`KnownSteps`), and each of its forwards runs the program
+that the plan has for its place in the step. Several kinds of steps may begin with the same graph: expected is the kind
 that followed the same step before. A step that turns out differently runs on the graphs' own programs from there on, and is
 planned in turn.
 
