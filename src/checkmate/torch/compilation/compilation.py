@@ -30,7 +30,7 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes
+from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes, unread_storages
 from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import CapturedJoint, Task
@@ -86,11 +86,13 @@ class Compilation:
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
         # On CUDA the allocator's count includes what graphs in flight and wrappers hold.
         known = COORDINATOR.held_bytes() + self._wrapped.held_bytes
+        self._unread = unread_storages(example_inputs, options)
+        self._unread_bytes = sum(s.nbytes() for storage in self._unread.values() if (s := storage()) is not None)
         self.resident = ResidentMemory(
             gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
             wrappers_bytes=self._wrapped.held_bytes,
             reserve_bytes=options.reserve_bytes,
-            other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known),
+            other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known) + self._unread_bytes,
         )
         self._num_inputs = len(example_inputs)
         self._accumulated = self._accumulating(example_inputs)
@@ -188,6 +190,8 @@ class Compilation:
             options=self.options.planning,
             resident=self.resident,
             planned_gradient_bytes=gradients,
+            unread=self._unread,
+            unread_bytes=self._unread_bytes,
             ranks=self.ranks,
             recompile=self._recompile,
             searched_s=self._searched_s,

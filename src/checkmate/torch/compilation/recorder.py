@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,7 +87,9 @@ class StepRecorder:
     _brief: set[int] = field(default_factory=set)  # of those, what was freed in the same gap
     _eager_bytes: int = 0  # of those that are alive
     _returned_bytes: int = 0  # of storages that windows made and that are alive
+    _returned_at: int = 0  # both when the newest window ended
     _peaks: dict[int, int] = field(default_factory=dict)  # window -> the most that both were before it
+    _call_peaks: dict[int, int] = field(default_factory=dict)  # the same until the call was over, where eager code took memory
     _gradients: dict[int, int] = field(default_factory=dict)
     _finalizers: list[weakref.finalize[..., Any]] = field(default_factory=list)
     _present: dict[int, int] = field(default_factory=dict)
@@ -115,6 +117,14 @@ class StepRecorder:
         given = {s for run in (*self.runs, *self.abandoned) for s in run.given}
         return sum(self.sizes[s] for s in self.eager_inputs - given)
 
+    def eager_bytes(self, besides: Container[int]) -> int:
+        """Bytes that eager code made and that are alive.
+
+        Args:
+            besides: Keys of storages that are counted elsewhere.
+        """
+        return sum(self.sizes[s] for key, s in self._present.items() if s in self._eager and key not in besides)
+
     def _begin(self, window: tuple[int, bool]) -> None:
         self._note_eager()
         for storage, tensor, version in self._versions:
@@ -128,6 +138,12 @@ class StepRecorder:
         """Record that an op of eager code has allocated so much at once, and still holds its results."""
         if not self.over:
             self._note_eager(size_bytes)
+
+    def end_call(self) -> None:
+        """Record that a call of a compiled function is over; outputs of an earlier call are held at least until then."""
+        window, peak = len(self.windows), self._peaks.get(len(self.windows), 0)
+        if not self.over and not self._running and peak > self._returned_at:
+            self._call_peaks[window] = peak
 
     def _note_eager(self, more_bytes: int = 0) -> None:
         window, eager_bytes = len(self.windows), self._eager_bytes + more_bytes
@@ -208,6 +224,7 @@ class StepRecorder:
         self.overwritten = {s: window - (window > w) for s, window in self.overwritten.items()}
         self._brief = {s for s, first in self._eager.items() if s in self._brief or self.last.get(s) == first == w}
         self._peaks = {gap - (gap > w): size for gap, size in self._peaks.items() if gap not in (w, w + 1)} | {w: peak}
+        self._call_peaks = {gap - (gap > w): size for gap, size in self._call_peaks.items() if gap not in (w, w + 1)}
         # What it saved was held until now.
         if len(self.windows) > w:
             self._eager[len(self.sizes)], self.last[len(self.sizes)] = w, len(self.windows) - self._running
@@ -257,11 +274,13 @@ class StepRecorder:
             carried: Bytes that earlier steps hold at each gap.
         """
         count, spans = len(self.windows), self._spans()
+        carried = carried or (0,) * (count + 1)
+        released = [carried[gap] - carried[gap + 1] for gap in range(count)] + [0]
         windows = []
         for index, backward in self.windows:
             run = self.runs[index]
             given, made = (run.tangents, run.gradients) if backward else (run.given, run.made)
-            transient = self._transient(len(windows), spans)
+            transient = self._transient(len(windows), spans, released)
             windows.append(Window(part=index, backward=backward, given=given, made=made, eager_bytes=transient))
         crossing = {s for window in windows for s in (*window.given, *window.made) if s is not None}
         given = {s for run in (*self.runs, *self.abandoned) for s in run.given if s is not None}
@@ -282,11 +301,9 @@ class StepRecorder:
                 others[span] = others.get(span, 0) + self.sizes[s]
         for (first, until), size in others.items():
             storages[len(self.sizes) + len(storages)] = Storage(size_bytes=size, first=first, last=until)
-        carried = carried or (0,) * (count + 1)
         for gap in range(count):
-            if carried[gap] > carried[gap + 1]:
-                released = carried[gap] - carried[gap + 1]
-                storages[len(self.sizes) + len(storages)] = Storage(size_bytes=released, first=0, last=gap, released=gap > 0)
+            if released[gap] > 0:
+                storages[len(self.sizes) + len(storages)] = Storage(size_bytes=released[gap], first=0, last=gap, released=gap > 0)
         gradients = [self.runs[r].gradients[k] for r, k in existing]
         freed_gradients = frozenset(s for s in gradients if s is not None and self.last.get(s, count) < count)
         for r, k in self.existing - existing:  # it was added to another one, and now becomes the gradient itself
@@ -297,7 +314,7 @@ class StepRecorder:
             parts=tuple(run.planned.part(run.undefined, added) for run, added in zip(self.runs, accumulated, strict=True)),
             windows=tuple(windows),
             storages=storages,
-            eager_bytes=self._transient(count, spans),
+            eager_bytes=self._transient(count, spans, released),
             resident_bytes=sum(self.sizes[s] for s in inputs) + carried[count] + extra_resident_bytes,
             accumulated=freed_gradients,
         )
@@ -313,19 +330,22 @@ class StepRecorder:
                 spans[s] = self._eager[s], last
         return spans
 
-    def _transient(self, window: int, spans: Mapping[int, tuple[int, int]]) -> int:
+    def _transient(self, window: int, spans: Mapping[int, tuple[int, int]], released: Sequence[int]) -> int:
         """The most that was alive before a window at once, besides what is alive there by the account of `step_graph`.
 
         That is what earlier windows made, as long as it lives and at least to the gap after its window, and what eager code made.
+        Outputs of an earlier step that are ``released`` there are still held while the call runs.
         """
         listed = sum(self.sizes[s] for s, (first, last) in spans.items() if first <= window <= last)
-        return max(0, self._peaks.get(window, 0) - listed)
+        inside = self._call_peaks[window] + released[window] if window in self._call_peaks else 0
+        return max(0, inside - listed, self._peaks.get(window, 0) - listed)
 
     def _results(self, results: Sequence[Any]) -> tuple[int | None, ...]:
         here, known = len(self.windows) - 1, len(self.sizes)
         self._running = False
         found = tuple(self._storage(r, here, {}) if isinstance(r, torch.Tensor) else None for r in results)
         self._returned_bytes += sum(self.sizes[known:])
+        self._returned_at = self._eager_bytes + self._returned_bytes
         self._note_eager()
         return found
 
@@ -363,6 +383,10 @@ class StepRecorder:
             if source is not None and not self.windows[source][1]:
                 assigned = next((w for w in range(source, len(self.windows)) if self.windows[w][1]), len(self.windows))
             yield key, self._storages[s], self.sizes[s], assigned
+
+    def is_eager(self, key: int) -> bool:
+        """Whether eager code made a storage that remains."""
+        return self._present.get(key) in self._eager
 
     def is_given(self, key: int, storage: torch.UntypedStorage) -> bool:
         """Whether the step is given a storage that still lives.

@@ -68,7 +68,7 @@ def plan_step(
         gradient_bytes: Gradients that exist before it.
         existing: Run and input of the leaves that have a gradient before it.
         accumulated: Inputs to whose gradients the backward adds, for each run.
-        carried: Bytes that earlier steps hold at each gap.
+        carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and what no graph reads.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -77,7 +77,8 @@ def plan_step(
     """
     graphs = tuple(run.planned for run in recorder.runs)
     first = max(graphs, key=lambda g: g.budget.total_bytes or 0)
-    extra = max(g.resident.total_bytes - g.resident.gradients_bytes for g in graphs)
+    # What a graph does not read another one may: those that none reads are among `carried`.
+    extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.unread_bytes for g in graphs)
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
     whole = step_graph(recorder.observed(extra + gradient_bytes, existing, accumulated, carried))
 
