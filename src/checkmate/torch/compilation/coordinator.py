@@ -311,8 +311,7 @@ class Coordinator:
         planned, own, first = flight.planned, flight.program, self._plan is None
         if (id(planned), first) in self._warned:
             return
-        flights = [*self._pending, flight]
-        counted = _union(flights) | {key: s.nbytes() for key, weak in planned.unread.items() if (s := weak()) is not None}
+        counted = _union([*self._pending, flight]) | {key: s.nbytes() for key, s in planned.unread_now().items()}
         eager_bytes = self._recorder.eager_bytes(counted)
         if planned.alone and (not self._pending or not planned.replaceable or planned.options.plan is not None):
             needed, total = own.result.peak_bytes + eager_bytes, own.result.budget_bytes
@@ -320,10 +319,7 @@ class Coordinator:
             resident = planned.resident.total_bytes - planned.unread_bytes
             peak = max(own.memory.forward_peak_bytes, own.memory.backward_peak_bytes)
             needed = sum(counted.values()) + resident + eager_bytes + peak
-            # The total of a share is known when the step is: until then it is taken of the graphs that have begun.
-            inputs = {key: size for f in flights for key, size in f.inputs.items()}
-            fixed = resident + sum({key: size for key, size in counted.items() if key in inputs or key in planned.unread}.values())
-            total = planned.budget.within(fixed_bytes=fixed, keep_all_bytes=fixed + sum(f.planned.keep_all_bytes for f in flights))
+            total = planned.budget.total_bytes or self._total_so_far(flight, resident, counted)
         if needed > total:
             self._warned.add((id(planned), first))
             _log.warning(
@@ -332,6 +328,14 @@ class Coordinator:
                 format_bytes(needed),
                 format_bytes(total) if planned.budget.total_bytes is not None else planned.budget,
             )
+
+    def _total_so_far(self, flight: Flight, resident_bytes: int, counted: Mapping[int, int]) -> int:
+        """The total of a share, which is known when the step is: until then it is taken of the graphs that have begun."""
+        flights = [*self._pending, flight]
+        unchanged = flight.planned.unread.keys() | {key for f in flights for key in f.inputs}
+        fixed = resident_bytes + sum(size for key, size in counted.items() if key in unchanged)
+        keep_all = fixed + sum(f.planned.keep_all_bytes for f in flights)
+        return flight.planned.budget.within(fixed_bytes=fixed, keep_all_bytes=keep_all)
 
     def optimizer_ran(self) -> None:
         """Record that an optimizer has updated parameters."""

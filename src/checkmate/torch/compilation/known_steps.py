@@ -179,9 +179,7 @@ class KnownSteps:
             return []
         leaves = {id(a) for a in args if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad}
         known = [(step, step.recorder.forwards[0]) for steps in self._known.values() for step in steps]
-        return [
-            step for step, run in known if run.planned.key == first.key and {id(leaf()) for _, leaf in run.leaves} == leaves
-        ]
+        return [step for step, run in known if run.planned.key == first.key and {id(leaf()) for _, leaf in run.leaves} == leaves]
 
     def _plan_of(self, step: _KnownStep) -> StepPlan | None:
         gradients = step.gradients(self.origins)
@@ -237,9 +235,7 @@ class KnownSteps:
             free += runs[0].planned.unread_bytes  # which are carried, and in the peak of the plan
             if own.memory.forward_peak_bytes + carried[1] <= free and own.memory.backward_peak_bytes + carried[2] <= free:
                 return _Planned(None, carried)
-        compiled_again = [
-            run.planned.key for run in runs if not run.planned.replaceable
-        ]
+        compiled_again = [run.planned.key for run in runs if not run.planned.replaceable]
         if compiled_again and all(key in self._shares for key in compiled_again):
             return _Planned(None, carried)  # they were compiled for the plan of this step
         plan = plan_step(step.recorder, gradient_bytes, gradients.existing, gradients.accumulated, carried)

@@ -101,6 +101,10 @@ class PlannedGraph:
         assert self.options.budget is not None
         return self.options.budget
 
+    def unread_now(self) -> dict[int, torch.UntypedStorage]:
+        """The storages in `unread` that still exist, by key."""
+        return {key: storage for key, weak in self.unread.items() if (storage := weak()) is not None}
+
     @functools.cached_property
     def key(self) -> str:
         """Key of the graph and its budget: Dynamo may compile a frame again for a reason that changes nothing in its graph."""
@@ -108,13 +112,16 @@ class PlannedGraph:
 
     @functools.cached_property
     def keep_all_bytes(self) -> int:
-        """Peak of keeping everything above what is resident, where no gradient flows into outputs that are no scalars.
+        """Peak of keeping everything above what is resident, if gradients flow into the loss alone, where there is a loss.
 
-        Into which of them one flows is not known before the first backward.
+        Into which of the outputs they flow is known when the first backward begins.
         """
         graph = self.joint.capture.graph
-        tangents = [] if graph.boundary is None else [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
-        return keep_all_bytes(graph) - graph.resident_bytes - sum(size for size in tangents if size > SCALAR_TANGENT_BYTES)
+        sizes = [] if graph.boundary is None else [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
+        if len(sizes) == len(self.tangents) and any(size <= SCALAR_TANGENT_BYTES for size in sizes):
+            others = frozenset(t for t, size in enumerate(sizes) if size > SCALAR_TANGENT_BYTES)
+            graph = self._joint(others, self.own.accumulated).capture.graph
+        return keep_all_bytes(graph) - graph.resident_bytes
 
     @property
     def num_outputs(self) -> int:

@@ -116,10 +116,6 @@ class Survivors:
 
     def _unread(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, int]:
         """Bytes of the parameters and buffers that no graph of a step reads and no earlier step was given, by their keys."""
-        unread = {key: weak for run in recorder.runs for key, weak in run.planned.unread.items()}
+        unread = {key: storage for run in recorder.runs for key, storage in run.planned.unread_now().items()}
         known = {*self._found, *gradients}
-        return {
-            key: storage.nbytes()
-            for key, weak in unread.items()
-            if key not in known and (storage := weak()) is not None and not recorder.is_given(key, storage)
-        }
+        return {key: s.nbytes() for key, s in unread.items() if key not in known and not recorder.is_given(key, s)}
