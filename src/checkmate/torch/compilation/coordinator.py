@@ -68,6 +68,7 @@ class Coordinator:
             self._new_recorder(watched=False)
             self.steps = KnownSteps()
             self._plan, self._watches = None, True
+            self._warned.clear()
             self._end_watch()
 
     @property
@@ -239,7 +240,8 @@ class Coordinator:
             args.clear()
         else:
             assert program.backward is not None
-            args[first:] = planned.materialized(args[first:], program.undefined)
+            with self._planned_code():
+                args[first:] = planned.materialized(args[first:], program.undefined)
             leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
             accumulation = Accumulation(leaves, program.accumulated, self.steps.origins)
             with self._planned_code(), accumulation:
