@@ -97,9 +97,12 @@ def solve(
     if session.plan is not None:
         return _checked(problem, solver, session, session.plan, termination)
     failure = _failed(problem, solver, session, termination)
-    if raise_on_failure:
-        _refuse(problem, failure, session)
-    return failure
+    if not raise_on_failure:
+        return failure
+    smallest = _smallest(problem, session)
+    if isinstance(solver, Auto) and session.offer(smallest.plan.order):
+        return _checked(problem, solver, session, smallest.plan, Termination(Reason.FEASIBLE, limit="time"))
+    _refuse(problem, failure, smallest)
 
 
 def _below_floor(problem: Problem, session: Session) -> Termination | None:
@@ -173,8 +176,7 @@ def _limit_met(session: Session) -> str:
     return "time" if session.left_s() <= 0 else ""
 
 
-def _refuse(problem: Problem, failure: NoPlan, session: Session) -> NoReturn:
-    smallest = _smallest(problem, session)
+def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
     budget, least = format_bytes(problem.budget_bytes), format_bytes(smallest.floor_bytes)
     found = f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
     floor = f"no plan of any order takes less than {least}: {smallest.why}"

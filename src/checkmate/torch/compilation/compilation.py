@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from checkmate.core.budget import ResidentMemory
-from checkmate.core.errors import GraphError
+from checkmate.core.errors import GraphError, InfeasibleBudgetError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
-from checkmate.core.units import format_bytes
+from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.planner import Planner, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
@@ -267,10 +267,26 @@ class Compilation:
         assert self.budget is not None
         total = self.budget.total_bytes
         if total is not None and floor(graph).peak_bytes > total:
-            return planner_for(self.options.planning)(graph)  # it refuses the budget
+            return self._refused(graph)
         smallest = near_smallest(graph, _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total)
         self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)
+
+    def _refused(self, graph: Graph) -> Result:
+        """Refuse a budget that one graph of a step of several exceeds by itself; what the others add is not known."""
+        try:
+            return planner_for(self.options.planning)(graph)
+        except InfeasibleBudgetError as error:
+            least = format_at_least(error.smallest_bytes or error.floor_bytes)
+            raise InfeasibleBudgetError(
+                error.message,
+                hint=f"this graph alone needs at least {least}, and the step may need more, which is known when it has run once: "
+                'try a budget of "100%", or lower the batch size',
+                budget_bytes=error.budget_bytes,
+                floor_bytes=error.floor_bytes,
+                smallest_bytes=error.smallest_bytes,
+                binding_op=error.binding_op,
+            ) from None
 
     def _alone(self, graph: Graph) -> bool:
         """Whether a graph is taken for a whole step: what it returns has one gradient, that of a loss, and none is in flight."""
