@@ -15,6 +15,7 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.frontend.step_graph import StepGraph, step_graph
+from checkmate.torch.compilation.observation import observed_step
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
@@ -80,7 +81,7 @@ def plan_step(
     # What a graph does not read another one may: those that none reads are among `carried`.
     extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.unread_bytes for g in graphs)
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
-    whole = step_graph(recorder.observed(extra + gradient_bytes, existing, accumulated, carried))
+    whole = step_graph(observed_step(recorder, extra + gradient_bytes, existing, accumulated, carried))
 
     def plan(graph: Graph) -> Result:
         return _plan(first, graph, whole, recorder.searched_s)
