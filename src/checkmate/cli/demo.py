@@ -46,6 +46,9 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"cannot create {out}: {error.strerror or error}", hint="choose another folder with --out") from error
+    report = out / "report.html"
+    outputs = files.Outputs()
+    outputs.check(report)
     from checkmate.cli import digits
     from checkmate.cli.demo_page import demo_page
 
@@ -56,9 +59,8 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         compiled = time.perf_counter() - began
         trained = digits.train(budget, epochs=digits.EPOCHS, time_limit_s=time_limit, say=status.update)
         checks = _checks(trained)
-        report = out / "report.html"
         outcome = _outcome(trained, checks, time.perf_counter() - began, compiled)
-        files.save_bytes(demo_page(trained, outcome).encode(), report)
+        outputs.save((demo_page(trained, outcome).encode(), report))
     if json:
         terminal.emit({**outcome, "report": str(report)})
     else:

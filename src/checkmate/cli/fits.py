@@ -56,6 +56,8 @@ def fits(
     import checkmate.torch
 
     function = targets.resolve(target)
+    outputs = files.Outputs(targets.source(target), Path(device) if device.endswith(".json") else None)
+    outputs.check(out)
     call = function if batch is None else lambda: function(batch)
     model, loss, example = targets.without_memory(target, call)
     with drawn("tracing the step and looking for plans"), targets.tracing(target):
@@ -73,7 +75,7 @@ def fits(
             time_limit_s=time_limit,
         )
     if out is not None:
-        files.save(answer.graph, out)
+        outputs.save((answer.graph, out))
     if json:
         terminal.emit(_as_json(answer, out))
         return 0 if answer else 1

@@ -56,6 +56,9 @@ def pareto(
         raise OptionError(f"--jobs {jobs} must be one or more", hint="give the number of processes, such as --jobs 4")
     target, chosen = files.load(graph, Graph), solver_named(solver)
     limits = Limits(time_s=time_limit, gap=gap, seed=seed)
+    where = out or files.beside(graph, ".curve.json")
+    outputs = files.Outputs(graph)
+    outputs.check(where)
     with ExitStack() as stack:
         executor = None
         if jobs > 1:
@@ -71,8 +74,7 @@ def pareto(
             reorder=reorder,
             on_progress=lambda done, of: say(f"{done} of {of} budgets"),
         )
-    where = out or files.beside(graph, ".curve.json")
-    files.save(curve, where)
+        outputs.save((curve, where))
     if json:
         terminal.emit(_as_json(graph, curve, where))
         return 0

@@ -57,15 +57,15 @@ def plan(
     target = files.load(graph, Graph)
     problem = Problem(target, budget, recompute, reorder)
     chosen = solver_named(solver)
+    where = out or files.beside(graph, f"-{budget.replace(' ', '').replace('%', 'pct')}.plan.json")
+    outputs = files.Outputs(graph)
+    outputs.check(where, result)
     limits = Limits(time_s=time_limit, gap=gap, seed=seed, threads=threads)
     solved = solve_drawn(problem, chosen, limits)
     found = solved.plan
     if found is None:
         raise CheckmateError("the solve ended without a plan and without an error")
-    where = out or files.beside(graph, f"-{budget.replace(' ', '').replace('%', 'pct')}.plan.json")
-    files.save(found, where)
-    if result is not None:
-        files.save(solved, result)
+    outputs.save((found, where), *([] if result is None else [(solved, result)]))
     keep_all = simulate(target, Plan.from_order(target, range(len(target.ops))))
     if json:
         terminal.emit(_as_json(target, graph, keep_all, solved, where))

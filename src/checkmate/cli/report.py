@@ -46,6 +46,8 @@ def report(
     """
     from checkmate.report import html_report, memory_snapshot, perfetto_trace
 
+    outputs = files.Outputs(graph, plan, against, curve)
+    outputs.check(out, perfetto, memory_viz)
     target = files.load(graph, Graph)
     steps, result = files.load_planned(plan)
     other = None if against is None else files.load_plan(against)
@@ -58,14 +60,12 @@ def report(
         curve=None if curve is None else files.load(curve, Curve),
         budget_bytes=None if budget is None else Problem(target, budget).budget_bytes,
     ).encode()
-    wrote = [out]
-    files.save_bytes(page, out)
+    contents = [(page, out)]
     if perfetto is not None:
-        files.save_bytes(json_format.dumps(perfetto_trace(target, steps)).encode(), perfetto)
-        wrote.append(perfetto)
+        contents.append((json_format.dumps(perfetto_trace(target, steps)).encode(), perfetto))
     if memory_viz is not None:
-        files.save_bytes(pickle.dumps(memory_snapshot(target, steps), protocol=4), memory_viz)
-        wrote.append(memory_viz)
+        contents.append((pickle.dumps(memory_snapshot(target, steps), protocol=4), memory_viz))
+    outputs.save(*contents)
     timeline = simulate(target, steps)
     if json:
         terminal.emit(
@@ -88,5 +88,5 @@ def report(
             ("page", f"{format_bytes(len(page))}, needs no network"),
         ]
     )
-    terminal.closing(wrote, f"open {out} in a browser")
+    terminal.closing([path for _, path in contents], f"open {out} in a browser")
     return 0

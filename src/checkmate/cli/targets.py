@@ -30,6 +30,15 @@ def resolve(target: str) -> Callable[..., object]:
     return _function(where, name)
 
 
+def source(target: str) -> Path | None:
+    """The file of the function that a command line names, once it is loaded; None for one that has no file."""
+    where = target.rpartition(":")[0]
+    if where.endswith(".py"):
+        return Path(where)
+    file = getattr(sys.modules.get(where), "__file__", None)
+    return None if file is None else Path(file)
+
+
 def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
     """Call the function for its model, loss and example.
 
