@@ -133,14 +133,13 @@ def _show(trained: Trained, checks: dict[str, bool], outcome: dict[str, Any]) ->
     kept, measured = _kept(checks), format_bytes(planned.measured_bytes)
     tensors = len(planned.model.state_dict())
     share = amounts.format_share(planned.result.gap, 2)
-    terminal.data().print(
-        f"within budget:  {kept['within_budget']}, {measured} measured of {format_bytes(planned.result.budget_bytes)}\n"
-        f"as planned:     {kept['as_planned']}, measured is {100 * _error(planned):+.2f}% off the planned peak\n"
-        f"loss identical: {kept['identical']}, {trained.steps} losses and {tensors} tensors of the model compared bit by bit\n"
-        f"proof:          no plan within the budget is more than {share} cheaper (in op costs as measured)\n"
+    terminal.say(
+        f"within budget:  {kept['within_budget']}, {measured} measured of {format_bytes(planned.result.budget_bytes)}",
+        f"as planned:     {kept['as_planned']}, measured is {100 * _error(planned):+.2f}% off the planned peak",
+        f"loss identical: {kept['identical']}, {trained.steps} losses and {tensors} tensors of the model compared bit by bit",
+        f"proof:          no plan within the budget is more than {share} cheaper (in op costs as measured)",
         f"in all:         {outcome['elapsed_s']:.0f} s: {outcome['planning_s']:.0f} s for planning, "
         f"{outcome['compiling_s']:.0f} s for compiling the solver (once after installation)",
-        soft_wrap=True,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Final, TypeVar
 
+from checkmate.cli import signals
 from checkmate.core import files
 from checkmate.core.curve import Curve
 from checkmate.core.errors import FileFormatError, OptionError
@@ -99,7 +101,8 @@ class Outputs:
             data = content if isinstance(content, bytes) else files.encode(content)
             try:
                 self._check_is_no_input(path)
-                files.write_bytes(path, data)
+                with contextlib.nullcontext() if files.is_special(path) else signals.ignored():
+                    files.write_bytes(path, data)
             except OptionError as error:
                 failures.append(f"{error.message}; {_saved_elsewhere(data, path.name)}")
             except OSError as error:

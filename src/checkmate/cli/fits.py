@@ -80,10 +80,7 @@ def fits(
         terminal.emit(_as_json(answer, out))
         return 0 if answer else 1
     terminal.facts(answer.rows())
-    console = terminal.data()
-    console.print()
-    for remark in answer.remarks:
-        console.print(remark, soft_wrap=True)
+    terminal.say("", *answer.remarks)
     terminal.closing([] if out is None else [out], _next(answer, target, out))
     return 0 if answer else 1
 

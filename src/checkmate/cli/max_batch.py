@@ -105,7 +105,7 @@ def max_batch(
     row = [str(found.batch), format_bytes(result.peak_bytes or 0), f"{result.overhead:.3f}x", str(found.upper_bound)]
     terminal.table(header, [[*row, f"{found.elapsed_s:.1f} s"]])
     exact = "this is the largest" if found.batch == found.upper_bound else f"none above {found.upper_bound} is possible"
-    terminal.data().print(f"{exact}: {found.why}", soft_wrap=True)
+    terminal.say(f"{exact}: {found.why}")
     terminal.closing([graph_path, plan_path], f"draw the plan with `checkmate report {graph_path} {plan_path}`")
     return 0
 

@@ -77,6 +77,6 @@ def min_budget(
     proven = (
         "no plan in any order needs less" if result.proven else "the smallest possible peak lies between the floor and this one"
     )
-    terminal.data().print(f"\n{proven}", soft_wrap=True)
+    terminal.say("", proven)
     terminal.closing([where], f"find the cheapest plan within it with `checkmate plan {graph} --budget {format_at_least(peak)}`")
     return 0

@@ -116,7 +116,7 @@ def _conclude(name: str, result: Result) -> None:
         text = f"{name} stopped at its time limit; the bound proves that at most {share} is left to gain"
     else:
         text = f"{name} stopped: the bound proves that at most {share} is left to gain"
-    terminal.data().print(text, soft_wrap=True)
+    terminal.say(text)
 
 
 def _as_json(graph: Graph, path: Path, keep_all: Timeline, result: Result, where: Path) -> dict[str, Any]:

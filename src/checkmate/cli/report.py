@@ -10,6 +10,7 @@ from checkmate.cli import amounts, files, terminal
 from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
+from checkmate.core.printable import printable
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
@@ -55,7 +56,7 @@ def report(
         target,
         steps,
         against=other,
-        names=("keeping everything", plan.name, "" if against is None else against.name),
+        names=("keeping everything", printable(plan.name), "" if against is None else printable(against.name)),
         result=result,
         curve=None if curve is None else files.load(curve, Curve),
         budget_bytes=None if budget is None else Problem(target, budget).budget_bytes,

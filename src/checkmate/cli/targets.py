@@ -131,7 +131,7 @@ def _call(what: str, function: Callable[[], Any]) -> Any:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = "" if frame.filename == __file__ else f" at {frame.filename}:{frame.lineno}"
-        raise OptionError(f"{what} raised {type(error).__name__}{place}: {error}", hint=SHAPE) from error
+        raise OptionError(f"{what} raised {type(error).__name__}{place}: {' '.join(str(error).split())}", hint=SHAPE) from error
 
 
 def _describe(built: object) -> str:

@@ -107,7 +107,7 @@ def write_bytes(path: Path, data: bytes) -> None:
             stream.write(data)
         return
     target = _followed(path)
-    if _is_special(target):
+    if is_special(target):
         with target.open("wb") as stream:
             stream.write(data)
     else:
@@ -127,7 +127,7 @@ def check_writable(path: Path, size_bytes: int = 0) -> None:
     target = _followed(path)
     if target.exists() and not os.access(target, os.W_OK):
         raise _error(errno.EACCES, target)
-    if _is_special(target):
+    if is_special(target):
         return
     with tempfile.TemporaryFile(dir=target.parent) as stream:
         _reserve(stream.fileno(), size_bytes)
@@ -185,8 +185,8 @@ def _followed(path: Path) -> Path:
     return target
 
 
-def _is_special(target: Path) -> bool:
-    """Whether a path is a pipe, a device or a socket.
+def is_special(target: Path) -> bool:
+    """Whether a path is a pipe, a device or a socket, on which a write can wait for a reader.
 
     Raises:
         IsADirectoryError: It is a folder.
