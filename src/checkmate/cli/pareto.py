@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,8 +64,7 @@ def pareto(
     with ExitStack() as stack:
         executor = None
         if jobs > 1:
-            spawned = multiprocessing.get_context("spawn")
-            executor = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=spawned))
+            executor = stack.enter_context(_isolated_processes(jobs))
         say = stack.enter_context(drawn("looking for the smallest peak"))
         curve = curve_of(
             target,
@@ -92,6 +93,21 @@ def pareto(
         [where], f"draw the curve with `checkmate report {graph} PLAN --curve {where}`; make PLAN with --budget {middle}"
     )
     return 0
+
+
+@contextmanager
+def _isolated_processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """An executor whose processes import nothing from the current folder."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as executor:
+            yield executor
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _row(graph: Graph, point: CurvePoint) -> list[str]:
