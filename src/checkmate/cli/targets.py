@@ -77,7 +77,10 @@ def tracing(target: str) -> Iterator[None]:
     Raises:
         OptionError: The trace failed.
     """
-    logging.disable(logging.ERROR)  # torch also logs the traceback of the exception
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    talking = [logger for logger in loggers if not logger.disabled]
+    for logger in talking:
+        logger.disabled = True  # torch also logs the traceback of the exception
     try:
         yield
     except Exception as error:
@@ -88,7 +91,8 @@ def tracing(target: str) -> Iterator[None]:
             f"{target}: the step cannot be traced: {text}", hint="make loss(model(x), y) run without Checkmate first"
         ) from error
     finally:
-        logging.disable(logging.NOTSET)
+        for logger in talking:
+            logger.disabled = False
 
 
 def _function(where: str, name: str) -> Callable[..., object]:
