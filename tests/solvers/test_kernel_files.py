@@ -16,8 +16,9 @@ FUNCTION = "def twice(x):\n    return 2 * x\n"
 
 
 @pytest.fixture
-def twice(tmp_path):
-    """A function of a file, as numba needs it to keep it."""
+def twice(tmp_path, monkeypatch):
+    """A function of a file, as numba needs it to keep it; nothing was warned of before."""
+    monkeypatch.setattr(kernels, "_told", [])
     (tmp_path / "functions.py").write_text(FUNCTION)
     spec = importlib.util.spec_from_file_location("functions", tmp_path / "functions.py")
     assert spec is not None

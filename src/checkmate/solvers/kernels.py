@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from numba import njit
 
 _log = logging.getLogger("checkmate.solvers")
+_told: list[str] = []
+"""The reason that this process has warned of, if any."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -42,11 +43,12 @@ def _without_errors(access: Callable[..., Any]) -> Callable[..., Any]:
     return accessed
 
 
-@functools.cache
 def _warn(reason: str) -> None:
-    """Tell a reason once."""
-    _log.warning(
-        "compiled functions of the solvers cannot be kept or read (%s): this process compiles them, which takes half a minute; "
-        "set NUMBA_CACHE_DIR to a folder that can be written",
-        reason,
-    )
+    """Tell the first reason; others come of the same folder."""
+    if not _told:
+        _told.append(reason)
+        _log.warning(
+            "compiled functions of the solvers cannot be kept on disk (%s): every process compiles them again, which takes half a "
+            "minute; set NUMBA_CACHE_DIR to a folder that can be written",
+            reason,
+        )
