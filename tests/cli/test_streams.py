@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,23 @@ def test_other_verbs_keep_what_they_have(words):
     done = stopped(kill("SIGTERM"), words[0], "chain.graph.json", *words[1:], more=search if words[0] == "min-budget" else "")
     assert done.returncode == 0, done
     assert checkmate.read(words[-1])
+
+
+def test_an_interrupted_curve_does_not_wait_for_other_processes(run, monkeypatch):
+    """Workers of `pareto --jobs` get no signal themselves, and may have an hour left."""
+
+    def interrupted(graph, *, executor, **_options):
+        sleeping = executor.submit(time.sleep, 60)
+        while not sleeping.running():
+            time.sleep(0.01)
+        return checkmate.pareto(graph, points=2)
+
+    monkeypatch.setattr("checkmate.cli.pareto.curve_of", interrupted)
+    began = time.monotonic()
+    assert run("pareto", "chain.graph.json", "--jobs", "2", "--out", "c.json").code == 0
+    assert time.monotonic() - began < 50
+    assert isinstance(checkmate.read("c.json"), checkmate.Curve)
+    assert multiprocessing.active_children() == []
 
 
 def test_a_signal_before_a_plan_exits_1():

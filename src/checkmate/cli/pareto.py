@@ -98,11 +98,16 @@ def pareto(
 @contextmanager
 def _isolated_processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """An executor whose processes import nothing from the current folder."""
-    before = os.environ.get("PYTHONSAFEPATH")
+    before, others = os.environ.get("PYTHONSAFEPATH"), set(multiprocessing.active_children())
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as executor:
-            yield executor
+            try:
+                yield executor
+            finally:  # an interrupted curve does not wait for what is still solved
+                executor.shutdown(wait=False, cancel_futures=True)
+                for process in set(multiprocessing.active_children()) - others:
+                    process.terminate()
     finally:
         if before is None:
             del os.environ["PYTHONSAFEPATH"]
