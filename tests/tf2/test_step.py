@@ -53,6 +53,43 @@ def test_a_smaller_batch_is_planned_once(caplog):
     assert [r for r in caplog.records if "new batch size" in r.message] == [caplog.records[-1]]
 
 
+def test_an_open_batch_size_is_planned_at_the_first_call():
+    """What most tutorials write: `batch(5)` leaves the size open in `element_spec`, because the last batch is smaller."""
+    train_ds = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
+    inputs, labels = train_ds.element_spec
+    step = compiled(x=inputs, y=labels)
+    with pytest.raises(checkmate.PlanError, match="nothing is planned yet") as caught:
+        _ = step.plan
+    assert "call the step" in caught.value.hint
+    losses = [float(step(*batch)[1]) for batch in train_ds]
+    closed = compiled(x=X[:5], y=Y[:5], model=net_like(step.model))
+    assert step.plan == closed.plan
+    assert len(losses) == 3
+
+
+def net_like(model: keras.Model) -> keras.Model:
+    """Another network of the same name, so that their graphs are equal."""
+    return net(name=model.name)
+
+
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", keras.losses.SparseCategoricalCrossentropy()])
+def test_weights_of_samples_count_as_in_keras(loss):
+    """A weighted step changes the variables as `train_on_batch` with the same weights does."""
+    weights = np.linspace(0, 2, len(X)).astype("float32")
+    model, plain = net(), net()
+    plain.set_weights(model.get_weights())
+    plain.compile("sgd", loss, jit_compile=False)
+    step = compiled(model, loss=loss, sample_weight_spec=weights)
+    for _ in range(2):
+        step(X, Y, weights)
+        plain.train_on_batch(X, Y, sample_weight=weights)
+    assert len(step._steps.planned) == 1
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    unweighted = compiled(net(), loss=loss)
+    assert float(unweighted(X, Y)[1]) != float(unweighted(X, Y, weights)[1])
+
+
 def test_names_arrays_and_tensors_are_taken():
     """Losses and optimizers by name; batches as arrays of either width, or tensors."""
     step = compiled(loss="mse", optimizer="adam", x=tf.TensorSpec((12, 8)), y=tf.TensorSpec((12, 3)))
@@ -146,7 +183,10 @@ def test_planning_under_a_budget_leaves_everything_as_it_was():
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"x": tf.TensorSpec((None, 8))}, OptionError, "open dimensions"),
+        ({"x": X[:0], "y": Y[:0]}, OptionError, "holds nothing"),
+        ({"x": None}, OptionError, "input_spec is None"),
+        ({"optimizer": None}, OptionError, "optimizer is None"),
+        ({"plan": "no-such.plan.json"}, OptionError, "no-such.plan.json"),
         ({"budget": "12 parsecs"}, UnitError, "parsecs"),
         ({"budget": "1KiB"}, InfeasibleBudgetError, "smallest"),
         ({"loss": "no such loss"}, OptionError, "no such loss"),
@@ -155,7 +195,10 @@ def test_planning_under_a_budget_leaves_everything_as_it_was():
         ({"time_limit_s": 0}, OptionError, "time_limit_s"),
         ({"x": X[:5]}, GraphError, "cannot be traced"),
     ],
-    ids=["open-dimension", "unreadable", "too-small", "loss", "optimizer", "solver", "time-limit", "unequal-batches"],
+    ids=[
+        *("empty", "no-input", "no-optimizer", "no-plan", "unreadable", "too-small"),
+        *("loss", "optimizer", "solver", "time-limit", "unequal-batches"),
+    ],
 )
 def test_bad_arguments_are_errors_with_a_hint(arguments, error, says):
     """What was wrong, and what to do; and the model is as it was."""
@@ -173,6 +216,8 @@ def test_bad_arguments_of_capture_are_errors_with_a_hint():
         checkmate.tf2.capture(net(), "mse", "sgd", X, Y, costs="guessed")
     with pytest.raises(OptionError, match=r"not a keras\.Model") as model:
         checkmate.tf2.capture(layers.Dense(3), "mse", "sgd", X, Y)
+    with pytest.raises(OptionError, match="open dimensions"):
+        checkmate.tf2.capture(net(), "mse", "sgd", tf.TensorSpec((None, 8)), Y)
     assert "estimated" in costs.value.hint
     assert "keras.Model" in model.value.hint
 
@@ -192,6 +237,28 @@ def test_batches_that_do_not_fit_are_errors():
         step(X, tf.constant(Y, tf.int32))
     with pytest.raises(OptionError, match="structure of the input"):
         step([X, X], Y)
+    with pytest.raises(OptionError, match="the input is None"):
+        step(None, Y)
+    with pytest.raises(OptionError, match="holds nothing"):
+        step(X[:0], Y[:0])
+
+
+def test_a_model_without_trainable_weights_is_refused():
+    """There is nothing to update."""
+    model = net()
+    model.trainable = False
+    with pytest.raises(OptionError, match="no trainable weights") as caught:
+        compiled(model)
+    assert "trainable" in caught.value.hint
+
+
+def test_a_model_of_a_strategy_is_refused_outside_of_its_scope():
+    """Its variables are on several devices, and a plan is for one."""
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        model = net()
+    with pytest.raises(OptionError, match="MirroredStrategy") as caught:
+        compiled(model)
+    assert "scope" in caught.value.hint
 
 
 def test_xla_is_refused():

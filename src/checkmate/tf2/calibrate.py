@@ -206,7 +206,7 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     device = default_device()
     if not has_memory_stats(device):
         return None
-    variables = capture.trace.function.graph.variables
+    variables = capture.trace.variables
     # Copies: `numpy` can return the variable's buffer itself, and a second reference would make a step copy the variable.
     saved = [np.array(v.numpy()) for v in variables]
     resident, peak = capture.graph.resident_bytes, 0

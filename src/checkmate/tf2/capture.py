@@ -283,7 +283,7 @@ class _Builder:
     def _captured_bytes(self, tensor: tf.Tensor) -> int:
         if tensor.dtype != tf.resource:
             return tensor_bytes(tensor)
-        variable = next((v for v in self.trace.function.graph.variables if v.handle is tensor), None)
+        variable = next((v for v in self.trace.variables if v.handle is tensor), None)
         return 0 if variable is None else variable.shape.num_elements() * variable.dtype.size
 
     def _reject_xla(self) -> None:
