@@ -19,10 +19,11 @@ from checkmate.solvers.session import Solver
 from checkmate.tf2.allocator_peaks import AllocatorPeaks
 from checkmate.tf2.calibrate import PlannedFunction
 from checkmate.tf2.capture import capture_trace
+from checkmate.tf2.models import check_model
 from checkmate.tf2.planned_steps import PlannedSteps
 from checkmate.tf2.profiler import Profiler, estimated_costs
 from checkmate.tf2.specs import ARGUMENTS, closed_specs_of, flat_batch, sample_batch, specs_like, specs_of
-from checkmate.tf2.trace import Loss, NotBuiltError, resolve_losses, resolve_optimizer, trace_step
+from checkmate.tf2.trace import Loss, resolve_losses, resolve_optimizer, trace_step
 
 _log = logging.getLogger("checkmate.tf2")
 
@@ -183,7 +184,7 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
         >>> prediction.shape, step.result.overhead
         (TensorShape([3, 2]), 1.0)
     """
-    _check_environment(model)
+    check_model(model)
     options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
     samples = (input_spec, label_spec) if sample_weight_spec is None else (input_spec, label_spec, sample_weight_spec)
     specs = tuple(specs_of(sample, name) for sample, name in zip(samples, ARGUMENTS, strict=False))
@@ -210,7 +211,7 @@ def capture(
         OptionError: An argument cannot be used.
         GraphError: The step cannot be traced as one function.
     """
-    _check_environment(model)
+    check_model(model)
     if costs not in get_args(CostSource):
         raise OptionError(
             f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
@@ -220,51 +221,6 @@ def capture(
     source = Profiler() if costs == "measured" else estimated_costs
     trace = trace_step(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs)
     return capture_trace(trace, source, model.name).graph
-
-
-def _check_environment(model: keras.Model) -> None:
-    """Check that a step of a model can be planned in this process.
-
-    Raises:
-        NotBuiltError: The model has no variables yet.
-        OptionError: The backend, the distribution strategy or eager mode rules it out.
-    """
-    if keras.config.backend() != "tensorflow":
-        raise OptionError(
-            f"Keras runs on {keras.config.backend()}, not on TensorFlow",
-            hint="set the environment variable KERAS_BACKEND=tensorflow before Keras is imported; for torch use checkmate.torch",
-        )
-    if not isinstance(model, keras.Model):
-        raise OptionError(
-            f"model={type(model).__name__} is not a keras.Model",
-            hint="pass a keras.Model; wrap layers in keras.Sequential",
-        )
-    if not model.built:
-        raise NotBuiltError(
-            f"model {model.name!r} is not built: it has no variables yet",
-            hint="call the model once on a batch, or call model.build(input_shape)",
-        )
-    if not model.trainable_variables:
-        raise OptionError(
-            f"model {model.name!r} has no trainable weights, so that a step would change nothing",
-            hint="set `trainable = True` on the model or on some of its layers",
-        )
-    strategy = model.distribute_strategy
-    if strategy is not tf.distribute.get_strategy():
-        raise OptionError(
-            f"model {model.name!r} was created in the scope of a {type(strategy).__name__}, and a step is planned for one device",
-            hint="create the model outside of `strategy.scope()`",
-        )
-    if tf.distribute.has_strategy():
-        raise OptionError(
-            "a step is planned for one device, and this call is inside the scope of a tf.distribute strategy",
-            hint="call checkmate.tf2.compile outside of `strategy.scope()`",
-        )
-    if tf.config.functions_run_eagerly():
-        raise OptionError(
-            "tf.config.run_functions_eagerly(True) is set, and only a graph can be planned",
-            hint="call tf.config.run_functions_eagerly(False)",
-        )
 
 
 def _key(arguments: int, tensors: Any) -> tuple[Any, ...]:

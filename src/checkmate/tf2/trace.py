@@ -15,12 +15,10 @@ from checkmate.core.graph import Phase
 
 Loss = str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
 
+_GRADIENTS = "gradient_tape/"
+"""In the names of the ops that compute gradients."""
 
 _LOSS_HINT = "pass a keras.losses object, a function of labels and prediction, or a name such as 'mse'"
-
-
-class NotBuiltError(CheckmateError, ValueError):
-    """A model that is not built: it has no variables yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,10 +84,16 @@ class PhaseMarks:
         if graph is self._graph:
             self.parts.append((len(graph.get_operations()), phase))
 
-    @property
-    def phase(self) -> Phase:
-        """The phase of the ops that are traced now."""
-        return self.parts[-1][1]
+    def find_backward(self) -> None:
+        """Mark the backward passes of the function that is traced now, by the name scope that `tf.GradientTape` opens."""
+        ops = tf.compat.v1.get_default_graph().get_operations()
+        ends = [*(index for index, _ in self.parts[1:]), len(ops)]
+        for (index, phase), end in zip(list(self.parts), ends, strict=True):
+            if phase != "optimizer":
+                first = next((i for i in range(index, end) if _GRADIENTS in ops[i].name), None)
+                if first is not None:
+                    self.parts.append((first, "backward"))
+        self.parts.sort(key=lambda part: part[0])
 
 
 def trace_step(model: keras.Model, losses: Sequence[Callable[..., Any]], optimizer: keras.Optimizer, specs: Any) -> Trace:
