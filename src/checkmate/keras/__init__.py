@@ -20,6 +20,6 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("keras") is None:
     raise MissingExtraError("checkmate.keras needs Keras 3, which is not installed", hint='pip install "checkmate-remat[tf2]"')
 
-from checkmate.keras.fit import PlannedFit, fit_within
+from checkmate.keras.fit import PlannedFit, capture, fit_within
 
-__all__ = ["PlannedFit", "fit_within"]
+__all__ = ["PlannedFit", "capture", "fit_within"]

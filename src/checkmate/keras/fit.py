@@ -11,9 +11,10 @@ import keras
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import Amount
-from checkmate.frontend.options import PlanningOptions, PlanSource
+from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.solvers.session import Solver
 
 _BACKENDS = ("tensorflow",)
@@ -128,6 +129,37 @@ def fit_within(
 
     check_environment(model)
     return PlannedFit(model, functools.partial(PlannedTrainFunction, model, options))
+
+
+def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -> Graph:
+    """The graph of the step that `model.fit` runs for a batch, to be planned elsewhere or written to a file. Nothing is trained.
+
+    Args:
+        model: A compiled model, as in `fit_within`.
+        batch: What `train_step` gets: ``(inputs, labels)`` or ``(inputs, labels, sample_weight)``, such as an element of the data
+            set.
+        costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing.
+
+    Raises:
+        OptionError: As in `fit_within`.
+        GraphError: The step cannot be traced as one function.
+
+    Examples:
+        >>> import keras
+        >>> import numpy as np
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> model.compile(optimizer="sgd", loss="mse")
+        >>> graph = capture(model, (np.ones((4, 4), "float32"), np.zeros((4, 2), "float32")), costs="estimated")
+        >>> sorted({op.phase for op in graph.ops})
+        ['backward', 'loss', 'optimizer']
+    """
+    _check(model)
+    from checkmate.keras.tensorflow_steps import capture_step  # imports the framework
+    from checkmate.tf2.models import check_environment
+    from checkmate.tf2.profiler import cost_source
+
+    check_environment(model)
+    return capture_step(model, batch, cost_source(costs)).graph
 
 
 def _check(model: keras.Model) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Generator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
@@ -14,6 +15,7 @@ from checkmate.core.graph import Phase
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.options import PlanningOptions
+from checkmate.tf2.capture import Capture, Costs, capture_trace
 from checkmate.tf2.planned_steps import PlannedSteps
 from checkmate.tf2.trace import PhaseMarks, Trace, trace_function
 
@@ -67,20 +69,50 @@ class PlannedTrainFunction:
         return logs
 
     def _step(self, data: Any) -> Any:
-        # An adapter of arrays stands for labels or weights that are not there with an empty optional.
+        batch = _Batch.of(data)
+        planned = self._steps.planned.get(batch.key)
+        if planned is None:
+            first = not self._steps.planned
+            planned = self._steps.plan(batch.key, [batch.specs], batch.flat)
+            if not first:
+                peak = format_bytes(planned.peaks.live_bytes)
+                _log.info("another shape of a batch was planned: %s, peak %s", batch.flat[0].shape, peak)
+        return self._steps.run(planned, batch.flat)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What Keras passes to `train_step`.
+
+    Attributes:
+        key: The signature: structure, shapes and types.
+        specs: The nest with a `tf.TensorSpec` for each tensor.
+        flat: The tensors.
+    """
+
+    key: tuple[Any, ...]
+    specs: Any
+    flat: list[tf.Tensor]
+
+    @classmethod
+    def of(cls, data: Any) -> Self:
+        """The batch of a nest of tensors or arrays. Labels or weights that are not there are None or an empty optional."""
         data = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
         leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)]
         specs = [None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
         key = (*specs, repr(tf.nest.map_structure(lambda _: 0, data)))
-        flat = [leaf for leaf in leaves if leaf is not None]
-        planned = self._steps.planned.get(key)
-        if planned is None:
-            first = not self._steps.planned
-            planned = self._steps.plan(key, [tf.nest.pack_sequence_as(data, specs)], flat)
-            if not first:
-                peak = format_bytes(planned.peaks.live_bytes)
-                _log.info("another shape of a batch was planned: %s, peak %s", flat[0].shape, peak)
-        return self._steps.run(planned, flat)
+        return cls(key, tf.nest.pack_sequence_as(data, specs), [leaf for leaf in leaves if leaf is not None])
+
+
+def capture_step(model: keras.Model, data: Any, costs: Costs) -> Capture:
+    """The graph of the step that `fit` runs for a batch. Nothing runs.
+
+    Args:
+        model: The compiled model.
+        data: What `train_step` gets: ``(inputs, labels)`` or ``(inputs, labels, sample_weight)``.
+        costs: Gives the cost and workspace of each op.
+    """
+    return capture_trace(_trace(model, [_Batch.of(data).specs]), costs, model.name)
 
 
 def _trace(model: keras.Model, specs: Sequence[Any]) -> Trace:

@@ -9,13 +9,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import tensorflow as tf
 
+from checkmate.core.errors import OptionError
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend.measured_costs import MeasuredCosts
+from checkmate.frontend.options import CostSource
 from checkmate.tf2._compat import trace_events
 from checkmate.tf2.op_properties import CALLS, CONTROL_FLOW, SMALL_CONSTANT_BYTES, estimate_ns, output_bytes, static_shape_values
 from checkmate.tf2.peak import default_device, has_memory_stats
@@ -75,6 +77,23 @@ def _estimate(op: tf.Operation) -> OpCost:
 def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
     """Costs estimated from the bytes that ops read and write; nothing runs, and workspace is taken as 0."""
     return [_estimate(op) for op in ops]
+
+
+def cost_source(costs: CostSource) -> Callable[[Sequence[tf.Operation]], list[OpCost]]:
+    """What gives the costs of ops.
+
+    Args:
+        costs: Name of the source.
+
+    Raises:
+        OptionError: There is no such source.
+    """
+    if costs not in get_args(CostSource):
+        raise OptionError(
+            f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
+            hint="pass costs='measured', or costs='estimated' to run nothing",
+        )
+    return Profiler() if costs == "measured" else estimated_costs
 
 
 def signature(op: tf.Operation, environment: str) -> str | None:

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, get_args
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from checkmate.core.budget import Budget
-from checkmate.core.errors import GraphError, OptionError, PlanError
+from checkmate.core.errors import GraphError, PlanError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
-from checkmate.frontend.options import PlanningOptions, PlanSource
+from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.solvers.session import Solver
 from checkmate.tf2.allocator_peaks import AllocatorPeaks
 from checkmate.tf2.calibrate import PlannedFunction
 from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.models import check_model
 from checkmate.tf2.planned_steps import PlannedSteps
-from checkmate.tf2.profiler import Profiler, estimated_costs
+from checkmate.tf2.profiler import cost_source
 from checkmate.tf2.specs import ARGUMENTS, closed_specs_of, flat_batch, sample_batch, specs_like, specs_of
 from checkmate.tf2.trace import Loss, resolve_losses, resolve_optimizer, trace_step
 
 _log = logging.getLogger("checkmate.tf2")
-
-
-CostSource = Literal["measured", "estimated", "bytes"]
-"""Where costs come from; ``"bytes"`` is the earlier name of ``"estimated"``."""
 
 
 class TrainStep:
@@ -212,13 +208,8 @@ def capture(
         GraphError: The step cannot be traced as one function.
     """
     check_model(model)
-    if costs not in get_args(CostSource):
-        raise OptionError(
-            f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
-            hint="pass costs='measured', or costs='estimated' to run nothing",
-        )
+    source = cost_source(costs)
     specs = (closed_specs_of(input_spec, "input_spec"), closed_specs_of(label_spec, "label_spec"))
-    source = Profiler() if costs == "measured" else estimated_costs
     trace = trace_step(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs)
     return capture_trace(trace, source, model.name).graph
 
