@@ -82,6 +82,14 @@ def test_a_data_set_and_validation():
     both(cnn, history(validation_data=(IMAGES, CLASSES)))
 
 
+def test_metrics_do_not_keep_the_prediction_until_the_end():
+    """Keras traces them after the update; they are listed before the backward pass, which needs less memory."""
+    graph = capture(cnn(), (IMAGES, CLASSES), costs="estimated")
+    phases = [op.phase for op in graph.ops]
+    assert "loss" in phases
+    assert "loss" not in phases[phases.index("backward") :]
+
+
 @pytest.mark.slow
 def test_a_smaller_last_batch_is_planned_within_the_same_budget():
     """Each shape has a plan, found when it first comes and kept; both are measured."""

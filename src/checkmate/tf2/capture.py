@@ -24,7 +24,7 @@ from checkmate.tf2.op_properties import (
     static_shape_values,
     tensor_bytes,
 )
-from checkmate.tf2.ordering import listed_order
+from checkmate.tf2.ordering import listed_order, metrics_first
 from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
@@ -113,9 +113,9 @@ class _Builder:
         clobbers = {op.name: self._clobberers(op) for op in self.real}
         optimizer = {op.name for op in self.real if self._in_optimizer(op)}
         data = {op.name: [s.op.name for s in self._sources(op)] for op in self.real}
-        members = [
-            self.ops[self.index[n]] for n in listed_order([op.name for op in self.real], data, before, clobbers, optimizer)
-        ]
+        phases = {op.name: self.trace.phase(self.index[op.name]) for op in self.real}
+        traced = metrics_first([op.name for op in self.real], data, before, clobbers, phases)
+        members = [self.ops[self.index[n]] for n in listed_order(traced, data, before, clobbers, optimizer)]
         where = {op.name: o for o, op in enumerate(members)}
         self._find_in_place(members)
         values = self._number(members)
