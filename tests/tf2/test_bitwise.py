@@ -127,6 +127,31 @@ def test_shared_layers():
     assert differing(planned, plain) == 0
 
 
+def grouped() -> keras.Model:
+    """Convolutions with groups, which Keras lets XLA compile on a CPU, and a function of the user that XLA compiles."""
+
+    class Compiled(layers.Layer):
+        def call(self, x):
+            return tf.function(lambda y: tf.nn.gelu(y) * 2.0, jit_compile=True)(x)
+
+    x = inputs = keras.Input((16, 16, 3))
+    x = layers.Conv2D(8, 3, padding="same")(x)
+    for groups in (2, 8):
+        x = Compiled()(layers.Conv2D(8, 3, groups=groups, padding="same", activation="relu")(x))
+    return keras.Model(inputs, layers.Dense(10, activation="softmax")(layers.Flatten()(x)))
+
+
+def test_functions_that_xla_compiles():
+    """Each is one op, which can be computed again before its weight changes."""
+    planned, chained, plain = planned_and_plain(grouped, lambda: keras.optimizers.SGD(0.1), IMAGES, CLASSES)
+    assert differing(planned, chained) == 0
+    assert differing(planned, plain) == 0
+    graph = checkmate.tf2.capture(grouped(), "sparse_categorical_crossentropy", "sgd", IMAGES, CLASSES)
+    calls = [op for op in graph.ops if op.kind == "StatefulPartitionedCall" and op.phase == "forward"]
+    assert len(calls) >= 2
+    assert all(op.recomputable and op.clobbered_by for op in calls)
+
+
 def test_the_comparison_can_fail():
     """Another seed gives other masks, and every array shows it."""
     keras.utils.set_random_seed(1)

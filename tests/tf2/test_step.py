@@ -261,19 +261,6 @@ def test_a_model_of_a_strategy_is_refused_outside_of_its_scope():
     assert "scope" in caught.value.hint
 
 
-def test_xla_is_refused():
-    """No schedule reaches into what XLA compiles."""
-
-    class Compiled(layers.Layer):
-        def call(self, x):
-            return tf.function(lambda y: y * 2.0, jit_compile=True)(x)
-
-    x = inputs = keras.Input((8,))
-    model = keras.Model(inputs, layers.Dense(3, activation="softmax")(Compiled()(x)))
-    with pytest.raises(GraphError, match="XLA"):
-        compiled(model)
-
-
 def test_strategies_and_functions_are_refused():
     """One device, called from Python."""
     step = compiled()

@@ -120,6 +120,14 @@ def memory_limit_bytes(device: str) -> int | None:
     return None
 
 
+def is_stateful(op_type: str) -> bool:
+    """Whether ops of a type have state or effects."""
+    from tensorflow.python.framework import op_def_registry
+
+    definition = op_def_registry.get(op_type)
+    return definition is None or definition.is_stateful
+
+
 def _stat(stat: Any, names: Any) -> Any:
     kind = stat.WhichOneof("value")
     return names[stat.ref_value].name if kind == "ref_value" else getattr(stat, kind) if kind else None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.cost.store import OpCost
 from checkmate.tf2.op_properties import (
@@ -81,9 +80,6 @@ def capture_trace(trace: Trace, costs: Costs, name: str = "") -> Capture:
         trace: The traced step.
         costs: Gives the cost and workspace of each op.
         name: Name of the graph.
-
-    Raises:
-        GraphError: XLA compiles a part of the step.
     """
     return _Builder(trace).build(costs, name)
 
@@ -100,6 +96,7 @@ class _Builder:
         self.ops = trace.ops
         self.index = {op.name: i for i, op in enumerate(self.ops)}
         self.kinds = classify(self.ops)
+        self.reading_calls = {op.name for op in self.ops if op.type in CALLS and self.kinds[op.name] == "op"}
         self.needed = self._needed()
         self.touching = self._touching()
         self.snapshot_reads = self._snapshot_reads()
@@ -108,7 +105,6 @@ class _Builder:
         self.in_place: dict[str, str] = {}  # tensor -> the tensor whose buffer it reuses
 
     def build(self, costs: Costs, name: str) -> Capture:
-        self._reject_xla()
         before = {op.name: self._before(op) for op in self.real}
         clobbers = {op.name: self._clobberers(op) for op in self.real}
         optimizer = {op.name for op in self.real if self._in_optimizer(op)}
@@ -158,7 +154,11 @@ class _Builder:
         """Ops that are traced after an op and change a variable that it takes."""
         me = self.index[op.name]
         users = [user for handle in handles(op) for user in self.touching[handle]]
-        return [user for user in users if user.type not in READERS and self.index[user.name] > me]
+        return [user for user in users if not self._only_reads(user) and self.index[user.name] > me]
+
+    def _only_reads(self, op: tf.Operation) -> bool:
+        """Whether an op that takes a handle leaves the variable as it is."""
+        return op.type in READERS or op.name in self.reading_calls
 
     def _snapshot_reads(self) -> set[str]:
         """Reads with a use that was traced after the variable's next change, so that they must hold the old value."""
@@ -213,7 +213,7 @@ class _Builder:
     def _clobberers(self, op: tf.Operation) -> list[str]:
         """Ops that overwrite a variable whose buffer an op reads."""
         writers = [w.name for read in self._reads(op) for w in self._writers_after(read)]
-        if op.name in self.snapshot_reads or op.type in READERS:
+        if op.name in self.snapshot_reads or self._only_reads(op):
             writers += [w.name for w in self._writers_after(op)]
         return [n for n in dict.fromkeys(writers) if n != op.name]
 
@@ -286,16 +286,8 @@ class _Builder:
         variable = next((v for v in self.trace.variables if v.handle is tensor), None)
         return 0 if variable is None else variable.shape.num_elements() * variable.dtype.size
 
-    def _reject_xla(self) -> None:
-        for op in self.real:
-            if op.type in CALLS and "_XlaMustCompile" in op.node_def.attr and op.get_attr("_XlaMustCompile"):
-                raise GraphError(
-                    f"op {op.name!r} is a function that XLA compiles (jit_compile=True), whose schedule cannot be planned",
-                    hint="remove jit_compile=True from the functions that the model or the loss calls",
-                )
-
     def _warn_opaque(self, members: Sequence[tf.Operation]) -> None:
-        opaque = [op for op in members if op.type in CONTROL_FLOW | CALLS]
+        opaque = [op for op in members if op.type in CONTROL_FLOW | CALLS and not _xla_compiles(op)]
         if opaque:
             names = ", ".join(f"{op.name} ({op.type})" for op in opaque[:5]) + (", ..." if len(opaque) > 5 else "")
             _log.warning(
@@ -304,3 +296,7 @@ class _Builder:
                 len(opaque),
                 names,
             )
+
+
+def _xla_compiles(op: tf.Operation) -> bool:
+    return "_XlaMustCompile" in op.node_def.attr and op.get_attr("_XlaMustCompile")
