@@ -145,14 +145,19 @@ def test_a_graph_and_its_plan_are_files(tmp_path):
         compiled(x=X[:6], y=Y[:6], plan=tmp_path / "net.plan.json")
 
 
-def test_loops_are_one_op_and_said_so(caplog):
-    """A recurrent layer is a loop that no plan reaches into; it runs, and the log names it."""
-    model = keras.Sequential([keras.Input((6, 4)), layers.GRU(8, unroll=False), layers.Dense(3, activation="softmax")])
-    x = np.zeros((12, 6, 4), "float32")
+@pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU])
+def test_loops_are_one_op_whose_bytes_count(layer, caplog):
+    """A recurrent layer is a loop that no plan changes. What it allocates and what it keeps for the backward are in the plan."""
+    model = keras.Sequential([keras.Input((20, 16)), layer(64, unroll=False), layers.Dense(3, activation="softmax")])
+    x = np.random.default_rng(0).normal(size=(12, 20, 16)).astype("float32")
     with caplog.at_level(logging.WARNING):
-        step = compiled(model, x=x)
+        step = compiled(model, x=x, budget="1GiB", time_limit_s=5)
     assert "each one op of the plan" in caplog.text
     assert step(x, Y)[0].shape == (12, 3)
+    own = step.measured_bytes - step.graph.resident_bytes
+    assert step.peaks.live_bytes - step.graph.resident_bytes == pytest.approx(own, rel=0.25)
+    lists = {op.kind: sum(step.graph.values[v].size_bytes for v in op.outputs) for op in step.graph.ops if op.kind == "While"}
+    assert lists["While"] > 20 * 12 * 64 * 4  # more than one state for each step in time
 
 
 def test_options_of_the_process_are_left_alone():

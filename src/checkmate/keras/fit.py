@@ -132,7 +132,7 @@ def fit_within(
 
 
 def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -> Graph:
-    """The graph of the step that `model.fit` runs for a batch, to be planned elsewhere or written to a file. Nothing is trained.
+    """The graph of the step that `model.fit` runs for a batch, to be planned elsewhere or written to a file.
 
     Args:
         model: A compiled model, as in `fit_within`.
@@ -156,10 +156,9 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
     _check(model)
     from checkmate.keras.tensorflow_steps import capture_step  # imports the framework
     from checkmate.tf2.models import check_environment
-    from checkmate.tf2.profiler import cost_source
 
     check_environment(model)
-    return capture_step(model, batch, cost_source(costs)).graph
+    return capture_step(model, batch, costs).graph
 
 
 def _check(model: keras.Model) -> None:

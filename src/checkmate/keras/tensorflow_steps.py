@@ -14,9 +14,11 @@ import tensorflow as tf
 from checkmate.core.graph import Phase
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
-from checkmate.frontend.options import PlanningOptions
-from checkmate.tf2.capture import Capture, Costs, capture_trace
+from checkmate.frontend.options import CostSource, PlanningOptions
+from checkmate.tf2.capture import Capture, capture_trace
+from checkmate.tf2.opaque_ops import with_opaque_measured
 from checkmate.tf2.planned_steps import PlannedSteps
+from checkmate.tf2.profiler import cost_source
 from checkmate.tf2.trace import PhaseMarks, Trace, trace_function
 
 _log = logging.getLogger("checkmate.keras")
@@ -104,15 +106,17 @@ class _Batch:
         return cls(key, tf.nest.pack_sequence_as(data, specs), [leaf for leaf in leaves if leaf is not None])
 
 
-def capture_step(model: keras.Model, data: Any, costs: Costs) -> Capture:
-    """The graph of the step that `fit` runs for a batch. Nothing runs.
+def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Capture:
+    """The graph of the step that `fit` runs for a batch.
 
     Args:
         model: The compiled model.
         data: What `train_step` gets: ``(inputs, labels)`` or ``(inputs, labels, sample_weight)``.
-        costs: Gives the cost and workspace of each op.
+        costs: As in `checkmate.tf2.capture`.
     """
-    return capture_trace(_trace(model, [_Batch.of(data).specs]), costs, model.name)
+    batch, source = _Batch.of(data), cost_source(costs)
+    captured = capture_trace(_trace(model, [batch.specs]), source, model.name)
+    return with_opaque_measured(captured, batch.flat) if costs == "measured" else captured
 
 
 def _trace(model: keras.Model, specs: Sequence[Any]) -> Trace:

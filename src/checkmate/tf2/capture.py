@@ -291,8 +291,8 @@ class _Builder:
         if opaque:
             names = ", ".join(f"{op.name} ({op.type})" for op in opaque[:5]) + (", ..." if len(opaque) > 5 else "")
             _log.warning(
-                "%d loops, branches or nested functions are each one op of the plan; their inner values are measured but not "
-                "planned: %s",
+                "%d loops, branches or nested functions are each one op of the plan: what they allocate is measured and counted, "
+                "and cannot be planned: %s",
                 len(opaque),
                 names,
             )

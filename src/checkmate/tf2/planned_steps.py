@@ -17,6 +17,7 @@ from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything
 from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.calibrate import PlannedFunction, calibrate, without_calibration
 from checkmate.tf2.capture import capture_trace
+from checkmate.tf2.opaque_ops import with_opaque_measured
 from checkmate.tf2.peak import available_bytes, default_device, measure_peak
 from checkmate.tf2.profiler import Profiler
 from checkmate.tf2.trace import Trace
@@ -78,7 +79,7 @@ class PlannedSteps:
             InfeasibleBudgetError: No plan keeps the budget.
         """
         with progress.shown("tracing the step"):
-            captured = capture_trace(self._trace(specs), Profiler(), self._name)
+            captured = with_opaque_measured(capture_trace(self._trace(specs), Profiler(), self._name), batch)
             options, graph = self._options, captured.graph
             if options.plan is not None and not self.planned:
                 planned = without_calibration(captured, GivenPlan(options.plan, options.budget)(graph))

@@ -51,9 +51,9 @@ class Profiler:
     """
 
     def __init__(self, store: CostStore | None = None) -> None:
-        environment = _environment()
+        here = environment()
         self._costs = MeasuredCosts[tf.Operation](
-            signature=lambda op: signature(op, environment), measure=_measure_all, estimate=_estimate, store=store
+            signature=lambda op: signature(op, here), measure=_measure_all, estimate=_estimate, store=store
         )
 
     def __call__(self, ops: Sequence[tf.Operation]) -> list[OpCost]:
@@ -115,7 +115,7 @@ def signature(op: tf.Operation, environment: str) -> str | None:
     return " ".join([op.type, *inputs, *attributes, environment])
 
 
-def _environment() -> str:
+def environment() -> str:
     """Device, versions and settings that determine which kernel runs and how fast."""
     device = default_device()
     model = ""
@@ -192,6 +192,17 @@ def _synthetic_input(tensor: tf.Tensor) -> tf.Tensor:
         return tf.constant(value, tensor.dtype)
     if tensor.dtype.is_floating:  # away from 0 and 1: no denormals, no NaN, and no element that a kernel could skip
         return tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2), 0.1, 0.9, tensor.dtype)
+    return tf.zeros(tensor.shape, tensor.dtype)
+
+
+def synthetic_batch(arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Tensors of the shapes and types of some placeholders: uniform random floats in [0, 1), or zeros."""
+    return [_synthetic(tensor) for tensor in arguments]
+
+
+def _synthetic(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype.is_floating:
+        return tf.cast(tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2)), tensor.dtype)
     return tf.zeros(tensor.shape, tensor.dtype)
 
 

@@ -20,6 +20,7 @@ from checkmate.tf2.allocator_peaks import AllocatorPeaks
 from checkmate.tf2.calibrate import PlannedFunction
 from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.models import check_model
+from checkmate.tf2.opaque_ops import with_opaque_measured
 from checkmate.tf2.planned_steps import PlannedSteps
 from checkmate.tf2.profiler import cost_source
 from checkmate.tf2.specs import ARGUMENTS, closed_specs_of, flat_batch, sample_batch, specs_like, specs_of
@@ -191,7 +192,10 @@ def compile(  # noqa: A001 - `checkmate.tf2.compile` is the documented call
 def capture(
     model: keras.Model, loss: Loss, optimizer: Any, input_spec: Any, label_spec: Any, *, costs: CostSource = "measured"
 ) -> Graph:
-    """The graph of a training step. The step does not run; `checkmate.write` writes the graph to a file.
+    """The graph of a training step; `checkmate.write` writes it to a file.
+
+    The step does not run, unless it has loops or nested functions: what these allocate is measured in two steps, with all
+    variables saved before and restored afterwards.
 
     Args:
         model: A built Keras model, as in `compile`.
@@ -211,7 +215,8 @@ def capture(
     source = cost_source(costs)
     specs = (closed_specs_of(input_spec, "input_spec"), closed_specs_of(label_spec, "label_spec"))
     trace = trace_step(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs)
-    return capture_trace(trace, source, model.name).graph
+    captured = capture_trace(trace, source, model.name)
+    return (with_opaque_measured(captured) if costs == "measured" else captured).graph
 
 
 def _key(arguments: int, tensors: Any) -> tuple[Any, ...]:
