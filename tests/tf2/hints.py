@@ -1,4 +1,7 @@
-"""Whether the budget that a refusal names is kept at the first try, for random networks. ``python -m tests.tf2.hints FIRST LAST``."""
+"""Whether the budget that a refusal names is kept at the first try, for random networks.
+
+``python -m tests.tf2.hints FIRST LAST`` follows the hints of a range of seeds.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,7 @@ def follow(seed: int) -> dict[str, Any]:
         try:
             checkmate.tf2.compile(model, "sparse_categorical_crossentropy", optimizer, x, y, budget=budget, time_limit_s=1.0)
         except InfeasibleBudgetError as error:
-            found = re.search(r"at least (\S+),", error.hint or "")
-            assert found is not None, error
-            budget = found[1]
+            budget = re.findall(r"at least (\S+),", error.hint or "")[0]
             said.append(budget)
         else:
             break
@@ -62,4 +63,5 @@ def follow(seed: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-        print("RESULT " + json.dumps(follow(seed)), flush=True)
+        sys.stdout.write("RESULT " + json.dumps(follow(seed)) + "\n")
+        sys.stdout.flush()

@@ -13,6 +13,7 @@ from keras import layers
 import checkmate
 from checkmate import InfeasibleBudgetError, OptionError, UnitError, WrongGraphError
 from checkmate.core.errors import GraphError
+from checkmate.frontend import progress
 from checkmate.tf2 import NotBuiltError
 from tests.tf2.steps import keep_all
 
@@ -168,6 +169,15 @@ def test_options_of_the_process_are_left_alone():
         step(X[:, :3], Y)
     step(X, Y)
     assert tf.config.optimizer.get_experimental_options() == before
+
+
+def test_compiling_says_what_it_does():
+    """It takes up to minutes: tracing, measuring costs, planning and measuring plans are shown in turn."""
+    texts: list[str] = []
+    with progress.redirected(texts.append):
+        compiled(net(name="shown"), budget="1GiB")
+    for doing in ("tracing the step", "planning", "measuring a plan"):
+        assert any(text.startswith(doing) for text in texts), f"{doing!r} is not among {texts}"
 
 
 def test_planning_under_a_budget_leaves_everything_as_it_was():

@@ -29,6 +29,11 @@ class TrainFunction(Protocol):
         ...
 
     @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None before the first batch."""
+        ...
+
+    @property
     def measured_bytes(self) -> int | None:
         """Largest measured peak of a step; None if none was measured."""
         ...
@@ -58,6 +63,11 @@ class PlannedFit:
     def results(self) -> tuple[Result, ...]:
         """The solver's result for each shape of a batch, with its proof, in the order in which they were planned."""
         return () if self._function is None else self._function.results
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None before `fit`, since a share refers to the step of the first batch."""
+        return None if self._function is None else self._function.budget_bytes
 
     @property
     def measured_bytes(self) -> int | None:

@@ -42,6 +42,11 @@ class PlannedTrainFunction:
         return tuple(planned.result for planned in self._steps.planned.values())
 
     @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None before the first batch."""
+        return self._steps.budget_bytes
+
+    @property
     def measured_bytes(self) -> int | None:
         """Largest measured peak of a step; None if none was measured."""
         measured = [planned.measured_bytes for planned in self._steps.planned.values()]

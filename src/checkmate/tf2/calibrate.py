@@ -179,7 +179,6 @@ class _Search:
     @functools.cached_property
     def smallest(self) -> _Smallest:
         """The plan with the smallest planned peak that is found quickly, measured."""
-        progress.say("measuring the plan with the smallest peak")
         result = near_smallest(self.capture.graph, _EFFORT.smallest_s)
         function = build_function(self.capture, result.plan)
         measured = measure_plan(self.capture, function, self.batch)
@@ -234,7 +233,6 @@ class _Search:
         peaks = allocator_peaks(self.capture, result.plan)
         needed, run = peaks.chunk_bytes + self.bias_bytes, None
         if min(needed, peaks.chunk_bytes) <= self.budget_bytes:  # another plan can exceed its prediction by less
-            progress.say("measuring a plan")
             peak = measure_plan(self.capture, build_function(self.capture, result.plan), self.batch, self.budget_bytes)
             run = _TrialRun(result, peaks, peak)
             _log_trial(run, self.budget_bytes)
@@ -268,12 +266,13 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     if not has_memory_stats(device):
         return None
     resident, peak = capture.graph.resident_bytes, 0
-    for _ in range(_EFFORT.runs):
-        with restored(capture.trace.variables), grappler_off():
-            for _ in range(_EFFORT.steps):
-                peak = max(peak, measure_peak(lambda: function(*batch), device=device))
-        if limit_bytes is not None and resident + peak > limit_bytes:
-            break
+    with progress.shown("measuring a plan"):
+        for _ in range(_EFFORT.runs):
+            with restored(capture.trace.variables), grappler_off():
+                for _ in range(_EFFORT.steps):
+                    peak = max(peak, measure_peak(lambda: function(*batch), device=device))
+            if limit_bytes is not None and resident + peak > limit_bytes:
+                break
     return resident + peak
 
 

@@ -89,9 +89,8 @@ def _is_opaque(op: tf.Operation) -> bool:
 
 def _measure(capture: Capture, opaque: Sequence[int], batch: Sequence[tf.Tensor]) -> dict[int, _Opaque]:
     """Run the step once to create its kernels and once to trace it."""
-    progress.say("measuring loops and nested functions")
     function = build_function(capture, keep_everything(capture.graph).plan)
-    with restored(capture.trace.variables), grappler_off():
+    with progress.shown("measuring loops and nested functions"), restored(capture.trace.variables), grappler_off():
         function(*batch)
         events = trace_events(lambda: function(*batch))
     owners = _Owners(capture, opaque)

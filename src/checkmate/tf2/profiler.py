@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
 from checkmate.tf2._compat import trace_events
@@ -67,7 +68,8 @@ class Profiler:
 
 def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:
     """Measured costs by signature, without the ops that cannot be run alone."""
-    return {key: cost for key, op in ops.items() if (cost := _measure(op)) is not None}
+    each = progress.counted(ops.items(), "measuring costs")
+    return {key: cost for key, op in each if (cost := _measure(op)) is not None}
 
 
 def _estimate(op: tf.Operation) -> OpCost:
