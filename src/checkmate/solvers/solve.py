@@ -181,7 +181,7 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
     found = f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
     floor = f"no plan of any order takes less than {least}: {smallest.why}"
     at_least = format_at_least(smallest.peak_bytes)
-    hint = f"{_units(problem.budget_bytes)}raise the budget to at least {at_least}, or lower the batch size"
+    hint = f"{unit_question(problem.budget_bytes)}raise the budget to at least {at_least}, or lower the batch size"
     if failure.termination.reason is Reason.INFEASIBLE:
         raise InfeasibleBudgetError(
             f"budget {budget} is {_below(problem.budget_bytes, smallest)}; {found}; {floor}",
@@ -205,7 +205,7 @@ def _smallest(problem: Problem, session: Session) -> MinBudget:
     return smallest_peak(problem, limits, known=session.smallest)
 
 
-def _units(budget_bytes: int) -> str:
+def unit_question(budget_bytes: int) -> str:
     """Ask whether a unit was left out of a budget that no step has."""
     if budget_bytes >= _FEWEST_BYTES:
         return ""
