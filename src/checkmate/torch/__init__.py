@@ -16,6 +16,7 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
+from checkmate.oom import OutOfMemory, read_oom
 from checkmate.studies.fit_report import Fits
 from checkmate.torch.compilation.call import NothingPlannedError
 from checkmate.torch.compilation.program import LateGradientError
@@ -34,6 +35,7 @@ __all__ = [
     "LateGradientError",
     "NothingPlannedError",
     "Options",
+    "OutOfMemory",
     "RankError",
     "Saved",
     "SplitError",
@@ -44,4 +46,5 @@ __all__ = [
     "explain",
     "fits",
     "measure_peak",
+    "read_oom",
 ]
