@@ -23,6 +23,7 @@ from checkmate.torch.compilation.program import LateGradientError
 from checkmate.torch.distributed.consensus import RankError
 from checkmate.torch.explain import Saved, StepExplanation, explain
 from checkmate.torch.forecast.fits import fits
+from checkmate.torch.forecast.largest_batch import LargestBatch, largest_batch
 from checkmate.torch.measure.peak import measure_peak
 from checkmate.torch.options import Options
 from checkmate.torch.partition.check_peak import SplitError
@@ -32,6 +33,7 @@ from checkmate.torch.step.tracing import GraphBreakError
 __all__ = [
     "Fits",
     "GraphBreakError",
+    "LargestBatch",
     "LateGradientError",
     "NothingPlannedError",
     "Options",
@@ -45,6 +47,7 @@ __all__ = [
     "compile",
     "explain",
     "fits",
+    "largest_batch",
     "measure_peak",
     "read_oom",
 ]
