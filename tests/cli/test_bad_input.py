@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
 import pytest
 
 import checkmate
+from tests.oom.recording import failed_run
 from tests.plot.graphs import AGAIN, plan
 
 PLAN = ("plan", "chain.graph.json", "--budget", "5MiB")
@@ -66,6 +68,14 @@ CASES = {
     "report-other-curve": (("report", "chain.graph.json", "made.plan.json", "--curve", "other.curve.json"), "another graph"),
     "report-in-no-folder": (("report", "chain.graph.json", "made.plan.json", "--out", "none/r.html"), "cannot write none/r.html"),
     "report-budget": (("report", "chain.graph.json", "made.plan.json", "--budget", "lots"), "cannot read 'lots'"),
+    "oom-no-file": (("oom", "none.pickle"), "none.pickle: No such file"),
+    "oom-folder": (("oom", "."), "directory"),
+    "oom-runs-code": (("oom", "hostile.pickle"), "hostile.pickle: the pickle would import or call something"),
+    "oom-other-pickle": (("oom", "list.pickle"), "list.pickle: not a memory snapshot"),
+    "oom-no-error": (("oom", "foreign.json"), "no out-of-memory error of PyTorch"),
+    "oom-device": (("oom", "snapshot.pickle", "--device", "3"), "nothing of device 3"),
+    "oom-limit": (("oom", "snapshot.pickle", "--limit", "1KiB"), "larger than 1.00 KiB"),
+    "oom-no-line": (("oom", "snapshot.pickle", "--most", "0"), "--most 0"),
     "devices-unknown": (("devices", "H1OO"), "the nearest known one is 'H100'"),
     "devices-no-profile": (("devices", "foreign.json"), "foreign.json: not a device profile"),
     "devices-no-file": (("devices", "none.json"), "none.json: No such file"),
@@ -88,6 +98,9 @@ CASES = {
 @pytest.fixture
 def files(tmp_path):
     (tmp_path / "truncated.json").write_text('{"format": "checkmate.graph/1", "ops": [')
+    (tmp_path / "hostile.pickle").write_bytes(b"\x80\x02cposix\nsystem\nX\x05\x00\x00\x00sleep\x85R.")
+    (tmp_path / "list.pickle").write_bytes(pickle.dumps([1, 2]))
+    failed_run().dump(tmp_path / "snapshot.pickle")
     (tmp_path / "foreign.json").write_text('{"nodes": 3}')
     (tmp_path / "newer.json").write_text('{"format": "checkmate.graph/9"}')
     (tmp_path / "plan.json").write_text('{"format": "checkmate.plan/1", "steps": []}')

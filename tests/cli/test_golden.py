@@ -10,6 +10,8 @@ import pytest
 
 import checkmate
 from tests.cli.test_capture import MODEL
+from tests.oom.recording import failed_run
+from tests.oom.test_answer import NEW
 from tests.plot.graphs import AGAIN, KEEP_ALL, plan
 
 
@@ -18,7 +20,7 @@ def both(outcome):
 
 
 VERBS = ("demo", "capture", "plan", "verify", "min-budget", "pareto", "max-batch", "explain", "diff", "report", "solvers")
-VERBS += ("completion", "fits", "devices")
+VERBS += ("completion", "fits", "devices", "oom")
 
 
 @pytest.fixture
@@ -26,6 +28,7 @@ def planned(run, tmp_path):
     """Two plans beside the graph: one keeps everything, one computes three ops again."""
     checkmate.write(plan(KEEP_ALL), tmp_path / "all.plan.json")
     checkmate.write(plan(AGAIN), tmp_path / "again.plan.json")
+    failed_run().dump(tmp_path / "snapshot.pickle")
 
 
 @pytest.mark.parametrize("words", [(), *((verb,) for verb in VERBS)], ids=lambda words: "-".join(words) or "checkmate")
@@ -100,6 +103,18 @@ def test_report(run, golden, planned):
     golden("report", re.sub(r"[\d.]+ KiB", "... KiB", said))
 
 
+def test_oom(run, golden, tmp_path):
+    """What filled the memory, why the allocation failed, and the line to add."""
+    failed_run().dump(tmp_path / "snapshot.pickle")
+    golden("oom", both(run("oom", "snapshot.pickle")))
+
+
+def test_oom_of_a_log(run, golden, tmp_path):
+    """The figures of the last error in the output of a run."""
+    (tmp_path / "train.log").write_text(f"step 17 loss 2.31\ntorch.OutOfMemoryError: {NEW}\n")
+    golden("oom-log", both(run("oom", "train.log")))
+
+
 def test_solvers(run, golden, monkeypatch):
     """A line of words and the options of each; other packages' solvers are not in this list."""
     monkeypatch.setattr("checkmate.cli.solvers.available", lambda: {"auto": checkmate.Auto, "keep-all": checkmate.KeepAll})
@@ -159,6 +174,7 @@ EVERY = [
     ("explain", "chain.graph.json", "again.plan.json"),
     ("diff", "chain.graph.json", "all.plan.json", "again.plan.json"),
     ("report", "chain.graph.json", "again.plan.json"),
+    ("oom", "snapshot.pickle"),
     ("solvers",),
     ("devices",),
     ("completion", "bash"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from checkmate.cli import amounts, files, terminal
 from checkmate.cli.progress import drawn
@@ -14,7 +13,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.result import Limits
 from checkmate.core.units import format_bytes
 from checkmate.studies.affine import AffineGraph
-from checkmate.studies.max_batch import ONE_EXTRA_FORWARD
+from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxOverhead
 from checkmate.studies.max_batch import max_batch as largest_batch
 
 
@@ -134,9 +133,9 @@ def _affine(small: Path, batch: int, large: Path | None, large_batch: int | None
     return AffineGraph(first, batch, files.load(large, Graph), large_batch)
 
 
-def _overhead(text: str) -> float | Literal["one extra forward"]:
+def _overhead(text: str) -> MaxOverhead:
     if text == ONE_EXTRA_FORWARD:
-        return "one extra forward"
+        return ONE_EXTRA_FORWARD
     try:
         return float(text)
     except ValueError:

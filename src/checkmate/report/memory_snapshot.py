@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
+
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
+from checkmate.oom.snapshot import Block, Event, Frame, Segment, Snapshot
 from checkmate.studies.requests import requests
 
 _PLACE = re.compile(r"(?:^|, )([^,]+):(\d+)$")
@@ -62,12 +65,12 @@ class _Recorder:
         self.graph = graph
         self.clock = 0
         self.next = _BASE
-        self.blocks: dict[int, dict[str, Any]] = {}
-        self.events: list[dict[str, Any]] = []
-        self.resident = self._block(graph.resident_bytes, [_frame("resident", "", 0)])
+        self.blocks: dict[int, Block] = {}
+        self.events: list[Event] = []
+        self.resident = self._block(graph.resident_bytes, [Frame("resident", "", 0)])
 
     def allocate(self, number: int, size_bytes: int, name: str, op: int | None) -> None:
-        frames = [_frame(name, "", 0)] + ([] if op is None else _frames(self.graph, op))
+        frames = [Frame(name, "", 0)] + ([] if op is None else _frames(self.graph, op))
         self.blocks[number] = self._block(size_bytes, frames)
         self._note("alloc", self.blocks[number])
 
@@ -78,48 +81,35 @@ class _Recorder:
 
     def snapshot(self) -> dict[str, Any]:
         left = [self.resident, *self.blocks.values()] if self.graph.resident_bytes else list(self.blocks.values())
-        return {
-            "segments": [_segment(block) for block in left],
-            "device_traces": [self.events],
-            "allocator_settings": {},
-            "external_annotations": [],
-        }
+        segments = [_segment(block) for block in left]
+        content = msgspec.to_builtins(Snapshot(segments=segments, device_traces=[self.events]))
+        for event in content["device_traces"][0]:
+            del event["device_free"]  # only the events of errors have it
+        return content
 
-    def _block(self, size_bytes: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    def _block(self, size_bytes: int, frames: list[Frame]) -> Block:
         address = self.next
         self.next += -(-size_bytes // 512) * 512
-        block = {"address": address, "size": size_bytes, "requested_size": size_bytes, "state": "active_allocated"}
-        return {**block, "frames": frames}
+        return Block(address=address, size=size_bytes, requested_size=size_bytes, state="active_allocated", frames=frames)
 
-    def _note(self, action: str, block: dict[str, Any]) -> None:
-        event = {"action": action, "addr": block["address"], "size": block["size"], "stream": 0, "time_us": self.clock // 1000}
-        self.events.append({**event, "frames": block["frames"]})
-
-
-def _segment(block: dict[str, Any]) -> dict[str, Any]:
-    size = block["size"]
-    return {
-        "device": 0,
-        "address": block["address"],
-        "total_size": size,
-        "allocated_size": size,
-        "active_size": size,
-        "requested_size": size,
-        "stream": 0,
-        "segment_type": "large",
-        "is_expandable": False,
-        "segment_pool_id": (0, 0),
-        "frames": [],
-        "blocks": [block],
-    }
+    def _note(self, action: str, block: Block) -> None:
+        event = Event(action=action, addr=block.address, size=block.size, time_us=self.clock // 1000, frames=block.frames)
+        self.events.append(event)
 
 
-def _frames(graph: Graph, o: int) -> list[dict[str, Any]]:
+def _segment(block: Block) -> Segment:
+    return Segment(
+        address=block.address,
+        total_size=block.size,
+        allocated_size=block.size,
+        active_size=block.size,
+        requested_size=block.size,
+        blocks=[block],
+    )
+
+
+def _frames(graph: Graph, o: int) -> list[Frame]:
     op = graph.ops[o]
     place = _PLACE.search(op.source)
     file, line = ("", 0) if place is None else (place[1], int(place[2]))
-    return [_frame(op.kind or op.name, file, line), _frame(op.source or op.name, file, line)]
-
-
-def _frame(name: str, file: str, line: int) -> dict[str, Any]:
-    return {"name": name, "filename": file, "line": line}
+    return [Frame(op.kind or op.name, file, line), Frame(op.source or op.name, file, line)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -24,7 +24,10 @@ from checkmate.solvers.session import Session, Solver
 from checkmate.solvers.solve import solve
 from checkmate.studies.affine import check_growing, check_same_structure
 
-ONE_EXTRA_FORWARD = "one extra forward"
+MaxOverhead = float | Literal["one extra forward"]
+"""Limit on the cost of a plan: a number, over computing each op once, or one extra computation of the forward."""
+
+ONE_EXTRA_FORWARD: Final[Literal["one extra forward"]] = "one extra forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,7 @@ def max_batch(
     graph_at: Callable[[int], Graph],
     *,
     budget_bytes: Amount,
-    max_overhead: float | Literal["one extra forward"] = ONE_EXTRA_FORWARD,
+    max_overhead: MaxOverhead = ONE_EXTRA_FORWARD,
     limits: Limits | None = None,
     solver: Solver | None = None,
     on_progress: Callable[[int, int], None] | None = None,

@@ -16,12 +16,14 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
+from checkmate.oom import OutOfMemory, read_oom
 from checkmate.studies.fit_report import Fits
 from checkmate.torch.compilation.call import NothingPlannedError
 from checkmate.torch.compilation.program import LateGradientError
 from checkmate.torch.distributed.consensus import RankError
 from checkmate.torch.explain import Saved, StepExplanation, explain
 from checkmate.torch.forecast.fits import fits
+from checkmate.torch.forecast.largest_batch import LargestBatch, largest_batch
 from checkmate.torch.measure.peak import measure_peak
 from checkmate.torch.options import Options
 from checkmate.torch.partition.check_peak import SplitError
@@ -31,9 +33,11 @@ from checkmate.torch.step.tracing import GraphBreakError
 __all__ = [
     "Fits",
     "GraphBreakError",
+    "LargestBatch",
     "LateGradientError",
     "NothingPlannedError",
     "Options",
+    "OutOfMemory",
     "RankError",
     "Saved",
     "SplitError",
@@ -43,5 +47,7 @@ __all__ = [
     "compile",
     "explain",
     "fits",
+    "largest_batch",
     "measure_peak",
+    "read_oom",
 ]

@@ -1,7 +1,8 @@
-"""Trace a step for an emulated device, at the size of its example or another, within a time limit."""
+"""Trace a step for an emulated device or the one at hand, at the size of its example or another, within a time limit."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import time
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
+from checkmate.torch._compat.dispatch import FakeTensorMode
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.storages import storage_key
@@ -96,8 +98,9 @@ class DeviceTracer:
         optimizer: An optimizer, its name, or None.
         whole: Whether the optimizer's updates are planned with the rest.
         autocast: Type of `torch.autocast`, or None.
-        target: The device.
+        target: The device; None for the one at hand, where costs and workspace are measured.
         until: Value of ``time.perf_counter()`` at which the time limit is over.
+        clip_norm: As in `compile`.
 
     Attributes:
         trace_s: Seconds that the newest trace took.
@@ -114,8 +117,9 @@ class DeviceTracer:
         optimizer: torch.optim.Optimizer | str | None,
         whole: bool | None,
         autocast: torch.dtype | None,
-        target: EmulatedDevice,
+        target: EmulatedDevice | None,
         until: float,
+        clip_norm: float | None = None,
     ) -> None:
         if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
             near = difflib.get_close_matches(optimizer, OPTIMIZERS, n=1, cutoff=0.0)[0]
@@ -125,7 +129,7 @@ class DeviceTracer:
             )
         self.model, self.loss, self.example = model, loss, example
         self.optimizer, self.whole, self.autocast, self.target = optimizer, whole, autocast, target
-        self.until = until
+        self.clip_norm, self.until = clip_norm, until
         self.trace_s = 0.0
 
     def share_s(self, share: float) -> float:
@@ -151,9 +155,11 @@ class DeviceTracer:
         """
         began = time.perf_counter()
         given = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
-        granule = self.target.device.granule_bytes
-        self.target.unknown_workspace.clear()
-        self.target.cpu_only.clear()
+        target = self.target
+        granule = 1 if target is None else target.device.granule_bytes
+        if target is not None:
+            target.unknown_workspace.clear()
+            target.cpu_only.clear()
         example = self.example if size is None else _resized(self.example, dim, size)
         with fake_inputs(example, self.model, self.loss, given) as batch:
             there = [*self.model.parameters(), *self.model.buffers()]
@@ -162,11 +168,12 @@ class DeviceTracer:
             moved = [_rounded(p, granule) for p in trained]
             optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
-            spec = spec_of_step(self.model, self.loss, optimizer, batch, self.whole, 1, None, self.autocast)
-            graph = trace_graph(spec, batch, Options(reserve=state, costs="estimated"), self.target)
+            spec = spec_of_step(self.model, self.loss, optimizer, batch, self.whole, 1, self.clip_norm, self.autocast)
+            graph = trace_graph(spec, batch, Options(reserve=state, costs="measured" if target is None else "estimated"), target)
             update = 0
             if optimizer is not None and not spec.whole:
-                update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, self.target.device.kind)
+                kind = trained[0].device.type if target is None else target.device.kind
+                update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, kind)
             stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
         self.trace_s = time.perf_counter() - began
         return TracedStep(
@@ -185,9 +192,12 @@ def _tensors(example: Any) -> list[torch.Tensor]:
 
 
 def _resized(example: Any, dim: int, size: int) -> Any:
+    mode = FakeTensorMode()
+
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         shape = [size if d == dim else n for d, n in enumerate(tensor.shape)]
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        with contextlib.nullcontext() if tensor.device.type == "meta" else mode:
+            return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     return pytree.tree_map_only(torch.Tensor, resized, example)
 

@@ -1,0 +1,315 @@
+"""`OutOfMemory`: what filled a device's memory, why the allocation failed, and what to change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from checkmate.core.units import format_bytes
+from checkmate.oom import stacks
+from checkmate.oom.message import ErrorText, parse_error
+from checkmate.oom.replay import BlockInUse, Moment, moment_of
+from checkmate.oom.snapshot import Snapshot, frames_of, read_snapshot
+from checkmate.oom.stacks import Origin, origin_of
+
+HEADROOM = 0.03
+"""Share of the available memory that a suggested budget leaves for fragmentation, as `checkmate.torch.fits` does by default."""
+
+Cause = Literal["fragmentation", "too little memory", "larger than the device", "no error recorded", "not known"]
+
+
+class Holder(NamedTuple):
+    """Blocks in use that were allocated at one line.
+
+    Attributes:
+        place: File, line and function; ``""`` if no stack was recorded.
+        kind: What was allocated, as far as the stack tells.
+        size_bytes: Their bytes.
+        blocks: Their number.
+    """
+
+    place: str
+    kind: str
+    size_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """The memory of a device when an allocation failed. Figures that are not known are None.
+
+    Attributes:
+        moment: The moment described, in words.
+        device: Index of the device.
+        requested_bytes: Bytes of the allocation that failed.
+        total_bytes: Memory of the device, or the limit that the process has set.
+        device_free_bytes: Bytes that were free on the device.
+        outside_bytes: Bytes of this process outside PyTorch's allocator: the context, libraries.
+        allocated_bytes: Bytes in use by tensors.
+        reserved_bytes: Bytes that the allocator had from the device, in use or cached.
+        largest_free_bytes: Largest free range in the cached memory.
+        expandable: Whether the allocator used expandable segments.
+        holders: Blocks in use by line, the largest first; empty without a snapshot.
+    """
+
+    moment: str
+    device: int | None = None
+    requested_bytes: int | None = None
+    total_bytes: int | None = None
+    device_free_bytes: int | None = None
+    outside_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    largest_free_bytes: int | None = None
+    expandable: bool = False
+    holders: tuple[Holder, ...] = ()
+
+    @property
+    def cached_bytes(self) -> int | None:
+        """Bytes that are reserved but not allocated."""
+        if self.allocated_bytes is None or self.reserved_bytes is None:
+            return None
+        return max(0, self.reserved_bytes - self.allocated_bytes)
+
+    @property
+    def available_bytes(self) -> int | None:
+        """Bytes for tensors on the device: what the allocator has, and what is free. Only an error tells the latter."""
+        if self.reserved_bytes is None or self.requested_bytes is None:
+            return None
+        return self.reserved_bytes + (self.device_free_bytes or 0)
+
+    @property
+    def missing_bytes(self) -> int | None:
+        """Bytes by which the request exceeds all free memory; 0 if it would fit in one piece."""
+        if self.requested_bytes is None or self.available_bytes is None or self.allocated_bytes is None:
+            return None
+        return max(0, self.allocated_bytes + self.requested_bytes - self.available_bytes)
+
+    @property
+    def cause(self) -> Cause:
+        """Why the allocation failed."""
+        if self.requested_bytes is None:
+            return "no error recorded"
+        if self.total_bytes is not None and self.requested_bytes > self.total_bytes:
+            return "larger than the device"
+        if self.missing_bytes is None:
+            return "not known"
+        return "too little memory" if self.missing_bytes else "fragmentation"
+
+    @property
+    def budget(self) -> str | None:
+        """A budget that leaves `HEADROOM` of the available memory, as the option of the backend; None if it is not known."""
+        if self.available_bytes is None or self.cause == "larger than the device":
+            return None
+        return _at_most(round((1 - HEADROOM) * self.available_bytes))
+
+    @property
+    def line(self) -> str | None:
+        """The line to add to the script, before the first step."""
+        if self.budget is None:
+            return None
+        return f'model = torch.compile(model, backend="checkmate", options={{"budget": "{self.budget}"}})'
+
+    def by_kind(self) -> tuple[Holder, ...]:
+        """Blocks in use by kind, the largest first."""
+        return _summed(holder._replace(place="") for holder in self.holders)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Figures and cause as pairs of a name and a text."""
+        shown = format_bytes
+        rows: list[tuple[str, str]] = []
+        if self.device is not None:
+            rows.append(("device", f"{self.device}" + ("" if self.total_bytes is None else f", {shown(self.total_bytes)}")))
+        rows.append(("moment", self.moment))
+        if self.requested_bytes is not None:
+            rows.append(("requested", shown(self.requested_bytes)))
+        if self.allocated_bytes is not None:
+            reserved = "" if self.reserved_bytes is None else f" of {shown(self.reserved_bytes)} reserved"
+            rows.append(("allocated", shown(self.allocated_bytes) + reserved))
+        if self.cached_bytes is not None:
+            largest = "" if self.largest_free_bytes is None else f", the largest range {shown(self.largest_free_bytes)}"
+            rows.append(("cached", f"{shown(self.cached_bytes)} reserved but not allocated{largest}"))
+        if self.device_free_bytes is not None:
+            outside = "" if self.outside_bytes is None else f"; {shown(self.outside_bytes)} in this process outside PyTorch"
+            rows.append(("free", f"{shown(self.device_free_bytes)} on the device{outside}"))
+        return [*rows, ("cause", self._cause_in_words())]
+
+    def advice(self) -> tuple[str, ...]:
+        """Sentences on what to change."""
+        said: list[str] = []
+        if self.cause == "fragmentation" and not self.expandable:
+            said.append(
+                "the free memory is in pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment of the run"
+            )
+        elif self.cause == "fragmentation":
+            said.append("the free memory is in pieces, or belongs to another stream or memory pool")
+        elif self.cause == "larger than the device":
+            said.append("one tensor is larger than the device: no plan helps, use a smaller batch or sequence")
+        fixed = sum(h.size_bytes for h in self.holders if h.kind in (stacks.PARAMETERS, stacks.OPTIMIZER))
+        if fixed:
+            said.append(f"no plan changes the {format_bytes(fixed)} of parameters and optimizer state")
+        if any(h.kind == stacks.BEFORE for h in self.holders):
+            said.append("call torch.cuda.memory._record_memory_history() before the model is created, to see all lines")
+        if self.budget is not None:
+            said.append(
+                f"a step planned within {self.budget} fits: {format_bytes(self.available_bytes or 0)} were available, less "
+                f"{HEADROOM:.0%}; `checkmate.torch.fits` tells whether there is such a plan"
+            )
+        return tuple(said)
+
+    def render(self, most: int = 10) -> str:
+        """Everything as text.
+
+        Args:
+            most: Maximum number of lines in each list.
+        """
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows) + 2
+        parts = ["\n".join(f"{name:<{width}}{text}" for name, text in rows)]
+        if self.holders:
+            parts.append("\n".join(["by kind", *_listed(self.by_kind(), most)]))
+            parts.append("\n".join(["by line", *_listed(self.holders, most)]))
+        parts.append("\n".join(self.advice()))
+        if self.line is not None:
+            parts.append(f"add this line before the first step:\n  {self.line}")
+        return "\n\n".join(part for part in parts if part)
+
+    __str__ = render
+
+    def _cause_in_words(self) -> str:
+        cached, requested = self.cached_bytes or 0, format_bytes(self.requested_bytes or 0)
+        if self.cause == "too little memory":
+            return f"too little memory: {format_bytes(self.missing_bytes or 0)} more would have been enough"
+        if self.cause == "fragmentation":
+            free = format_bytes(cached + (self.device_free_bytes or 0))
+            return f"fragmentation: {free} were free, but no range of {requested}"
+        return self.cause
+
+
+def of_snapshot(snapshot: Snapshot, device: int | None = None) -> OutOfMemory:
+    """Describe the last out-of-memory error of a snapshot, or the largest use in its recording.
+
+    Args:
+        snapshot: The snapshot.
+        device: Index of the device; by default that of an error, else that with the most reserved memory.
+
+    Raises:
+        OptionError: The snapshot has nothing of that device.
+        FileFormatError: A stack in it is none.
+    """
+    moment = moment_of(snapshot, device)
+    error = moment.error
+    return OutOfMemory(
+        moment=moment.name,
+        device=moment.device,
+        requested_bytes=None if error is None else error.size,
+        device_free_bytes=None if error is None else error.device_free,
+        allocated_bytes=moment.allocated_bytes,
+        reserved_bytes=moment.reserved_bytes,
+        largest_free_bytes=moment.largest_free_bytes,
+        expandable=any(segment.is_expandable for segment in snapshot.segments),
+        holders=_holders(moment),
+    )
+
+
+def of_text(text: str) -> OutOfMemory:
+    """Describe the last out-of-memory error in a text, such as a log.
+
+    Raises:
+        FileFormatError: The text has none.
+    """
+    return _with_text(OutOfMemory(moment="at the out-of-memory error, from its text alone"), parse_error(text))
+
+
+def read_oom(
+    error: BaseException | str, *, snapshot: str | os.PathLike[str] | None = None, device: int | None = None
+) -> OutOfMemory:
+    """Read an out-of-memory error of PyTorch: what filled the memory, why it failed, and the budget that would fit.
+
+    Args:
+        error: The caught `torch.OutOfMemoryError`, or its text.
+        snapshot: A file of `torch.cuda.memory._dump_snapshot` made after the error, for what filled the memory. No code of
+            it is run.
+        device: Index of the device in the snapshot; by default that of the error.
+
+    Raises:
+        FileFormatError: The text is not that of such an error, or the file is not a memory snapshot.
+        OptionError: The file cannot be opened.
+
+    Examples:
+        >>> found = read_oom(
+        ...     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is "
+        ...     "free. Of the allocated memory 76.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but "
+        ...     "unallocated."
+        ... )
+        >>> found.cause, found.budget
+        ('too little memory', '75.17GiB')
+    """
+    text = parse_error(str(error))
+    if snapshot is None:
+        return of_text(str(error))
+    return _with_text(of_snapshot(read_snapshot(snapshot), text.device if device is None else device), text)
+
+
+def _with_text(found: OutOfMemory, text: ErrorText) -> OutOfMemory:
+    """Add what only the text of the error has; exact figures of a snapshot stay."""
+    reserved = text.reserved_bytes
+    outside = None if text.process_bytes is None or reserved is None else max(0, text.process_bytes - reserved)
+    free = text.device_free_bytes
+    if text.allowed_bytes is not None and reserved is not None and free is not None:
+        free = min(free, max(0, text.allowed_bytes - reserved))
+    of_device = [size for size in (text.total_bytes, text.allowed_bytes) if size is not None]
+    return replace(
+        found,
+        device=text.device if found.device is None else found.device,
+        requested_bytes=text.requested_bytes if found.requested_bytes is None else found.requested_bytes,
+        total_bytes=min(of_device, default=None),
+        device_free_bytes=free if found.device_free_bytes is None else found.device_free_bytes,
+        outside_bytes=outside,
+        allocated_bytes=text.allocated_bytes if found.allocated_bytes is None else found.allocated_bytes,
+        reserved_bytes=reserved if found.reserved_bytes is None else found.reserved_bytes,
+    )
+
+
+def _holders(moment: Moment) -> tuple[Holder, ...]:
+    known: dict[int, Origin] = {}  # files share the stacks of equal allocations
+
+    def origin(block: BlockInUse) -> Origin:
+        if block.frames is None:
+            return Origin("", stacks.BEFORE)
+        key = id(block.frames)
+        if key not in known:
+            known[key] = origin_of(frames_of(block.frames))
+        return known[key]._replace(kind=stacks.AWAITS) if block.awaits_stream else known[key]
+
+    return _summed(Holder(*origin(block), block.size_bytes, 1) for block in moment.held)
+
+
+def _summed(holders: Iterable[Holder]) -> tuple[Holder, ...]:
+    sums: dict[tuple[str, str], Holder] = {}
+    for holder in holders:
+        key = holder[:2]
+        before = sums.get(key)
+        sums[key] = (
+            holder if before is None else Holder(*key, before.size_bytes + holder.size_bytes, before.blocks + holder.blocks)
+        )
+    return tuple(sorted(sums.values(), key=lambda holder: (-holder.size_bytes, *holder[:2])))
+
+
+def _listed(holders: tuple[Holder, ...], most: int) -> list[str]:
+    rest = sum(holder.size_bytes for holder in holders[most:])
+    lines = [
+        f"{format_bytes(h.size_bytes):>12}  {h.place or h.kind} "
+        f"({h.kind.partition(':')[0] + ', ' if h.place else ''}{h.blocks} block{'s' * (h.blocks != 1)})"
+        for h in holders[:most]
+    ]
+    return [*lines, f"{format_bytes(rest):>12}  in {len(holders) - most} more"] if len(holders) > most else lines
+
+
+def _at_most(size_bytes: int) -> str:
+    """An amount that `parse_bytes` reads back as no more than ``size_bytes``."""
+    unit, scale = next(((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if size_bytes >= s), ("B", 1))
+    hundredths = size_bytes * 100 // scale
+    return f"{hundredths // 100}.{hundredths % 100:02d}{unit}" if scale > 1 else f"{size_bytes}B"

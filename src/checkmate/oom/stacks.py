@@ -1,0 +1,106 @@
+"""From the stack of an allocation: the line of the user's code, and what was allocated, as far as a stack tells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from checkmate.oom.snapshot import Frame
+
+BACKWARD = "backward: gradients and temporaries"
+FORWARD = "forward: activations and temporaries"
+RECOMPUTED = "recomputed: activations, in the backward"
+OPTIMIZER = "optimizer: state and temporaries"
+PARAMETERS = "parameters and buffers"
+NO_STACK = "no Python stack: usually the backward"
+BEFORE = "no stack: allocated before the recording, or without stacks"
+AWAITS = "freed: another stream may still read it"
+OTHER = "other"
+
+_TORCH = re.compile(
+    r"(?:^|/)(?:site|dist)-packages/torch/|^torch/"
+    r"|/torch/(?:nn|optim|autograd|utils|_dynamo|_functorch|_inductor|cuda|amp|distributed|fx|_tensor\.py|_ops\.py|functional\.py)"
+    r"|/torchinductor_"  # code that Inductor wrote
+)
+_TO_TORCH = re.compile(r"^.*/torch/")
+_MODULE, _CHECKPOINT = "torch/nn/modules/module.py", "torch/utils/checkpoint.py"
+_BACKWARD_CALLS = {
+    ("torch/_tensor.py", "backward"),
+    ("torch/autograd/__init__.py", "backward"),
+    ("torch/autograd/__init__.py", "grad"),
+    ("torch/autograd/graph.py", "_engine_run_backward"),
+}
+_CATEGORY = re.compile(r"(?:^|\[)(\w+)\]?$")  # as `checkmate.report.memory_snapshot` names its blocks
+_NOT_PYTHON = re.compile(r"^(?:\?\?)?$|\.(?:cpp|cc|cu|h|cuh|c|so)(?:$|[.:])|^<(?!ipython|stdin)")
+
+
+class Origin(NamedTuple):
+    """Where an allocation comes from.
+
+    Attributes:
+        place: Line and function of the innermost Python frame outside PyTorch; ``""`` if there is none.
+        kind: What was allocated, one of the constants of this module.
+    """
+
+    place: str
+    kind: str
+
+
+def origin_of(frames: Sequence[Frame]) -> Origin:
+    """The line and the kind of an allocation.
+
+    Args:
+        frames: Its stack, innermost frame first.
+
+    Examples:
+        >>> stack = [Frame("linear", "??", 0), Frame("_call_impl", "/x/site-packages/torch/nn/modules/module.py", 1787)]
+        >>> origin_of([*stack, Frame("forward", "/x/me/gpt.py", 12)])
+        Origin(place='me/gpt.py:12 forward', kind='forward: activations and temporaries')
+    """
+    python = [frame for frame in frames if not _NOT_PYTHON.search(_path(frame))]
+    user = next((frame for frame in python if not _TORCH.search(_path(frame))), python[0] if python else None)
+    if user is None:
+        place = "" if not frames or frames[0].filename else frames[0].name  # a value of a plan has a name and no file
+    else:
+        place = f"{_short(_path(user))}:{user.line} {user.name}".rstrip()
+    return Origin(_printable(place), _kind(frames, bool(python)))
+
+
+def _kind(frames: Sequence[Frame], has_python: bool) -> str:
+    calls = {(_TO_TORCH.sub("torch/", _path(frame)), frame.name) for frame in frames}
+    files = {path for path, _ in calls}
+    in_module = not calls.isdisjoint((_MODULE, name) for name in ("_call_impl", "_wrapped_call_impl"))
+    if any(path.startswith("torch/optim/") for path in files):
+        return OPTIMIZER
+    if not calls.isdisjoint((_CHECKPOINT, name) for name in ("unpack_hook", "recompute_fn", "backward")):
+        return RECOMPUTED
+    # A custom Function calls `apply` of this file in both passes, and in the forward below a module.
+    backward = not calls.isdisjoint(_BACKWARD_CALLS) or (("torch/autograd/function.py", "apply") in calls and not in_module)
+    if backward or any("autograd::Engine" in name for _, name in calls):
+        return BACKWARD
+    if not files.isdisjoint(("torch/nn/init.py", "torch/nn/parameter.py", "torch/serialization.py")):
+        return PARAMETERS
+    if not calls.isdisjoint((_MODULE, name) for name in ("_apply", "to", "cuda")):
+        return PARAMETERS
+    if in_module:
+        return FORWARD
+    if any(path.startswith("torch/nn/modules/") and name in ("__init__", "reset_parameters") for path, name in calls):
+        return PARAMETERS
+    named = _CATEGORY.search(frames[0].name) if frames and not frames[0].filename else None
+    return f"{named[1]}: of a plan" if named else OTHER if has_python else NO_STACK
+
+
+def _path(frame: Frame) -> str:
+    return frame.filename.replace("\\", "/")
+
+
+def _short(path: str) -> str:
+    """The path below the packages of an installation, else the last two parts of it."""
+    below = re.split(r"(?:site|dist)-packages/", path)[-1]
+    return below if below != path else "/".join(path.split("/")[-2:])
+
+
+def _printable(text: str) -> str:
+    """Text of a file as one line without control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

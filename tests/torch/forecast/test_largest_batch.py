@@ -1,0 +1,150 @@
+"""The largest batch runs within its budget, on the plan that is returned, and the next one does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import checkmate
+import checkmate.torch
+from checkmate import InfeasibleBudgetError, OptionError, parse_bytes
+from checkmate.studies.affine import AffineGraph
+from checkmate.torch import largest_batch, measure_peak
+from checkmate.torch.forecast.quadratic import QuadraticGraph
+
+
+class Attention(nn.Module):
+    """Attention that holds its scores, so that sizes grow with the square of the length."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(50, dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.embed(ids)).chunk(3, -1)
+        return self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+class Labelled(nn.Module):
+    """A model that is called with names and returns its loss, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Attention()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return tokens_loss(self.net(input_ids), labels)
+
+
+def tokens_loss(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(prediction.flatten(0, 1), y.flatten())
+
+
+def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(batch * length).view(batch, length) % 50, torch.ones(batch, length, dtype=torch.long)
+
+
+def total(step: checkmate.torch.Step, *batch: Any) -> int:
+    """Bytes of a step as they are counted by a budget: measured, after two steps."""
+    step(*batch), step(*batch)
+    return step.graph.resident_bytes + measure_peak(lambda: step(*batch))
+
+
+def test_batch_and_sequence_run_within_the_budget() -> None:
+    """Both on the plans that were returned: measured, they keep the budget and need most of it."""
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.AdamW(model.parameters())
+    given: dict[str, Any] = {"budget": "1MiB", "time_limit_s": 12, "max_overhead": 10}
+    found = largest_batch(model, tokens_loss, optimizer, example=tokens(2, 32), sequence_dim=1, **given)
+    longest = found.longest_sequence
+    assert longest is not None
+    assert 2 < found.batch <= found.upper_bound
+    assert 32 < longest.batch <= longest.upper_bound < 2 * longest.batch
+    assert found.remarks == ()
+    for batch, plan in ((tokens(found.batch, 32), found.plan), (tokens(2, longest.batch), longest.plan)):
+        torch._dynamo.reset()
+        step = checkmate.torch.compile(model, tokens_loss, optimizer, example=batch, budget="1MiB", plan=plan)
+        assert 0.9 * 2**20 < total(step, *batch) <= 2**20
+
+
+def test_the_upper_bound_is_where_compiling_fails() -> None:
+    """One layer: one op sets the floor, and the answer is exact."""
+    model, loss = nn.Linear(256, 256), nn.functional.mse_loss
+    found = largest_batch(model, loss, example=(torch.ones(4, 256), torch.ones(4, 256)), budget="2MiB", time_limit_s=4)
+    assert found.batch == found.upper_bound
+    more = torch.ones(found.batch + 1, 256), torch.ones(found.batch + 1, 256)
+    with pytest.raises(InfeasibleBudgetError):
+        checkmate.torch.compile(model, loss, example=more, budget="2MiB")
+    assert f"batch {found.batch}: " in str(found)
+
+
+def test_nothing_of_the_training_changes() -> None:
+    """Weights, gradients, optimizer state and random state are those before the call; also after some steps."""
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        tokens_loss(model(tokens(2, 8)[0]), tokens(2, 8)[1]).backward()
+        optimizer.step()
+    before = [p.clone() for p in model.parameters()], [p.grad for p in model.parameters()], torch.get_rng_state()
+    moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
+    largest_batch(model, tokens_loss, optimizer, example=tokens(2, 8), budget="300KiB", time_limit_s=3)
+    assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
+    assert all(a is p.grad for a, p in zip(before[1], model.parameters(), strict=True))
+    assert torch.equal(before[2], torch.get_rng_state())
+    assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, optimizer.state.values(), strict=True))
+
+
+def test_a_mapping_and_a_model_with_its_loss() -> None:
+    """As models of transformers are called."""
+    ids, labels = tokens(2, 8)
+    example = {"input_ids": ids, "labels": labels}
+    found = largest_batch(Labelled(), example=example, budget="200KiB", time_limit_s=3)
+    assert found.batch > 2
+
+
+def test_a_budget_below_a_batch_of_one_is_refused() -> None:
+    """The hint of the refusal works."""
+    model = Attention()
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        largest_batch(model, tokens_loss, example=tokens(4, 32), budget="20KiB", time_limit_s=4)
+    enough = max(refused.value.floor_bytes, 2 * parse_bytes("20KiB"))
+    assert largest_batch(model, tokens_loss, example=tokens(4, 32), budget=enough, time_limit_s=4).batch >= 1
+
+
+def test_a_step_after_the_backward_counts() -> None:
+    """With the updates outside of the plan all gradients exist at once, at any batch."""
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(InfeasibleBudgetError, match="the optimizer's step needs"):
+        largest_batch(model, nn.functional.mse_loss, optimizer, example=(torch.ones(1, 512),) * 2, budget="1.5MiB", whole=False)
+
+
+def test_an_example_without_a_common_size_is_refused() -> None:
+    """Which dimension is the batch, or the sequence, must be clear."""
+    model = nn.Linear(4, 4)
+    with pytest.raises(OptionError, match="dimension 0"):
+        largest_batch(model, nn.functional.mse_loss, example=(torch.ones(3, 4), torch.ones(())[None]), budget="1MiB")
+    with pytest.raises(OptionError, match="dimension 1"):
+        largest_batch(model, tokens_loss, example=(torch.ones(3, 4), torch.ones(3, 5)), budget="1MiB", sequence_dim=1)
+    with pytest.raises(checkmate.UnitError, match="share"):
+        largest_batch(model, nn.functional.mse_loss, example=(torch.ones(3, 4),) * 2, budget="50%")
+
+
+def test_parabolas_are_the_graph_at_other_lengths() -> None:
+    """Every size at a length that was not traced, from three that were; and more than lines say."""
+    model = Attention()
+
+    def at(length: int) -> checkmate.Graph:
+        return checkmate.torch.capture(model, tokens_loss, example=tokens(2, length), costs="estimated")
+
+    traces = {size: at(size) for size in (8, 16, 32)}
+    lines = AffineGraph(traces[16], 16, traces[32], 32)
+    wanted, found, linear = at(80), QuadraticGraph(traces, lines)(80), lines(80)
+    sizes = [value.size_bytes for value in wanted.values]
+    assert [value.size_bytes for value in found.values] == sizes
+    assert sum(sizes) > sum(value.size_bytes for value in linear.values)
