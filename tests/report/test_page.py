@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -184,18 +186,65 @@ def test_amounts_are_written_as_in_python(page):
     assert page.ask("formatCost(12, 'FLOP')") == format_cost(12, "FLOP")
 
 
-def test_names_are_text_and_not_markup(open_page):
-    """A name may hold anything; the page shows it and runs nothing of it."""
-    bad = "</script><script>document.title='run'</script><b>&quot;"
+BAD = [
+    "</script><script>document.title='run'</script><b>&quot;",
+    "<img src=x onerror=\"document.title='run'\"><b>",
+    "'\"><b onmouseover=document.title='run'>{0}</title><b>",
+]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_text_of_a_file_is_text_and_not_markup(open_page, bad):
+    """Every field that takes text may hold anything; the page shows it and runs nothing of it."""
     graph = checkmate.Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], names=[bad, "b"], kept=[1], name=bad)
     ops = tuple(msgspec.structs.replace(op, source=bad, kind=bad) for op in graph.ops)
-    graph = msgspec.structs.replace(graph, ops=ops)
+    values = tuple(msgspec.structs.replace(value, name=bad) for value in graph.values)
+    graph = msgspec.structs.replace(graph, ops=ops, values=values, cost_unit=bad)
     steps = Plan.from_order(graph, [0, 0, 1])
-    page = open_page(html_report(graph, steps, against=steps, names=("a", bad, "c"), title=""))
-    assert page.console == []
-    assert page.ask("document.title").startswith(bad[:9])
-    assert bad in page.text("#detail")
-    assert not page.ask("document.querySelectorAll('b').length")
+    once = Plan.from_order(graph, [0, 1])
+    result = msgspec.structs.replace(
+        checkmate.evaluate(graph, steps),
+        solver=bad,
+        remarks=(bad,),
+        termination=checkmate.Termination(checkmate.Reason.FEASIBLE, bad, bad),
+    )
+    curve = msgspec.structs.replace(checkmate.pareto(graph, points=2), cost_unit=bad, solver=bad)
+    given = {"against": once, "names": (bad, bad, bad), "result": result, "curve": curve, "facts": [[bad, bad, bad]]}
+    for title in ("", bad):
+        page = open_page(html_report(graph, steps, title=title, summary=title, **given))
+        assert page.console == []
+        assert page.ask("document.title").startswith(bad[:9])
+        assert bad in page.text("#detail")
+        assert bad in page.text("body > p.soft:last-of-type")
+        assert page.ask("document.querySelectorAll('b, img').length") == 0
+        assert (
+            page.ask("[...document.querySelectorAll('*')].flatMap((e) => e.getAttributeNames()).filter((n) => /^on/.test(n))")
+            == []
+        )
+
+
+def test_only_the_scripts_of_the_page_run(open_page):
+    """A script that got into the page in spite of the escapes would still be stopped by the policy, as would a style."""
+    text = html_report(chain(), plan(AGAIN))
+    assert "unsafe" not in text
+    added = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script><p id=styled style='width: 7px'>"
+    page = open_page(text.replace("<h1>", f"{added}<h1>"))
+    assert page.ask("document.title") == "chain in 5.50 MiB"
+    assert page.ask("getComputedStyle(document.getElementById('styled')).width") != "7px"
+    refused = [entry for entry in page.console if "Content Security Policy" in entry]
+    assert len(refused) >= 3
+
+
+def test_html_is_made_by_templates_that_escape():
+    """A string that is put together from tags and values by other means could forget to escape a value."""
+    import checkmate.report
+
+    for path in Path(checkmate.report.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = (
+                [part.value for part in node.values if isinstance(part, ast.Constant)] if isinstance(node, ast.JoinedStr) else []
+            )
+            assert not any(re.search(r"<[a-z/]", str(part)) for part in parts), f"{path.name}:{getattr(node, 'lineno', 0)}"
 
 
 @pytest.mark.parametrize("order", [[], [0]])

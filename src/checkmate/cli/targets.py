@@ -30,6 +30,15 @@ def resolve(target: str) -> Callable[..., object]:
     return _function(where, name)
 
 
+def source(target: str) -> Path | None:
+    """The file of the function that a command line names, once it is loaded; None for one that has no file."""
+    where = target.rpartition(":")[0]
+    if where.endswith(".py"):
+        return Path(where)
+    file = getattr(sys.modules.get(where), "__file__", None)
+    return None if file is None else Path(file)
+
+
 def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
     """Call the function for its model, loss and example.
 
@@ -122,7 +131,7 @@ def _call(what: str, function: Callable[[], Any]) -> Any:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = "" if frame.filename == __file__ else f" at {frame.filename}:{frame.lineno}"
-        raise OptionError(f"{what} raised {type(error).__name__}{place}: {error}", hint=SHAPE) from error
+        raise OptionError(f"{what} raised {type(error).__name__}{place}: {' '.join(str(error).split())}", hint=SHAPE) from error
 
 
 def _describe(built: object) -> str:

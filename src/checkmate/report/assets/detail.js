@@ -21,7 +21,7 @@ function described(run, p) {
     `${step.phases[step.ops.phase[op]]}${again}, ${formatBytes(run.total[p])} held`;
 }
 
-function swatch(category) { return element("span", { class: "swatch", style: `background: var(--${category})`, "aria-hidden": "true" }); }
+function swatch(category) { return element("span", { class: `swatch ${category}`, "aria-hidden": "true" }); }
 
 class Detail {
   constructor(root, onLife) {
