@@ -91,8 +91,8 @@ def _budget(
     )
     if 2 * graph.resident_bytes > peak:
         yield Markup(
-            "{:.0%} of the peak are parameters and other resident memory, which no plan changes. Parameters of a smaller type, an "
-            "optimizer with less state, or more ranks that share them save more here than recomputation."
+            "{:.0%} of the peak are parameters and other resident memory, which no plan changes. Parameters of a smaller type, "
+            "an optimizer with less state, or more ranks that share them save more here than recomputation."
         ).format(graph.resident_bytes / peak)
     if result is not None and result.gap > _LOOSE:
         yield Markup("A cheaper plan may exist: at most {:.1%} of the cost is left to gain. Search longer: {}").format(
