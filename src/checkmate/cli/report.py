@@ -6,6 +6,8 @@ import json as json_format
 import pickle
 from pathlib import Path
 
+import msgspec
+
 from checkmate.cli import amounts, files, terminal
 from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
@@ -50,16 +52,20 @@ def report(
     outputs = files.Outputs(graph, plan, against, curve)
     outputs.check(out, perfetto, memory_viz)
     target = files.load(graph, Graph)
+    if not target.name.strip():
+        target = msgspec.structs.replace(target, name=printable(graph.name.partition(".")[0]))
     steps, result = files.load_planned(plan)
     other = None if against is None else files.load_plan(against)
     page = html_report(
         target,
         steps,
         against=other,
-        names=("keeping everything", printable(plan.name), "" if against is None else printable(against.name)),
         result=result,
         curve=None if curve is None else files.load(curve, Curve),
         budget_bytes=None if budget is None else Problem(target, budget).budget_bytes,
+        facts=[["file", "", *(printable(str(path)) for path in (plan, against) if path is not None)]],
+        graph_file=printable(str(graph)),
+        plan_file=printable(str(plan)),
     ).encode()
     contents = [(page, out)]
     if perfetto is not None:

@@ -10,13 +10,14 @@ from importlib.resources import files
 from checkmate.core.curve import Curve
 from checkmate.core.errors import WrongGraphError
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
+from checkmate.core.plan import Compute, Plan
 from checkmate.core.result import Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
 from checkmate.report.curve_svg import curve_svg
 from checkmate.report.data import Run, embedded
 from checkmate.report.markup import Markup
+from checkmate.report.next_steps import Sources, next_steps
 from checkmate.report.sections import compared, computed_again, curve_table, facts_of, table
 from checkmate.studies.compare import compare
 from checkmate.studies.lifetimes import CATEGORIES, by_category
@@ -45,6 +46,8 @@ def html_report(
     title: str = "",
     summary: str = "",
     facts: Iterable[Sequence[str]] = (),
+    graph_file: str = "model.graph.json",
+    plan_file: str = "model.plan.json",
 ) -> str:
     """Render a plan as one HTML page: memory over the step, schedule, contents of the peak, recomputed ops.
 
@@ -61,7 +64,9 @@ def html_report(
         budget_bytes: Budget to draw as a line; that of the result by default.
         title: Heading; by default from the graph's name and the peak.
         summary: First paragraph; by default made from the numbers.
-        facts: Further rows of the table at the top: a name, then one cell for each of the first two plans.
+        facts: Further rows of the table at the top: a name, then one cell for each plan.
+        graph_file: File of the graph, for the commands under "What to do next".
+        plan_file: File of the plan or its result, for the code there.
 
     Returns:
         The text of the page.
@@ -86,7 +91,8 @@ def html_report(
     budget = result.budget_bytes if budget_bytes is None and result is not None else budget_bytes
     timeline, kept = simulate(graph, plan), simulate(graph, once)
     overhead = timeline.cost / graph.cost if graph.cost else 1.0
-    heading = title or f"{graph.name or 'A training step'} in {format_bytes(timeline.peak_bytes)}"
+    step = f"{graph.name}: a training step" if graph.name.strip() else "A training step"
+    heading = title or f"{step} in {format_bytes(timeline.peak_bytes)}"
     words = summary or (
         f"{format_bytes(timeline.peak_bytes)} at the peak instead of {format_bytes(kept.peak_bytes)}, "
         f"{overhead:.3f} times the cost of computing every op once."
@@ -100,9 +106,10 @@ def html_report(
         style=style,
         facts=facts_of(graph, runs, result, budget, facts),
         legend=Markup().join(_key(category) for category in CATEGORIES if category in held),
-        charts=Markup("\n").join(_chart(index, run, budget) for index, run in enumerate(runs)),
+        charts=Markup("\n").join(_chart(graph, index, run, budget) for index, run in enumerate(runs)),
         tabs=Markup(" ").join(_tab(index, run) for index, run in enumerate(runs)),
         sections=Markup("\n").join(_sections(graph, plan, against, names, curve, timeline.peak_bytes, timeline.cost)),
+        next=next_steps(graph, timeline, kept.peak_bytes, result, curve, Sources(graph_file, plan_file)),
         footer=f"Costs are in {graph.cost_unit}, bytes in binary units. Graph {graph.digest[:23]}.",
         data=embedded(graph, tuple(runs), budget),
         script=script,
@@ -128,12 +135,24 @@ def _key(category: str) -> Markup:
     return key.format(category, _LABELS[category])
 
 
-def _chart(index: int, run: Run, budget_bytes: int | None) -> Markup:
+def _chart(graph: Graph, index: int, run: Run, budget_bytes: int | None) -> Markup:
     budget = f", budget {format_bytes(budget_bytes)}" if budget_bytes is not None else ""
     return Markup(
-        "<h3>{name}</h3>\n"
+        "<h3>{name}</h3>\n<p>{peak}</p>\n"
         '<canvas class="memory" id="memory-{index}" tabindex="0" role="slider" aria-valuemin="1" aria-label="{label}"></canvas>'
-    ).format(name=run.name, index=index, label=f"Memory over the step, {run.name}{budget}")
+    ).format(name=run.name, peak=_peak(graph, run), index=index, label=f"Memory over the step, {run.name}{budget}")
+
+
+def _peak(graph: Graph, run: Run) -> str:
+    """Say when the peak of a plan is, and how much it holds."""
+    timeline = simulate(graph, run.plan)
+    peak, before = run.plan.steps[timeline.peak_step :][:1], run.plan.steps[: timeline.peak_step]
+    moment = "".join(
+        f", while the {graph.ops[step.op].phase} computes {graph.ops[step.op].name}{' again' if step in before else ''}"
+        for step in peak
+        if isinstance(step, Compute)
+    )
+    return f"The peak is {format_bytes(timeline.peak_bytes)}{moment}."
 
 
 def _tab(index: int, run: Run) -> Markup:
@@ -150,8 +169,9 @@ def _sections(
     if curve is not None:
         yield Markup("<h2>What memory buys</h2>")
         yield Markup(
-            "<p>Cost against budget: the plans found, and the proven lower bound on every plan in any order. The band between "
-            "them is what a better plan could save at most. The large point is this plan.</p>"
+            '<p class="reading">To the right there is more memory, further up a step costs more: 1x is the cost of computing every '
+            "op once. Each small point is a plan that was found, the large one is this plan. The dashed line is proven: no plan in "
+            "any order lies below it, so a better plan could save at most the shaded band.</p>"
         )
         yield curve_svg(graph, curve, peak_bytes, cost)
         points = table(*curve_table(graph, curve))

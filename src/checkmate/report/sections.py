@@ -81,7 +81,11 @@ def computed_again(graph: Graph, plan: Plan) -> Markup:
         for name, ops, times, cost in shown
     ]
     times, cost = sum(group.times for group in groups), sum(group.cost for group in groups)
-    return Markup("<p>{:,} computations, {}, {:.2%} of the plan's cost.</p>{}").format(
+    return Markup(
+        "<p>{:,} computations, {}, {:.2%} of the plan's cost.</p>\n"
+        '<p class="reading">This is the price of the memory saved, by module of the model. If one bar is far longer than the '
+        "others, a cheaper op in that module, or a little more memory, pays most.</p>{}"
+    ).format(
         times,
         format_cost(cost, graph.cost_unit),
         cost / total,
@@ -91,7 +95,12 @@ def computed_again(graph: Graph, plan: Plan) -> Markup:
 
 def compared(difference: Comparison, first: str, second: str) -> Markup:
     """Differences between two plans: two lists for each plan."""
-    parts: list[Markup] = []
+    parts = [
+        Markup(
+            '<p class="reading">The same step under two plans: the ops that only one of them computes again, and the values that '
+            "only one of them holds when its memory is highest.</p>"
+        )
+    ]
     for name, more, held in (
         (first, difference.more_in_a, difference.held_in_a),
         (second, difference.more_in_b, difference.held_in_b),
