@@ -1,4 +1,7 @@
-"""Whether the budget that a refusal names is kept at the first try, for random graphs. ``python -m tests.cli.hints FIRST LAST``."""
+"""Whether the budget that a refusal names is kept at the first try, for random graphs.
+
+python -m tests.cli.hints FIRST LAST
+"""
 
 from __future__ import annotations
 
@@ -62,4 +65,4 @@ def follow(seed: int, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-            print("RESULT " + json.dumps(follow(seed, Path(folder))), flush=True)
+            sys.stdout.write(f"{json.dumps(follow(seed, Path(folder)))}\n")

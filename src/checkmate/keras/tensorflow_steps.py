@@ -142,7 +142,7 @@ def _trace(model: keras.Model, specs: Sequence[Any]) -> Trace:
 
 
 def _optimizers(model: keras.Model) -> list[keras.Optimizer]:
-    """The optimizer of `compile`, and those that a model with a `train_step` of its own holds."""
+    """The optimizer of `compile`, and those that a model that overrides `train_step` holds."""
     held = [value for value in vars(model).values() if isinstance(value, keras.Optimizer)]
     return list({id(optimizer): optimizer for optimizer in (model.optimizer, *held) if optimizer is not None}.values())
 
