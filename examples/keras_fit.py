@@ -52,7 +52,7 @@ if __name__ == "__main__":
     assert planned.budget_bytes is not None
     assert planned.measured_bytes is not None
     print("losses", *[f"{loss:.6f}" for loss in history["loss"]])
-    peak, budget = map(checkmate.format_bytes, (planned.measured_bytes, planned.budget_bytes))
-    print(f"peak   {peak}, within the budget of {budget}")
+    measured, budget = checkmate.format_bytes(planned.measured_bytes), checkmate.format_bytes(planned.budget_bytes)
+    print(f"peak   {measured}, within the budget of {budget}")
     assert history == plain, "every loss and metric is the same"
     assert planned.measured_bytes <= planned.budget_bytes, "and the peak is within the budget"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -17,11 +15,11 @@ from checkmate.core.units import Amount
 from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.solvers.session import Solver
 
-_BACKENDS = ("tensorflow",)
+_BACKENDS = ("tensorflow", "torch")
 
 
-class TrainFunction(Protocol):
-    """What Keras calls for every batch of `fit`, and what it planned so far."""
+class Hook(Protocol):
+    """What runs in place of a part of Keras, and what it planned so far."""
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -38,60 +36,49 @@ class TrainFunction(Protocol):
         """Largest measured peak of a step; None if none was measured."""
         ...
 
-    def __call__(self, iterator: Any) -> Any:
-        """Run the next steps."""
+    def remove(self) -> None:
+        """Let Keras run its own part again. Does nothing if another hook has taken the place of this one."""
         ...
 
 
 class PlannedFit:
     """A model whose `fit` keeps a budget. Create one with `fit_within`.
 
-    As a context manager it calls `undo` at the end of the block.
+    As a context manager it calls `undo` at the end of the block. On PyTorch, where a step can be several graphs, `results` is
+    empty and the bytes are None; `checkmate.torch.explain` describes such a step.
 
     Attributes:
         model: The model.
     """
 
-    def __init__(self, model: keras.Model, make: Callable[[], TrainFunction]) -> None:
+    def __init__(self, model: keras.Model, hook: Hook) -> None:
         self.model = model
-        self._make = make
-        self._function: TrainFunction | None = None
-        model.make_train_function = self._make_train_function
-        model.train_function = None
+        self._hook = hook
 
     @property
     def results(self) -> tuple[Result, ...]:
         """The solver's result for each shape of a batch, with its proof, in the order in which they were planned."""
-        return () if self._function is None else self._function.results
+        return self._hook.results
 
     @property
     def budget_bytes(self) -> int | None:
         """The budget in bytes; None before `fit`, since a share refers to the step of the first batch."""
-        return None if self._function is None else self._function.budget_bytes
+        return self._hook.budget_bytes
 
     @property
     def measured_bytes(self) -> int | None:
         """Largest measured peak of a step, with variables, slots and batch; None before `fit`, or if nothing was measured."""
-        return None if self._function is None else self._function.measured_bytes
+        return self._hook.measured_bytes
 
     def undo(self) -> None:
         """Let `fit` run Keras's own steps again. Weights, optimizer and metrics stay as they are."""
-        if vars(self.model).get("make_train_function") == self._make_train_function:
-            del self.model.make_train_function
-            self.model.train_function = None
+        self._hook.remove()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.undo()
-
-    def _make_train_function(self, force: bool = False) -> Any:
-        """Keras calls this before it trains; `model.compile` has reset ``train_function``, so that new steps are planned."""
-        if self.model.train_function is None or force:
-            self._function = self._make()
-            self.model.train_function = self._function
-        return self.model.train_function
 
 
 def fit_within(
@@ -134,11 +121,17 @@ def fit_within(
     """
     options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
     _check(model)
-    from checkmate.keras.tensorflow_steps import PlannedTrainFunction  # imports the framework
+    if keras.config.backend() == "torch":
+        from checkmate.keras.torch_call import CompiledCall  # imports the framework
+
+        if plan is not None:
+            raise OptionError("a plan cannot be given on PyTorch, where a step can be several graphs", hint="leave out plan")
+        return PlannedFit(model, CompiledCall(model, {"budget": budget, "solver": solver, "time_limit_s": time_limit_s}))
+    from checkmate.keras.tensorflow_steps import TrainFunctionHook  # imports the framework
     from checkmate.tf2.models import check_environment
 
     check_environment(model)
-    return PlannedFit(model, functools.partial(PlannedTrainFunction, model, options))
+    return PlannedFit(model, TrainFunctionHook(model, options))
 
 
 def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -> Graph:
@@ -164,6 +157,11 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
         ['backward', 'loss', 'optimizer']
     """
     _check(model)
+    if keras.config.backend() != "tensorflow":
+        raise OptionError(
+            f"Keras runs on {keras.config.backend()}, and the graph of a step of fit can be captured on TensorFlow only",
+            hint="checkmate.torch.capture captures a step of PyTorch",
+        )
     from checkmate.keras.tensorflow_steps import capture_step  # imports the framework
     from checkmate.tf2.models import check_environment
 
@@ -180,7 +178,7 @@ def _check(model: keras.Model) -> None:
     if keras.config.backend() not in _BACKENDS:
         raise OptionError(
             f"Keras runs on {keras.config.backend()}, and its steps can be planned on {' and '.join(_BACKENDS)}",
-            hint="set the environment variable KERAS_BACKEND=tensorflow before Keras is imported",
+            hint="set the environment variable KERAS_BACKEND=tensorflow, or torch, before Keras is imported",
         )
     if not isinstance(model, keras.Model):
         raise OptionError(

@@ -24,8 +24,8 @@ from checkmate.tf2.trace import PhaseMarks, Trace, trace_function
 _log = logging.getLogger("checkmate.keras")
 
 
-class PlannedTrainFunction:
-    """Takes batches from Keras's iterator and runs the planned `train_step` on each.
+class TrainFunctionHook:
+    """Stands in for `make_train_function` of a model, which makes what Keras calls for every batch.
 
     Args:
         model: The compiled model.
@@ -33,24 +33,57 @@ class PlannedTrainFunction:
     """
 
     def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
-        self._model = model
-        self._steps = PlannedSteps(lambda specs: _trace(model, specs), options, model.name)
+        self._model, self._options = model, options
+        self._function: PlannedTrainFunction | None = None
+        model.make_train_function = self.make_train_function
+        model.train_function = None
 
     @property
     def results(self) -> tuple[Result, ...]:
         """The solver's result for each signature of a batch, in the order in which they were planned."""
-        return tuple(planned.result for planned in self._steps.planned.values())
+        return () if self._function is None else tuple(planned.result for planned in self._function.steps.planned.values())
 
     @property
     def budget_bytes(self) -> int | None:
         """The budget in bytes; None before the first batch."""
-        return self._steps.budget_bytes
+        return None if self._function is None else self._function.steps.budget_bytes
 
     @property
     def measured_bytes(self) -> int | None:
         """Largest measured peak of a step; None if none was measured."""
-        measured = [planned.measured_bytes for planned in self._steps.planned.values()]
-        return max((m for m in (*measured, self._steps.monitored_bytes) if m is not None), default=None)
+        if self._function is None:
+            return None
+        measured = [planned.measured_bytes for planned in self._function.steps.planned.values()]
+        return max((m for m in (*measured, self._function.steps.monitored_bytes) if m is not None), default=None)
+
+    def remove(self) -> None:
+        """Let Keras make its own function again, unless another hook has taken the place of this one."""
+        if vars(self._model).get("make_train_function") == self.make_train_function:
+            del self._model.make_train_function
+            self._model.train_function = None
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Keras calls this before it trains; `model.compile` has reset ``train_function``, so that new steps are planned."""
+        if self._model.train_function is None or force:
+            self._function = PlannedTrainFunction(self._model, self._options)
+            self._model.train_function = self._function
+        return self._model.train_function
+
+
+class PlannedTrainFunction:
+    """Takes batches from Keras's iterator and runs the planned `train_step` on each.
+
+    Args:
+        model: The compiled model.
+        options: Which plans to look for.
+
+    Attributes:
+        steps: The planned functions.
+    """
+
+    def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
+        self._model = model
+        self.steps = PlannedSteps(lambda specs: _trace(model, specs), options, model.name)
 
     def __call__(self, iterator: Any) -> Any:
         """Run as many steps as `fit` runs between two calls of the callbacks (``steps_per_execution``).
@@ -77,14 +110,14 @@ class PlannedTrainFunction:
 
     def _step(self, data: Any) -> Any:
         batch = _Batch.of(data)
-        planned = self._steps.planned.get(batch.key)
+        planned = self.steps.planned.get(batch.key)
         if planned is None:
-            first = not self._steps.planned
-            planned = self._steps.plan(batch.key, [batch.specs], batch.flat)
+            first = not self.steps.planned
+            planned = self.steps.plan(batch.key, [batch.specs], batch.flat)
             if not first:
                 peak = format_bytes(planned.peaks.live_bytes)
                 _log.info("another shape of a batch was planned: %s, peak %s", batch.flat[0].shape, peak)
-        return self._steps.run(planned, batch.flat)
+        return self.steps.run(planned, batch.flat)
 
 
 @dataclass(frozen=True, slots=True)
