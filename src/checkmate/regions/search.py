@@ -40,8 +40,8 @@ class Unit:
 def save_ops(schedule: Schedule, budget_bytes: int, plan: Plan | None, until: float) -> Choice | None:
     """Choose ops in each region separately. None if no choice was found that keeps the budget.
 
-    Ops are taken in the order of the cost that each byte saves, as long as the peak keeps the budget; then ops that were taken are
-    exchanged for others. A second start takes the ops that a plan computes once, and the better result counts.
+    Ops are taken in the order of the cost that each byte saves, as long as the peak keeps the budget; then some are exchanged
+    for others. A second start takes the ops that a plan computes once, and the better result counts.
 
     Args:
         schedule: The step.
@@ -115,9 +115,7 @@ def _best_of(
     return min((choice for choice in found if choice is not None), key=schedule.cost, default=None)
 
 
-def _improved(
-    schedule: Schedule, units: Sequence[Unit], start: Sequence[Unit], budget_bytes: int, until: float
-) -> Choice | None:
+def _improved(schedule: Schedule, units: Sequence[Unit], start: Sequence[Unit], budget_bytes: int, until: float) -> Choice | None:
     def fits(taken: Iterable[Unit]) -> bool:
         return schedule.peak_bytes(_choice(schedule, taken)) <= budget_bytes
 
@@ -155,9 +153,7 @@ def _longest_prefix(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool
     return list(units[:low])
 
 
-def _filled(
-    taken: Sequence[Unit], others: Iterable[Unit], fits: Callable[[Sequence[Unit]], bool], until: float
-) -> list[Unit]:
+def _filled(taken: Sequence[Unit], others: Iterable[Unit], fits: Callable[[Sequence[Unit]], bool], until: float) -> list[Unit]:
     """What was taken with each other unit that still fits, one after the other."""
     found = list(taken)
     for unit in others:

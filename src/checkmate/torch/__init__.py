@@ -17,6 +17,7 @@ if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
 from checkmate.oom import OutOfMemory, read_oom
+from checkmate.regions import RegionPolicy
 from checkmate.studies.fit_report import Fits
 from checkmate.torch.compilation.call import NothingPlannedError
 from checkmate.torch.compilation.program import LateGradientError
@@ -27,6 +28,7 @@ from checkmate.torch.forecast.largest_batch import LargestBatch, largest_batch
 from checkmate.torch.measure.peak import measure_peak
 from checkmate.torch.options import Options
 from checkmate.torch.partition.check_peak import SplitError
+from checkmate.torch.region_policy import checkpoint_regions, context_fn, region_policy
 from checkmate.torch.step.step import Step, capture, compile  # noqa: A004 - named like torch.compile
 from checkmate.torch.step.tracing import GraphBreakError
 
@@ -39,15 +41,19 @@ __all__ = [
     "Options",
     "OutOfMemory",
     "RankError",
+    "RegionPolicy",
     "Saved",
     "SplitError",
     "Step",
     "StepExplanation",
     "capture",
+    "checkpoint_regions",
     "compile",
+    "context_fn",
     "explain",
     "fits",
     "largest_batch",
     "measure_peak",
     "read_oom",
+    "region_policy",
 ]
