@@ -255,6 +255,24 @@ def test_a_budget_that_no_plan_keeps_is_an_error_of_fit():
     assert [v.numpy().tobytes() for v in model.variables] == before
 
 
+def test_a_compile_that_cannot_be_planned_is_an_error_of_the_next_fit():
+    """Keras would otherwise train without the budget, or the planned step would hide that eager mode was asked for."""
+    model = cnn()
+    fit_within(model, "1GiB")
+    compiled(model, run_eagerly=True)
+    with pytest.raises(OptionError, match="run_eagerly=True"):
+        model.fit(dataset(), shuffle=False, verbose=0)
+
+
+def test_ragged_batches_are_refused():
+    """Their sizes are data."""
+    model = keras.Sequential([keras.Input((None,), ragged=True), layers.Lambda(lambda x: x), layers.Dense(3)])
+    compiled(model)
+    with pytest.raises(OptionError, match="RaggedTensor") as caught:
+        capture(model, (tf.ragged.constant([[1.0], [2.0, 3.0]]), CLASSES[:2]))
+    assert "to_tensor" in caught.value.hint
+
+
 class OwnFunction(keras.Model):
     def make_train_function(self, force: bool = False) -> Any:
         return super().make_train_function(force)

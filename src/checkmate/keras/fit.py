@@ -13,9 +13,8 @@ from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import Amount
 from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
+from checkmate.keras.models import check_fit
 from checkmate.solvers.session import Solver
-
-_BACKENDS = ("tensorflow", "torch")
 
 
 class Hook(Protocol):
@@ -120,7 +119,7 @@ def fit_within(
         1
     """
     options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
-    _check(model)
+    check_fit(model)
     if keras.config.backend() == "torch":
         from checkmate.keras.torch_call import CompiledCall  # imports the framework
 
@@ -128,9 +127,7 @@ def fit_within(
             raise OptionError("a plan cannot be given on PyTorch, where a step can be several graphs", hint="leave out plan")
         return PlannedFit(model, CompiledCall(model, {"budget": budget, "solver": solver, "time_limit_s": time_limit_s}))
     from checkmate.keras.tensorflow_steps import TrainFunctionHook  # imports the framework
-    from checkmate.tf2.models import check_environment
 
-    check_environment(model)
     return PlannedFit(model, TrainFunctionHook(model, options))
 
 
@@ -156,47 +153,12 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
         >>> sorted({op.phase for op in graph.ops})
         ['backward', 'loss', 'optimizer']
     """
-    _check(model)
+    check_fit(model)
     if keras.config.backend() != "tensorflow":
         raise OptionError(
             f"Keras runs on {keras.config.backend()}, and the graph of a step of fit can be captured on TensorFlow only",
             hint="checkmate.torch.capture captures a step of PyTorch",
         )
     from checkmate.keras.tensorflow_steps import capture_step  # imports the framework
-    from checkmate.tf2.models import check_environment
 
-    check_environment(model)
     return capture_step(model, batch, costs).graph
-
-
-def _check(model: keras.Model) -> None:
-    """Check that the steps of a model's `fit` can be planned.
-
-    Raises:
-        OptionError: They cannot.
-    """
-    if keras.config.backend() not in _BACKENDS:
-        raise OptionError(
-            f"Keras runs on {keras.config.backend()}, and its steps can be planned on {' and '.join(_BACKENDS)}",
-            hint="set the environment variable KERAS_BACKEND=tensorflow, or torch, before Keras is imported",
-        )
-    if not isinstance(model, keras.Model):
-        raise OptionError(
-            f"model={type(model).__name__} is not a keras.Model",
-            hint="pass a keras.Model; wrap layers in keras.Sequential",
-        )
-    if not model.compiled or model.optimizer is None:
-        raise OptionError(
-            f"model {model.name!r} is not compiled with an optimizer, and a step applies one",
-            hint="call model.compile(optimizer=..., loss=...) before fit_within(model, ...)",
-        )
-    if model.run_eagerly:
-        raise OptionError(
-            f"model {model.name!r} is compiled with run_eagerly=True, and only a graph can be planned",
-            hint="compile the model without run_eagerly=True",
-        )
-    if not type(model).make_train_function.__module__.startswith("keras."):
-        raise OptionError(
-            f"the class {type(model).__name__} has its own make_train_function, which fit_within would replace",
-            hint="override train_step instead, which is planned as it is",
-        )

@@ -11,11 +11,14 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
+from checkmate.core.errors import OptionError
 from checkmate.core.graph import Phase
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.options import CostSource, PlanningOptions
+from checkmate.keras.models import check_fit
 from checkmate.tf2.capture import Capture, capture_trace
+from checkmate.tf2.models import check_environment
 from checkmate.tf2.opaque_ops import with_opaque_measured
 from checkmate.tf2.planned_steps import PlannedSteps
 from checkmate.tf2.profiler import cost_source
@@ -33,6 +36,7 @@ class TrainFunctionHook:
     """
 
     def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
+        check_environment(model)
         self._model, self._options = model, options
         self._function: PlannedTrainFunction | None = None
         model.make_train_function = self.make_train_function
@@ -63,7 +67,16 @@ class TrainFunctionHook:
             self._model.train_function = None
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Keras calls this before it trains; `model.compile` has reset ``train_function``, so that new steps are planned."""
+        """Keras calls this before it trains; `model.compile` has reset ``train_function``, so that new steps are planned.
+
+        Args:
+            force: Whether to plan again although nothing has changed.
+
+        Raises:
+            OptionError: The model was compiled again in a way that cannot be planned.
+        """
+        check_fit(self._model)
+        check_environment(self._model)
         if self._model.train_function is None or force:
             self._function = PlannedTrainFunction(self._model, self._options)
             self._model.train_function = self._function
@@ -138,6 +151,12 @@ class _Batch:
     def of(cls, data: Any) -> Self:
         """The batch of a nest of tensors or arrays. Labels or weights that are not there are None or an empty optional."""
         data = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
+        for leaf in tf.nest.flatten(data):
+            if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+                raise OptionError(
+                    f"a batch has a {type(leaf).__name__}, and a plan needs tensors whose sizes are known",
+                    hint="pad or densify it in the data set: RaggedTensor.to_tensor(), tf.sparse.to_dense",
+                )
         leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)]
         specs = [None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
         key = (*specs, repr(tf.nest.map_structure(lambda _: 0, data)))
@@ -147,11 +166,15 @@ class _Batch:
 def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Capture:
     """The graph of the step that `fit` runs for a batch.
 
+    Raises:
+        OptionError: As in `fit_within`.
+
     Args:
         model: The compiled model.
         data: What `train_step` gets: ``(inputs, labels)`` or ``(inputs, labels, sample_weight)``.
         costs: As in `checkmate.tf2.capture`.
     """
+    check_environment(model)
     batch, source = _Batch.of(data), cost_source(costs)
     captured = capture_trace(_trace(model, [batch.specs]), source, model.name)
     return with_opaque_measured(captured, batch.flat) if costs == "measured" else captured

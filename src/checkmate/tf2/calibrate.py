@@ -42,6 +42,7 @@ class MeasurementEffort:
         smallest_s: Seconds of the search for a small peak, whose plan is measured before a budget is refused.
         refused_share: A budget is refused without further trials if that plan exceeds it by more than this share of the step's
             own bytes: plans with larger planned peaks rarely needed that much less.
+        refused_trials: Trials after which a budget that this plan exceeds by less is refused.
         hint_share: Share of the step's own bytes that a refusal adds to what that plan needed, because another process, with
             other free chunks, measures another peak.
     """
@@ -51,6 +52,7 @@ class MeasurementEffort:
     final_trials: int = 3
     smallest_s: float = 20.0
     refused_share: float = 0.1
+    refused_trials: int = 3
     hint_share: float = 0.2
 
 
@@ -190,16 +192,16 @@ class _Search:
         while (target := calibration.next_target()) is not None:
             trial = self._try(target)
             calibration.record(trial)
-            if not trial.within(self.budget_bytes) and self._hopeless:
+            if not trial.within(self.budget_bytes) and self._hopeless(len(calibration.trials)):
                 return None
         best = calibration.best(self.policy.aim_bytes(self.budget_bytes)) or calibration.best()
         return None if best is None else best.outcome
 
-    @property
-    def _hopeless(self) -> bool:
-        """Whether the smallest plan exceeds the budget by so much that no other trial is worth its time."""
+    def _hopeless(self, trials: int) -> bool:
+        """Whether another trial is not worth its time, since the plan with the smallest planned peak exceeds the budget."""
         own = max(0, self.budget_bytes - self.capture.graph.resident_bytes)
-        return self.smallest.needed_bytes > self.budget_bytes + _EFFORT.refused_share * own
+        excess = self.smallest.needed_bytes - self.budget_bytes
+        return excess > _EFFORT.refused_share * own or (excess > 0 and trials >= _EFFORT.refused_trials)
 
     def correct(self, excess_bytes: int) -> None:
         """Record that the final plan needed ``excess_bytes`` more than its trial; the next plan that fits is accepted."""

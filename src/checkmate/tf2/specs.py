@@ -115,9 +115,7 @@ def _tensor(name: str, spec: tf.TensorSpec, given: Any) -> tf.Tensor:
         raise OptionError(
             f"the {name} is {have}, and {name}_spec says {spec.dtype.name}", hint=f"cast the {name} to {spec.dtype.name}"
         ) from error
-    if tensor.shape.rank != (tensor.shape if spec.shape.rank is None else spec.shape).rank or not spec.shape[
-        1:
-    ].is_compatible_with(tensor.shape[1:]):
+    if spec.shape.rank not in (None, tensor.shape.rank) or not spec.shape[1:].is_compatible_with(tensor.shape[1:]):
         raise OptionError(
             f"the {name} has the shape {tensor.shape}, and the step is for {spec.shape}: only the batch size may differ",
             hint=f"compile another step with {name}_spec of the shape {tensor.shape}",

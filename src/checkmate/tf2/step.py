@@ -49,8 +49,8 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self._specs = specs
         self._steps = PlannedSteps(lambda s: trace_step(model, losses, optimizer, s), options, model.name)
-        if all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(specs)):
-            leaves = tf.nest.flatten(specs)
+        leaves = tf.nest.flatten(specs)
+        if all(spec.shape.is_fully_defined() for spec in leaves):
             self._steps.plan(_key(len(specs), leaves), specs, batch)
 
     @property
