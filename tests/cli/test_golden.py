@@ -120,10 +120,8 @@ def test_oom_of_a_log(run, golden, tmp_path):
 def test_regions(run, golden, tmp_path):
     """Which modules to checkpoint, what they save, and what that costs beside a plan."""
     checkmate.write(network(4), tmp_path / "layers.graph.json")
-    said = both(
-        run("regions", "layers.graph.json", "--budget", "280B", "--save", "modules", "--time-limit", "4", "--out", "p.json")
-    )
-    golden("regions", said)
+    words = ("--budget", "280B", "--save", "modules", "--time-limit", "4", "--out", "p.json")
+    golden("regions", both(run("regions", "layers.graph.json", *words)))
 
 
 def test_solvers(run, golden, monkeypatch):

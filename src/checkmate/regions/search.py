@@ -157,7 +157,7 @@ def _longest_prefix(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool
 
 
 def _filled(taken: Sequence[Unit], others: Iterable[Unit], fits: Callable[[Sequence[Unit]], bool], until: float) -> list[Unit]:
-    """What was taken with each other unit that still fits, one after the other."""
+    """Add each other unit that still fits, one after the other."""
     found = list(taken)
     for unit in others:
         if time.perf_counter() >= until:
