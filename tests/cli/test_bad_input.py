@@ -11,6 +11,7 @@ import pytest
 import checkmate
 from tests.oom.recording import failed_run
 from tests.plot.graphs import AGAIN, plan
+from tests.regions.test_regions import network
 
 PLAN = ("plan", "chain.graph.json", "--budget", "5MiB")
 BATCH = ("max-batch", "chain.graph.json", "--budget", "20MiB", "--batch", "1")
@@ -68,6 +69,9 @@ CASES = {
     "report-other-curve": (("report", "chain.graph.json", "made.plan.json", "--curve", "other.curve.json"), "another graph"),
     "report-in-no-folder": (("report", "chain.graph.json", "made.plan.json", "--out", "none/r.html"), "cannot write none/r.html"),
     "report-budget": (("report", "chain.graph.json", "made.plan.json", "--budget", "lots"), "cannot read 'lots'"),
+    "regions-no-modules": (("regions", "layers.graph.json", "--budget", "280B", "--modules", "x"), "no module matches x"),
+    "regions-save": (("regions", "chain.graph.json", "--budget", "5MiB", "--save", "some"), "some"),
+    "regions-other-plan": (("regions", "other.graph.json", "made.plan.json", "--budget", "5MiB"), "made for another graph"),
     "oom-no-file": (("oom", "none.pickle"), "none.pickle: No such file"),
     "oom-folder": (("oom", "."), "directory"),
     "oom-runs-code": (("oom", "hostile.pickle"), "hostile.pickle: the pickle would import or call something"),
@@ -101,6 +105,7 @@ def files(tmp_path):
     (tmp_path / "hostile.pickle").write_bytes(b"\x80\x02cposix\nsystem\nX\x05\x00\x00\x00sleep\x85R.")
     (tmp_path / "list.pickle").write_bytes(pickle.dumps([1, 2]))
     failed_run().dump(tmp_path / "snapshot.pickle")
+    checkmate.write(network(4), tmp_path / "layers.graph.json")
     (tmp_path / "foreign.json").write_text('{"nodes": 3}')
     (tmp_path / "newer.json").write_text('{"format": "checkmate.graph/9"}')
     (tmp_path / "plan.json").write_text('{"format": "checkmate.plan/1", "steps": []}')

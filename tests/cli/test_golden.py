@@ -13,6 +13,7 @@ from tests.cli.test_capture import MODEL
 from tests.oom.recording import failed_run
 from tests.oom.test_answer import NEW
 from tests.plot.graphs import AGAIN, KEEP_ALL, plan
+from tests.regions.test_regions import network
 
 
 def both(outcome):
@@ -20,7 +21,7 @@ def both(outcome):
 
 
 VERBS = ("demo", "capture", "plan", "verify", "min-budget", "pareto", "max-batch", "explain", "diff", "report", "solvers")
-VERBS += ("completion", "fits", "devices", "oom")
+VERBS += ("completion", "fits", "devices", "oom", "regions")
 
 
 @pytest.fixture
@@ -29,6 +30,7 @@ def planned(run, tmp_path):
     checkmate.write(plan(KEEP_ALL), tmp_path / "all.plan.json")
     checkmate.write(plan(AGAIN), tmp_path / "again.plan.json")
     failed_run().dump(tmp_path / "snapshot.pickle")
+    checkmate.write(network(4), tmp_path / "layers.graph.json")
 
 
 @pytest.mark.parametrize("words", [(), *((verb,) for verb in VERBS)], ids=lambda words: "-".join(words) or "checkmate")
@@ -115,6 +117,13 @@ def test_oom_of_a_log(run, golden, tmp_path):
     golden("oom-log", both(run("oom", "train.log")))
 
 
+def test_regions(run, golden, tmp_path):
+    """Which modules to checkpoint, what they save, and what that costs beside a plan."""
+    checkmate.write(network(4), tmp_path / "layers.graph.json")
+    words = ("--budget", "280B", "--save", "modules", "--time-limit", "4", "--out", "p.json")
+    golden("regions", both(run("regions", "layers.graph.json", *words)))
+
+
 def test_solvers(run, golden, monkeypatch):
     """A line of words and the options of each; other packages' solvers are not in this list."""
     monkeypatch.setattr("checkmate.cli.solvers.available", lambda: {"auto": checkmate.Auto, "keep-all": checkmate.KeepAll})
@@ -175,6 +184,7 @@ EVERY = [
     ("diff", "chain.graph.json", "all.plan.json", "again.plan.json"),
     ("report", "chain.graph.json", "again.plan.json"),
     ("oom", "snapshot.pickle"),
+    ("regions", "layers.graph.json", "--budget", "280B", "--time-limit", "2"),
     ("solvers",),
     ("devices",),
     ("completion", "bash"),

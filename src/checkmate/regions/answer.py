@@ -85,8 +85,8 @@ class RegionPolicy:
         for name, calls in self.saved.items():
             groups.setdefault(calls, []).append(name)
         for calls, names in groups.items():
-            ops = ", ".join(f"{kind}#{occurrence}" for kind, occurrence in calls)
-            rows.append((_range(names), f"checkpointed, saves {ops or 'nothing'}"))
+            ops = [f"{kind.removeprefix('aten.').removesuffix('.default')}#{occurrence}" for kind, occurrence in calls]
+            rows.append((_range(names), f"checkpointed, saves {', '.join(ops) or 'nothing'}"))
         if self.unwrapped:
             rows.append((_range(self.unwrapped), "not checkpointed"))
         return [*rows, *((name, f"not checkpointed: {why}") for name, why in self.refused)]

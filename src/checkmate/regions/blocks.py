@@ -106,7 +106,7 @@ def _matching(paths: Sequence[str], patterns: Sequence[str]) -> list[str]:
                 break
     if not names:
         known = ", ".join(list(modules)[:8])
-        raise OptionError(f"no module matches {', '.join(patterns)}", hint=f"the first modules are {known}")
+        raise OptionError(f"no module matches {', '.join(patterns)}", hint=f"give paths of modules of the graph, such as {known}")
     return names
 
 

@@ -109,9 +109,12 @@ def save_modules(schedule: Schedule, budget_bytes: int, until: float) -> tuple[C
 
 
 def _best_of(
-    schedule: Schedule, units: Sequence[Unit], starts: Iterable[Sequence[Unit]], budget_bytes: int, until: float
+    schedule: Schedule, units: Sequence[Unit], starts: Sequence[Sequence[Unit]], budget_bytes: int, until: float
 ) -> Choice | None:
-    found = [_improved(schedule, units, start, budget_bytes, until) for start in starts]
+    found: list[Choice | None] = []
+    for left, start in zip(range(len(starts), 0, -1), starts, strict=True):
+        share_s = (until - time.perf_counter()) / left
+        found.append(_improved(schedule, units, start, budget_bytes, time.perf_counter() + share_s))
     return min((choice for choice in found if choice is not None), key=schedule.cost, default=None)
 
 
@@ -154,7 +157,7 @@ def _longest_prefix(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool
 
 
 def _filled(taken: Sequence[Unit], others: Iterable[Unit], fits: Callable[[Sequence[Unit]], bool], until: float) -> list[Unit]:
-    """What was taken with each other unit that still fits, one after the other."""
+    """Add each other unit that still fits, one after the other."""
     found = list(taken)
     for unit in others:
         if time.perf_counter() >= until:

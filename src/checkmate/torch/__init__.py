@@ -28,7 +28,7 @@ from checkmate.torch.forecast.largest_batch import LargestBatch, largest_batch
 from checkmate.torch.measure.peak import measure_peak
 from checkmate.torch.options import Options
 from checkmate.torch.partition.check_peak import SplitError
-from checkmate.torch.region_policy import checkpoint_regions, context_fn, region_policy
+from checkmate.torch.step.region_policy import checkpoint_regions, context_fn, region_policy
 from checkmate.torch.step.step import Step, capture, compile  # noqa: A004 - named like torch.compile
 from checkmate.torch.step.tracing import GraphBreakError
 

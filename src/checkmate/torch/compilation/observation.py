@@ -74,7 +74,7 @@ def _storages(record: StepRecorder, windows: Iterable[Window], spans: Mapping[in
 
 
 def _eager_storages(record: StepRecorder, crossing: Mapping[int, Storage], spans: Mapping[int, Span]) -> list[Storage]:
-    """What eager code alone uses: one storage for each pair of gaps between which it is alive."""
+    """Storages that eager code alone uses: one for each pair of gaps between which it is alive."""
     sizes: dict[Span, int] = {}
     for s, span in spans.items():
         if s not in crossing and s in record.eager:
@@ -83,7 +83,7 @@ def _eager_storages(record: StepRecorder, crossing: Mapping[int, Storage], spans
 
 
 def _released_storages(released: Sequence[int]) -> list[Storage]:
-    """What earlier steps left and is freed in this one, by the gap at which it is."""
+    """Storages that earlier steps left and that are freed in this one, by gap."""
     return [Storage(size_bytes=size, first=0, last=gap, released=gap > 0) for gap, size in enumerate(released) if size > 0]
 
 
