@@ -169,9 +169,9 @@ def _sections(
     if curve is not None:
         yield Markup("<h2>What memory buys</h2>")
         yield Markup(
-            '<p class="reading">To the right there is more memory, further up a step costs more: 1x is the cost of computing every '
-            "op once. Each small point is a plan that was found, the large one is this plan. The dashed line is proven: no plan in "
-            "any order lies below it, so a better plan could save at most the shaded band.</p>"
+            '<p class="reading">To the right there is more memory, further up a step costs more: 1x is the cost of computing '
+            "every op once. Each small point is a plan that was found, the large one is this plan. The dashed line is proven: no "
+            "plan in any order lies below it, so a better plan could save at most the shaded band.</p>"
         )
         yield curve_svg(graph, curve, peak_bytes, cost)
         points = table(*curve_table(graph, curve))
