@@ -6,7 +6,6 @@ import importlib
 from typing import Any
 
 from checkmate.core.budget import Budget, ResidentMemory
-from checkmate.core.curve import Curve, CurvePoint
 from checkmate.core.errors import (
     CheckmateError,
     FileFormatError,
@@ -25,7 +24,7 @@ from checkmate.core.files import read, write
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Compute, Free, Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, MinBudget, NoPlan, Reason, Result, Termination
+from checkmate.core.result import Curve, CurvePoint, Limits, MinBudget, NoPlan, Reason, Result, Termination
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.core.validate import Violation, validate

@@ -41,8 +41,8 @@ from checkmate.frontend.planner import (
     planner_for,
     result_of_order,
 )
+from checkmate.solvers.evict.smallest import quick_peak
 from checkmate.solvers.session import Session
-from checkmate.solvers.smallest import quick_peak
 
 RECOMPUTED = [0, 1, 2, 0, 3]
 

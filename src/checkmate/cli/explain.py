@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from checkmate.cli import amounts, files, terminal
-from checkmate.core.curve import Curve
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
+from checkmate.core.result import Curve
 from checkmate.studies.explain import Explanation
 from checkmate.studies.explain import explain as explanation_of
 

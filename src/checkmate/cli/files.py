@@ -11,11 +11,10 @@ from typing import Final, TypeVar
 
 from checkmate.cli import signals
 from checkmate.core import files
-from checkmate.core.curve import Curve
 from checkmate.core.errors import FileFormatError, OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.result import Result
+from checkmate.core.result import Curve, Result
 
 _C = TypeVar("_C", Graph, Plan, Result, Curve)
 _OTHER_PATH: Final = "choose another path with --out"

@@ -15,10 +15,9 @@ from cyclopts import Parameter
 from checkmate.cli import amounts, files, terminal
 from checkmate.cli.progress import drawn
 from checkmate.cli.solvers import solver_named
-from checkmate.core.curve import Curve, CurvePoint
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
-from checkmate.core.result import Limits
+from checkmate.core.result import Curve, CurvePoint, Limits
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.studies.pareto import pareto as curve_of
 

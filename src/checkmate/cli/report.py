@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 
 from checkmate.cli import amounts, files, terminal
-from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.printable import printable
 from checkmate.core.problem import Problem
+from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
 

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from checkmate.core.curve import Curve
 from checkmate.core.errors import CheckmateError, FileFormatError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.result import Result
+from checkmate.core.result import Curve, Result
 
 Content = Graph | Plan | Result | Curve
 _FORMATS: dict[str, type[Content]] = {

@@ -29,9 +29,9 @@ from checkmate.frontend.interrupt import interrupts_kept, raise_interrupt
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
 from checkmate.solvers.auto import Auto
+from checkmate.solvers.evict.smallest import quick_peak, smallest_peak
 from checkmate.solvers.reductions.unread import plan_of_needed
 from checkmate.solvers.session import Solver
-from checkmate.solvers.smallest import quick_peak, smallest_peak
 from checkmate.solvers.solve import solve
 from checkmate.studies.min_budget import min_budget
 

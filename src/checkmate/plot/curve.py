@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 
-from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
+from checkmate.core.result import Curve
 from checkmate.core.simulate import Timeline
 from checkmate.plot import style
 

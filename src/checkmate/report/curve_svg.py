@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
+from checkmate.core.result import Curve
 from checkmate.core.units import format_bytes
 from checkmate.report.markup import Markup
 

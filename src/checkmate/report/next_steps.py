@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
-from checkmate.core.result import Result
+from checkmate.core.result import Curve, Result
 from checkmate.core.simulate import Timeline
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.report.markup import Markup

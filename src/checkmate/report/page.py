@@ -7,11 +7,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from checkmate.core.curve import Curve
 from checkmate.core.errors import WrongGraphError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
-from checkmate.core.result import Result
+from checkmate.core.result import Curve, Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
 from checkmate.report.curve_svg import curve_svg

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.result import Result
+from checkmate.core.result import Curve, Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.report.data import Run

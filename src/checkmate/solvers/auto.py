@@ -304,8 +304,8 @@ class _Run:
         from plans that fit larger budgets, comes by plans that a search for this budget misses.
         """
         from checkmate.solvers.evict.search import Search
+        from checkmate.solvers.evict.smallest import smallest_peak
         from checkmate.solvers.evict.starts import starts
-        from checkmate.solvers.smallest import smallest_peak
 
         session = self.session
         late = self._begin(Phase.TIGHT_BUDGET)

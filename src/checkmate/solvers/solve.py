@@ -14,9 +14,9 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.core.validate import validate
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.evict.smallest import PARAMETERS as SMALLEST
+from checkmate.solvers.evict.smallest import quick_peak, smallest_peak
 from checkmate.solvers.session import OnProgress, Session, Solver
-from checkmate.solvers.smallest import PARAMETERS as SMALLEST
-from checkmate.solvers.smallest import quick_peak, smallest_peak
 
 _PROOF_TOLERANCE: Final = 2e-6
 """Gap that counts as none. Bounds of integer programs are lowered by a millionth (`Session.prove`), and their budgets widened

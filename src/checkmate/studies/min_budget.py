@@ -5,7 +5,7 @@ from __future__ import annotations
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget
-from checkmate.solvers.smallest import smallest_peak
+from checkmate.solvers.evict.smallest import smallest_peak
 
 
 def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = True) -> MinBudget:

@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from checkmate.core.budget import keep_all_bytes
-from checkmate.core.curve import Curve, CurvePoint
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, NoPlan, Result
+from checkmate.core.result import Curve, CurvePoint, Limits, NoPlan, Result
 from checkmate.core.simulate import simulate
 from checkmate.solvers.auto import Auto
+from checkmate.solvers.evict.smallest import smallest_peak
 from checkmate.solvers.session import Solver
-from checkmate.solvers.smallest import smallest_peak
 from checkmate.solvers.solve import solve
 
 _log = logging.getLogger("checkmate.studies")
