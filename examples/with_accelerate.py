@@ -1,27 +1,29 @@
-"""Hugging Face accelerate under a budget: compile before `prepare`, and do not pass the backend's name to accelerate.
+"""Hugging Face accelerate under a budget: two lines, the import and the plugin.
 
-Needs `pip install accelerate` and the `torch` extra. Accelerate has a fixed list of backends, without ours, and does not change a
-model that is already compiled. `accelerate launch` runs it on several processes: every rank then runs one plan.
+Needs `pip install accelerate` and the `torch` extra. Accelerate has a fixed list of backends, without ours; the plugin takes the
+place of the backend's name. `accelerate launch` runs it on several processes: every rank then runs one plan.
 """
 
 from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from plain_loop import BATCHES, Classifier, batches
 from torch.utils.data import DataLoader
 
 from checkmate.torch import measure_peak
+from checkmate.torch.integrations import BudgetPlugin
 
 
 def train(budget: str | None) -> tuple[list[float], int]:
     """Losses, and the peak of the last step above the memory in use when it began."""
-    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)  # two trainings in one process
+    plugin = None if budget is None else BudgetPlugin(budget, time_limit_s=1)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
     set_seed(0)
     model = Classifier()
-    if budget is not None:
-        model.compile(backend="checkmate", options={"budget": budget, "time_limit_s": 1})
     model, optimizer, data = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), 1e-3), DataLoader(batches(), batch_size=None)
     )

@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer under a budget: compile the model before you pass it to the Trainer.
+"""Hugging Face's Trainer under a budget: two lines, the import and the callback.
 
-Needs `pip install transformers accelerate` and the `torch` extra. `TrainingArguments(torch_compile_backend="checkmate")` does
-not work: accelerate keeps a fixed list of backends.
+Needs `pip install transformers accelerate` and the `torch` extra. The callback reserves memory for the optimizer's state.
+`TrainingArguments(torch_compile_backend="checkmate")` does not work: accelerate keeps a fixed list of backends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from checkmate.torch.integrations import PeakCallback
+from checkmate.torch.integrations import BudgetCallback, PeakCallback
 
 STEPS, LENGTH, VOCABULARY = 4, 64, 512
 
@@ -35,10 +35,7 @@ def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], PeakCall
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
-    # AdamW will hold two moments of every parameter, and the backend does not know the optimizer.
-    moments = 2 * sum(p.nbytes for p in model.parameters())
-    options = {"budget": budget, "reserve": moments, "time_limit_s": 1} if budget else {}
-    model.compile(backend="checkmate", options=options)
+    within = BudgetCallback(budget, time_limit_s=1) if budget else BudgetCallback("1TiB")
     peak = PeakCallback(step=3)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -52,7 +49,7 @@ def train(budget: str | None) -> tuple[list[float], list[torch.Tensor], PeakCall
             disable_tqdm=True,
             remove_unused_columns=False,
         )
-        trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(8 * STEPS), callbacks=[peak])
+        trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(8 * STEPS), callbacks=[within, peak])
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], list(model.parameters()), peak
 

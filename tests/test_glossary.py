@@ -13,7 +13,12 @@ ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "checkmate"
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 SPANS = re.findall(r"`([^`\n]+)`", GLOSSARY)
-PUBLIC = {"checkmate": "__init__.py", "checkmate.torch": "torch/__init__.py", "checkmate.tf2": "tf2/__init__.py"}
+PUBLIC = {
+    "checkmate": "__init__.py",
+    "checkmate.torch": "torch/__init__.py",
+    "checkmate.tf2": "tf2/__init__.py",
+    "checkmate.keras": "keras/__init__.py",
+}
 
 
 @cache

@@ -41,7 +41,9 @@ def test_import_is_quick():
     assert best_s("checkmate") < max(0.3, 3 * best_s("numpy"))
 
 
-@pytest.mark.parametrize("module", ["checkmate", "checkmate.torch", "checkmate.tf2", "checkmate.plot", "checkmate.report"])
+@pytest.mark.parametrize(
+    "module", ["checkmate", "checkmate.torch", "checkmate.tf2", "checkmate.keras", "checkmate.plot", "checkmate.report"]
+)
 def test_public_names_are_documented(module):
     """Public means there, in `__all__` and in the reference, neither more nor less."""
     page = module.rpartition(".")[2]

@@ -124,7 +124,7 @@ __all__ = [
 
 last_resort.install()
 
-_LAZY = ("torch", "tf2", "plot", "report", "cost")
+_LAZY = ("torch", "tf2", "keras", "plot", "report", "cost")
 
 
 def __getattr__(name: str) -> Any:

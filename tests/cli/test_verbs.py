@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import re
+import shlex
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import checkmate
@@ -200,3 +204,28 @@ def test_result_file_carries_the_proof_into_the_report(run):
     assert run("report", "chain.graph.json", "p.json", "--out", "p.html").code == 0
     assert "proven, for every plan and order" in Path("r.html").read_text()
     assert "proven, for every plan and order" not in Path("p.html").read_text()
+
+
+def test_report_names_the_step_and_not_its_files(run):
+    """A file name is no title: `gpt2.result.json` says nothing about what the page shows."""
+    checkmate.write(msgspec.structs.replace(chain(), name=""), "gpt2.graph.json")
+    checkmate.write(plan(AGAIN), "gpt2.plan.json")
+    assert run("report", "gpt2.graph.json", "gpt2.plan.json", "--against", "gpt2.plan.json").code == 0
+    page = Path("report.html").read_text()
+    assert "<h1>gpt2: a training step in 5.50 MiB</h1>" in page
+    assert re.findall(r"<h3>(.*?)</h3>", page)[:3] == ["keeping everything", "the plan", "the other plan"]
+    rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+    assert ["file", "", "gpt2.plan.json", "gpt2.plan.json"] in rows
+
+
+@pytest.mark.parametrize("order", [KEEP_ALL, AGAIN])
+def test_commands_of_a_report_run(run, order):
+    """What the page proposes to do next works as it is written, and a budget that it proposes has a plan."""
+    checkmate.write(plan(order), "a plan.json")
+    assert run("pareto", "chain.graph.json", "--points", "3", "--out", "c.json").code == 0
+    for more in ([], ["--curve", "c.json"]):
+        assert run("report", "chain.graph.json", "a plan.json", *more).code == 0
+        commands = re.findall(r"<pre>checkmate (.*?)</pre>", Path("report.html").read_text())
+        assert commands
+        for command in commands:
+            assert run(*shlex.split(html.unescape(command))).code == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -33,7 +35,7 @@ def test_nothing_is_loaded_and_nothing_goes_wrong(page):
     """One file, offline: no request but its own, no word on the console."""
     assert page.console == []
     assert page.ask("performance.getEntriesByType('resource').length") == 0
-    assert page.text("h1") == "chain in 5.50 MiB"
+    assert page.text("h1") == "chain: a training step in 5.50 MiB"
 
 
 def test_bytes_drawn_are_those_of_simulate(page):
@@ -184,18 +186,132 @@ def test_amounts_are_written_as_in_python(page):
     assert page.ask("formatCost(12, 'FLOP')") == format_cost(12, "FLOP")
 
 
-def test_names_are_text_and_not_markup(open_page):
-    """A name may hold anything; the page shows it and runs nothing of it."""
-    bad = "</script><script>document.title='run'</script><b>&quot;"
+BAD = [
+    "</script><script>document.title='run'</script><b>&quot;",
+    "<img src=x onerror=\"document.title='run'\"><b>",
+    "'\"><b onmouseover=document.title='run'>{0}</title><b>",
+]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_text_of_a_file_is_text_and_not_markup(open_page, bad):
+    """Every field that takes text may hold anything; the page shows it and runs nothing of it."""
     graph = checkmate.Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], names=[bad, "b"], kept=[1], name=bad)
     ops = tuple(msgspec.structs.replace(op, source=bad, kind=bad) for op in graph.ops)
-    graph = msgspec.structs.replace(graph, ops=ops)
+    values = tuple(msgspec.structs.replace(value, name=bad) for value in graph.values)
+    graph = msgspec.structs.replace(graph, ops=ops, values=values, cost_unit=bad)
     steps = Plan.from_order(graph, [0, 0, 1])
-    page = open_page(html_report(graph, steps, against=steps, names=("a", bad, "c"), title=""))
-    assert page.console == []
-    assert page.ask("document.title").startswith(bad[:9])
-    assert bad in page.text("#detail")
-    assert not page.ask("document.querySelectorAll('b').length")
+    once = Plan.from_order(graph, [0, 1])
+    result = msgspec.structs.replace(
+        checkmate.evaluate(graph, steps),
+        solver=bad,
+        remarks=(bad,),
+        termination=checkmate.Termination(checkmate.Reason.FEASIBLE, bad, bad),
+    )
+    curve = msgspec.structs.replace(checkmate.pareto(graph, points=2), cost_unit=bad, solver=bad)
+    given = {"against": once, "names": (bad, bad, bad), "result": result, "curve": curve, "facts": [[bad, bad, bad]]}
+    for title in ("", bad):
+        page = open_page(html_report(graph, steps, title=title, summary=title, **given))
+        assert page.console == []
+        assert page.ask("document.title").startswith(bad[:9])
+        assert bad in page.text("#detail")
+        assert bad in page.text("body > p.soft:last-of-type")
+        assert page.ask("document.querySelectorAll('b, img').length") == 0
+        assert (
+            page.ask("[...document.querySelectorAll('*')].flatMap((e) => e.getAttributeNames()).filter((n) => /^on/.test(n))")
+            == []
+        )
+
+
+def test_only_the_scripts_of_the_page_run(open_page):
+    """A script that got into the page in spite of the escapes would still be stopped by the policy, as would a style."""
+    text = html_report(chain(), plan(AGAIN))
+    assert "unsafe" not in text
+    added = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script><p id=styled style='width: 7px'>"
+    page = open_page(text.replace("<h1>", f"{added}<h1>"))
+    assert page.ask("document.title") == "chain: a training step in 5.50 MiB"
+    assert page.ask("getComputedStyle(document.getElementById('styled')).width") != "7px"
+    refused = [entry for entry in page.console if "Content Security Policy" in entry]
+    assert len(refused) >= 3
+
+
+def test_html_is_made_by_templates_that_escape():
+    """A string that is put together from tags and values by other means could forget to escape a value."""
+    import checkmate.report
+
+    for path in Path(checkmate.report.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = (
+                [part.value for part in node.values if isinstance(part, ast.Constant)] if isinstance(node, ast.JoinedStr) else []
+            )
+            assert not any(re.search(r"<[a-z/]", str(part)) for part in parts), f"{path.name}:{getattr(node, 'lineno', 0)}"
+
+
+def test_every_figure_says_how_to_read_it(page):
+    """Readers who never saw the paper need a sentence for each figure and table, before they look at it."""
+    for shown in ("#memory-0", "#held", "#schedule", "#computed-again", "#curve"):
+        heading = page.ask(
+            "[...document.querySelectorAll('h2, .reading, ' + arguments[0])]"
+            ".filter((e) => e.compareDocumentPosition(document.querySelector(arguments[0])) & Node.DOCUMENT_POSITION_FOLLOWING)"
+            ".at(-1).className",
+            shown,
+        )
+        assert heading == "reading", shown
+    said = page.ask("[...document.querySelectorAll('canvas.memory')].map((c) => c.previousElementSibling.innerText)")
+    assert said[0] == "The peak is 7.50 MiB, while the backward computes 6."
+    assert said[1].startswith("The peak is 5.50 MiB, while the ")
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_a_graph_without_a_name_has_a_title(name):
+    """Graphs made by hand often have no name."""
+    graph = msgspec.structs.replace(chain(), name=name)
+    assert "<h1>A training step in 5.50 MiB</h1>" in html_report(graph, plan(AGAIN))
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "call"),
+    [
+        ("aten.mm.default", "backward", "checkmate.torch.compile(model, loss, example=(x, y), plan=&#x27;p.json&#x27;)"),
+        (
+            "aten.mm.default",
+            "optimizer",
+            "checkmate.torch.compile(model, loss, optimizer, example=(x, y), plan=&#x27;p.json&#x27;)",
+        ),
+        ("MatMul", "backward", "checkmate.tf2.compile(model, loss, optimizer, x, y, plan=&#x27;p.json&#x27;)"),
+        ("", "backward", ""),
+    ],
+)
+def test_page_says_how_to_run_the_plan(kind, phase, call):
+    """In the framework of which the graph was captured; a graph of neither cannot be run."""
+    ops = [msgspec.structs.replace(op, kind=kind) for op in chain().ops]
+    ops[-1] = msgspec.structs.replace(ops[-1], phase=phase)
+    graph = msgspec.structs.replace(chain(), ops=tuple(ops))
+    text = html_report(graph, Plan.from_order(graph, AGAIN), plan_file="p.json")
+    assert (call or "<h2>What to do next</h2>") in text
+    assert ("compile(" in text) == bool(call)
+
+
+ADVICE = ("This plan saves no memory", "A larger budget costs less", "Try a smaller budget", "A cheaper plan may exist")
+
+
+@pytest.mark.parametrize(
+    ("order", "first_cost", "budget", "given"),
+    [
+        (KEEP_ALL, 1, None, {0, 2}),
+        (AGAIN, 90_000_000, None, {1}),
+        (AGAIN, 1, None, {2}),
+        (AGAIN, 90_000_000, "6MiB", {1, 3}),
+    ],
+)
+def test_advice_follows_from_the_numbers(order, first_cost, budget, given):
+    """A plan that saves nothing, one that costs much, and one that is far from its bound need different next steps."""
+    ops = tuple(msgspec.structs.replace(op, cost=first_cost) if o < 3 else op for o, op in enumerate(chain().ops))
+    graph = msgspec.structs.replace(chain(), ops=ops)
+    found = Plan.from_order(graph, order)
+    result = None if budget is None else checkmate.evaluate(graph, found, budget)
+    text = html_report(graph, found, result=result)
+    assert {i for i, advice in enumerate(ADVICE) if advice in text} == given
 
 
 @pytest.mark.parametrize("order", [[], [0]])

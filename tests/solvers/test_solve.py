@@ -358,3 +358,13 @@ def test_a_first_plan_that_is_proven_at_once_is_hardly_searched_any_further(
     assert result.gap <= Limits().gap
     assert [phase for m in caplog.messages for phase in ("search within the gap", "first search") if phase in m] == searches
     assert not any("event cuts" in m or "bounds of single events" in m for m in caplog.messages)
+
+
+def test_a_budget_that_the_smallest_plan_keeps_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the smallest budget to report may find a plan where `Auto` found none in its time."""
+    graph = transformer(2)
+    budget = checkmate.min_budget(graph).peak_bytes
+    monkeypatch.setattr(Auto, "run", lambda *_: Termination(Reason.NOT_FOUND, limit="time"))
+    result = solve(Problem(graph, budget))
+    assert result.peak_bytes <= budget
+    assert result.termination.reason is Reason.FEASIBLE

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -219,3 +221,22 @@ def test_progress_counts_every_budget_once():
     curve = pareto(transformer(2), points=5, limits=Limits(time_s=0.5), on_progress=lambda done, of: seen.append((done, of)))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (len(curve.points), len(curve.points))
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A solve that takes more memory than there is."""
+
+    def run(self, problem, session):
+        """What the kernel does to it."""
+        assert multiprocessing.parent_process() is not None
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_loses_no_point(caplog):
+    """Those that were solved stay, the others have a plan, and the cause is told."""
+    graph = chain()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        curve = pareto(graph, points=4, solver=Killed(), executor=pool)
+    check(graph, curve)
+    assert sum("a process that solves budgets was ended" in message for message in caplog.messages) == 1

@@ -13,6 +13,7 @@ from keras import layers
 import checkmate
 from checkmate import InfeasibleBudgetError, OptionError, UnitError, WrongGraphError
 from checkmate.core.errors import GraphError
+from checkmate.frontend import progress
 from checkmate.tf2 import NotBuiltError
 from tests.tf2.steps import keep_all
 
@@ -51,6 +52,43 @@ def test_a_smaller_batch_is_planned_once(caplog):
         step(X[:5], Y[:5])
         step(X[:5], Y[:5])
     assert [r for r in caplog.records if "new batch size" in r.message] == [caplog.records[-1]]
+
+
+def test_an_open_batch_size_is_planned_at_the_first_call():
+    """What most tutorials write: `batch(5)` leaves the size open in `element_spec`, because the last batch is smaller."""
+    train_ds = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
+    inputs, labels = train_ds.element_spec
+    step = compiled(x=inputs, y=labels)
+    with pytest.raises(checkmate.PlanError, match="nothing is planned yet") as caught:
+        _ = step.plan
+    assert "call the step" in caught.value.hint
+    losses = [float(step(*batch)[1]) for batch in train_ds]
+    closed = compiled(x=X[:5], y=Y[:5], model=net_like(step.model))
+    assert step.plan == closed.plan
+    assert len(losses) == 3
+
+
+def net_like(model: keras.Model) -> keras.Model:
+    """Another network of the same name, so that their graphs are equal."""
+    return net(name=model.name)
+
+
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", keras.losses.SparseCategoricalCrossentropy()])
+def test_weights_of_samples_count_as_in_keras(loss):
+    """A weighted step changes the variables as `train_on_batch` with the same weights does."""
+    weights = np.linspace(0, 2, len(X)).astype("float32")
+    model, plain = net(), net()
+    plain.set_weights(model.get_weights())
+    plain.compile("sgd", loss, jit_compile=False)
+    step = compiled(model, loss=loss, sample_weight_spec=weights)
+    for _ in range(2):
+        step(X, Y, weights)
+        plain.train_on_batch(X, Y, sample_weight=weights)
+    assert len(step._steps.planned) == 1
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    unweighted = compiled(net(), loss=loss)
+    assert float(unweighted(X, Y)[1]) != float(unweighted(X, Y, weights)[1])
 
 
 def test_names_arrays_and_tensors_are_taken():
@@ -108,14 +146,19 @@ def test_a_graph_and_its_plan_are_files(tmp_path):
         compiled(x=X[:6], y=Y[:6], plan=tmp_path / "net.plan.json")
 
 
-def test_loops_are_one_op_and_said_so(caplog):
-    """A recurrent layer is a loop that no plan reaches into; it runs, and the log names it."""
-    model = keras.Sequential([keras.Input((6, 4)), layers.GRU(8, unroll=False), layers.Dense(3, activation="softmax")])
-    x = np.zeros((12, 6, 4), "float32")
+@pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU])
+def test_loops_are_one_op_whose_bytes_count(layer, caplog):
+    """A recurrent layer is a loop that no plan changes. What it allocates and what it keeps for the backward are in the plan."""
+    model = keras.Sequential([keras.Input((20, 16)), layer(64, unroll=False), layers.Dense(3, activation="softmax")])
+    x = np.random.default_rng(0).normal(size=(12, 20, 16)).astype("float32")
     with caplog.at_level(logging.WARNING):
-        step = compiled(model, x=x)
+        step = compiled(model, x=x, budget="1GiB", time_limit_s=5)
     assert "each one op of the plan" in caplog.text
     assert step(x, Y)[0].shape == (12, 3)
+    own = step.measured_bytes - step.graph.resident_bytes
+    assert step.peaks.live_bytes - step.graph.resident_bytes == pytest.approx(own, rel=0.25)
+    lists = {op.kind: sum(step.graph.values[v].size_bytes for v in op.outputs) for op in step.graph.ops if op.kind == "While"}
+    assert lists["While"] > 20 * 12 * 64 * 4  # more than one state for each step in time
 
 
 def test_options_of_the_process_are_left_alone():
@@ -126,6 +169,15 @@ def test_options_of_the_process_are_left_alone():
         step(X[:, :3], Y)
     step(X, Y)
     assert tf.config.optimizer.get_experimental_options() == before
+
+
+def test_compiling_says_what_it_does():
+    """It takes up to minutes: tracing, measuring costs, planning and measuring plans are shown in turn."""
+    texts: list[str] = []
+    with progress.redirected(texts.append):
+        compiled(net(name="shown"), budget="1GiB")
+    for doing in ("tracing the step", "planning", "measuring a plan"):
+        assert any(text.startswith(doing) for text in texts), f"{doing!r} is not among {texts}"
 
 
 def test_planning_under_a_budget_leaves_everything_as_it_was():
@@ -146,7 +198,10 @@ def test_planning_under_a_budget_leaves_everything_as_it_was():
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"x": tf.TensorSpec((None, 8))}, OptionError, "open dimensions"),
+        ({"x": X[:0], "y": Y[:0]}, OptionError, "holds nothing"),
+        ({"x": None}, OptionError, "input_spec is None"),
+        ({"optimizer": None}, OptionError, "optimizer is None"),
+        ({"plan": "no-such.plan.json"}, OptionError, "no-such.plan.json"),
         ({"budget": "12 parsecs"}, UnitError, "parsecs"),
         ({"budget": "1KiB"}, InfeasibleBudgetError, "smallest"),
         ({"loss": "no such loss"}, OptionError, "no such loss"),
@@ -155,7 +210,10 @@ def test_planning_under_a_budget_leaves_everything_as_it_was():
         ({"time_limit_s": 0}, OptionError, "time_limit_s"),
         ({"x": X[:5]}, GraphError, "cannot be traced"),
     ],
-    ids=["open-dimension", "unreadable", "too-small", "loss", "optimizer", "solver", "time-limit", "unequal-batches"],
+    ids=[
+        *("empty", "no-input", "no-optimizer", "no-plan", "unreadable", "too-small"),
+        *("loss", "optimizer", "solver", "time-limit", "unequal-batches"),
+    ],
 )
 def test_bad_arguments_are_errors_with_a_hint(arguments, error, says):
     """What was wrong, and what to do; and the model is as it was."""
@@ -173,6 +231,8 @@ def test_bad_arguments_of_capture_are_errors_with_a_hint():
         checkmate.tf2.capture(net(), "mse", "sgd", X, Y, costs="guessed")
     with pytest.raises(OptionError, match=r"not a keras\.Model") as model:
         checkmate.tf2.capture(layers.Dense(3), "mse", "sgd", X, Y)
+    with pytest.raises(OptionError, match="open dimensions"):
+        checkmate.tf2.capture(net(), "mse", "sgd", tf.TensorSpec((None, 8)), Y)
     assert "estimated" in costs.value.hint
     assert "keras.Model" in model.value.hint
 
@@ -192,19 +252,28 @@ def test_batches_that_do_not_fit_are_errors():
         step(X, tf.constant(Y, tf.int32))
     with pytest.raises(OptionError, match="structure of the input"):
         step([X, X], Y)
+    with pytest.raises(OptionError, match="the input is None"):
+        step(None, Y)
+    with pytest.raises(OptionError, match="holds nothing"):
+        step(X[:0], Y[:0])
 
 
-def test_xla_is_refused():
-    """No schedule reaches into what XLA compiles."""
-
-    class Compiled(layers.Layer):
-        def call(self, x):
-            return tf.function(lambda y: y * 2.0, jit_compile=True)(x)
-
-    x = inputs = keras.Input((8,))
-    model = keras.Model(inputs, layers.Dense(3, activation="softmax")(Compiled()(x)))
-    with pytest.raises(GraphError, match="XLA"):
+def test_a_model_without_trainable_weights_is_refused():
+    """There is nothing to update."""
+    model = net()
+    model.trainable = False
+    with pytest.raises(OptionError, match="no trainable weights") as caught:
         compiled(model)
+    assert "trainable" in caught.value.hint
+
+
+def test_a_model_of_a_strategy_is_refused_outside_of_its_scope():
+    """Its variables are on several devices, and a plan is for one."""
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        model = net()
+    with pytest.raises(OptionError, match="MirroredStrategy") as caught:
+        compiled(model)
+    assert "scope" in caught.value.hint
 
 
 def test_strategies_and_functions_are_refused():

@@ -25,6 +25,7 @@ from checkmate.cli import (
     plan,
     regions,
     report,
+    signals,
     solvers,
     terminal,
     verify,
@@ -73,7 +74,8 @@ def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     as_json = "--json" in argv
     try:
-        code = application()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
+        with signals.stopping_as_interrupts():
+            code = application()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         return _fail(BAD_INPUT, type(error).__name__, str(error), "run `checkmate --help` to see the usage", as_json)
     except (InfeasibleBudgetError, PlanNotFoundError) as error:
@@ -85,10 +87,8 @@ def run(argv: Sequence[str]) -> int:
         return _fail(BAD_INPUT, type(error).__name__, error.message, error.hint, as_json)
     except KeyboardInterrupt:
         return _fail(NO_PLAN, "KeyboardInterrupt", "interrupted before a plan was found", "", as_json)
-    except BrokenPipeError:
-        raise
     except Exception as error:  # noqa: BLE001  (the edge of the program: every unexpected error becomes exit code 3)
-        terminal.messages().print(traceback.format_exc(), markup=False, soft_wrap=True)
+        terminal.warn(*traceback.format_exc().split("\n"))
         message = f"{type(error).__name__}: {error}"
         return _fail(INTERNAL, type(error).__name__, message, "report this bug, with the lines above", as_json)
     return code if isinstance(code, int) else OK

@@ -26,13 +26,15 @@ def capture(target: str, /, *, batch: int | None = None, out: Path | None = None
     import checkmate.torch
 
     function = targets.resolve(target)
-    model, loss, example = targets.built(target, function if batch is None else lambda: function(batch))
-    with targets.tracing(target):
-        graph = checkmate.torch.capture(model, loss, example=example)
     where = target.rpartition(":")[0]
     stem = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
     path = out or Path(stem + ("" if batch is None else f"-batch{batch}") + ".graph.json")
-    files.save(graph, path)
+    outputs = files.Outputs(targets.source(target))
+    outputs.check(path)
+    model, loss, example = targets.built(target, function if batch is None else lambda: function(batch))
+    with targets.tracing(target):
+        graph = checkmate.torch.capture(model, loss, example=example)
+    outputs.save((graph, path))
     keep_all = keep_all_bytes(graph)
     if json:
         terminal.emit(

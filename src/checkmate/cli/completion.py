@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Literal
 
@@ -32,7 +31,7 @@ def completion_for(application: Callable[[], App]) -> Callable[..., int]:
         if json:
             terminal.emit({"shell": shell, "script": script})
             return 0
-        sys.stdout.write(script)
+        terminal.write(script)
         places = {
             "bash": "~/.local/share/bash-completion/completions/checkmate",
             "zsh": "a file _checkmate in a folder of $fpath",

@@ -46,6 +46,9 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"cannot create {out}: {error.strerror or error}", hint="choose another folder with --out") from error
+    report = out / "report.html"
+    outputs = files.Outputs()
+    outputs.check(report)
     from checkmate.cli import digits
     from checkmate.cli.demo_page import demo_page
 
@@ -56,9 +59,8 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         compiled = time.perf_counter() - began
         trained = digits.train(budget, epochs=digits.EPOCHS, time_limit_s=time_limit, say=status.update)
         checks = _checks(trained)
-        report = out / "report.html"
         outcome = _outcome(trained, checks, time.perf_counter() - began, compiled)
-        files.save_bytes(demo_page(trained, outcome).encode(), report)
+        outputs.save((demo_page(trained, outcome).encode(), report))
     if json:
         terminal.emit({**outcome, "report": str(report)})
     else:
@@ -131,14 +133,13 @@ def _show(trained: Trained, checks: dict[str, bool], outcome: dict[str, Any]) ->
     kept, measured = _kept(checks), format_bytes(planned.measured_bytes)
     tensors = len(planned.model.state_dict())
     share = amounts.format_share(planned.result.gap, 2)
-    terminal.data().print(
-        f"within budget:  {kept['within_budget']}, {measured} measured of {format_bytes(planned.result.budget_bytes)}\n"
-        f"as planned:     {kept['as_planned']}, measured is {100 * _error(planned):+.2f}% off the planned peak\n"
-        f"loss identical: {kept['identical']}, {trained.steps} losses and {tensors} tensors of the model compared bit by bit\n"
-        f"proof:          no plan within the budget is more than {share} cheaper (in op costs as measured)\n"
+    terminal.say(
+        f"within budget:  {kept['within_budget']}, {measured} measured of {format_bytes(planned.result.budget_bytes)}",
+        f"as planned:     {kept['as_planned']}, measured is {100 * _error(planned):+.2f}% off the planned peak",
+        f"loss identical: {kept['identical']}, {trained.steps} losses and {tensors} tensors of the model compared bit by bit",
+        f"proof:          no plan within the budget is more than {share} cheaper (in op costs as measured)",
         f"in all:         {outcome['elapsed_s']:.0f} s: {outcome['planning_s']:.0f} s for planning, "
         f"{outcome['compiling_s']:.0f} s for compiling the solver (once after installation)",
-        soft_wrap=True,
     )
 
 

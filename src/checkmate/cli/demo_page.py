@@ -27,7 +27,7 @@ def demo_page(trained: Trained, outcome: dict[str, Any]) -> str:
 
 
 def _summary(trained: Trained, outcome: dict[str, Any]) -> str:
-    verdict = "Every guarantee was kept." if outcome["holds"] else "<strong>Not every guarantee was kept.</strong>"
+    verdict = "Every guarantee was kept." if outcome["holds"] else "NOT every guarantee was kept."
     return (
         f"A residual CNN was trained for {trained.steps} steps on scikit-learn's digits, once with the plan and once with all "
         f"activations kept, on the same batches. {verdict}"

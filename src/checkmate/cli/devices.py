@@ -29,7 +29,7 @@ def devices(name: str | None = None, /, *, json: terminal.Json = False) -> int:
         return 0
     header = [("device", False), ("memory", True), ("float32", True), ("tf32", True), ("bfloat16", True), ("traffic", True)]
     terminal.table(header, [_row(device) for device in known])
-    terminal.data().print("peak rates in TFLOP/s, dense; memory traffic in GB/s", soft_wrap=True)
+    terminal.say("peak rates in TFLOP/s, dense; memory traffic in GB/s")
     terminal.closing([], "list the sources of a device's figures with `checkmate devices H100`")
     return 0
 
@@ -52,10 +52,9 @@ def _one(device: Device, json: bool) -> int:
     if device.pcie_bytes_per_s is not None:
         facts.append(("pcie_bytes_per_s", f"{device.pcie_bytes_per_s / 1e9:g} GB/s one way"))
     terminal.facts(facts)
-    console = terminal.data()
     for title, notes in (("published", device.sources), ("assumed", device.assumed)):
         for field, note in sorted(notes.items()):
-            console.print(f"{title:<11}{field}: {note}", soft_wrap=True)
+            terminal.say(f"{title:<11}{field}: {note}")
     terminal.closing([], f"write your own profile, starting from `checkmate devices {json_module.dumps(device.name)} --json`")
     return 0
 

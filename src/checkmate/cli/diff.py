@@ -32,7 +32,7 @@ def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: term
         terminal.emit(_as_json(graph, (first, second), found))
         return 0
     terminal.facts([("graph", amounts.describe_graph(target, graph)), ("first", str(first)), ("second", str(second))])
-    terminal.data().print(f"\n{found.render(most)}", soft_wrap=True)
+    terminal.say("", *found.render(most).split("\n"))
     terminal.closing([], f"draw both with `checkmate report {graph} {second} --against {first}`")
     return 0
 

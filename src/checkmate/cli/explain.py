@@ -35,7 +35,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int 
         terminal.emit(_as_json(target, graph, plan, found))
         return 0
     terminal.facts([("graph", amounts.describe_graph(target, graph))])
-    terminal.data().print(f"\n{found.render(most)}", soft_wrap=True)
+    terminal.say("", *found.render(most).split("\n"))
     terminal.closing([], f"draw the plan with `checkmate report {graph} {plan}`")
     return 0
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextlib
+import os
+import shutil
+import tempfile
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from checkmate.cli import signals
 from checkmate.core import files
 from checkmate.core.curve import Curve
 from checkmate.core.errors import FileFormatError, OptionError
@@ -15,6 +18,9 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 
 _C = TypeVar("_C", Graph, Plan, Result, Curve)
+_OTHER_PATH: Final = "choose another path with --out"
+_PROBE_BYTES: Final = 2**16
+"""Bytes that an output is expected to need at least, beside those of the inputs."""
 
 
 def load(path: Path, kind: type[_C]) -> _C:
@@ -57,37 +63,82 @@ def load_planned(path: Path) -> tuple[Plan, Result | None]:
     return plan, content if isinstance(content, Result) else None
 
 
-def save(value: Graph | Plan | Result | Curve, path: Path) -> None:
-    """Write a value to a file atomically.
+class Outputs:
+    """Files that a verb writes. They are checked before the work, and what cannot be written after it is saved elsewhere.
 
-    Raises:
-        OptionError: The file cannot be written.
+    Args:
+        inputs: Files that the verb reads, which no output replaces; None for one that is not given.
     """
-    with writing(path):
-        files.write(value, path)
+
+    def __init__(self, *inputs: Path | None) -> None:
+        self._inputs = [path for path in inputs if path is not None]
+
+    def check(self, *paths: Path | None) -> None:
+        """Check that files can be written; None stands for one that is not wanted.
+
+        Raises:
+            OptionError: A file cannot be written, is an input, or is given twice.
+        """
+        wanted = [path for path in paths if path is not None]
+        size_bytes = _PROBE_BYTES + sum(path.stat().st_size for path in self._inputs if path.is_file())
+        for k, path in enumerate(wanted):
+            self._check_is_no_input(path)
+            if any(_are_same(path, other) for other in wanted[:k]):
+                raise OptionError(f"{path} is given for two outputs", hint="give each output a path")
+            try:
+                files.check_writable(path, size_bytes)
+            except OSError as error:
+                raise OptionError(f"cannot write {path}: {error.strerror or error}", hint=_OTHER_PATH) from error
+
+    def save(self, *contents: tuple[Graph | Plan | Result | Curve | bytes, Path]) -> None:
+        """Write values or bytes to files; a regular file is there whole or not at all.
+
+        Raises:
+            OptionError: A file cannot be written. The message says where its content was saved instead.
+        """
+        failures: list[str] = []
+        for content, path in contents:
+            data = content if isinstance(content, bytes) else files.encode(content)
+            try:
+                self._check_is_no_input(path)
+                with contextlib.nullcontext() if files.is_special(path) else signals.ignored():
+                    files.write_bytes(path, data)
+            except OptionError as error:
+                failures.append(f"{error.message}; {_saved_elsewhere(data, path.name)}")
+            except OSError as error:
+                failures.append(f"cannot write {path}: {error.strerror or error}; {_saved_elsewhere(data, path.name)}")
+        if failures:
+            raise OptionError("; ".join(failures), hint="move what was saved, or choose another path with --out")
+
+    def _check_is_no_input(self, path: Path) -> None:
+        for other in self._inputs:
+            if _are_same(path, other):
+                raise OptionError(f"output {path} is the input {other}", hint=_OTHER_PATH)
 
 
-def save_bytes(data: bytes, path: Path) -> None:
-    """Write bytes to a file atomically.
-
-    Raises:
-        OptionError: The file cannot be written.
-    """
-    with writing(path):
-        files.write_atomically(path, data)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn errors of writing a file into bad input.
-
-    Raises:
-        OptionError: The file cannot be written.
-    """
+def _are_same(a: Path, b: Path) -> bool:
+    """Whether two paths lead to one regular file, or would."""
     try:
-        yield
-    except OSError as error:
-        raise OptionError(f"cannot write {path}: {error.strerror or error}", hint="choose another path with --out") from error
+        return a.samefile(b) and a.is_file()
+    except OSError:
+        return os.path.realpath(a) == os.path.realpath(b)
+
+
+def _saved_elsewhere(data: bytes, name: str) -> str:
+    """Save bytes in a new folder, in the first place that takes them, and tell where."""
+    for place in (".", os.environ.get("TMPDIR", "/tmp"), os.path.expanduser("~"), "/var/tmp", "/dev/shm"):  # noqa: PTH111
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="checkmate-", dir=place))
+        except OSError:
+            continue
+        saved = folder / name
+        try:
+            files.write_bytes(saved, data)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        return f"it was saved as {saved} instead"
+    return "it could not be saved elsewhere either"
 
 
 def beside(path: Path, ending: str) -> Path:

@@ -56,6 +56,8 @@ def fits(
     import checkmate.torch
 
     function = targets.resolve(target)
+    outputs = files.Outputs(targets.source(target), Path(device) if device.endswith(".json") else None)
+    outputs.check(out)
     call = function if batch is None else lambda: function(batch)
     model, loss, example = targets.without_memory(target, call)
     with drawn("tracing the step and looking for plans"), targets.tracing(target):
@@ -73,15 +75,12 @@ def fits(
             time_limit_s=time_limit,
         )
     if out is not None:
-        files.save(answer.graph, out)
+        outputs.save((answer.graph, out))
     if json:
         terminal.emit(_as_json(answer, out))
         return 0 if answer else 1
     terminal.facts(answer.rows())
-    console = terminal.data()
-    console.print()
-    for remark in answer.remarks:
-        console.print(remark, soft_wrap=True)
+    terminal.say("", *answer.remarks)
     terminal.closing([] if out is None else [out], _next(answer, target, out))
     return 0 if answer else 1
 

@@ -59,6 +59,8 @@ def max_batch(
     """
     graph_at = _affine(small, batch, large, large_batch)
     limits = Limits(time_s=time_limit, gap=gap, seed=seed, threads=threads)
+    outputs = files.Outputs(small, large)
+    outputs.check(*_written(out or _default(small, batch)))
     with drawn("looking for the largest batch") as say:
         found = largest_batch(
             graph_at,
@@ -68,11 +70,9 @@ def max_batch(
             solver=solver_named(solver),
             on_progress=lambda batch, upper: say(f"{batch} fits, none above {upper} does"),
         )
-    plan_path = out or files.beside(small, f"-batch{found.batch}.plan.json")
-    graph_path = plan_path.with_name(plan_path.name.removesuffix(".json").removesuffix(".plan") + ".graph.json")
+    graph_path, plan_path = _written(out or _default(small, found.batch))
     graph = graph_at(found.batch)
-    files.save(graph, graph_path)
-    files.save(found.plan, plan_path)
+    outputs.save((graph, graph_path), (found.plan, plan_path))
     result = found.result
     if json:
         terminal.emit(
@@ -104,9 +104,19 @@ def max_batch(
     row = [str(found.batch), format_bytes(result.peak_bytes or 0), f"{result.overhead:.3f}x", str(found.upper_bound)]
     terminal.table(header, [[*row, f"{found.elapsed_s:.1f} s"]])
     exact = "this is the largest" if found.batch == found.upper_bound else f"none above {found.upper_bound} is possible"
-    terminal.data().print(f"{exact}: {found.why}", soft_wrap=True)
+    terminal.say(f"{exact}: {found.why}")
     terminal.closing([graph_path, plan_path], f"draw the plan with `checkmate report {graph_path} {plan_path}`")
     return 0
+
+
+def _default(small: Path, batch: int) -> Path:
+    """The plan file whose path is made from that of the graph and the batch."""
+    return files.beside(small, f"-batch{batch}.plan.json")
+
+
+def _written(plan: Path) -> tuple[Path, Path]:
+    """The graph file next to a plan file, and the plan file."""
+    return plan.with_name(plan.name.removesuffix(".json").removesuffix(".plan") + ".graph.json"), plan
 
 
 def _affine(small: Path, batch: int, large: Path | None, large_batch: int | None) -> AffineGraph:

@@ -40,11 +40,13 @@ def min_budget(
         The exit code.
     """
     target = files.load(graph, Graph)
+    where = out or files.beside(graph, "-min.plan.json")
+    outputs = files.Outputs(graph)
+    outputs.check(where)
     with drawn("looking for the smallest peak"):
         result = smallest_budget(target, limits=Limits(time_s=time_limit, seed=seed), reorder=reorder)
     floor, peak = result.floor_bytes, result.peak_bytes
-    where = out or files.beside(graph, "-min.plan.json")
-    files.save(result.plan, where)
+    outputs.save((result.plan, where))
     if json:
         terminal.emit(
             {
@@ -75,6 +77,6 @@ def min_budget(
     proven = (
         "no plan in any order needs less" if result.proven else "the smallest possible peak lies between the floor and this one"
     )
-    terminal.data().print(f"\n{proven}", soft_wrap=True)
+    terminal.say("", proven)
     terminal.closing([where], f"find the cheapest plan within it with `checkmate plan {graph} --budget {format_at_least(peak)}`")
     return 0

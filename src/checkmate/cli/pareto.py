@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,11 +58,13 @@ def pareto(
         raise OptionError(f"--jobs {jobs} must be one or more", hint="give the number of processes, such as --jobs 4")
     target, chosen = files.load(graph, Graph), solver_named(solver)
     limits = Limits(time_s=time_limit, gap=gap, seed=seed)
+    where = out or files.beside(graph, ".curve.json")
+    outputs = files.Outputs(graph)
+    outputs.check(where)
     with ExitStack() as stack:
         executor = None
         if jobs > 1:
-            spawned = multiprocessing.get_context("spawn")
-            executor = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=spawned))
+            executor = stack.enter_context(_isolated_processes(jobs))
         say = stack.enter_context(drawn("looking for the smallest peak"))
         curve = curve_of(
             target,
@@ -71,8 +75,7 @@ def pareto(
             reorder=reorder,
             on_progress=lambda done, of: say(f"{done} of {of} budgets"),
         )
-    where = out or files.beside(graph, ".curve.json")
-    files.save(curve, where)
+        outputs.save((curve, where))
     if json:
         terminal.emit(_as_json(graph, curve, where))
         return 0
@@ -90,6 +93,26 @@ def pareto(
         [where], f"draw the curve with `checkmate report {graph} PLAN --curve {where}`; make PLAN with --budget {middle}"
     )
     return 0
+
+
+@contextmanager
+def _isolated_processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """An executor whose processes import nothing from the current folder."""
+    before, others = os.environ.get("PYTHONSAFEPATH"), set(multiprocessing.active_children())
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as executor:
+            try:
+                yield executor
+            finally:  # an interrupted curve does not wait for what is still solved
+                executor.shutdown(wait=False, cancel_futures=True)
+                for process in set(multiprocessing.active_children()) - others:
+                    process.terminate()
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _row(graph: Graph, point: CurvePoint) -> list[str]:

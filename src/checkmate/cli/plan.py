@@ -57,15 +57,15 @@ def plan(
     target = files.load(graph, Graph)
     problem = Problem(target, budget, recompute, reorder)
     chosen = solver_named(solver)
+    where = out or files.beside(graph, f"-{budget.replace(' ', '').replace('%', 'pct')}.plan.json")
+    outputs = files.Outputs(graph)
+    outputs.check(where, result)
     limits = Limits(time_s=time_limit, gap=gap, seed=seed, threads=threads)
     solved = solve_drawn(problem, chosen, limits)
     found = solved.plan
     if found is None:
         raise CheckmateError("the solve ended without a plan and without an error")
-    where = out or files.beside(graph, f"-{budget.replace(' ', '').replace('%', 'pct')}.plan.json")
-    files.save(found, where)
-    if result is not None:
-        files.save(solved, result)
+    outputs.save((found, where), *([] if result is None else [(solved, result)]))
     keep_all = simulate(target, Plan.from_order(target, range(len(target.ops))))
     if json:
         terminal.emit(_as_json(target, graph, keep_all, solved, where))
@@ -116,7 +116,7 @@ def _conclude(name: str, result: Result) -> None:
         text = f"{name} stopped at its time limit; the bound proves that at most {share} is left to gain"
     else:
         text = f"{name} stopped: the bound proves that at most {share} is left to gain"
-    terminal.data().print(text, soft_wrap=True)
+    terminal.say(text)
 
 
 def _as_json(graph: Graph, path: Path, keep_all: Timeline, result: Result, where: Path) -> dict[str, Any]:

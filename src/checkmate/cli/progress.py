@@ -9,6 +9,7 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from checkmate.cli import amounts, terminal
+from checkmate.core.printable import printable
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Result
 from checkmate.core.units import format_cost
@@ -37,7 +38,7 @@ def drawn(text: str) -> Iterator[Callable[[str], None]]:
         task = bar.add_task(text)
 
         def say(text: str) -> None:
-            bar.update(task, description=text)
+            bar.update(task, description=printable(text))
 
         with redirected(say):
             yield say

@@ -6,10 +6,13 @@ import json as json_format
 import pickle
 from pathlib import Path
 
+import msgspec
+
 from checkmate.cli import amounts, files, terminal
 from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
+from checkmate.core.printable import printable
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
@@ -46,26 +49,30 @@ def report(
     """
     from checkmate.report import html_report, memory_snapshot, perfetto_trace
 
+    outputs = files.Outputs(graph, plan, against, curve)
+    outputs.check(out, perfetto, memory_viz)
     target = files.load(graph, Graph)
+    if not target.name.strip():
+        target = msgspec.structs.replace(target, name=printable(graph.name.partition(".")[0]))
     steps, result = files.load_planned(plan)
     other = None if against is None else files.load_plan(against)
     page = html_report(
         target,
         steps,
         against=other,
-        names=("keeping everything", plan.name, "" if against is None else against.name),
         result=result,
         curve=None if curve is None else files.load(curve, Curve),
         budget_bytes=None if budget is None else Problem(target, budget).budget_bytes,
+        facts=[["file", "", *(printable(str(path)) for path in (plan, against) if path is not None)]],
+        graph_file=printable(str(graph)),
+        plan_file=printable(str(plan)),
     ).encode()
-    wrote = [out]
-    files.save_bytes(page, out)
+    contents = [(page, out)]
     if perfetto is not None:
-        files.save_bytes(json_format.dumps(perfetto_trace(target, steps)).encode(), perfetto)
-        wrote.append(perfetto)
+        contents.append((json_format.dumps(perfetto_trace(target, steps)).encode(), perfetto))
     if memory_viz is not None:
-        files.save_bytes(pickle.dumps(memory_snapshot(target, steps), protocol=4), memory_viz)
-        wrote.append(memory_viz)
+        contents.append((pickle.dumps(memory_snapshot(target, steps), protocol=4), memory_viz))
+    outputs.save(*contents)
     timeline = simulate(target, steps)
     if json:
         terminal.emit(
@@ -88,5 +95,5 @@ def report(
             ("page", f"{format_bytes(len(page))}, needs no network"),
         ]
     )
-    terminal.closing(wrote, f"open {out} in a browser")
+    terminal.closing([path for _, path in contents], f"open {out} in a browser")
     return 0

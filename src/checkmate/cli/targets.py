@@ -30,6 +30,15 @@ def resolve(target: str) -> Callable[..., object]:
     return _function(where, name)
 
 
+def source(target: str) -> Path | None:
+    """The file of the function that a command line names, once it is loaded; None for one that has no file."""
+    where = target.rpartition(":")[0]
+    if where.endswith(".py"):
+        return Path(where)
+    file = getattr(sys.modules.get(where), "__file__", None)
+    return None if file is None else Path(file)
+
+
 def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
     """Call the function for its model, loss and example.
 
@@ -68,7 +77,10 @@ def tracing(target: str) -> Iterator[None]:
     Raises:
         OptionError: The trace failed.
     """
-    logging.disable(logging.ERROR)  # torch also logs the traceback of the exception
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    talking = [logger for logger in loggers if not logger.disabled]
+    for logger in talking:
+        logger.disabled = True  # torch also logs the traceback of the exception
     try:
         yield
     except Exception as error:
@@ -79,7 +91,8 @@ def tracing(target: str) -> Iterator[None]:
             f"{target}: the step cannot be traced: {text}", hint="make loss(model(x), y) run without Checkmate first"
         ) from error
     finally:
-        logging.disable(logging.NOTSET)
+        for logger in talking:
+            logger.disabled = False
 
 
 def _function(where: str, name: str) -> Callable[..., object]:
@@ -122,7 +135,7 @@ def _call(what: str, function: Callable[[], Any]) -> Any:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = "" if frame.filename == __file__ else f" at {frame.filename}:{frame.lineno}"
-        raise OptionError(f"{what} raised {type(error).__name__}{place}: {error}", hint=SHAPE) from error
+        raise OptionError(f"{what} raised {type(error).__name__}{place}: {' '.join(str(error).split())}", hint=SHAPE) from error
 
 
 def _describe(built: object) -> str:

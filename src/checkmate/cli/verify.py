@@ -79,10 +79,10 @@ def verify(
         shown = [(str(v.step), v.rule, v.message) for v in broken[:_SHOWN]]
         terminal.table([("step", True), ("rule", False), ("violation", False)], shown)
         rest = f", of which {_SHOWN} are shown" if len(broken) > _SHOWN else ""
-        terminal.data().print(f"does not hold: {len(broken)} violation{'s' * (len(broken) > 1)}{rest}", soft_wrap=True)
+        terminal.say(f"does not hold: {len(broken)} violation{'s' * (len(broken) > 1)}{rest}")
         terminal.closing([], f"find a valid plan with `checkmate plan {graph} --budget {budget or '8GiB'}`")
         return 1
-    terminal.data().print("\nholds" if budget_bytes is None else "\nholds, within the budget at every step", soft_wrap=True)
+    terminal.say("", "holds" if budget_bytes is None else "holds, within the budget at every step")
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from checkmate.core.printable import printable_lines
+
 
 class CheckmateError(Exception):
     """Root of all errors of this package.
@@ -22,7 +24,7 @@ class CheckmateError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.message = message
         self.hint = hint
-        super().__init__(f"{message}\n\nhint: {hint}" if hint else message)
+        super().__init__(printable_lines(f"{message}\n\nhint: {hint}" if hint else message))
 
 
 class GraphError(CheckmateError, ValueError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,23 +74,75 @@ def read_as(path: str | os.PathLike[str], kind: type[_C]) -> _C:
 
 
 def write(value: Content, path: str | os.PathLike[str]) -> None:
-    """Write a graph, plan, result or curve; the file is there whole or not at all.
+    """Write a graph, plan, result or curve; a regular file is there whole or not at all.
 
     Raises:
         TypeError: The value is none of the four.
         OSError: The file cannot be written.
     """
+    write_bytes(Path(path), encode(value))
+
+
+def encode(value: Content) -> bytes:
+    """The bytes of a file that holds a graph, plan, result or curve.
+
+    Raises:
+        TypeError: The value is none of the four.
+    """
     name = next((f for f, kind in _FORMATS.items() if isinstance(value, kind)), None)
     if name is None:
         raise TypeError(f"a {type(value).__name__} is no graph, plan, result or curve")
-    target = Path(path)
-    data = _ENCODER.encode({"format": name, **msgspec.structs.asdict(value)}) + b"\n"
-    write_atomically(target, data)
+    return _ENCODER.encode({"format": name, **msgspec.structs.asdict(value)}) + b"\n"
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write bytes to whatever a path leads to through links: atomically to a regular file, directly to a pipe or a device.
+
+    Raises:
+        OSError: The bytes cannot be written.
+    """
+    descriptor = _descriptor(path)
+    if descriptor is not None:
+        with os.fdopen(os.dup(descriptor), "wb") as stream:
+            stream.write(data)
+        return
+    target = _followed(path)
+    if is_special(target):
+        with target.open("wb") as stream:
+            stream.write(data)
+    else:
+        write_atomically(target, data)
+
+
+def check_writable(path: Path, size_bytes: int = 0) -> None:
+    """Check that `write_bytes` can write that many bytes, and leave everything as it is.
+
+    Raises:
+        OSError: It could not.
+    """
+    descriptor = _descriptor(path)
+    if descriptor is not None:
+        os.fstat(descriptor)
+        return
+    target = _followed(path)
+    if target.exists() and not os.access(target, os.W_OK):
+        raise _error(errno.EACCES, target)
+    if is_special(target):
+        return
+    with tempfile.TemporaryFile(dir=target.parent) as stream:
+        _reserve(stream.fileno(), size_bytes)
 
 
 def write_atomically(target: Path, data: bytes) -> None:
-    """Write bytes to a file that appears whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    """Write bytes to a regular file that appears whole or not at all. One that exists keeps its permissions.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    before = target.stat() if target.exists() else None
+    if before is not None and not os.access(target, os.W_OK):  # a rename would replace a write-protected file
+        raise _error(errno.EACCES, target)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.")
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
@@ -96,11 +150,68 @@ def write_atomically(target: Path, data: bytes) -> None:
             os.fsync(stream.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).chmod(0o666 & ~umask if before is None else stat.S_IMODE(before.st_mode))
         Path(temporary).replace(target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _descriptor(path: Path) -> int | None:
+    """The open file of this process that a path such as ``/dev/stdout`` leads to, or None.
+
+    Its path is not opened again: that would truncate a file to which the shell redirects, and write at its beginning.
+    """
+    open_files = {os.path.realpath("/proc/self/fd"), "/dev/fd"}
+    place = Path(os.path.abspath(path))  # noqa: PTH100 - resolves no links
+    for _ in range(40):  # as many links as Linux follows
+        if os.path.realpath(place.parent) in open_files and place.name.isdecimal():
+            return int(place.name)
+        if not place.is_symlink():
+            return None
+        place = place.parent / place.readlink()
+    return None
+
+
+def _followed(path: Path) -> Path:
+    """The path to which links lead; its file need not exist.
+
+    Raises:
+        OSError: The links lead to themselves.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise _error(errno.ELOOP, path)
+    return target
+
+
+def is_special(target: Path) -> bool:
+    """Whether a path is a pipe, a device or a socket, on which a write can wait for a reader.
+
+    Raises:
+        IsADirectoryError: It is a folder.
+    """
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISDIR(mode):
+        raise _error(errno.EISDIR, target)
+    return not stat.S_ISREG(mode)
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Allocate bytes on the disk, where the file system can."""
+    if size_bytes and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+
+
+def _error(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), os.fspath(path))
 
 
 def schema(name: str) -> dict[str, Any]:

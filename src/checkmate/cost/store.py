@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import sys
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from checkmate.cost.database import Database, cache_folder
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS measures (key TEXT PRIMARY KEY, cost_ns INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL)"
 _BATCH: Final = 500
 """Keys in one statement. SQLite's limit on its variables was 999 before version 3.32."""
-_WAIT_S: Final = 60
-"""Seconds that a process waits for another one's write: writes take milliseconds, unless a network file system is slow."""
 
 
 class OpCost(NamedTuple):
@@ -32,6 +30,8 @@ class OpCost(NamedTuple):
 class CostStore:
     """Measures by key; the first one written stays, so that all processes plan with the same costs.
 
+    A file that cannot be used is told in a warning; nothing is then found in it or kept.
+
     Args:
         path: The file; ``op_costs.sqlite`` in the user's cache folder by default.
 
@@ -45,7 +45,10 @@ class CostStore:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = Path(path) if path is not None else cache_folder() / "op_costs.sqlite"
+        def locate() -> Path:
+            return Path(path) if path is not None else cache_folder() / "op_costs.sqlite"
+
+        self._database = Database(locate, _SCHEMA, "costs of ops are measured again in every process")
 
     def get(self, keys: Iterable[str]) -> dict[str, OpCost]:
         """Measures of those keys that are in the store.
@@ -54,14 +57,17 @@ class CostStore:
             keys: Signatures of ops, as `add` was given them.
         """
         wanted = list(dict.fromkeys(keys))
-        found: dict[str, OpCost] = {}
-        with closing(self._connect()) as connection:
+
+        def read(connection: sqlite3.Connection) -> dict[str, OpCost]:
+            found: dict[str, OpCost] = {}
             for start in range(0, len(wanted), _BATCH):
                 batch = wanted[start : start + _BATCH]
                 marks = ",".join("?" * len(batch))
                 rows = connection.execute(f"SELECT key, cost_ns, workspace_bytes FROM measures WHERE key IN ({marks})", batch)
-                found.update((key, OpCost(cost, workspace)) for key, cost, workspace in rows)
-        return found
+                found.update((key, OpCost(int(cost), int(workspace))) for key, cost, workspace in rows)
+            return found
+
+        return self._database.run(read, {})
 
     def add(self, measures: Mapping[str, OpCost]) -> None:
         """Store measures whose keys are new; others stay as they are.
@@ -69,40 +75,10 @@ class CostStore:
         Args:
             measures: Signature of an op -> its measure.
         """
-        with closing(self._connect()) as connection, connection:
-            connection.executemany("INSERT OR IGNORE INTO measures VALUES (?, ?, ?)", [(k, *m) for k, m in measures.items()])
-
-    def _connect(self) -> sqlite3.Connection:
-        return connected(self.path, _SCHEMA)
-
-
-def connected(path: Path, schema: str) -> sqlite3.Connection:
-    """A connection to a file that all processes of a user share, with concurrent readers and one writer at a time.
-
-    Args:
-        path: The file; it and its folder are made if they do not exist.
-        schema: SQL statements that make its tables if they do not exist.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    connection = sqlite3.connect(path, timeout=_WAIT_S)
-    connection.execute(f"PRAGMA busy_timeout = {1000 * _WAIT_S}")
-    # Readers do not wait for a writer, and a process that dies while it writes leaves the file consistent.
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.executescript(schema)
-    return connection
-
-
-def cache_folder() -> Path:
-    """The user's cache folder of Checkmate: ``CHECKMATE_CACHE`` if set, else a folder in the platform's cache directory."""
-    if chosen := os.environ.get("CHECKMATE_CACHE"):
-        return Path(chosen)
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA")
-        return Path(base) / "checkmate" if base else Path.home() / "AppData" / "Local" / "checkmate"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "checkmate"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base) / "checkmate" if base else Path.home() / ".cache" / "checkmate"
+        rows = [(key, *measure) for key, measure in measures.items()]
+        self._database.run(
+            lambda connection: connection.executemany("INSERT OR IGNORE INTO measures VALUES (?, ?, ?)", rows), None
+        )
 
 
 def quantise(cost: float, digits: int = 3) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 
+from checkmate.core.printable import printable_lines
 from checkmate.frontend import progress
 
 _LOGGER = "checkmate"
@@ -29,7 +30,7 @@ class LastResort(logging.Handler):
         """
         if self._has_other_handler(record.name):
             return
-        text = record.getMessage()
+        text = printable_lines(record.getMessage())
         if text in self._printed:
             return
         self._printed.add(text)

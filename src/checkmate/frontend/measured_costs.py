@@ -59,8 +59,10 @@ class MeasuredCosts(Generic[OpT]):
             missing = [k for k in missing if k not in self.known]
         if missing:
             began = time.perf_counter()
-            self.store.add(self._measure({k: distinct[k] for k in missing}))
-            self.known.update({k: self._estimate(distinct[k]) for k in missing})
+            measured = self._measure({k: distinct[k] for k in missing})
+            self.store.add(measured)
+            self.known.update({k: self._estimate(distinct[k]) for k in missing if k not in measured})
+            self.known.update(measured)
             # Another process may have measured the same op meanwhile. The first entry of the store counts, so that all
             # processes plan with the same costs.
             self.known.update(self.store.get(missing))

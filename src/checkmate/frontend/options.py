@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
@@ -16,6 +17,10 @@ from checkmate.solvers.session import Solver
 
 PlanSource = Plan | str | os.PathLike[str]
 """A plan, or the path of a file with a plan or a result."""
+
+
+CostSource = Literal["measured", "estimated", "bytes"]
+"""Where costs come from; ``"bytes"`` is the earlier name of ``"estimated"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

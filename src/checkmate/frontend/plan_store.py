@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from checkmate.cost.store import cache_folder, connected
+from checkmate.cost.database import Database, cache_folder
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS plans (key TEXT, plan TEXT, peak_bytes INTEGER NOT NULL, PRIMARY KEY (key, plan));
@@ -53,19 +52,21 @@ class PlanStore:
 
     def __init__(self, key: str, path: str | os.PathLike[str] | None = None) -> None:
         self.key = key
-        self.path = Path(path) if path is not None else cache_folder() / "measured_plans.sqlite"
+
+        def locate() -> Path:
+            return Path(path) if path is not None else cache_folder() / "measured_plans.sqlite"
+
+        self._database = Database(locate, _SCHEMA, "compiled plans are measured again in every process")
 
     def all(self) -> list[MeasuredPlan]:
         """Every plan, the smallest peak first."""
-        with closing(self._connect()) as connection:
-            query = "SELECT plan, peak_bytes FROM plans WHERE key = ? ORDER BY peak_bytes, plan"
-            return [MeasuredPlan(tuple(json.loads(plan)), peak) for plan, peak in connection.execute(query, (self.key,))]
+        query = "SELECT plan, peak_bytes FROM plans WHERE key = ? ORDER BY peak_bytes, plan"
+        return [MeasuredPlan(tuple(json.loads(plan)), int(peak)) for plan, peak in self._rows(query, (self.key,))]
 
     def add(self, plan: MeasuredPlan) -> None:
         """Store a plan; a peak that was measured earlier for the same plan is replaced."""
         row = (self.key, _text(plan.order), plan.peak_bytes)
-        with closing(self._connect()) as connection, connection:
-            connection.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", row)
+        self._rows("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", row)
 
     def record_answer(self, budget_bytes: int, peak_bytes: int) -> None:
         """Store the answer to a budget.
@@ -74,8 +75,7 @@ class PlanStore:
             budget_bytes: The budget above the resident bytes.
             peak_bytes: Measured peak of the plan that was chosen for it.
         """
-        with closing(self._connect()) as connection, connection:
-            connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (self.key, budget_bytes, peak_bytes))
+        self._rows("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (self.key, budget_bytes, peak_bytes))
 
     def monotone_bounds(self, budget_bytes: int) -> tuple[int, int]:
         """Bounds on the measured peak of a plan for a budget, by which peaks stay monotone in the budget.
@@ -86,14 +86,14 @@ class PlanStore:
         Returns:
             The largest peak that answered a smaller budget, and the smallest that answered a larger one, but at most the budget.
         """
-        with closing(self._connect()) as connection:
-            query = "SELECT budget_bytes, peak_bytes FROM answers WHERE key = ? AND budget_bytes != ?"
-            rows = list(connection.execute(query, (self.key, budget_bytes)))
+        query = "SELECT budget_bytes, peak_bytes FROM answers WHERE key = ? AND budget_bytes != ?"
+        rows = self._rows(query, (self.key, budget_bytes))
         least = max((peak for budget, peak in rows if budget < budget_bytes), default=0)
         return least, min([budget_bytes, *(peak for budget, peak in rows if budget > budget_bytes)])
 
-    def _connect(self) -> sqlite3.Connection:
-        return connected(self.path, _SCHEMA)
+    def _rows(self, statement: str, values: tuple[str | int, ...]) -> list[Any]:
+        """Rows that a statement gives; none if the file cannot be used."""
+        return self._database.run(lambda connection: list(connection.execute(statement, values)), [])
 
 
 def _text(order: Sequence[int]) -> str:

@@ -14,7 +14,6 @@ import os
 import sqlite3
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +25,7 @@ from checkmate.core.evaluate import evaluate
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Result, Termination
-from checkmate.cost.store import cache_folder, connected
+from checkmate.cost.database import Database, cache_folder
 
 _log = logging.getLogger("checkmate.frontend")
 
@@ -66,7 +65,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
 class SolvedPlans:
     """Plans that were found before, by problem and solver.
 
-    Whatever is wrong with the file is logged, and no reason to fail: the problem is then solved again.
+    Whatever is wrong with the file is told in a warning, and no reason to fail: the problem is then solved again.
 
     Args:
         path: The file; ``solved_plans.sqlite`` in the user's cache folder by default.
@@ -81,7 +80,11 @@ class SolvedPlans:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = Path(path) if path is not None else cache_folder() / "solved_plans.sqlite"
+        def locate() -> Path:
+            return Path(path) if path is not None else cache_folder() / "solved_plans.sqlite"
+
+        self._locate = locate
+        self._database = Database(locate, _SCHEMA, "plans are searched again in every process")
 
     @classmethod
     def of_user(cls) -> SolvedPlans | None:
@@ -139,22 +142,20 @@ class SolvedPlans:
         most_s = math.inf if limits.time_s is None else limits.time_s
         body = msgspec.msgpack.encode(_Row(result.plan.order, result.bound, result.termination, most_s, limits.gap))
         key = _key(problem, result.solver)
-        try:
-            with closing(self._connect()) as connection, connection:
-                if _is_readable(connection, self.path):
-                    connection.execute("INSERT OR REPLACE INTO solved VALUES (?, ?, ?)", (key, body, _checksum(key, body)))
-        except (sqlite3.Error, OSError) as error:
-            self._warn(error)
+
+        def write(connection: sqlite3.Connection) -> None:
+            if _is_readable(connection, self._locate()):
+                connection.execute("INSERT OR REPLACE INTO solved VALUES (?, ?, ?)", (key, body, _checksum(key, body)))
+
+        self._database.run(write, None)
 
     def _read(self, key: str) -> _Row | None:
-        try:
-            with closing(self._connect()) as connection:
-                if not _is_readable(connection, self.path):
-                    return None
-                found = connection.execute("SELECT row, checksum FROM solved WHERE key = ?", (key,)).fetchone()
-        except (sqlite3.Error, OSError) as error:
-            self._warn(error)
-            return None
+        def read(connection: sqlite3.Connection) -> tuple[bytes, str] | None:
+            if not _is_readable(connection, self._locate()):
+                return None
+            return connection.execute("SELECT row, checksum FROM solved WHERE key = ?", (key,)).fetchone()
+
+        found = self._database.run(read, None)
         if found is None:
             return None
         body, checksum = found
@@ -163,14 +164,8 @@ class SolvedPlans:
                 raise msgspec.ValidationError("its checksum is wrong")
             return msgspec.msgpack.decode(body, type=_Row)
         except (msgspec.DecodeError, TypeError) as error:
-            _log.warning("a row of %s is damaged and is not used: %s", self.path, error)
+            _log.warning("a row of %s is damaged and is not used: %s", self._locate(), error)
             return None
-
-    def _warn(self, error: Exception) -> None:
-        _log.warning("plans found before cannot be read or stored in %s (%s): remove the file", self.path, error)
-
-    def _connect(self) -> sqlite3.Connection:
-        return connected(self.path, _SCHEMA)
 
 
 def _is_readable(connection: sqlite3.Connection, path: Path) -> bool:

@@ -8,13 +8,14 @@ from itertools import pairwise
 from checkmate.core.curve import Curve
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
+from checkmate.report.markup import Markup
 
 _WIDE, _HIGH = 760, 320
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 14, 38
 
 
-def curve_svg(graph: Graph, curve: Curve, peak_bytes: int, cost: int) -> str:
+def curve_svg(graph: Graph, curve: Curve, peak_bytes: int, cost: int) -> Markup:
     """Draw overhead and lower bound against budget, and mark the point of one plan.
 
     Args:
@@ -42,26 +43,28 @@ def curve_svg(graph: Graph, curve: Curve, peak_bytes: int, cost: int) -> str:
     # Both are step functions: a plan is valid for larger budgets up to the next point, a bound for smaller ones.
     costs = _stairs([(x(b), y(o)) for b, o, _ in found], ahead=True)
     bounds = _stairs([(x(b), y(bound)) for b, _, bound in found], ahead=False)
-    parts = [f'<svg id="curve" viewBox="0 0 {_WIDE} {_HIGH}" role="img" aria-label="Overhead against budget">']
+    parts = [Markup('<svg id="curve" viewBox="0 0 {} {}" role="img" aria-label="Overhead against budget">').format(_WIDE, _HIGH)]
+    line = Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>')
+    text = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     for tick in _ticks(1.0, top):
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDE - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}x</text>')
+        parts.append(line.format(_LEFT, _WIDE - _RIGHT, y(tick), y(tick)))
+        parts.append(text.format(_LEFT - 6, y(tick) + 4, "end", f"{tick:.4g}x"))
     unit, name = next(((size, name) for size, name in _UNITS if high >= size), (1, "B"))
     for tick in _ticks(low / unit, high / unit):
-        parts.append(f'<text x="{x(tick * unit):.1f}" y="{_HIGH - _BOTTOM + 18}" text-anchor="middle">{tick:g} {name}</text>')
-    parts.append(f'<text x="{_WIDE - _RIGHT}" y="{_HIGH - 4}" text-anchor="end">budget</text>')
-    parts.append(f'<polygon class="band" points="{_points(costs)} {_points(list(reversed(bounds)))}"/>')
-    parts.append(f'<polyline class="bound" points="{_points(bounds)}"/><polyline class="cost" points="{_points(costs)}"/>')
+        parts.append(text.format(x(tick * unit), _HIGH - _BOTTOM + 18, "middle", f"{tick:g} {name}"))
+    parts.append(text.format(_WIDE - _RIGHT, _HIGH - 4, "end", "budget"))
+    parts.append(Markup('<polygon class="band" points="{} {}"/>').format(_points(costs), _points(list(reversed(bounds)))))
+    for kind, corners in (("bound", bounds), ("cost", costs)):
+        parts.append(Markup('<polyline class="{}" points="{}"/>').format(kind, _points(corners)))
+    point = Markup('<circle class="{}" r="{}" cx="{:.1f}" cy="{:.1f}" {}><title>{}</title></circle>')
     for budget_bytes, overhead, bound in found:
         words = f"{format_bytes(budget_bytes)}: {overhead:.4f}x, bound {bound:.4f}x"
-        place = f'cx="{x(budget_bytes):.1f}" cy="{y(overhead):.1f}"'
-        numbers = f'data-budget="{budget_bytes}" data-overhead="{overhead!r}" data-bound="{bound!r}"'
-        parts.append(f'<circle class="point" r="3.5" {place} {numbers}><title>{words}</title></circle>')
+        numbers = Markup('data-budget="{}" data-overhead="{!r}" data-bound="{!r}"').format(budget_bytes, overhead, bound)
+        parts.append(point.format("point", 3.5, x(budget_bytes), y(overhead), numbers, words))
     words = f"this plan: {format_bytes(chosen[0])}, {chosen[1]:.4f}x"
-    place = f'cx="{x(chosen[0]):.1f}" cy="{y(chosen[1]):.1f}"'
-    numbers = f'data-peak="{peak_bytes}" data-overhead="{chosen[1]!r}"'
-    parts.append(f'<circle class="chosen" r="6" {place} {numbers}><title>{words}</title></circle>')
-    return "\n".join([*parts, "</svg>"])
+    numbers = Markup('data-peak="{}" data-overhead="{!r}"').format(peak_bytes, chosen[1])
+    parts.append(point.format("chosen", 6, x(chosen[0]), y(chosen[1]), numbers, words))
+    return Markup("\n").join([*parts, Markup("</svg>")])
 
 
 def _stairs(points: list[tuple[float, float]], *, ahead: bool) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ import msgspec
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
+from checkmate.report.markup import Markup
 from checkmate.studies.lifetimes import CATEGORIES, replays, storage_lifetimes
 
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -26,7 +27,7 @@ class Run(NamedTuple):
     plan: Plan
 
 
-def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> str:
+def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> Markup:
     """Encode the graph and its plans as JSON that is safe inside a script element; repeated text is stored once."""
     strings: dict[str, int] = {}
 
@@ -60,7 +61,7 @@ def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> s
         "runs": [_run(graph, run) for run in runs],
         "strings": list(strings),
     }
-    return msgspec.json.encode(content).decode().replace("<", "\\u003c")
+    return Markup(msgspec.json.encode(content).decode().replace("<", "\\u003c"))
 
 
 def _run(graph: Graph, run: Run) -> dict[str, Any]:

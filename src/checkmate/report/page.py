@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import html
+import base64
+import hashlib
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from string import Template
 
 from checkmate.core.curve import Curve
 from checkmate.core.errors import WrongGraphError
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
+from checkmate.core.plan import Compute, Plan
 from checkmate.core.result import Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes
 from checkmate.report.curve_svg import curve_svg
 from checkmate.report.data import Run, embedded
+from checkmate.report.markup import Markup
+from checkmate.report.next_steps import Sources, next_steps
 from checkmate.report.sections import compared, computed_again, curve_table, facts_of, table
 from checkmate.studies.compare import compare
 from checkmate.studies.lifetimes import CATEGORIES, by_category
@@ -44,6 +46,8 @@ def html_report(
     title: str = "",
     summary: str = "",
     facts: Iterable[Sequence[str]] = (),
+    graph_file: str = "model.graph.json",
+    plan_file: str = "model.plan.json",
 ) -> str:
     """Render a plan as one HTML page: memory over the step, schedule, contents of the peak, recomputed ops.
 
@@ -59,8 +63,10 @@ def html_report(
         curve: Plans and bounds by budget, drawn with the point of this plan.
         budget_bytes: Budget to draw as a line; that of the result by default.
         title: Heading; by default from the graph's name and the peak.
-        summary: First paragraph, as HTML; by default made from the numbers.
-        facts: Further rows of the table at the top: a name, then one cell for each of the first two plans.
+        summary: First paragraph; by default made from the numbers.
+        facts: Further rows of the table at the top: a name, then one cell for each plan.
+        graph_file: File of the graph, for the commands under "What to do next".
+        plan_file: File of the plan or its result, for the code there.
 
     Returns:
         The text of the page.
@@ -85,62 +91,88 @@ def html_report(
     budget = result.budget_bytes if budget_bytes is None and result is not None else budget_bytes
     timeline, kept = simulate(graph, plan), simulate(graph, once)
     overhead = timeline.cost / graph.cost if graph.cost else 1.0
-    heading = title or f"{graph.name or 'A training step'} in {format_bytes(timeline.peak_bytes)}"
+    step = f"{graph.name}: a training step" if graph.name.strip() else "A training step"
+    heading = title or f"{step} in {format_bytes(timeline.peak_bytes)}"
     words = summary or (
         f"{format_bytes(timeline.peak_bytes)} at the peak instead of {format_bytes(kept.peak_bytes)}, "
         f"{overhead:.3f} times the cost of computing every op once."
     )
     held = {category for run in runs for category, row in zip(CATEGORIES, by_category(graph, run.plan), strict=True) if row.any()}
-    return Template(_asset("page.html")).substitute(
-        title=html.escape(heading),
+    style, script = _asset("style.css"), Markup("\n").join(_asset(name) for name in _SCRIPTS)
+    return _asset("page.html").format(
+        policy=_policy(style, script),
+        title=heading,
         summary=words,
-        style=_asset("style.css"),
+        style=style,
         facts=facts_of(graph, runs, result, budget, facts),
-        legend="".join(_key(category) for category in CATEGORIES if category in held),
-        charts="\n".join(_chart(index, run, budget) for index, run in enumerate(runs)),
-        tabs=" ".join(_tab(index, run) for index, run in enumerate(runs)),
-        sections="\n".join(_sections(graph, plan, against, names, curve, timeline.peak_bytes, timeline.cost)),
-        footer=f"Costs are in {html.escape(graph.cost_unit)}, bytes in binary units. Graph {graph.digest[:23]}.",
+        legend=Markup().join(_key(category) for category in CATEGORIES if category in held),
+        charts=Markup("\n").join(_chart(graph, index, run, budget) for index, run in enumerate(runs)),
+        tabs=Markup(" ").join(_tab(index, run) for index, run in enumerate(runs)),
+        sections=Markup("\n").join(_sections(graph, plan, against, names, curve, timeline.peak_bytes, timeline.cost)),
+        next=next_steps(graph, timeline, kept.peak_bytes, result, curve, Sources(graph_file, plan_file)),
+        footer=f"Costs are in {graph.cost_unit}, bytes in binary units. Graph {graph.digest[:23]}.",
         data=embedded(graph, tuple(runs), budget),
-        script="\n".join(_asset(name) for name in _SCRIPTS),
+        script=script,
     )
 
 
-def _asset(name: str) -> str:
-    return (files("checkmate.report") / "assets" / name).read_text("utf-8")
+def _asset(name: str) -> Markup:
+    return Markup((files("checkmate.report") / "assets" / name).read_text("utf-8"))
 
 
-def _key(category: str) -> str:
-    return (
-        f'<span><span class="swatch" style="background: var(--{category})" aria-hidden="true"></span>{_LABELS[category]}</span>'
-    )
+def _policy(style: str, script: str) -> Markup:
+    """The content security policy: the page's own style and script, by their hashes, and nothing else."""
+
+    def source(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    rules = ("default-src 'none'", f"style-src {source(style)}", f"script-src {source(script)}", "img-src data:")
+    return Markup("; ").join(Markup(rule) for rule in (*rules, "base-uri 'none'", "form-action 'none'"))
 
 
-def _chart(index: int, run: Run, budget_bytes: int | None) -> str:
+def _key(category: str) -> Markup:
+    key = Markup('<span><span class="swatch {}" aria-hidden="true"></span>{}</span>')
+    return key.format(category, _LABELS[category])
+
+
+def _chart(graph: Graph, index: int, run: Run, budget_bytes: int | None) -> Markup:
     budget = f", budget {format_bytes(budget_bytes)}" if budget_bytes is not None else ""
-    label = html.escape(f"Memory over the step, {run.name}{budget}", quote=True)
-    canvas = (
-        f'<canvas class="memory" id="memory-{index}" tabindex="0" role="slider" aria-valuemin="1" aria-label="{label}"></canvas>'
+    return Markup(
+        "<h3>{name}</h3>\n<p>{peak}</p>\n"
+        '<canvas class="memory" id="memory-{index}" tabindex="0" role="slider" aria-valuemin="1" aria-label="{label}"></canvas>'
+    ).format(name=run.name, peak=_peak(graph, run), index=index, label=f"Memory over the step, {run.name}{budget}")
+
+
+def _peak(graph: Graph, run: Run) -> str:
+    """Say when the peak of a plan is, and how much it holds."""
+    timeline = simulate(graph, run.plan)
+    peak, before = run.plan.steps[timeline.peak_step :][:1], run.plan.steps[: timeline.peak_step]
+    moment = "".join(
+        f", while the {graph.ops[step.op].phase} computes {graph.ops[step.op].name}{' again' if step in before else ''}"
+        for step in peak
+        if isinstance(step, Compute)
     )
-    return f"<h3>{html.escape(run.name)}</h3>\n{canvas}"
+    return f"The peak is {format_bytes(timeline.peak_bytes)}{moment}."
 
 
-def _tab(index: int, run: Run) -> str:
-    return f'<button data-run="{index}" aria-pressed="false">{html.escape(run.name)}</button>'
+def _tab(index: int, run: Run) -> Markup:
+    return Markup('<button data-run="{}" aria-pressed="false">{}</button>').format(index, run.name)
 
 
 def _sections(
     graph: Graph, plan: Plan, against: Plan | None, names: Sequence[str], curve: Curve | None, peak_bytes: int, cost: int
-) -> Iterable[str]:
-    yield f"<h2>What is computed again</h2>\n{computed_again(graph, plan)}"
+) -> Iterable[Markup]:
+    yield Markup("<h2>What is computed again</h2>\n{}").format(computed_again(graph, plan))
     if against is not None:
         difference = compared(compare(graph, plan, against), names[1], names[2])
-        yield f"<h2>Side by side</h2>\n{difference}"
+        yield Markup("<h2>Side by side</h2>\n{}").format(difference)
     if curve is not None:
-        yield "<h2>What memory buys</h2>"
-        yield (
-            "<p>Cost against budget: the plans found, and the proven lower bound on every plan in any order. The band between "
-            "them is what a better plan could save at most. The large point is this plan.</p>"
+        yield Markup("<h2>What memory buys</h2>")
+        yield Markup(
+            '<p class="reading">To the right there is more memory, further up a step costs more: 1x is the cost of computing '
+            "every op once. Each small point is a plan that was found, the large one is this plan. The dashed line is proven: no "
+            "plan in any order lies below it, so a better plan could save at most the shaded band.</p>"
         )
         yield curve_svg(graph, curve, peak_bytes, cost)
-        yield f"<details><summary>The points as a table</summary>{table(*curve_table(graph, curve))}</details>"
+        points = table(*curve_table(graph, curve))
+        yield Markup("<details><summary>The points as a table</summary>{}</details>").format(points)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 
 from checkmate.core.curve import Curve
@@ -12,6 +11,7 @@ from checkmate.core.result import Result
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.report.data import Run
+from checkmate.report.markup import Markup
 from checkmate.studies.compare import Comparison
 from checkmate.studies.modules import ModuleRemats, remats_by_module
 
@@ -20,30 +20,29 @@ _SHOWN = 15
 Row = Sequence[str]
 
 
-class _Markup(str):
-    """HTML that is inserted into the page without escaping."""
-
-    __slots__ = ()
-
-
-def table(header: Row, rows: Iterable[Row], numbers: Iterable[int] = (), identity: str = "") -> str:
+def table(header: Row, rows: Iterable[Row], numbers: Iterable[int] = (), identity: str = "") -> Markup:
     """Render a table; the columns in ``numbers`` are right-aligned."""
     right = set(numbers)
 
-    def cell(index: int, text: str) -> str:
-        content = text if isinstance(text, _Markup) else html.escape(text)
-        return f'<td class="number">{content}</td>' if index in right else f"<td>{content}</td>"
+    def cell(index: int, text: str) -> Markup:
+        return (Markup('<td class="number">{}</td>') if index in right else Markup("<td>{}</td>")).format(text)
 
-    def title(index: int, text: str) -> str:
-        return f'<th scope="col"{" class=number" if index in right else ""}>{html.escape(text)}</th>'
+    def title(index: int, text: str) -> Markup:
+        return (Markup('<th scope="col" class="number">{}</th>') if index in right else Markup('<th scope="col">{}</th>')).format(
+            text
+        )
 
-    head = "".join(title(index, text) for index, text in enumerate(header))
-    body = "\n".join("<tr>" + "".join(cell(index, text) for index, text in enumerate(row)) + "</tr>" for row in rows)
-    name = f' id="{identity}"' if identity else ""
-    return f'<div class="scroll"><table{name}>\n<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>\n</table></div>'
+    def line(row: Row) -> Markup:
+        return Markup("<tr>{}</tr>").format(Markup().join(cell(index, text) for index, text in enumerate(row)))
+
+    return Markup('<div class="scroll"><table{}>\n<thead><tr>{}</tr></thead>\n<tbody>{}</tbody>\n</table></div>').format(
+        Markup(' id="{}"').format(identity) if identity else "",
+        Markup().join(title(index, text) for index, text in enumerate(header)),
+        Markup("\n").join(line(row) for row in rows),
+    )
 
 
-def facts_of(graph: Graph, runs: Sequence[Run], result: Result | None, budget_bytes: int | None, more: Iterable[Row]) -> str:
+def facts_of(graph: Graph, runs: Sequence[Run], result: Result | None, budget_bytes: int | None, more: Iterable[Row]) -> Markup:
     """Table that compares peak, cost and proven gap of the plans."""
     timelines = [simulate(graph, run.plan) for run in runs]
     highest = max(1, timelines[0].peak_bytes - graph.resident_bytes)
@@ -66,11 +65,11 @@ def facts_of(graph: Graph, runs: Sequence[Run], result: Result | None, budget_by
     return table(["", *(run.name for run in runs)], rows, range(1, len(runs) + 1), "facts")
 
 
-def computed_again(graph: Graph, plan: Plan) -> str:
+def computed_again(graph: Graph, plan: Plan) -> Markup:
     """Recomputations by module, the most expensive first."""
     groups = remats_by_module(graph, plan)
     if not groups:
-        return "<p>No op is computed again.</p>"
+        return Markup("<p>No op is computed again.</p>")
     total = max(1, simulate(graph, plan).cost)
     shown, rest = list(groups[:_SHOWN]), groups[_SHOWN:]
     if rest:
@@ -82,20 +81,33 @@ def computed_again(graph: Graph, plan: Plan) -> str:
         for name, ops, times, cost in shown
     ]
     times, cost = sum(group.times for group in groups), sum(group.cost for group in groups)
-    words = f"<p>{times:,} computations, {format_cost(cost, graph.cost_unit)}, {cost / total:.2%} of the plan's cost.</p>"
-    return words + table(["module", "ops", "times", "cost", "share", ""], rows, (1, 2, 3, 4), "computed-again")
+    return Markup(
+        "<p>{:,} computations, {}, {:.2%} of the plan's cost.</p>\n"
+        '<p class="reading">This is the price of the memory saved, by module of the model. If one bar is far longer than the '
+        "others, a cheaper op in that module, or a little more memory, pays most.</p>{}"
+    ).format(
+        times,
+        format_cost(cost, graph.cost_unit),
+        cost / total,
+        table(["module", "ops", "times", "cost", "share", ""], rows, (1, 2, 3, 4), "computed-again"),
+    )
 
 
-def compared(difference: Comparison, first: str, second: str) -> str:
+def compared(difference: Comparison, first: str, second: str) -> Markup:
     """Differences between two plans: two lists for each plan."""
-    parts: list[str] = []
+    parts = [
+        Markup(
+            '<p class="reading">The same step under two plans: the ops that only one of them computes again, and the values that '
+            "only one of them holds when its memory is highest.</p>"
+        )
+    ]
     for name, more, held in (
         (first, difference.more_in_a, difference.held_in_a),
         (second, difference.more_in_b, difference.held_in_b),
     ):
-        parts.append(f"<h3>Only in {html.escape(name)}</h3>")
+        parts.append(Markup("<h3>Only in {}</h3>").format(name))
         if not more and not held:
-            parts.append("<p>Nothing.</p>")
+            parts.append(Markup("<p>Nothing.</p>"))
         if more:
             rows = [[r.name, f"{r.times} x", format_cost(r.cost, difference.cost_unit), r.source] for r in more[:_SHOWN]]
             cost = format_cost(sum(r.cost for r in more), difference.cost_unit)
@@ -105,7 +117,7 @@ def compared(difference: Comparison, first: str, second: str) -> str:
             rows = [[h.name, format_bytes(h.size_bytes), h.why] for h in held[:_SHOWN]]
             rows.append(["in all", format_bytes(sum(h.size_bytes for h in held)), f"{len(held)} of them"])
             parts.append(table(["held only at its peak", "size", "why"], rows, (1,)))
-    return "\n".join(parts)
+    return Markup("\n").join(parts)
 
 
 def curve_table(graph: Graph, curve: Curve) -> tuple[Row, list[Row], tuple[int, ...]]:
@@ -128,5 +140,5 @@ def _second(text: str, runs: int) -> list[str]:
     return ["", text, *[""] * (runs - 2)]
 
 
-def _bar(share: float) -> str:
-    return _Markup(f'<span class="bar" style="width: {10 * share:.2f}rem"></span>')
+def _bar(share: float) -> Markup:
+    return Markup('<svg class="bar" aria-hidden="true"><rect width="{:.2%}" height="100%"/></svg>').format(share)

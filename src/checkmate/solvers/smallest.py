@@ -43,7 +43,9 @@ class SmallestParameters:
 PARAMETERS = SmallestParameters()
 
 
-def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int = 0, known: Plan | None = None) -> MinBudget:
+def smallest_peak(
+    problem: Problem, limits: Limits | None = None, *, enough: int = 0, known: Plan | None = None, keep_interrupted: bool = False
+) -> MinBudget:
     """Bisect the budget down to the proven floor with the greedy plans of the local search.
 
     The search is a heuristic, so that a budget without a plan proves nothing, and feasibility is not monotone under it: each
@@ -54,11 +56,19 @@ def smallest_peak(problem: Problem, limits: Limits | None = None, *, enough: int
         limits: Time and seed; `SmallestParameters.time_s` by default.
         enough: A peak that is low enough, resident bytes included; the bisection ends there.
         known: A plan that was found before.
+        keep_interrupted: Whether Ctrl-C returns the smallest peak so far.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted the search.
     """
     bisection = _Bisection(problem, Limits(time_s=PARAMETERS.time_s) if limits is None else limits, enough, known)
-    bisection.from_the_middle(PARAMETERS.quick_s)
-    for tries in PARAMETERS.tries:
-        bisection.from_the_floor(tries)
+    try:
+        bisection.from_the_middle(PARAMETERS.quick_s)
+        for tries in PARAMETERS.tries:
+            bisection.from_the_floor(tries)
+    except KeyboardInterrupt:
+        if not keep_interrupted:
+            raise
     return bisection.found()
 
 

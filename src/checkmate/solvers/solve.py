@@ -97,9 +97,12 @@ def solve(
     if session.plan is not None:
         return _checked(problem, solver, session, session.plan, termination)
     failure = _failed(problem, solver, session, termination)
-    if raise_on_failure:
-        _refuse(problem, failure, session)
-    return failure
+    if not raise_on_failure:
+        return failure
+    smallest = _smallest(problem, session)
+    if isinstance(solver, Auto) and session.offer(smallest.plan.order):
+        return _checked(problem, solver, session, smallest.plan, Termination(Reason.FEASIBLE, limit="time"))
+    _refuse(problem, failure, smallest)
 
 
 def _below_floor(problem: Problem, session: Session) -> Termination | None:
@@ -173,13 +176,12 @@ def _limit_met(session: Session) -> str:
     return "time" if session.left_s() <= 0 else ""
 
 
-def _refuse(problem: Problem, failure: NoPlan, session: Session) -> NoReturn:
-    smallest = _smallest(problem, session)
+def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
     budget, least = format_bytes(problem.budget_bytes), format_bytes(smallest.floor_bytes)
     found = f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
     floor = f"no plan of any order takes less than {least}: {smallest.why}"
     at_least = format_at_least(smallest.peak_bytes)
-    hint = f"{_units(problem.budget_bytes)}raise the budget to at least {at_least}, or lower the batch size"
+    hint = f"{unit_question(problem.budget_bytes)}raise the budget to at least {at_least}, or lower the batch size"
     if failure.termination.reason is Reason.INFEASIBLE:
         raise InfeasibleBudgetError(
             f"budget {budget} is {_below(problem.budget_bytes, smallest)}; {found}; {floor}",
@@ -203,7 +205,7 @@ def _smallest(problem: Problem, session: Session) -> MinBudget:
     return smallest_peak(problem, limits, known=session.smallest)
 
 
-def _units(budget_bytes: int) -> str:
+def unit_question(budget_bytes: int) -> str:
     """Ask whether a unit was left out of a budget that no step has."""
     if budget_bytes >= _FEWEST_BYTES:
         return ""

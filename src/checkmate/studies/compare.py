@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
+from checkmate.core.printable import printable
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.studies.explain import Held, Remat, held_at, remats
@@ -57,7 +58,7 @@ class Comparison:
             lines += _listed(title, rows, lambda cost: format_cost(cost, self.cost_unit), most)
         for title, held in (("held only at the first's peak", self.held_in_a), ("only at the second's", self.held_in_b)):
             lines += _listed(title, [(h.size_bytes, f"{h.name}: {h.why}") for h in held], format_bytes, most)
-        return "\n".join(lines)
+        return "\n".join(printable(line) for line in lines)
 
     def __str__(self) -> str:
         """The text of `render`."""

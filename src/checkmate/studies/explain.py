@@ -11,6 +11,7 @@ from checkmate.core.curve import Curve
 from checkmate.core.errors import WrongGraphError
 from checkmate.core.graph import Graph, view_source
 from checkmate.core.plan import Compute, Plan
+from checkmate.core.printable import printable
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
 
@@ -115,7 +116,7 @@ class Explanation:
             left = self.remats[most:]
             lines.append(f"  {format_cost(sum(r.cost for r in left), self.cost_unit):>11}  in {len(left)} more")
         lines += self._prices()
-        return "\n".join(lines)
+        return "\n".join(printable(line) for line in lines)
 
     def __str__(self) -> str:
         """The text of `render`."""

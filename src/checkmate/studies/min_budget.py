@@ -9,7 +9,7 @@ from checkmate.solvers.smallest import smallest_peak
 
 
 def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = True) -> MinBudget:
-    """The smallest peak that a plan was found for, with the plan and a proven floor.
+    """The smallest peak that a plan was found for, with the plan and a proven floor. Ctrl-C returns the best so far.
 
     Args:
         graph: The graph.
@@ -25,4 +25,4 @@ def min_budget(graph: Graph, *, limits: Limits | None = None, reorder: bool = Tr
         >>> smallest.peak_bytes, smallest.floor_bytes, smallest.proven
         (12, 12, True)
     """
-    return smallest_peak(Problem(graph, graph.resident_bytes, reorder=reorder), limits)
+    return smallest_peak(Problem(graph, graph.resident_bytes, reorder=reorder), limits, keep_interrupted=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import BrokenExecutor, Executor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from checkmate.solvers.auto import Auto
 from checkmate.solvers.session import Solver
 from checkmate.solvers.smallest import smallest_peak
 from checkmate.solvers.solve import solve
+
+_log = logging.getLogger("checkmate.studies")
 
 
 def pareto(
@@ -50,7 +53,8 @@ def pareto(
         on_progress: Called with the number of finished budgets and the number of all, whenever the first changes.
 
     Returns:
-        The curve. Ctrl-C ends it early: budgets that are not solved have the best plan of the smaller ones.
+        The curve. Ctrl-C, or a process of the executor that is killed, ends it early: budgets that are not solved have the best
+        plan of the smaller ones.
 
     Raises:
         OptionError: There are fewer than two points.
@@ -92,6 +96,9 @@ def pareto(
                 done += 1
                 say()
         except KeyboardInterrupt:
+            break
+        except BrokenExecutor as error:
+            _log.warning("a process that solves budgets was ended (%s): those not solved have the plan of a smaller one", error)
             break
         finally:
             _spread(known)

@@ -20,10 +20,14 @@ class TraceEvent(NamedTuple):
     Attributes:
         name: ``MemoryAllocation``, ``MemoryDeallocation``, or ``op name:op type`` of an op that ran.
         stats: The event's statistics (``XStat``) by name, such as ``requested_bytes`` of an allocation.
+        begin_ns: When the event began.
+        end_ns: When it ended.
     """
 
     name: str
     stats: dict[str, Any]
+    begin_ns: int
+    end_ns: int
 
 
 @contextlib.contextmanager
@@ -97,7 +101,9 @@ def trace_events(run: Any) -> list[TraceEvent]:
             for event in line.events:
                 event_stats = {stats[s.metadata_id].name: _stat(s, stats) for s in event.stats}
                 begin = line.timestamp_ns * 1000 + event.offset_ps
-                found.append((begin, TraceEvent(names[event.metadata_id].name, event_stats)))
+                end = begin + event.duration_ps
+                traced = TraceEvent(names[event.metadata_id].name, event_stats, begin // 1000, end // 1000)
+                found.append((begin, traced))
     found.sort(key=lambda pair: pair[0])
     return [event for _, event in found]
 
@@ -118,6 +124,14 @@ def memory_limit_bytes(device: str) -> int | None:
         if spec.device_type == wanted.device_type and spec.device_index == (wanted.device_index or 0):
             return int(found.memory_limit)
     return None
+
+
+def is_stateful(op_type: str) -> bool:
+    """Whether ops of a type have state or effects."""
+    from tensorflow.python.framework import op_def_registry
+
+    definition = op_def_registry.get(op_type)
+    return definition is None or definition.is_stateful
 
 
 def _stat(stat: Any, names: Any) -> Any:

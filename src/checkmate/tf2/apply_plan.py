@@ -16,6 +16,9 @@ from checkmate.tf2.op_properties import IDENTITIES, static_shape_values
 REMAT = "__remat"
 """Suffix of the node of a recomputation, followed by its number: ``dense/Relu__remat1``."""
 
+IMPORTED = "plan"
+"""Scope of the nodes of a plan in its function: ``plan/dense/Relu``."""
+
 Runner = Callable[..., Sequence[tf.Tensor]]
 """Runs a step: takes the flat tensors of a batch, gives the flat outputs."""
 
@@ -48,7 +51,7 @@ def build_function(capture: Capture, plan: Plan, *, chain: bool = True) -> Runne
         graph: Any = tf.compat.v1.get_default_graph()
         given = [*batch, *(graph.capture(tensor) for tensor in outside)]
         bound = {t.name: v for t, v in zip(inputs, given, strict=True) if t.op.name in writer.inputs}
-        imported = tf.import_graph_def(writer.graph_def, input_map=bound, return_elements=outputs + effects, name="plan")
+        imported = tf.import_graph_def(writer.graph_def, input_map=bound, return_elements=outputs + effects, name=IMPORTED)
         with tf.control_dependencies(imported[len(outputs) :]):
             return [tf.identity(t) for t in imported[: len(outputs)]]
 

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import tensorflow as tf
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.frontend import progress
 from checkmate.frontend.calibration import Calibration, Offset, Trial
+from checkmate.frontend.planner import near_smallest
+from checkmate.solvers.solve import unit_question
 from checkmate.tf2._compat import grappler_off
 from checkmate.tf2.allocator_peaks import AllocatorPeaks, allocator_peaks
 from checkmate.tf2.apply_plan import Runner, build_function
 from checkmate.tf2.capture import Capture
 from checkmate.tf2.op_properties import KERNEL_RANDOM
 from checkmate.tf2.peak import default_device, has_memory_stats, measure_peak
+from checkmate.tf2.profiler import synthetic_batch
+from checkmate.tf2.saved_variables import restored
 
 _log = logging.getLogger("checkmate.tf2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementEffort:
-    """How often plans are measured.
+    """How often plans are measured, and when a budget is refused.
 
     Attributes:
         runs: Measurements of a plan. The second one runs with the free chunks that restoring the variables leaves, as
@@ -33,11 +39,21 @@ class MeasurementEffort:
         steps: Steps of one measurement: the first changes the allocator's free list, the second reproduces the steady state.
         final_trials: Searches that end with a final measurement. The final plan is built and measured alone, without the
             constants and free chunks that functions of other plans leave; it then needed up to 20 % more.
+        smallest_s: Seconds of the search for a small peak, whose plan is measured before a budget is refused.
+        refused_share: A budget is refused without further trials if that plan exceeds it by more than this share of the step's
+            own bytes: plans with larger planned peaks rarely needed that much less.
+        refused_trials: Trials after which a budget that this plan exceeds by less is refused.
+        hint_share: Share of the step's own bytes that a refusal adds to what that plan needed, because another process, with
+            other free chunks, measures another peak.
     """
 
     runs: int = 2
     steps: int = 2
     final_trials: int = 3
+    smallest_s: float = 20.0
+    refused_share: float = 0.1
+    refused_trials: int = 3
+    hint_share: float = 0.2
 
 
 _EFFORT = MeasurementEffort()
@@ -95,20 +111,52 @@ def calibrate(capture: Capture, budget_bytes: int, replan: Replan, batch: Sequen
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
     """
-    search = _Search(capture, budget_bytes, replan, [_synthetic(t) for t in capture.trace.arguments] if batch is None else batch)
+    search = _Search(capture, budget_bytes, replan, synthetic_batch(capture.trace.arguments) if batch is None else batch)
     for _ in range(_EFFORT.final_trials):
         best = search.run()
+        if best is None:
+            break
         # Measured as it will run: without the constants and free chunks that functions of other plans leave.
         function = build_function(capture, best.result.plan)
         final = measure_plan(capture, function, search.batch, budget_bytes)
         if final is None or best.measured_bytes is None:
             return PlannedFunction(capture, best.result, function, best.peaks, None)
         if final <= budget_bytes:
-            if any(op.type in KERNEL_RANDOM for op in capture.members):
-                function = build_function(capture, best.result.plan)  # new kernels, whose random streams are at their start
-            return PlannedFunction(capture, best.result, function, best.peaks, max(final, best.measured_bytes))
-        search.correct(final - best.measured_bytes, final)
-    raise search.no_plan_error()
+            return _measured(capture, best.result, function, best.peaks, max(final, best.measured_bytes))
+        search.correct(final - best.measured_bytes)
+    smallest = search.smallest
+    if smallest.needed_bytes > budget_bytes:
+        raise search.refusal()
+    return _measured(capture, smallest.result, smallest.function, smallest.peaks, smallest.measured_bytes)
+
+
+def _measured(capture: Capture, result: Result, function: Runner, peaks: AllocatorPeaks, peak: int | None) -> PlannedFunction:
+    """A function that was run to measure it, with its random streams at their start."""
+    if any(op.type in KERNEL_RANDOM for op in capture.members):
+        function = build_function(capture, result.plan)
+    return PlannedFunction(capture, result, function, peaks, peak)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Smallest:
+    """The plan with the smallest planned peak that is found quickly, and what it needs.
+
+    Attributes:
+        result: The plan.
+        function: Runs the plan.
+        peaks: Predicted peaks of the plan.
+        measured_bytes: Measured peak, resident bytes included; None if TensorFlow reports no memory statistics.
+    """
+
+    result: Result
+    function: Runner
+    peaks: AllocatorPeaks
+    measured_bytes: int | None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The measured peak, or the predicted one."""
+        return self.peaks.chunk_bytes if self.measured_bytes is None else self.measured_bytes
 
 
 class _Search:
@@ -128,35 +176,53 @@ class _Search:
         self.batch = batch
         self.policy = Offset(resident_bytes=capture.graph.resident_bytes)
         self.bias_bytes = 0  # measured peak minus predicted peak
-        self.smallest_bytes: int | None = None  # smallest peak of a plan so far
         self._error: CheckmateError | None = None
 
-    def run(self) -> _TrialRun:
-        """The cheapest plan that fits: with headroom where there is one, else within the budget.
+    @functools.cached_property
+    def smallest(self) -> _Smallest:
+        """The plan with the smallest planned peak that is found quickly, measured."""
+        result = near_smallest(self.capture.graph, _EFFORT.smallest_s)
+        function = build_function(self.capture, result.plan)
+        measured = measure_plan(self.capture, function, self.batch)
+        return _Smallest(result, function, allocator_peaks(self.capture, result.plan), measured)
 
-        Raises:
-            InfeasibleBudgetError: No plan keeps the budget.
-        """
+    def run(self) -> _TrialRun | None:
+        """The cheapest plan that fits: with headroom where there is one, else within the budget; None if none was found."""
         calibration: Calibration[_TrialRun | None] = Calibration(self.budget_bytes, self.policy)
         while (target := calibration.next_target()) is not None:
-            calibration.record(self._try(target))
+            trial = self._try(target)
+            calibration.record(trial)
+            if not trial.within(self.budget_bytes) and self._hopeless(len(calibration.trials)):
+                return None
         best = calibration.best(self.policy.aim_bytes(self.budget_bytes)) or calibration.best()
-        if best is None or best.outcome is None:
-            raise self.no_plan_error()
-        return best.outcome
+        return None if best is None else best.outcome
 
-    def correct(self, excess_bytes: int, needed_bytes: int) -> None:
+    def _hopeless(self, trials: int) -> bool:
+        """Whether another trial is not worth its time, since the plan with the smallest planned peak exceeds the budget."""
+        own = max(0, self.budget_bytes - self.capture.graph.resident_bytes)
+        excess = self.smallest.needed_bytes - self.budget_bytes
+        return excess > _EFFORT.refused_share * own or (excess > 0 and trials >= _EFFORT.refused_trials)
+
+    def correct(self, excess_bytes: int) -> None:
         """Record that the final plan needed ``excess_bytes`` more than its trial; the next plan that fits is accepted."""
         self.bias_bytes += excess_bytes
-        self._record_peak(needed_bytes)
         self.policy = replace(self.policy, uses_room=False)
 
-    def no_plan_error(self) -> CheckmateError:
-        """The error to raise: why no plan keeps the budget."""
-        if self.smallest_bytes is None:
-            assert self._error is not None
-            return self._error
-        return _infeasible(self.budget_bytes, self.smallest_bytes, self._error)
+    def refusal(self) -> InfeasibleBudgetError:
+        """The error to raise where no plan keeps the budget; a budget as its hint says is kept by the smallest plan."""
+        needed, resident = self.smallest.needed_bytes, self.capture.graph.resident_bytes
+        enough = needed + math.ceil(_EFFORT.hint_share * max(0, needed - resident))
+        budget, question = format_bytes(self.budget_bytes), unit_question(self.budget_bytes)
+        why = "" if self._error is None else f"; planning within fewer live bytes failed: {self._error.message}"
+        return InfeasibleBudgetError(
+            f"no plan was found that keeps the budget of {budget} in TensorFlow's allocator: the smallest plan needs "
+            f"{format_bytes(needed)}{why}",
+            hint=f"{question}raise the budget to at least {format_at_least(enough)}, or lower the batch size",
+            budget_bytes=self.budget_bytes,
+            floor_bytes=getattr(self._error, "floor_bytes", 0),
+            smallest_bytes=needed,
+            binding_op=getattr(self._error, "binding_op", ""),
+        )
 
     def _try(self, target: int) -> Trial[_TrialRun | None]:
         """Plan within an amount of live bytes, and run the plan if it is predicted to fit."""
@@ -177,13 +243,8 @@ class _Search:
                 needed = peak
             else:  # no memory statistics: the prediction counts
                 needed = min(needed, aim)
-        if needed > aim:
-            self._record_peak(needed)
         measured = run is not None and run.measured_bytes is not None
         return Trial.of(target, result, needed, run, measured=measured)
-
-    def _record_peak(self, needed_bytes: int) -> None:
-        self.smallest_bytes = needed_bytes if self.smallest_bytes is None else min(self.smallest_bytes, needed_bytes)
 
 
 def without_calibration(capture: Capture, result: Result) -> PlannedFunction:
@@ -191,14 +252,14 @@ def without_calibration(capture: Capture, result: Result) -> PlannedFunction:
     return PlannedFunction(capture, result, build_function(capture, result.plan), allocator_peaks(capture, result.plan), None)
 
 
-def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor], limit_bytes: int) -> int | None:
+def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor], limit_bytes: int | None = None) -> int | None:
     """Measured peak of a plan, with all variables saved before and restored after each measurement.
 
     Args:
         capture: The captured step.
         function: Runs the plan.
         batch: The flat tensors to run on.
-        limit_bytes: After a measurement above this, the plan is not measured again.
+        limit_bytes: After a measurement above this, the plan is not measured again; None measures it as often as any plan.
 
     Returns:
         Bytes, resident bytes included; None if TensorFlow reports no memory statistics.
@@ -206,42 +267,15 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     device = default_device()
     if not has_memory_stats(device):
         return None
-    variables = capture.trace.function.graph.variables
-    # Copies: `numpy` can return the variable's buffer itself, and a second reference would make a step copy the variable.
-    saved = [np.array(v.numpy()) for v in variables]
     resident, peak = capture.graph.resident_bytes, 0
-    for _ in range(_EFFORT.runs):
-        try:
-            with grappler_off():
+    with progress.shown("measuring a plan"):
+        for _ in range(_EFFORT.runs):
+            with restored(capture.trace.variables), grappler_off():
                 for _ in range(_EFFORT.steps):
                     peak = max(peak, measure_peak(lambda: function(*batch), device=device))
-        finally:
-            for variable, value in zip(variables, saved, strict=True):
-                _restore(variable, value)
-        if resident + peak > limit_bytes:
-            break
+            if limit_bytes is not None and resident + peak > limit_bytes:
+                break
     return resident + peak
-
-
-def _restore(variable: tf.Variable, value: np.ndarray) -> None:
-    """Restore a variable in its current buffer, so that training runs with the free chunks that were measured.
-
-    `assign` allocates a new buffer, and assigning to a slice makes the variable copy on every read. `assign_sub` works in
-    place and is exact: x - x is 0, and 0 - (-v) is v. Values for which it is not exact (NaN, -0.0) are assigned.
-    """
-    if value.dtype.kind in "fiu" and value.size:
-        variable.assign_sub(np.array(variable.numpy()))
-        variable.assign_sub(np.negative(value))
-        if np.array(variable.numpy()).tobytes() == value.tobytes():
-            return
-    variable.assign(value)
-
-
-def _synthetic(tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor of the same shape and type: uniform random floats in [0, 1), or zeros."""
-    if tensor.dtype.is_floating:
-        return tf.cast(tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2)), tensor.dtype)
-    return tf.zeros(tensor.shape, tensor.dtype)
 
 
 def _log_trial(trial: _TrialRun, budget_bytes: int) -> None:
@@ -261,17 +295,4 @@ def _log_trial(trial: _TrialRun, budget_bytes: int) -> None:
         format_bytes(trial.measured_bytes),
         format_bytes(budget_bytes),
         trial.result.overhead,
-    )
-
-
-def _infeasible(budget_bytes: int, smallest: int, planning_error: CheckmateError | None) -> InfeasibleBudgetError:
-    why = "" if planning_error is None else f"; planning within fewer live bytes failed: {planning_error.message}"
-    return InfeasibleBudgetError(
-        f"no plan was found that keeps the budget of {format_bytes(budget_bytes)} in TensorFlow's allocator: the smallest plan "
-        f"allocates chunks of {format_bytes(smallest)}{why}",
-        hint=f"raise the budget to at least {format_at_least(smallest)}, or lower the batch size",
-        budget_bytes=budget_bytes,
-        floor_bytes=getattr(planning_error, "floor_bytes", 0),
-        smallest_bytes=smallest,
-        binding_op=getattr(planning_error, "binding_op", ""),
     )

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from checkmate.core.errors import GraphError
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.cost.store import OpCost
 from checkmate.tf2.op_properties import (
@@ -24,7 +23,7 @@ from checkmate.tf2.op_properties import (
     static_shape_values,
     tensor_bytes,
 )
-from checkmate.tf2.ordering import listed_order
+from checkmate.tf2.ordering import listed_order, metrics_first
 from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
@@ -81,9 +80,6 @@ def capture_trace(trace: Trace, costs: Costs, name: str = "") -> Capture:
         trace: The traced step.
         costs: Gives the cost and workspace of each op.
         name: Name of the graph.
-
-    Raises:
-        GraphError: XLA compiles a part of the step.
     """
     return _Builder(trace).build(costs, name)
 
@@ -100,6 +96,7 @@ class _Builder:
         self.ops = trace.ops
         self.index = {op.name: i for i, op in enumerate(self.ops)}
         self.kinds = classify(self.ops)
+        self.reading_calls = {op.name for op in self.ops if op.type in CALLS and self.kinds[op.name] == "op"}
         self.needed = self._needed()
         self.touching = self._touching()
         self.snapshot_reads = self._snapshot_reads()
@@ -108,14 +105,13 @@ class _Builder:
         self.in_place: dict[str, str] = {}  # tensor -> the tensor whose buffer it reuses
 
     def build(self, costs: Costs, name: str) -> Capture:
-        self._reject_xla()
         before = {op.name: self._before(op) for op in self.real}
         clobbers = {op.name: self._clobberers(op) for op in self.real}
         optimizer = {op.name for op in self.real if self._in_optimizer(op)}
         data = {op.name: [s.op.name for s in self._sources(op)] for op in self.real}
-        members = [
-            self.ops[self.index[n]] for n in listed_order([op.name for op in self.real], data, before, clobbers, optimizer)
-        ]
+        phases = {op.name: self.trace.phase(self.index[op.name]) for op in self.real}
+        traced = metrics_first([op.name for op in self.real], data, before, clobbers, phases)
+        members = [self.ops[self.index[n]] for n in listed_order(traced, data, before, clobbers, optimizer)]
         where = {op.name: o for o, op in enumerate(members)}
         self._find_in_place(members)
         values = self._number(members)
@@ -158,7 +154,11 @@ class _Builder:
         """Ops that are traced after an op and change a variable that it takes."""
         me = self.index[op.name]
         users = [user for handle in handles(op) for user in self.touching[handle]]
-        return [user for user in users if user.type not in READERS and self.index[user.name] > me]
+        return [user for user in users if not self._only_reads(user) and self.index[user.name] > me]
+
+    def _only_reads(self, op: tf.Operation) -> bool:
+        """Whether an op that takes a handle leaves the variable as it is."""
+        return op.type in READERS or op.name in self.reading_calls
 
     def _snapshot_reads(self) -> set[str]:
         """Reads with a use that was traced after the variable's next change, so that they must hold the old value."""
@@ -213,7 +213,7 @@ class _Builder:
     def _clobberers(self, op: tf.Operation) -> list[str]:
         """Ops that overwrite a variable whose buffer an op reads."""
         writers = [w.name for read in self._reads(op) for w in self._writers_after(read)]
-        if op.name in self.snapshot_reads or op.type in READERS:
+        if op.name in self.snapshot_reads or self._only_reads(op):
             writers += [w.name for w in self._writers_after(op)]
         return [n for n in dict.fromkeys(writers) if n != op.name]
 
@@ -283,24 +283,20 @@ class _Builder:
     def _captured_bytes(self, tensor: tf.Tensor) -> int:
         if tensor.dtype != tf.resource:
             return tensor_bytes(tensor)
-        variable = next((v for v in self.trace.function.graph.variables if v.handle is tensor), None)
+        variable = next((v for v in self.trace.variables if v.handle is tensor), None)
         return 0 if variable is None else variable.shape.num_elements() * variable.dtype.size
 
-    def _reject_xla(self) -> None:
-        for op in self.real:
-            if op.type in CALLS and "_XlaMustCompile" in op.node_def.attr and op.get_attr("_XlaMustCompile"):
-                raise GraphError(
-                    f"op {op.name!r} is a function that XLA compiles (jit_compile=True), whose schedule cannot be planned",
-                    hint="remove jit_compile=True from the functions that the model or the loss calls",
-                )
-
     def _warn_opaque(self, members: Sequence[tf.Operation]) -> None:
-        opaque = [op for op in members if op.type in CONTROL_FLOW | CALLS]
+        opaque = [op for op in members if op.type in CONTROL_FLOW | CALLS and not _xla_compiles(op)]
         if opaque:
             names = ", ".join(f"{op.name} ({op.type})" for op in opaque[:5]) + (", ..." if len(opaque) > 5 else "")
             _log.warning(
-                "%d loops, branches or nested functions are each one op of the plan; their inner values are measured but not "
-                "planned: %s",
+                "%d loops, branches or nested functions are each one op of the plan: what they allocate is measured and counted, "
+                "and cannot be planned: %s",
                 len(opaque),
                 names,
             )
+
+
+def _xla_compiles(op: tf.Operation) -> bool:
+    return "_XlaMustCompile" in op.node_def.attr and op.get_attr("_XlaMustCompile")

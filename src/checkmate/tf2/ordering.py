@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from checkmate.core.graph import Phase
+
 
 def listed_order(
     traced: Sequence[str],
@@ -70,6 +72,41 @@ def listed_order(
     for n in sinks[next_sink:]:
         emit(n)
     return order
+
+
+def metrics_first(
+    traced: Sequence[str],
+    data: Mapping[str, Sequence[str]],
+    before: Mapping[str, Sequence[str]],
+    clobbers: Mapping[str, Sequence[str]],
+    phases: Mapping[str, Phase],
+) -> list[str]:
+    """Ops in the order of the trace, with metrics moved to directly before the backward pass.
+
+    Keras computes metrics after the update, which would keep the prediction until then: for a language model it is the largest
+    tensor of the step.
+
+    Args:
+        traced: Names of ops in the order in which they were traced.
+        data: Ops whose values each op reads.
+        before: Ops that must run before each op, by control edges.
+        clobbers: Ops that overwrite a variable that each op reads.
+        phases: Phase of each op; that of a metric is ``"loss"``.
+
+    Returns:
+        The same names, still in a topological order.
+    """
+    start = next((i for i, n in enumerate(traced) if phases[n] == "backward"), len(traced))
+    early = dict.fromkeys(traced[:start])
+    needs = {n: {*data[n], *before[n]} for n in traced}
+    for n in traced:
+        for writer in clobbers[n]:
+            if writer in needs:
+                needs[writer].add(n)
+    for n in traced[start:]:
+        if phases[n] == "loss" and early.keys() >= needs[n]:
+            early[n] = None
+    return [*early, *(n for n in traced[start:] if n not in early)]
 
 
 def _ready(traced: Sequence[str], needs: Mapping[str, Sequence[str]], optimizer: set[str]) -> dict[str, int]:

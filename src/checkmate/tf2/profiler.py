@@ -9,13 +9,16 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import tensorflow as tf
 
+from checkmate.core.errors import OptionError
 from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
+from checkmate.frontend.options import CostSource
 from checkmate.tf2._compat import trace_events
 from checkmate.tf2.op_properties import CALLS, CONTROL_FLOW, SMALL_CONSTANT_BYTES, estimate_ns, output_bytes, static_shape_values
 from checkmate.tf2.peak import default_device, has_memory_stats
@@ -49,9 +52,9 @@ class Profiler:
     """
 
     def __init__(self, store: CostStore | None = None) -> None:
-        environment = _environment()
+        here = environment()
         self._costs = MeasuredCosts[tf.Operation](
-            signature=lambda op: signature(op, environment), measure=_measure_all, estimate=_estimate, store=store
+            signature=lambda op: signature(op, here), measure=_measure_all, estimate=_estimate, store=store
         )
 
     def __call__(self, ops: Sequence[tf.Operation]) -> list[OpCost]:
@@ -65,7 +68,8 @@ class Profiler:
 
 def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:
     """Measured costs by signature, without the ops that cannot be run alone."""
-    return {key: cost for key, op in ops.items() if (cost := _measure(op)) is not None}
+    each = progress.counted(ops.items(), "measuring costs")
+    return {key: cost for key, op in each if (cost := _measure(op)) is not None}
 
 
 def _estimate(op: tf.Operation) -> OpCost:
@@ -75,6 +79,23 @@ def _estimate(op: tf.Operation) -> OpCost:
 def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
     """Costs estimated from the bytes that ops read and write; nothing runs, and workspace is taken as 0."""
     return [_estimate(op) for op in ops]
+
+
+def cost_source(costs: CostSource) -> Callable[[Sequence[tf.Operation]], list[OpCost]]:
+    """What gives the costs of ops.
+
+    Args:
+        costs: Name of the source.
+
+    Raises:
+        OptionError: There is no such source.
+    """
+    if costs not in get_args(CostSource):
+        raise OptionError(
+            f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
+            hint="pass costs='measured', or costs='estimated' to run nothing",
+        )
+    return Profiler() if costs == "measured" else estimated_costs
 
 
 def signature(op: tf.Operation, environment: str) -> str | None:
@@ -96,7 +117,7 @@ def signature(op: tf.Operation, environment: str) -> str | None:
     return " ".join([op.type, *inputs, *attributes, environment])
 
 
-def _environment() -> str:
+def environment() -> str:
     """Device, versions and settings that determine which kernel runs and how fast."""
     device = default_device()
     model = ""
@@ -173,6 +194,17 @@ def _synthetic_input(tensor: tf.Tensor) -> tf.Tensor:
         return tf.constant(value, tensor.dtype)
     if tensor.dtype.is_floating:  # away from 0 and 1: no denormals, no NaN, and no element that a kernel could skip
         return tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2), 0.1, 0.9, tensor.dtype)
+    return tf.zeros(tensor.shape, tensor.dtype)
+
+
+def synthetic_batch(arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Tensors of the shapes and types of some placeholders: uniform random floats in [0, 1), or zeros."""
+    return [_synthetic(tensor) for tensor in arguments]
+
+
+def _synthetic(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype.is_floating:
+        return tf.cast(tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2)), tensor.dtype)
     return tf.zeros(tensor.shape, tensor.dtype)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from checkmate.core.errors import OptionError
+
+ARGUMENTS = ("input_spec", "label_spec", "sample_weight_spec")
+"""Names of the specifications of the arguments of a step."""
 
 
 def specs_of(sample: Any, name: str) -> Any:
@@ -18,55 +22,77 @@ def specs_of(sample: Any, name: str) -> Any:
         name: Name of the argument, for messages.
 
     Raises:
-        OptionError: A dimension is open, or an element is neither a tensor nor a specification.
+        OptionError: An element is neither a tensor nor a specification, or has no elements.
     """
     return tf.nest.map_structure(lambda leaf: _spec(leaf, name), sample)
 
 
-def flat_batch(specs: Any, inputs: Any, labels: Any) -> list[tf.Tensor]:
-    """The tensors of a batch, flat: inputs, then labels.
+def closed_specs_of(sample: Any, name: str) -> Any:
+    """As `specs_of`, for a graph, whose shapes have no open dimensions.
 
     Args:
-        specs: Pair of nests of `tf.TensorSpec`: inputs and labels.
-        inputs: Inputs of the batch.
-        labels: Labels of the batch.
+        sample: As in `specs_of`.
+        name: As in `specs_of`.
+
+    Raises:
+        OptionError: A dimension is open, or an element cannot be used.
+    """
+    specs = specs_of(sample, name)
+    for spec in tf.nest.flatten(specs):
+        if not spec.shape.is_fully_defined():
+            raise OptionError(
+                f"{name} has the shape {spec.shape}, and a graph needs a shape without open dimensions",
+                hint=f"pass a sample batch as {name}, or a tf.TensorSpec with a batch size",
+            )
+    return specs
+
+
+def flat_batch(specs: Sequence[Any], arguments: Sequence[Any]) -> list[tf.Tensor]:
+    """The tensors of a batch, flat: inputs, labels, and weights of samples if there are any.
+
+    Args:
+        specs: Nests of `tf.TensorSpec`, one for each argument of the step.
+        arguments: The arguments.
 
     Raises:
         OptionError: The structure, a type or a shape differs from the specification; only the first dimension may differ.
     """
     flat: list[tf.Tensor] = []
-    for name, spec, given in (("input", specs[0], inputs), ("label", specs[1], labels)):
+    for argument, spec, given in zip(ARGUMENTS, specs, arguments, strict=False):
+        name = argument.removesuffix("_spec")
         try:
             tf.nest.assert_same_structure(spec, given)
         except (TypeError, ValueError) as error:
             raise OptionError(
-                f"the structure of the {name} differs from that of {name}_spec: {str(error).splitlines()[0]}",
-                hint=f"pass the {name} in the structure of {name}_spec: a tensor, or the same list, tuple or mapping of tensors",
+                f"the structure of the {name} differs from that of {argument}: {str(error).splitlines()[0]}",
+                hint=f"pass the {name} in the structure of {argument}: a tensor, or the same list, tuple or mapping of tensors",
             ) from error
         wanted = tf.nest.flatten(spec)
         flat += [_tensor(name, s, g) for s, g in zip(wanted, tf.nest.flatten(given), strict=True)]
     return flat
 
 
-def sample_batch(specs: Any, inputs: Any, labels: Any) -> list[tf.Tensor] | None:
+def sample_batch(specs: Sequence[Any], samples: Sequence[Any]) -> list[tf.Tensor] | None:
     """The samples that the specifications were made from, as flat tensors; None if some are specifications themselves."""
-    leaves = [*tf.nest.flatten(inputs), *tf.nest.flatten(labels)]
+    leaves = tf.nest.flatten(samples)
     if any(isinstance(leaf, tf.TensorSpec) or not hasattr(leaf, "__array__") for leaf in leaves):
         return None
-    return flat_batch(specs, inputs, labels)
+    return flat_batch(specs, samples)
 
 
-def specs_like(specs: Any, flat: list[tf.Tensor]) -> Any:
+def specs_like(specs: Sequence[Any], flat: list[tf.Tensor]) -> Any:
     """The specification of a flat batch.
 
     Args:
-        specs: Specification of the same structure.
-        flat: The tensors: inputs, then labels.
+        specs: Specifications of the same structure, one for each argument of the step.
+        flat: The tensors.
     """
     return tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat])
 
 
 def _spec(leaf: Any, name: str) -> tf.TensorSpec:
+    if leaf is None:
+        raise OptionError(f"{name} is None", hint=f"pass a sample batch as {name}, or its tf.TensorSpec")
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     try:
@@ -75,15 +101,13 @@ def _spec(leaf: Any, name: str) -> tf.TensorSpec:
         raise OptionError(
             f"{name}={leaf!r} is neither a tensor nor a specification", hint=f"pass a sample batch as {name}, or a tf.TensorSpec"
         ) from error
-    if not spec.shape.is_fully_defined():
-        raise OptionError(
-            f"{name} has the shape {spec.shape}, and a plan needs a shape without open dimensions",
-            hint=f"pass a sample batch as {name}, or a tf.TensorSpec with a batch size; others are planned at their first call",
-        )
+    _refuse_empty(name, spec.shape)
     return spec
 
 
 def _tensor(name: str, spec: tf.TensorSpec, given: Any) -> tf.Tensor:
+    if given is None:
+        raise OptionError(f"the {name} is None, and {name}_spec is {spec.shape}", hint=f"pass a batch of {name}s")
     try:
         tensor = tf.convert_to_tensor(given, spec.dtype)
     except (TypeError, ValueError) as error:
@@ -91,9 +115,16 @@ def _tensor(name: str, spec: tf.TensorSpec, given: Any) -> tf.Tensor:
         raise OptionError(
             f"the {name} is {have}, and {name}_spec says {spec.dtype.name}", hint=f"cast the {name} to {spec.dtype.name}"
         ) from error
-    if tensor.shape.rank != spec.shape.rank or tensor.shape[1:] != spec.shape[1:]:
+    if spec.shape.rank not in (None, tensor.shape.rank) or not spec.shape[1:].is_compatible_with(tensor.shape[1:]):
         raise OptionError(
             f"the {name} has the shape {tensor.shape}, and the step is for {spec.shape}: only the batch size may differ",
             hint=f"compile another step with {name}_spec of the shape {tensor.shape}",
         )
+    _refuse_empty(name, tensor.shape)
     return tensor
+
+
+def _refuse_empty(name: str, shape: tf.TensorShape) -> None:
+    """Refuse a batch without samples, whose mean loss is NaN."""
+    if shape.rank is not None and 0 in shape.as_list():
+        raise OptionError(f"{name} has the shape {shape}, which holds nothing", hint="leave out batches without samples")

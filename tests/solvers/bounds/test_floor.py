@@ -158,3 +158,18 @@ def test_kept_values_may_be_the_floor():
         resident_bytes=3,
     )
     assert floor(graph) == (19, None, "16 B of kept values must be there at the end")
+
+
+def test_the_reason_names_no_output_that_takes_the_place_of_an_input():
+    """Optimizers update in place: such an output needs no bytes, and "its 0 outputs (0 B)" told users nothing."""
+    graph = Graph(
+        (Op("gradient", (), (0,), 1), Op("sgd/Sub_1", (0,), (1,), 1)),
+        (Value("gradient", 8), Value("weight", 0, base=0, kept=True)),
+    )
+    lowest = floor(graph)
+    assert "0 outputs" not in lowest.why
+    in_place = Graph(
+        (Op("a", (), (0,), 1), Op("b", (), (1,), 1), Op("sub", (0, 1), (2,), 1), Op("use", (2,), (3,), 1)),
+        (Value("a", 8), Value("b", 8), Value("c", 0, base=0), Value("d", 1, kept=True)),
+    )
+    assert floor(in_place).why == "`sub` alone needs its 2 inputs (16 B) at once"

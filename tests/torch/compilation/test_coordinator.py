@@ -376,6 +376,22 @@ def test_a_step_without_a_plan_is_refused_before_it_begins() -> None:
     assert resident_bytes(model, x) + measure_peak(lambda: step(run)) <= parse_bytes(budget)
 
 
+def test_a_refusal_by_one_graph_of_a_step_does_not_promise_that_its_own_peak_is_enough() -> None:
+    """What the loss outside takes is not known when the model is compiled. The hint names a budget that works."""
+    model, x, y = Classifier(2), torch.randn(256, 64), torch.randint(256, (256,))
+
+    def once(budget: str) -> None:
+        run, _ = compiled(model, budget=budget, **QUICK)
+        F.cross_entropy(run(x), y).backward()
+        F.cross_entropy(run(x), y).backward()
+
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        once("100KiB")
+    assert "raise the budget to" not in refused.value.hint
+    assert '"100%"' in refused.value.hint
+    once("100%")
+
+
 def test_a_step_that_turns_out_differently_runs_and_is_planned(caplog: pytest.LogCaptureFixture) -> None:
     """Another branch, and back again."""
     model, x = Broken(2), torch.randn(256, 64)

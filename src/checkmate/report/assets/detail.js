@@ -21,7 +21,7 @@ function described(run, p) {
     `${step.phases[step.ops.phase[op]]}${again}, ${formatBytes(run.total[p])} held`;
 }
 
-function swatch(category) { return element("span", { class: "swatch", style: `background: var(--${category})`, "aria-hidden": "true" }); }
+function swatch(category) { return element("span", { class: `swatch ${category}`, "aria-hidden": "true" }); }
 
 class Detail {
   constructor(root, onLife) {
@@ -40,6 +40,7 @@ class Detail {
     this.root.replaceChildren(
       element("h3", {}, `${title}: ${run.name}`),
       element("p", { id: "chosen" }, described(run, p)),
+      element("p", { class: "reading" }, "Everything in memory at this moment, the largest first: which op made it, and which op reads it next and is the reason to keep it."),
       element("table", { id: "held" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)),
       life === null ? element("p", { id: "life", class: "soft" }, "Choose a value above to see how long it lives.") : this.#life(life),
     );

@@ -48,7 +48,7 @@ class ScheduleChart {
     context.textAlign = "center"; context.textBaseline = "top";
     for (const t of ticks(ops, 6)) if (t < ops) context.fillText(`${Math.round(t)}`, scale.x(t) + scale.wide / 2, height - MARGIN.bottom + 6);
     context.textAlign = "right";
-    context.fillText("op, in the order of the graph; stages go down", width - MARGIN.right, height - MARGIN.bottom + 20);
+    context.fillText("op, in the order of the graph; time runs down", width - MARGIN.right, height - MARGIN.bottom + 20);
     const cell = this.selected === null ? null : cells[this.run.position(this.selected)];
     if (cell) {
       context.strokeStyle = colour("ink");

@@ -60,17 +60,18 @@ def ask(module: str, job: dict[str, Any], *, time_s: float | None, on_message: C
 
     Args:
         module: Module whose main part calls `serve`.
-        job: The job; ``"until"`` is added to it, the time to stop at in seconds since the epoch, or None.
+        job: The job; ``"until"`` is added to it, the time of `time.monotonic` to stop at, or None.
         time_s: Seconds for everything, start included; None for no limit.
         on_message: Called in this process with every message. An exception that it raises ends the child.
 
     Raises:
         SolverError: The child wrote a line that is not a message.
     """
-    until = None if time_s is None else time.time() + time_s
+    # A clock that is the same in all processes of the machine, and that stays right when the time of day is set.
+    until = None if time_s is None else time.monotonic() + time_s
     with tempfile.TemporaryFile() as talk:
         child = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],  # -P: import nothing from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=talk,
@@ -103,7 +104,7 @@ def _listen(
     on_message: Callable[[Any], None],
 ) -> Answer:
     while True:
-        left = None if until is None else until + GRACE_S - time.time()
+        left = None if until is None else until + GRACE_S - time.monotonic()
         if left is not None and left <= 0:
             return Answer(None, "the engine did not stop at its time limit and was ended")
         try:

@@ -28,7 +28,7 @@ def solve(job: dict[str, Any], say: Callable[[Any], None]) -> dict[str, Any]:
 
     solver = cp_model.CpSolver()
     if job["until"] is not None:
-        solver.parameters.max_time_in_seconds = max(0.01, job["until"] - time.time())
+        solver.parameters.max_time_in_seconds = max(0.01, job["until"] - time.monotonic())
     solver.parameters.num_workers = job["threads"]
     solver.parameters.random_seed = job["seed"]
     solver.parameters.relative_gap_limit = job["gap"]

@@ -33,7 +33,7 @@ def solve(job: dict[str, Any], say: Callable[[Any], None]) -> dict[str, Any]:
             send(event.solution)
         return mathopt.CallbackResult()
 
-    left = None if job["until"] is None else datetime.timedelta(seconds=max(0.01, job["until"] - time.time()))
+    left = None if job["until"] is None else datetime.timedelta(seconds=max(0.01, job["until"] - time.monotonic()))
     parameters = mathopt.SolveParameters(
         time_limit=left,
         absolute_gap_tolerance=job["absolute_gap"],

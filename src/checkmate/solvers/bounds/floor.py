@@ -74,17 +74,19 @@ def _describe(graph: Graph, o: int, inputs: set[int], outputs: set[int], waiting
         if len(inputs) != 1
         else f"its input ({format_bytes(_total(graph, inputs))})"
     ]
-    parts.append(
-        f"its output ({format_bytes(_total(graph, outputs))})"
-        if len(outputs) == 1
-        else f"its {len(outputs)} outputs ({format_bytes(_total(graph, outputs))})"
-    )
+    if outputs:  # an output that takes the place of an input needs nothing
+        parts.append(
+            f"its output ({format_bytes(_total(graph, outputs))})"
+            if len(outputs) == 1
+            else f"its {len(outputs)} outputs ({format_bytes(_total(graph, outputs))})"
+        )
     if op.workspace_bytes:
         parts.append(f"{format_bytes(op.workspace_bytes)} of workspace")
     if waiting:
         parts.append(f"{format_bytes(_total(graph, waiting))} that cannot be made again")
     where = f" ({op.source})" if op.source else ""
-    return f"`{op.name}`{where} alone needs {', '.join(parts[:-1])} and {parts[-1]} at once"
+    needed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return f"`{op.name}`{where} alone needs {needed} at once"
 
 
 def _total(graph: Graph, values: set[int]) -> int:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
+
+from checkmate.solvers.kernels import kernel
 
 FAR: Final = 1 << 30
 """A stage after all others; fits int32."""
@@ -23,7 +24,7 @@ STUCK: Final = -2
 """Returned in place of a length: an op that may not run again would have to."""
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def seed_random(state, seed):
     """Start an xorshift64 generator (Marsaglia 2003).
 
@@ -39,7 +40,7 @@ def seed_random(state, seed):
         next_random(state)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def next_random(state):
     """A number in [0, 1): the upper 53 bits, as many as a float64 holds."""
     x = state[0]
@@ -50,13 +51,13 @@ def next_random(state):
     return float(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def random_below(state, count):
     """A whole number in [0, count)."""
     return int(next_random(state) * count)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def next_gap(low, high, count, stage):
     """First stage at or after ``stage`` at which a value is not held, or `FAR`.
 
@@ -72,7 +73,7 @@ def next_gap(low, high, count, stage):
     return FAR
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def add_interval(code, value, start, stop):
     """Add the stages ``start`` to ``stop``, both included, to those at which a value is not held.
 
@@ -107,7 +108,7 @@ def add_interval(code, value, start, stop):
     return True
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def decode(g, w, code):
     """Sequence of an eviction code: each stage computes its target, and before it, depth first, whatever is missing.
 
@@ -195,7 +196,7 @@ def decode(g, w, code):
     return length
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def measure(g, w, length):
     """Cost of ``w.sequence``, and the bytes at each position of it.
 

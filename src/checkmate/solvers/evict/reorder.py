@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from checkmate.core.graph import Graph
 from checkmate.solvers.evict.decode import next_random, random_below, seed_random
 from checkmate.solvers.evict.instance import Floats, Ints, rows
+from checkmate.solvers.kernels import kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ class _Computations:
         )
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _sweep(nodes, order, low, high, held, room, held_after):
     """Excess of the places ``low`` to ``high``, both included.
 
@@ -248,7 +248,7 @@ def _sweep(nodes, order, low, high, held, room, held_after):
     return excess
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _shift(order, place, source, target):
     """Move the node at one place to another; those between move up by one."""
     node = order[source]
@@ -262,7 +262,7 @@ def _shift(order, place, source, target):
     place[node] = target
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def anneal(nodes, settings, random, best):
     """Fill ``best`` with the order of least excess seen, and return its excess.
 

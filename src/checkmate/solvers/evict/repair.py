@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from checkmate.solvers.evict.decode import add_interval, decode, measure, next_gap, next_random, random_below
+from checkmate.solvers.kernels import kernel
 
 IMPOSSIBLE: Final = 1e300
 """Price of an eviction that cannot be undone in time: larger than any sum of costs."""
@@ -142,7 +142,7 @@ class _Price(NamedTuple):
     group: int
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _first_from(positions, start, stop, position):
     """Index in the ascending ``positions[start:stop]`` of the first that is not before ``position``."""
     while start < stop:
@@ -154,7 +154,7 @@ def _first_from(positions, start, stop, position):
     return start
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _run_before(w, o, position):
     """Last position before ``position`` at which an op is computed, or -1."""
     first = w.run_start[o]
@@ -162,7 +162,7 @@ def _run_before(w, o, position):
     return w.run_position[k - 1] if k > first else -1
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage):
     """Cost of the ops that must run again at position ``need_at`` to make an output of ``root_op`` again.
 
@@ -228,7 +228,7 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage):
     return _Remake(total, pinned, group)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _evict(w, code, value, last_touch, peak_stage):
     """Drop a value from its last touch before the peak to the peak's stage; False if its row is full.
 
@@ -240,7 +240,7 @@ def _evict(w, code, value, last_touch, peak_stage):
     return add_interval(code, value, peak_stage + 1, peak_stage + 1)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _index_runs(g, w, length, budget):
     """Positions at which each op runs, and the number of positions over the budget before each position."""
     # Counting sort by op, stable in the position: `_run_before` finds the instance that a position reads by bisection.
@@ -261,7 +261,7 @@ def _index_runs(g, w, length, budget):
         w.over[p + 1] = w.over[p] + (1 if w.profile[p] > budget else 0)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _price(g, w, code, v, peak, exponent):
     """Price of evicting a value at the peak. Fills ``w.group``."""
     nothing = _Price(IMPOSSIBLE, 0.0, 0, 0)
@@ -297,7 +297,7 @@ def _price(g, w, code, v, peak, exponent):
     return _Price((remake.cost + _LEAST_COST) / benefit, gain, int(touch), remake.group)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _evict_at_peak(g, w, code, length, peak, settings, random):
     """Evict the cheapest values at the peak until they weigh the batch fraction of the excess, and one at least.
 
@@ -357,7 +357,7 @@ def _evict_at_peak(g, w, code, length, peak, settings, random):
     return fits
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def repair(g, w, code, settings, random):
     """Evict at the peak, decode again, and so on, until the peak is within the budget.
 
@@ -395,7 +395,7 @@ def repair(g, w, code, settings, random):
             return False, cost, length, decodes
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _copy(code, to):
     for v in range(len(code.used)):
         k = code.used[v]
@@ -419,7 +419,7 @@ class Improved(NamedTuple):
     decodes: int
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _ruin(code, evicted, n, stages, parameters, random):
     """Clear some intervals: of values drawn one by one, of neighbours by index, or those that meet a window of stages.
 
@@ -450,7 +450,7 @@ def _ruin(code, evicted, n, stages, parameters, random):
             code.used[v] = kept
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters, state, work_limit, random):
     """Clear some intervals at random, repair, keep the result if it is cheaper or nearly so.
 

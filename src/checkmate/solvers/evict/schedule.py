@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from checkmate.core.graph import Graph
 from checkmate.solvers.evict.decode import next_random, seed_random
 from checkmate.solvers.evict.instance import Floats, Ints, rows
+from checkmate.solvers.kernels import kernel
 
 
 class Noise(NamedTuple):
@@ -129,7 +129,7 @@ class Dag(NamedTuple):
     workspace: Floats
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def lowest_peak(g, rating_noise, tries, random, best_order):
     """Fill ``best_order`` with the order of lowest peak of so many tries; returns its peak in bytes.
 

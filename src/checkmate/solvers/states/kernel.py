@@ -19,7 +19,8 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
+
+from checkmate.solvers.kernels import kernel
 
 FOUND, QUEUED, EXPANDED, GOAL, LEAST, FULL, TRIED = range(7)
 """Places in the array of counters: states found, entries of the queue, states expanded, the goal's state or -1, least
@@ -35,7 +36,7 @@ _ZERO: Final = np.uint64(0)
 _ONE: Final = np.uint64(1)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _has(low, high, bit):
     """Whether a bit of two words is set."""
     if bit < 64:
@@ -43,7 +44,7 @@ def _has(low, high, bit):
     return (high >> np.uint64(bit - 64)) & _ONE != _ZERO
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _least_left(p, low, high):
     """Cost of the ops that still have to run, if memory did not matter.
 
@@ -60,7 +61,7 @@ def _least_left(p, low, high):
     return total
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _place(table, states, low, high):
     """Slot of a state in the hash table: its own, or the free one where it belongs.
 
@@ -77,13 +78,13 @@ def _place(table, states, low, high):
         slot = (slot + _ONE) & mask
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _sooner(key, left, other_key, other_left):
     """Order of the queue: by key, and among equal ones first what has least left to do, as it is nearest to the goal."""
     return key < other_key or (key == other_key and left < other_left)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _push(store, counters, key, left, state):
     """Add a state to the heap."""
     keys, lefts, states = store.queue_key, store.queue_left, store.queue_state
@@ -101,7 +102,7 @@ def _push(store, counters, key, left, state):
     keys[k], lefts[k], states[k] = key, left, state
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _pop(store, counters):
     """Take the first state off the heap."""
     keys, lefts, states = store.queue_key, store.queue_left, store.queue_state
@@ -124,7 +125,7 @@ def _pop(store, counters):
     return state
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _reach(p, store, counters, limit, low, high, cost, parent, op):
     """Store and queue a state if it is new or was reached at a lower cost, and can lead to a plan below the limit."""
     # A state is stored at most once, with the least cost known; whether its queue entry is current is seen when it is taken.
@@ -155,7 +156,7 @@ def _reach(p, store, counters, limit, low, high, cost, parent, op):
         _push(store, counters, cost + left, left, state)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _compute(p, store, counters, limit, state, o, chosen):
     """Compute an op in a state, after dropping each least set of values that makes room for it.
 
@@ -222,7 +223,7 @@ def _compute(p, store, counters, limit, state, o, chosen):
     counters[TRIED] += tried
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def _flip(low, high, bit):
     """The two words with one bit changed."""
     if bit < 64:
@@ -230,7 +231,7 @@ def _flip(low, high, bit):
     return low, high ^ (_ONE << np.uint64(bit - 64))
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def begin(p, store, counters, limit):
     """Set the counters and queue the state in which nothing is computed."""
     counters[:] = 0
@@ -238,7 +239,7 @@ def begin(p, store, counters, limit):
     _reach(p, store, counters, limit, _ZERO, _ZERO, 0, -1, -1)
 
 
-@njit(cache=True, error_model="numpy")
+@kernel
 def expand(p, store, counters, limit, most, chosen):
     """Expand states in the order of their least cost, until the goal, ``most`` states, a full array, or a look at the clock.
 

@@ -209,6 +209,7 @@ class Call:
         if _thread.call is not self:
             return
         _thread.call = None
+        COORDINATOR.end_call()
         self._recurrent_layers.__exit__(None, None, None)
         other = autograd_nodes() - self._nodes - self.planned_nodes - self.compile_nodes
         self._calls.read(self._log)

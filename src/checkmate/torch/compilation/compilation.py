@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from checkmate.core.budget import ResidentMemory
-from checkmate.core.errors import GraphError
+from checkmate.core.errors import GraphError, InfeasibleBudgetError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
-from checkmate.core.units import format_bytes
+from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.planner import Planner, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
@@ -30,7 +30,7 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes
+from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes, unread_storages
 from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import CapturedJoint, Task
@@ -86,11 +86,13 @@ class Compilation:
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
         # On CUDA the allocator's count includes what graphs in flight and wrappers hold.
         known = COORDINATOR.held_bytes() + self._wrapped.held_bytes
+        self._unread = unread_storages(example_inputs, options)
+        self._unread_bytes = sum(s.nbytes() for storage in self._unread.values() if (s := storage()) is not None)
         self.resident = ResidentMemory(
             gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
             wrappers_bytes=self._wrapped.held_bytes,
             reserve_bytes=options.reserve_bytes,
-            other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known),
+            other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known) + self._unread_bytes,
         )
         self._num_inputs = len(example_inputs)
         self._accumulated = self._accumulating(example_inputs)
@@ -188,6 +190,8 @@ class Compilation:
             options=self.options.planning,
             resident=self.resident,
             planned_gradient_bytes=gradients,
+            unread=self._unread,
+            unread_bytes=self._unread_bytes,
             ranks=self.ranks,
             recompile=self._recompile,
             searched_s=self._searched_s,
@@ -263,10 +267,26 @@ class Compilation:
         assert self.budget is not None
         total = self.budget.total_bytes
         if total is not None and floor(graph).peak_bytes > total:
-            return planner_for(self.options.planning)(graph)  # it refuses the budget
+            return self._refused(graph)
         smallest = near_smallest(graph, _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total)
         self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)
+
+    def _refused(self, graph: Graph) -> Result:
+        """Refuse a budget that one graph of a step of several exceeds by itself; what the others add is not known."""
+        try:
+            return planner_for(self.options.planning)(graph)
+        except InfeasibleBudgetError as error:
+            least = format_at_least(error.smallest_bytes or error.floor_bytes)
+            raise InfeasibleBudgetError(
+                error.message,
+                hint=f"this graph alone needs at least {least}, and the step may need more, which is known when it has run once: "
+                'try a budget of "100%", or lower the batch size',
+                budget_bytes=error.budget_bytes,
+                floor_bytes=error.floor_bytes,
+                smallest_bytes=error.smallest_bytes,
+                binding_op=error.binding_op,
+            ) from None
 
     def _alone(self, graph: Graph) -> bool:
         """Whether a graph is taken for a whole step: what it returns has one gradient, that of a loss, and none is in flight."""

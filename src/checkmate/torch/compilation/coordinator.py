@@ -58,7 +58,7 @@ class Coordinator:
         self._position = 0  # of the next forward in the plan
         self._updated = False  # whether an optimizer has run since the step began
         self._plan: StepPlan | None = None
-        self._warned: set[int] = set()
+        self._warned: set[tuple[int, bool]] = set()  # graphs, and whether in a first step
         self._watch: EagerWatch | None = None
         self._watches = True  # whether the next step is one whose eager code has not been seen
 
@@ -68,6 +68,7 @@ class Coordinator:
             self._new_recorder(watched=False)
             self.steps = KnownSteps()
             self._plan, self._watches = None, True
+            self._warned.clear()
             self._end_watch()
 
     @property
@@ -109,6 +110,12 @@ class Coordinator:
             )
             self._watch.__enter__()
             self._end_hook = register_optimizer_step_pre_hook(lambda *_: self._end_watch())
+
+    def end_call(self) -> None:
+        """Note that a call of a compiled function is over: what it returned may take the place of what the one before did."""
+        with self._lock:
+            if self._watch is not None:
+                self._recorder.end_call()
 
     def compiling(self, paused: bool) -> None:
         """Do not take the allocations of a compiler for those of the step.
@@ -174,8 +181,10 @@ class Coordinator:
             if self._pending and forwards and forwards[0].planned is planned and self._may_be_over():
                 self._leave_pending()
             if not self._pending:
-                self._begin_step(planned)
-            program = self._program(planned)
+                self._begin_step(planned, args)
+            program = self._planned_program(planned)
+            deviates = program is None and self._plan is not None
+            program = program or planned.own
             run = self._recorder.begin_forward(planned, args, transient)
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
             flight = Flight(planned, program, _without(_storages(tensors), transient))
@@ -184,7 +193,8 @@ class Coordinator:
                 flight.versions = [version_of(a) for a in args]
                 flight.random_state = random_state() if planned.random else None
             del tensors  # a reference here would keep inputs alive that the forward frees
-            self._warn_if_over(planned, flight)
+            if self._plan is None or deviates:
+                self._warn_if_over(flight)
         assert program.forward is not None
         with self._planned_code():
             results = list(program.forward(args))
@@ -230,7 +240,8 @@ class Coordinator:
             args.clear()
         else:
             assert program.backward is not None
-            args[first:] = planned.materialized(args[first:], program.undefined)
+            with self._planned_code():
+                args[first:] = planned.materialized(args[first:], program.undefined)
             leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
             accumulation = Accumulation(leaves, program.accumulated, self.steps.origins)
             with self._planned_code(), accumulation:
@@ -255,32 +266,36 @@ class Coordinator:
         for flight in list(self._pending):
             self._give_up(flight)
 
-    def _begin_step(self, planned: PlannedGraph) -> None:
+    def _begin_step(self, planned: PlannedGraph, args: Sequence[Any]) -> None:
         """Plan the step that probably begins with a graph: the one that followed the same step before, or the newest one."""
         self._end_step()
         if self._recorder.forwards:
             self._new_recorder(watched=self._watch is not None)
         self._plan, self._position, self._updated = None, 0, False
         _note_updates()
-        self._plan = self.steps.plan(planned)
+        self._plan = self.steps.plan(planned, args)
 
     def _new_recorder(self, *, watched: bool) -> None:
         self.steps.close(self._recorder)
         self._recorder = StepRecorder(watched=watched)
 
-    def _program(self, planned: PlannedGraph) -> Program:
-        """The program of the next forward of the step."""
+    def _planned_program(self, planned: PlannedGraph) -> Program | None:
+        """The program that the plan of the step has for its next forward; None where there is none."""
         if self._plan is None:
-            return planned.own
+            return None
         for position in range(self._position, len(self._plan.graphs)):
-            program = self._plan.programs[position]
-            if self._plan.graphs[position] is planned:
+            program, graph = self._plan.programs[position], self._plan.graphs[position]
+            if graph is planned or (planned.replaceable and graph.key == planned.key):
                 self._position = position + 1
-                return program or planned.own
+                if program is None:
+                    return planned.own
+                if graph is not planned:
+                    return planned.program(program.undefined, program.accumulated, program.result.plan.order)
+                return program
             if program is not None:
                 break
         # Another step, or a forward whose result will be dropped: after that one the plan goes on.
-        return planned.own
+        return None
 
     def _end_step(self) -> None:
         """Take over a step that is over."""
@@ -289,25 +304,40 @@ class Coordinator:
                 seen = self.steps.add(self._recorder)
                 self._watches = not seen
 
-    def _warn_if_over(self, planned: PlannedGraph, flight: Flight) -> None:
-        """Warn before a step that was not planned as a whole exceeds its budget."""
-        if self._plan is not None or planned.alone or id(planned) in self._warned:
+    def _warn_if_over(self, flight: Flight) -> None:
+        """Warn before a step that was not planned as a whole exceeds its budget.
+
+        Args:
+            flight: The forward that is about to run.
+        """
+        planned, own, first = flight.planned, flight.program, self._plan is None
+        if (id(planned), first) in self._warned:
             return
-        flights = [*self._pending, flight]
-        resident = planned.resident.total_bytes
-        held = sum(_union(flights).values()) + resident
-        memory = flight.program.memory
-        needed = held + max(memory.forward_peak_bytes, memory.backward_peak_bytes)
-        fixed = resident + sum({key: size for f in flights for key, size in f.inputs.items()}.values())
-        # The total of a share is known when the step is: until then it is taken of the graphs that have begun.
-        total = planned.budget.within(fixed_bytes=fixed, keep_all_bytes=fixed + sum(f.planned.keep_all_bytes for f in flights))
+        counted = _union([*self._pending, flight]) | {key: s.nbytes() for key, s in planned.unread_now().items()}
+        eager_bytes = self._recorder.eager_bytes(counted)
+        if planned.alone and (not self._pending or not planned.replaceable or planned.options.plan is not None):
+            needed, total = own.result.peak_bytes + eager_bytes, own.result.budget_bytes
+        else:
+            resident = planned.resident.total_bytes - planned.unread_bytes
+            peak = max(own.memory.forward_peak_bytes, own.memory.backward_peak_bytes)
+            needed = sum(counted.values()) + resident + eager_bytes + peak
+            total = planned.budget.total_bytes or self._total_so_far(flight, resident, counted)
         if needed > total:
-            self._warned.add(id(planned))
+            self._warned.add((id(planned), first))
             _log.warning(
-                "a first step may take up to %s, more than its budget of %s: it is planned as a whole from the next step on",
+                "%s may take up to %s, more than its budget of %s: it is planned as a whole from the next step on",
+                "a first step" if first else "a step that runs other graphs than those before",
                 format_bytes(needed),
                 format_bytes(total) if planned.budget.total_bytes is not None else planned.budget,
             )
+
+    def _total_so_far(self, flight: Flight, resident_bytes: int, counted: Mapping[int, int]) -> int:
+        """The total of a share, which is known when the step is: until then it is taken of the graphs that have begun."""
+        flights = [*self._pending, flight]
+        unchanged = flight.planned.unread.keys() | {key for f in flights for key in f.inputs}
+        fixed = resident_bytes + sum(size for key, size in counted.items() if key in unchanged)
+        keep_all = fixed + sum(f.planned.keep_all_bytes for f in flights)
+        return flight.planned.budget.within(fixed_bytes=fixed, keep_all_bytes=keep_all)
 
     def optimizer_ran(self) -> None:
         """Record that an optimizer has updated parameters."""

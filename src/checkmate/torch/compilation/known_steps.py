@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import msgspec
+import torch
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.torch.compilation.accumulation import Origins
-from checkmate.torch.compilation.program import PlannedGraph, Program
+from checkmate.torch.compilation.program import PlannedGraph, Program, key_of
 from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.compilation.step_plan import StepPlan, plan_step
 from checkmate.torch.compilation.survivors import Survivors
@@ -31,7 +32,7 @@ class _Planned:
 
     Attributes:
         plan: The plan; None where the plan that its only graph was compiled with is one of the step.
-        carried: Bytes of earlier steps that it leaves room for at each gap.
+        carried: Bytes of earlier steps, and of parameters that no graph reads, that it leaves room for at each gap.
         grown: How many earlier plans did not leave enough.
     """
 
@@ -151,11 +152,12 @@ class KnownSteps:
         self._newest = step
         return step.recorder.watched
 
-    def plan(self, first: PlannedGraph) -> StepPlan | None:
+    def plan(self, first: PlannedGraph, args: Sequence[Any]) -> StepPlan | None:
         """The plan of the step that probably begins with a graph: the kind that followed the same step before, or the newest.
 
         Args:
             first: The graph.
+            args: Its arguments.
 
         Returns:
             The plan; None for a first step, and where the plan that the graph was compiled with is one of the step.
@@ -164,12 +166,20 @@ class KnownSteps:
             InfeasibleBudgetError: No plan keeps the budget.
             PlanNotFoundError: No plan was found in time.
         """
-        known = self._known.get(id(first))
+        known = self._known.get(id(first)) or self._compiled_before(first, args)
         return self._plan_of(self._followed.get((id(self._newest), id(first)), known[-1])) if known else None
 
     def shared_order(self, graph: Graph, budget: Budget) -> tuple[int, ...] | None:
         """The order of a graph in the plan of a step whose graphs have to be compiled again for it."""
         return self._shares.get(key_of(graph, budget))
+
+    def _compiled_before(self, first: PlannedGraph, args: Sequence[Any]) -> list[_KnownStep]:
+        """Steps that began with a graph equal to one that Dynamo has compiled again, and with the same parameters."""
+        if not first.replaceable or first.ranks is not None:
+            return []
+        leaves = {id(a) for a in args if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad}
+        known = [(step, step.recorder.forwards[0]) for steps in self._known.values() for step in steps]
+        return [step for step, run in known if run.planned.key == first.key and {id(leaf()) for _, leaf in run.leaves} == leaves]
 
     def _plan_of(self, step: _KnownStep) -> StepPlan | None:
         gradients = step.gradients(self.origins)
@@ -222,11 +232,10 @@ class KnownSteps:
             eager_bytes = step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
             free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
             free -= eager_bytes if _matters(eager_bytes) else 0
+            free += runs[0].planned.unread_bytes  # which are carried, and in the peak of the plan
             if own.memory.forward_peak_bytes + carried[1] <= free and own.memory.backward_peak_bytes + carried[2] <= free:
                 return _Planned(None, carried)
-        compiled_again = [
-            key_of(run.planned.joint.capture.graph, run.planned.budget) for run in runs if not run.planned.replaceable
-        ]
+        compiled_again = [run.planned.key for run in runs if not run.planned.replaceable]
         if compiled_again and all(key in self._shares for key in compiled_again):
             return _Planned(None, carried)  # they were compiled for the plan of this step
         plan = plan_step(step.recorder, gradient_bytes, gradients.existing, gradients.accumulated, carried)
@@ -236,7 +245,7 @@ class KnownSteps:
         for planned, program in zip(plan.graphs, plan.programs, strict=True):
             if program is None:
                 continue
-            self._shares[key_of(planned.joint.capture.graph, planned.budget)] = program.result.plan.order
+            self._shares[planned.key] = program.result.plan.order
             if planned.recompile is not None:
                 planned.recompile()
         return _Planned(None, carried)
@@ -257,8 +266,3 @@ def _same_accumulation(program: Program, gradients: _Gradients) -> bool:
 def _matters(eager_bytes: int) -> bool:
     """Whether eager code took more than the gradient of a loss, a loss and the like."""
     return eager_bytes > 4 * SCALAR_TANGENT_BYTES
-
-
-def key_of(graph: Graph, budget: Budget) -> str:
-    """Key of a graph and the budget that was asked for; resident bytes are ignored."""
-    return f"{budget} {msgspec.structs.replace(graph, resident_bytes=0).digest}"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
 from checkmate.core.budget import Budget, ResidentMemory, keep_all_bytes
 from checkmate.core.errors import CheckmateError
+from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import result_of_order
@@ -21,8 +23,9 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import content_inputs, random_op
-from checkmate.torch.graph.storages import storage_bytes
+from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, storage_bytes
 from checkmate.torch.joint.part import part_of
+from checkmate.torch.measure.resident import WeakStorage
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.passes.accumulation import accumulating
 from checkmate.torch.passes.undefined_tangents import without_tangents
@@ -67,6 +70,8 @@ class PlannedGraph:
         options: Budget, solver and time limit.
         resident: Memory besides the graph's inputs when it was compiled.
         planned_gradient_bytes: Gradients that the own plan counts as resident.
+        unread: Storages of the parameters and buffers of the model that the graph does not read, by key.
+        unread_bytes: Their bytes, which are among the resident ones.
         ranks: The ranks that plan together, or None.
         recompile: Makes Dynamo compile the graph again at its next call; None where Dynamo did not compile it.
         searched_s: Seconds of the search for a plan of nearly the smallest peak, which count towards the time limit of the step.
@@ -82,6 +87,8 @@ class PlannedGraph:
     planned_gradient_bytes: int
     ranks: Ranks | None
     recompile: Callable[[], None] | None
+    unread: Mapping[int, WeakStorage] = field(default_factory=dict)
+    unread_bytes: int = 0
     searched_s: float = 0.0
     replaceable: bool = True
     num_symbols: int = 0
@@ -94,10 +101,26 @@ class PlannedGraph:
         assert self.options.budget is not None
         return self.options.budget
 
+    def unread_now(self) -> dict[int, torch.UntypedStorage]:
+        """The storages in `unread` that still exist, by key."""
+        return {key: storage for key, weak in self.unread.items() if (storage := weak()) is not None}
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Key of the graph and its budget: Dynamo may compile a frame again for a reason that changes nothing in its graph."""
+        return key_of(self.joint.capture.graph, self.budget)
+
     @functools.cached_property
     def keep_all_bytes(self) -> int:
-        """Peak of keeping everything above what is resident."""
+        """Peak of keeping everything above what is resident, if gradients flow into the loss alone, where there is a loss.
+
+        Into which of the outputs they flow is known when the first backward begins.
+        """
         graph = self.joint.capture.graph
+        sizes = [] if graph.boundary is None else [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
+        if len(sizes) == len(self.tangents) and any(size <= SCALAR_TANGENT_BYTES for size in sizes):
+            others = frozenset(t for t, size in enumerate(sizes) if size > SCALAR_TANGENT_BYTES)
+            graph = self._joint(others, self.own.accumulated).capture.graph
         return keep_all_bytes(graph) - graph.resident_bytes
 
     @property
@@ -271,6 +294,11 @@ class Flight:
     versions: list[int] = field(default_factory=list)
     symbols: list[Any] = field(default_factory=list)
     random_state: Callable[[], None] | None = None
+
+
+def key_of(graph: Graph, budget: Budget) -> str:
+    """Key of a graph and the budget that was asked for; resident bytes are ignored."""
+    return f"{budget} {msgspec.structs.replace(graph, resident_bytes=0).digest}"
 
 
 def weakly(argument: Any) -> Callable[[], Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from checkmate.frontend.step_graph import ObservedStep, Storage, Window
 from checkmate.torch.compilation.program import PlannedGraph
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
 
@@ -66,6 +65,10 @@ class StepRecorder:
         over: Whether the backward of the step is over, or another step has begun.
         eager_peak_bytes: The most that eager code held at any time of the step.
         eager_inputs: Storages that existed before the step and that eager code alone reads, such as the labels of a loss outside.
+        eager: The window after each storage that eager code allocated.
+        brief: Storages that eager code allocated and freed between the same two windows.
+        peaks: The most that eager code held and windows had returned, before each window.
+        call_peaks: The same until the call of the compiled function was over, where eager code took memory in it.
     """
 
     forwards: list[Run] = field(default_factory=list)
@@ -81,13 +84,15 @@ class StepRecorder:
     over: bool = False
     eager_peak_bytes: int = 0
     eager_inputs: set[int] = field(default_factory=set)
+    eager: dict[int, int] = field(default_factory=dict)
+    brief: set[int] = field(default_factory=set)
+    peaks: dict[int, int] = field(default_factory=dict)
+    call_peaks: dict[int, int] = field(default_factory=dict)
     _running: bool = False  # whether a window runs now
     _versions: list[tuple[int, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
-    _eager: dict[int, int] = field(default_factory=dict)  # storage that eager code allocated -> the window after it
-    _brief: set[int] = field(default_factory=set)  # of those, what was freed in the same gap
     _eager_bytes: int = 0  # of those that are alive
     _returned_bytes: int = 0  # of storages that windows made and that are alive
-    _peaks: dict[int, int] = field(default_factory=dict)  # window -> the most that both were before it
+    _returned_at: int = 0  # both when the newest window ended
     _gradients: dict[int, int] = field(default_factory=dict)
     _finalizers: list[weakref.finalize[..., Any]] = field(default_factory=list)
     _present: dict[int, int] = field(default_factory=dict)
@@ -98,7 +103,7 @@ class StepRecorder:
         if self.over or storage_key(tensor) in self._present:
             return
         storage = self._storage(tensor, None, {})
-        self._eager[storage] = len(self.windows)
+        self.eager[storage] = len(self.windows)
         self._eager_bytes += self.sizes[storage]
         self._note_eager()
 
@@ -115,6 +120,14 @@ class StepRecorder:
         given = {s for run in (*self.runs, *self.abandoned) for s in run.given}
         return sum(self.sizes[s] for s in self.eager_inputs - given)
 
+    def eager_bytes(self, besides: Container[int]) -> int:
+        """Bytes that eager code made and that are alive.
+
+        Args:
+            besides: Keys of storages that are counted elsewhere.
+        """
+        return sum(self.sizes[s] for key, s in self._present.items() if s in self.eager and key not in besides)
+
     def _begin(self, window: tuple[int, bool]) -> None:
         self._note_eager()
         for storage, tensor, version in self._versions:
@@ -129,9 +142,15 @@ class StepRecorder:
         if not self.over:
             self._note_eager(size_bytes)
 
+    def end_call(self) -> None:
+        """Record that a call of a compiled function is over; outputs of an earlier call are held at least until then."""
+        window, peak = len(self.windows), self.peaks.get(len(self.windows), 0)
+        if not self.over and not self._running and peak > self._returned_at:
+            self.call_peaks[window] = peak
+
     def _note_eager(self, more_bytes: int = 0) -> None:
         window, eager_bytes = len(self.windows), self._eager_bytes + more_bytes
-        self._peaks[window] = max(self._peaks.get(window, 0), eager_bytes + self._returned_bytes)
+        self.peaks[window] = max(self.peaks.get(window, 0), eager_bytes + self._returned_bytes)
         self.eager_peak_bytes = max(self.eager_peak_bytes, eager_bytes)
 
     def begin_forward(self, planned: PlannedGraph, args: Sequence[Any], transient: Mapping[int, int]) -> Run:
@@ -191,26 +210,27 @@ class StepRecorder:
         r = self.runs.index(run)
         w = self.windows.index((r, False))
         memory = run.planned.own.memory
-        peak = max(self._peaks.get(w, 0), self._peaks.get(w + 1, 0), run.held_bytes + memory.forward_peak_bytes)
+        peak = max(self.peaks.get(w, 0), self.peaks.get(w + 1, 0), run.held_bytes + memory.forward_peak_bytes)
         del self.runs[r], self.windows[w]
         self.windows = [(other - (other > r), backward) for other, backward in self.windows]
         self.existing = {(other - (other > r), k) for other, k in self.existing if other != r}
         for s, source in enumerate(self.sources):
             if source == w:
-                self.sources[s], self._eager[s] = None, w + 1
+                self.sources[s], self.eager[s] = None, w + 1
                 if s not in self.last:
                     self._returned_bytes -= self.sizes[s]
                     self._eager_bytes += self.sizes[s]
             elif source is not None and source > w:
                 self.sources[s] = source - 1
-        for gaps in (self.last, self._eager):
+        for gaps in (self.last, self.eager):
             gaps.update({s: gap - 1 for s, gap in gaps.items() if gap > w})
         self.overwritten = {s: window - (window > w) for s, window in self.overwritten.items()}
-        self._brief = {s for s, first in self._eager.items() if s in self._brief or self.last.get(s) == first == w}
-        self._peaks = {gap - (gap > w): size for gap, size in self._peaks.items() if gap not in (w, w + 1)} | {w: peak}
+        self.brief = {s for s, first in self.eager.items() if s in self.brief or self.last.get(s) == first == w}
+        self.peaks = {gap - (gap > w): size for gap, size in self.peaks.items() if gap not in (w, w + 1)} | {w: peak}
+        self.call_peaks = {gap - (gap > w): size for gap, size in self.call_peaks.items() if gap not in (w, w + 1)}
         # What it saved was held until now.
         if len(self.windows) > w:
-            self._eager[len(self.sizes)], self.last[len(self.sizes)] = w, len(self.windows) - self._running
+            self.eager[len(self.sizes)], self.last[len(self.sizes)] = w, len(self.windows) - self._running
             self.sizes.append(memory.saved_bytes)
             self.sources.append(None)
             self._storages.append(_no_storage)
@@ -241,91 +261,12 @@ class StepRecorder:
         """Identity of the step."""
         return tuple((id(self.runs[r].planned), r, self.runs[r].undefined if back else None) for r, back in self.windows)
 
-    def observed(
-        self,
-        extra_resident_bytes: int,
-        existing: frozenset[tuple[int, int]],
-        accumulated: Sequence[frozenset[int]],
-        carried: Sequence[int] = (),
-    ) -> ObservedStep:
-        """The step as data to plan from.
-
-        Args:
-            extra_resident_bytes: Resident bytes besides what the graphs are given.
-            existing: Run and input of the leaves that have a gradient before the step.
-            accumulated: Inputs to whose gradients the backward adds, for each run.
-            carried: Bytes that earlier steps hold at each gap.
-        """
-        count, spans = len(self.windows), self._spans()
-        windows = []
-        for index, backward in self.windows:
-            run = self.runs[index]
-            given, made = (run.tangents, run.gradients) if backward else (run.given, run.made)
-            transient = self._transient(len(windows), spans)
-            windows.append(Window(part=index, backward=backward, given=given, made=made, eager_bytes=transient))
-        crossing = {s for window in windows for s in (*window.given, *window.made) if s is not None}
-        given = {s for run in (*self.runs, *self.abandoned) for s in run.given if s is not None}
-        inputs = {s for s in given | self.eager_inputs if self.sources[s] is None and s not in self._eager}
-        storages = {
-            s: Storage(
-                size_bytes=self.sizes[s],
-                first=spans[s][0] if s in self._eager and s in spans else None,
-                last=spans[s][1] if s in spans else self.last.get(s, count),
-                overwritten=self.overwritten.get(s),
-            )
-            for s in crossing
-        }
-        # What eager code alone uses is one storage for each pair of gaps between which it is alive.
-        others: dict[tuple[int, int], int] = {}
-        for s, span in spans.items():
-            if s not in crossing and s in self._eager:
-                others[span] = others.get(span, 0) + self.sizes[s]
-        for (first, until), size in others.items():
-            storages[len(self.sizes) + len(storages)] = Storage(size_bytes=size, first=first, last=until)
-        carried = carried or (0,) * (count + 1)
-        for gap in range(count):
-            if carried[gap] > carried[gap + 1]:
-                released = carried[gap] - carried[gap + 1]
-                storages[len(self.sizes) + len(storages)] = Storage(size_bytes=released, first=0, last=gap, released=gap > 0)
-        gradients = [self.runs[r].gradients[k] for r, k in existing]
-        freed_gradients = frozenset(s for s in gradients if s is not None and self.last.get(s, count) < count)
-        for r, k in self.existing - existing:  # it was added to another one, and now becomes the gradient itself
-            gradient = self.runs[r].gradients[k]
-            if gradient is not None:
-                storages[gradient] = replace(storages[gradient], last=count)
-        return ObservedStep(
-            parts=tuple(run.planned.part(run.undefined, added) for run, added in zip(self.runs, accumulated, strict=True)),
-            windows=tuple(windows),
-            storages=storages,
-            eager_bytes=self._transient(count, spans),
-            resident_bytes=sum(self.sizes[s] for s in inputs) + carried[count] + extra_resident_bytes,
-            accumulated=freed_gradients,
-        )
-
-    def _spans(self) -> dict[int, tuple[int, int]]:
-        """First and last gap at which a storage is alive, of those that windows returned and that outlive a gap of eager code."""
-        spans: dict[int, tuple[int, int]] = {}
-        for s, source in enumerate(self.sources):
-            last = self.last.get(s, len(self.windows))
-            if source is not None:
-                spans[s] = source + 1, max(source + 1, last)
-            elif s in self._eager and s not in self._brief:
-                spans[s] = self._eager[s], last
-        return spans
-
-    def _transient(self, window: int, spans: Mapping[int, tuple[int, int]]) -> int:
-        """The most that was alive before a window at once, besides what is alive there by the account of `step_graph`.
-
-        That is what earlier windows made, as long as it lives and at least to the gap after its window, and what eager code made.
-        """
-        listed = sum(self.sizes[s] for s, (first, last) in spans.items() if first <= window <= last)
-        return max(0, self._peaks.get(window, 0) - listed)
-
     def _results(self, results: Sequence[Any]) -> tuple[int | None, ...]:
         here, known = len(self.windows) - 1, len(self.sizes)
         self._running = False
         found = tuple(self._storage(r, here, {}) if isinstance(r, torch.Tensor) else None for r in results)
         self._returned_bytes += sum(self.sizes[known:])
+        self._returned_at = self._eager_bytes + self._returned_bytes
         self._note_eager()
         return found
 
@@ -359,10 +300,14 @@ class StepRecorder:
         """
         for key, s in self._present.items():
             source = self.sources[s]
-            assigned = self._eager.get(s) if source is None else source + 1
+            assigned = self.eager.get(s) if source is None else source + 1
             if source is not None and not self.windows[source][1]:
                 assigned = next((w for w in range(source, len(self.windows)) if self.windows[w][1]), len(self.windows))
             yield key, self._storages[s], self.sizes[s], assigned
+
+    def is_eager(self, key: int) -> bool:
+        """Whether eager code made a storage that remains."""
+        return self._present.get(key) in self.eager
 
     def is_given(self, key: int, storage: torch.UntypedStorage) -> bool:
         """Whether the step is given a storage that still lives.
@@ -372,16 +317,16 @@ class StepRecorder:
             storage: The storage.
         """
         s = self._present.get(key)
-        return s is not None and self.sources[s] is None and s not in self._eager and self._storages[s]() is storage
+        return s is not None and self.sources[s] is None and s not in self.eager and self._storages[s]() is storage
 
     def _free(self, key: int, storage: int) -> None:
         if self._present.get(key) == storage:
             del self._present[key]
         if not self.over:
             self.last[storage] = len(self.windows) - self._running
-            if not self._running and self._eager.get(storage) == len(self.windows):
-                self._brief.add(storage)
-            if storage in self._eager:
+            if not self._running and self.eager.get(storage) == len(self.windows):
+                self.brief.add(storage)
+            if storage in self.eager:
                 self._eager_bytes -= self.sizes[storage]
             elif self.sources[storage] is not None:
                 self._returned_bytes -= self.sizes[storage]

@@ -15,6 +15,7 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.frontend.step_graph import StepGraph, step_graph
+from checkmate.torch.compilation.observation import observed_step
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
@@ -68,7 +69,7 @@ def plan_step(
         gradient_bytes: Gradients that exist before it.
         existing: Run and input of the leaves that have a gradient before it.
         accumulated: Inputs to whose gradients the backward adds, for each run.
-        carried: Bytes that earlier steps hold at each gap.
+        carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and what no graph reads.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -77,9 +78,10 @@ def plan_step(
     """
     graphs = tuple(run.planned for run in recorder.runs)
     first = max(graphs, key=lambda g: g.budget.total_bytes or 0)
-    extra = max(g.resident.total_bytes - g.resident.gradients_bytes for g in graphs)
+    # What a graph does not read another one may: those that none reads are among `carried`.
+    extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.unread_bytes for g in graphs)
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
-    whole = step_graph(recorder.observed(extra + gradient_bytes, existing, accumulated, carried))
+    whole = step_graph(observed_step(recorder, extra + gradient_bytes, existing, accumulated, carried))
 
     def plan(graph: Graph) -> Result:
         return _plan(first, graph, whole, recorder.searched_s)

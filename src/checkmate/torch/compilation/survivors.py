@@ -28,19 +28,34 @@ class _Survivor(NamedTuple):
     number: int
 
 
+class _Left(NamedTuple):
+    """A storage that eager code made and that outlived its step.
+
+    Attributes:
+        size_bytes: Its bytes.
+        last: The gap of the next such step at which it is expected to be freed.
+    """
+
+    size_bytes: int
+    last: int
+
+
 class Survivors:
     """Storages of earlier steps that may still be alive.
 
     A loop that writes ``outputs = model(batch)`` holds the outputs of the step before until the new ones are assigned. So a
     storage that a step made, and that is alive when the same kind of step begins again, is expected to be freed there: one of
     a forward when the call returns, one of eager code where its successor is made. If any older ones of the same kind of step are
-    alive as well, such as a list of predictions, none is expected to be freed.
+    alive as well, such as a list of predictions, none is expected to be freed. Eager code is seen in the first step of a kind
+    only: what it left then, it is expected to leave in later steps.
     """
 
     def __init__(self) -> None:
         self._found: dict[int, _Survivor] = {}
         self._number = 0
         self._newest: dict[StepSequence, int] = {}  # number of the newest step of each kind
+        self._eager: dict[StepSequence, list[_Left]] = {}  # what eager code left in the steps of each kind where it was seen
+        self._unseen: dict[StepSequence, list[_Left]] = {}  # of that, what was not found after the newest step
 
     def add(self, recorder: StepRecorder) -> None:
         """Take over what a step leaves.
@@ -51,12 +66,30 @@ class Survivors:
         sequence = recorder.sequence
         self._number += 1
         self._newest[sequence] = self._number
+        unseen = [] if recorder.watched else list(self._eager.get(sequence, ()))
+        eager: list[_Left] = []
         for key, storage, size_bytes, last in recorder.remaining():
+            if last is None and unseen and not self._is_known(key, storage):
+                left = next((left for left in unseen if left.size_bytes == size_bytes), None)
+                if left is not None:  # eager code made it, and a graph was given it
+                    unseen.remove(left)
+                    last = left.last
+            elif last is not None and recorder.is_eager(key):
+                eager.append(_Left(size_bytes, last))
             made = None if last is None else sequence
             self._found[key] = _Survivor(storage, size_bytes, made, last or 0, self._number)
+        self._unseen[sequence] = unseen
+        if recorder.watched:
+            self._eager[sequence] = eager
+
+    def _is_known(self, key: int, storage: Callable[[], torch.UntypedStorage | None]) -> bool:
+        known = self._found.get(key)
+        return known is not None and known.storage() is storage()
 
     def carried(self, recorder: StepRecorder, gradients: Collection[int]) -> tuple[int, ...]:
-        """Bytes of earlier steps that are expected to be alive at each gap of a step, besides what the step is given.
+        """Bytes that are expected to be alive at each gap of a step, besides what the step is given and makes.
+
+        They are those of earlier steps, and of parameters and buffers that no graph of the step reads.
 
         Args:
             recorder: An earlier step of the same kind.
@@ -74,6 +107,15 @@ class Survivors:
         newest = self._newest.get(sequence)
         older = any(s.sequence == sequence and s.number != newest for s in alive)
         freed = [0] * (count + 1)  # by the last gap at which a storage is alive
+        freed[count] = sum(self._unread(recorder, gradients).values())
+        for left in self._unseen.get(sequence, ()):
+            freed[left.last] += left.size_bytes
         for survivor in alive:
             freed[survivor.last if survivor.sequence == sequence and not older else count] += survivor.size_bytes
         return tuple(sum(freed[gap:]) for gap in range(count + 1))
+
+    def _unread(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, int]:
+        """Bytes of the parameters and buffers that no graph of a step reads and no earlier step was given, by their keys."""
+        unread = {key: storage for run in recorder.runs for key, storage in run.planned.unread_now().items()}
+        known = {*self._found, *gradients}
+        return {key: s.nbytes() for key, s in unread.items() if key not in known and not recorder.is_given(key, s)}

@@ -1,14 +1,15 @@
-"""Callbacks for trainers of other libraries, one module per library; `PeakCallback` is for transformers' ``Trainer``."""
+"""Adapters to trainers of other libraries, one module per library: transformers' ``Trainer``, and accelerate."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+_MODULES = {"BudgetCallback": "transformers", "PeakCallback": "transformers", "BudgetPlugin": "accelerate"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a callback when it is first used, so that only the library of that trainer needs to be installed."""
-    if name == "PeakCallback":
-        from checkmate.torch.integrations.transformers import PeakCallback
-
-        return PeakCallback
+    """Import an adapter when it is first used, so that only the library of that trainer needs to be installed."""
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

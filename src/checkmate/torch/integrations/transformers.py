@@ -1,8 +1,4 @@
-"""Callback for Hugging Face's ``Trainer``; in a separate module, since it imports transformers.
-
-To train within a budget, compile the model before it is passed to the trainer: ``model.compile(backend="checkmate",
-options=...)``. Lightning and accelerate need no more, nor does ``Trainer``; the callback here only logs peaks.
-"""
+"""Callbacks for Hugging Face's ``Trainer``; in a separate module, since it imports transformers."""
 
 from __future__ import annotations
 
@@ -14,10 +10,11 @@ from typing import Any
 import torch
 
 from checkmate.core.errors import MissingExtraError
-from checkmate.core.units import format_bytes
+from checkmate.core.units import Amount, format_bytes
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph.storages import leaves, unique_bytes
+from checkmate.torch.measure.optimizer_state import state_bytes
 
 try:
     from transformers import TrainerCallback
@@ -28,6 +25,30 @@ except ImportError as error:
     ) from error
 
 _log = logging.getLogger("checkmate.torch")
+
+
+class BudgetCallback(TrainerCallback):
+    """Train a model within a budget with Hugging Face's ``Trainer``, whose list of compile backends is fixed.
+
+    At the beginning of a training the model is compiled in place with the backend ``"checkmate"``, and memory for the optimizer's
+    state is reserved. The model keeps its class, its state dict and its signature.
+
+    Args:
+        budget: The memory that a training step may take, optimizer state included: ``"8GiB"`` or a number of bytes, or a share
+            such as ``"70%"``. None: the memory of the device.
+        **options: Further options of the backend, such as ``time_limit_s``; with ``reserve`` the optimizer's state is not added.
+
+    Examples:
+        >>> trainer = Trainer(model, arguments, train_dataset=data, callbacks=[BudgetCallback("8GiB")])  # doctest: +SKIP
+    """
+
+    def __init__(self, budget: Amount | None, **options: Any) -> None:
+        self.options = {"budget": budget, **options}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compile the model in place; the Trainer has created its optimizer by now."""
+        reserve = {} if kwargs.get("optimizer") is None else {"reserve": state_bytes(_unwrapped(kwargs["optimizer"]))}
+        kwargs["model"].compile(backend="checkmate", options={**reserve, **self.options})
 
 
 class PeakCallback(TrainerCallback):
@@ -90,6 +111,11 @@ class PeakCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop measuring a step that did not finish."""
         self._running.close()
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _resident_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -1,13 +1,16 @@
-"""Resident bytes that a graph does not show: gradients, and other allocations on a CUDA device."""
+"""Resident bytes that a graph does not show: gradients, parameters that others read, and other allocations on a CUDA device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from checkmate.torch.graph.storages import current_bytes, unique_bytes
+from checkmate.torch.graph.storages import current_bytes, storage_key, strided_parts, unique_bytes
 from checkmate.torch.options import Options
 
 
@@ -34,10 +37,55 @@ def other_allocated_bytes(example_inputs: Sequence[Any], options: Options) -> in
         Bytes, from the CUDA allocator's count; 0 on a CPU, whose allocator keeps none.
     """
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
-    device = (
-        torch.device(options.device) if options.device else next((t.device for t in tensors if t.device.type == "cuda"), None)
-    )
-    if device is None or device.type != "cuda":
+    device = _cuda_device(tensors, options)
+    if device is None:
         return 0
     seen = unique_bytes(tensors, current_bytes) + gradient_bytes(example_inputs, accumulate=False)
     return max(0, torch.cuda.memory_allocated(device) - seen)
+
+
+def _cuda_device(inputs: Sequence[torch.Tensor], options: Options) -> torch.device | None:
+    """The CUDA device that a graph is planned for; None on a CPU."""
+    if options.device:
+        device = torch.device(options.device)
+        return device if device.type == "cuda" else None
+    return next((t.device for t in inputs if t.device.type == "cuda"), None)
+
+
+WeakStorage = Callable[[], torch.UntypedStorage | None]
+"""A storage that is not kept alive."""
+
+
+def unread_storages(example_inputs: Sequence[Any], options: Options) -> dict[int, WeakStorage]:
+    """Parameters and buffers of the modules that are running now which a graph does not read.
+
+    A CPU has no count of allocated bytes. A model takes them all, although other graphs, eager code or none may read some.
+
+    Args:
+        example_inputs: Inputs of the graph.
+        options: Options of the backend; ``device`` names the device, by default that of the inputs.
+
+    Returns:
+        Storages by their keys; none on CUDA, where `other_allocated_bytes` counts them.
+    """
+    inputs = [t for t in example_inputs if isinstance(t, torch.Tensor)]
+    if _cuda_device(inputs, options) is not None:
+        return {}
+    read = {storage_key(part) for t in inputs for part in strided_parts(t)}
+    tensors = {id(t): t for module in _running_modules() for t in (*module.parameters(), *module.buffers())}
+    parts = [p for t in tensors.values() if type(t) in _PLAIN for p in strided_parts(t) if p.device.type == "cpu"]
+    return {key: weakref.ref(part.untyped_storage()) for part in parts if (key := storage_key(part)) not in read}
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+"""Types of tensors that hold their own storage. A DTensor of FSDP2 does not: its shards belong to the memory of the wrappers."""
+
+
+def _running_modules() -> Iterator[nn.Module]:
+    """Modules one of whose methods is on the stack of this thread."""
+    frame = sys._getframe()
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            yield module
+        frame = frame.f_back

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 
 from checkmate.core.budget import Budget
@@ -245,7 +246,8 @@ def capture(
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs)
     with fake_inputs(validate_example(example, loss), model, loss, optimizer) as batch:
         spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
-        return trace_graph(spec, batch, options, target)
+        graph = trace_graph(spec, batch, options, target)
+    return msgspec.structs.replace(graph, name=type(model).__name__)
 
 
 def _with_state(reserve: Amount, optimizer: torch.optim.Optimizer | None, granule: int = 1) -> int:

@@ -1,0 +1,144 @@
+"""SQLite files in the user's cache folder. A faulty one is named in one warning, and the work goes on without it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Final, TypeVar
+
+from checkmate.core.errors import OptionError
+
+_log = logging.getLogger("checkmate.cost")
+
+T = TypeVar("T")
+
+_WAIT_S: Final = 10
+"""Seconds that a process waits for another one's write: writes take milliseconds, unless a network file system is slow."""
+
+_CURES: Final = {
+    sqlite3.SQLITE_BUSY: "end the process that keeps it locked",
+    sqlite3.SQLITE_LOCKED: "end the process that keeps it locked",
+    sqlite3.SQLITE_FULL: "free space on its disk",
+    sqlite3.SQLITE_IOERR: "free space on its disk",
+    sqlite3.SQLITE_READONLY: "make it writable",
+    sqlite3.SQLITE_CANTOPEN: "make it writable",
+}
+"""What to do about a fault by SQLite's error code; a file with any other fault is to be removed."""
+
+_warned: set[str] = set()
+"""Places that this process has warned of."""
+_locked: set[Path] = set()
+"""Files on which this process has waited in vain, and does not wait again."""
+
+
+class Database:
+    """A SQLite file that all processes of a user share, with concurrent readers and one writer at a time.
+
+    Whatever is wrong with it (no home folder, a folder or file that cannot be written, a full disk, a lock that is not released,
+    a damaged file or one of another program) is told once, with its path and what to do, and is never an exception. A file that
+    can only be read is read.
+
+    Args:
+        locate: Gives the path; the file and its folder are made when they are first needed.
+        schema: SQL statements that make its tables if they do not exist.
+        without: What happens in a process that cannot use the file, in words, for the warning.
+    """
+
+    def __init__(self, locate: Callable[[], Path], schema: str, without: str) -> None:
+        self._locate, self._schema, self._without = locate, schema, without
+
+    def run(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+        """Read or write in one transaction.
+
+        Args:
+            work: Called with a connection.
+            otherwise: What is returned if the file cannot be used.
+        """
+        try:
+            path = self._locate()
+        except OptionError as error:
+            self._warn("", f"{error.message}: {self._without}; {error.hint}")
+            return otherwise
+        if path in _locked:
+            return otherwise
+        try:
+            with closing(self._connect(path)) as connection, connection:
+                return work(connection)
+        except (sqlite3.Error, OSError, ValueError, TypeError) as error:
+            self._explain(path, error)
+            return otherwise
+
+    def _connect(self, path: Path) -> sqlite3.Connection:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return self._opened(path)
+        except (sqlite3.OperationalError, OSError):
+            if not path.is_file() or (os.access(path.parent, os.W_OK) and os.access(path, os.W_OK)):
+                raise
+            # Without `immutable`, SQLite makes a file for the log of changes beside the database.
+            return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+
+    def _opened(self, path: Path) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, timeout=_WAIT_S)
+        try:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if tables and not any(f" {name} (" in self._schema for name in tables):
+                raise sqlite3.DatabaseError("it is the database of another program")
+            # Readers do not wait for a writer, and a process that dies while it writes leaves the file consistent.
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.executescript(self._schema)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _explain(self, path: Path, error: Exception) -> None:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the kind of error, the others are details
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            _locked.add(path)
+        folder = path.parent
+        if isinstance(error, OSError) or (code in _CURES and not os.access(folder, os.W_OK | os.X_OK)):
+            place, cure = f"the cache folder {folder}", "make it a folder that can be written"
+        else:
+            place, cure = str(path), _CURES.get(code, "remove the file")
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        used = "written" if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL) else "used"
+        self._warn(
+            place, f"{place} cannot be {used} ({reason}): {self._without}; {cure}, or set CHECKMATE_CACHE to another folder"
+        )
+
+    def _warn(self, place: str, text: str) -> None:
+        if place not in _warned:
+            _warned.add(place)
+            _log.warning("%s", text)
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of Checkmate: ``CHECKMATE_CACHE`` if set, else a folder in the platform's cache directory.
+
+    Raises:
+        OptionError: The environment names none, and the user has no home folder.
+    """
+    if chosen := os.environ.get("CHECKMATE_CACHE"):
+        return Path(chosen)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA")
+        return Path(base) / "checkmate" if base else _home() / "AppData" / "Local" / "checkmate"
+    if sys.platform == "darwin":
+        return _home() / "Library" / "Caches" / "checkmate"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return Path(base) / "checkmate" if base else _home() / ".cache" / "checkmate"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise OptionError(
+            "there is no cache folder, because the user has no home folder", hint="set CHECKMATE_CACHE to a folder"
+        ) from error

@@ -1,0 +1,110 @@
+"""Turns the record of a step into the data that it is planned from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+
+from checkmate.frontend.step_graph import ObservedStep, Storage, Window
+from checkmate.torch.compilation.recorder import StepRecorder
+
+Span = tuple[int, int]
+"""First and last gap at which a storage is alive; gap ``w`` is before window ``w``."""
+
+
+def observed_step(
+    record: StepRecorder,
+    extra_resident_bytes: int,
+    existing: Set[tuple[int, int]],
+    accumulated: Sequence[frozenset[int]],
+    carried: Sequence[int] = (),
+) -> ObservedStep:
+    """A step as data to plan from.
+
+    Args:
+        record: The step, which is over.
+        extra_resident_bytes: Resident bytes besides what the graphs are given and what is carried.
+        existing: Run and input of the leaves that have a gradient before the step.
+        accumulated: Inputs to whose gradients the backward adds, for each run.
+        carried: Bytes at each gap besides what the graphs are given and make, such as outputs of the step before.
+    """
+    count, spans = len(record.windows), _spans(record)
+    carried = carried or (0,) * (count + 1)
+    released = [carried[gap] - carried[gap + 1] for gap in range(count)] + [0]
+    windows: list[Window] = []
+    for index, backward in record.windows:
+        run = record.runs[index]
+        given, made = (run.tangents, run.gradients) if backward else (run.given, run.made)
+        transient = _transient(record, len(windows), spans, released)
+        windows.append(Window(part=index, backward=backward, given=given, made=made, eager_bytes=transient))
+    storages = _storages(record, windows, spans)
+    for storage in (*_eager_storages(record, storages, spans), *_released_storages(released)):
+        storages[len(record.sizes) + len(storages)] = storage
+    gradients = [record.runs[r].gradients[k] for r, k in existing]
+    freed_gradients = frozenset(s for s in gradients if s is not None and record.last.get(s, count) < count)
+    for r, k in record.existing - existing:  # it was added to another one, and now becomes the gradient itself
+        gradient = record.runs[r].gradients[k]
+        if gradient is not None:
+            storages[gradient] = replace(storages[gradient], last=count)
+    given = {s for run in (*record.runs, *record.abandoned) for s in run.given if s is not None}
+    inputs = {s for s in given | record.eager_inputs if record.sources[s] is None and s not in record.eager}
+    return ObservedStep(
+        parts=tuple(run.planned.part(run.undefined, added) for run, added in zip(record.runs, accumulated, strict=True)),
+        windows=tuple(windows),
+        storages=storages,
+        eager_bytes=_transient(record, count, spans, released),
+        resident_bytes=sum(record.sizes[s] for s in inputs) + carried[count] + extra_resident_bytes,
+        accumulated=freed_gradients,
+    )
+
+
+def _storages(record: StepRecorder, windows: Iterable[Window], spans: Mapping[int, Span]) -> dict[int, Storage]:
+    """The storages that windows are given or make."""
+    count = len(record.windows)
+    crossing = {s for window in windows for s in (*window.given, *window.made) if s is not None}
+    return {
+        s: Storage(
+            size_bytes=record.sizes[s],
+            first=spans[s][0] if s in record.eager and s in spans else None,
+            last=spans[s][1] if s in spans else record.last.get(s, count),
+            overwritten=record.overwritten.get(s),
+        )
+        for s in crossing
+    }
+
+
+def _eager_storages(record: StepRecorder, crossing: Mapping[int, Storage], spans: Mapping[int, Span]) -> list[Storage]:
+    """Storages that eager code alone uses: one for each pair of gaps between which it is alive."""
+    sizes: dict[Span, int] = {}
+    for s, span in spans.items():
+        if s not in crossing and s in record.eager:
+            sizes[span] = sizes.get(span, 0) + record.sizes[s]
+    return [Storage(size_bytes=size, first=first, last=last) for (first, last), size in sizes.items()]
+
+
+def _released_storages(released: Sequence[int]) -> list[Storage]:
+    """Storages that earlier steps left and that are freed in this one, by gap."""
+    return [Storage(size_bytes=size, first=0, last=gap, released=gap > 0) for gap, size in enumerate(released) if size > 0]
+
+
+def _spans(record: StepRecorder) -> dict[int, Span]:
+    """When each storage is alive, of those that windows returned and of eager ones that outlive a gap."""
+    spans: dict[int, Span] = {}
+    for s, source in enumerate(record.sources):
+        last = record.last.get(s, len(record.windows))
+        if source is not None:
+            spans[s] = source + 1, max(source + 1, last)
+        elif s in record.eager and s not in record.brief:
+            spans[s] = record.eager[s], last
+    return spans
+
+
+def _transient(record: StepRecorder, window: int, spans: Mapping[int, Span], released: Sequence[int]) -> int:
+    """The most that was alive before a window at once, besides what is alive there by the account of `step_graph`.
+
+    That is what earlier windows made, as long as it lives and at least to the gap after its window, and what eager code made.
+    Outputs of an earlier step that are ``released`` there are still held while the call runs.
+    """
+    listed = sum(record.sizes[s] for s, (first, last) in spans.items() if first <= window <= last)
+    inside = record.call_peaks[window] + released[window] if window in record.call_peaks else 0
+    return max(0, inside - listed, record.peaks.get(window, 0) - listed)

@@ -1,0 +1,66 @@
+"""Child processes import nothing from the folder in which a verb is run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import checkmate
+from tests.plot.graphs import chain
+
+COMMAND = "import sys\nfrom checkmate.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+NAMES = (
+    "json",
+    "queue",
+    "pickle",
+    "struct",
+    "socket",
+    "signal",
+    "multiprocessing",
+    "tempfile",
+    "msgspec",
+    "numpy",
+    "checkmate",
+    "ortools",
+)
+needs_ortools = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
+
+
+@pytest.mark.parametrize("words", [
+    pytest.param(("plan", "chain.graph.json", "--budget", "5.5MiB", "--gap", "0", "--solver", "intervals"), marks=needs_ortools),
+    ("pareto", "chain.graph.json", "--points", "3", "--jobs", "2"),
+], ids=lambda words: words[0])  # fmt: skip
+def test_modules_in_the_folder_are_not_imported(tmp_path, tmp_path_factory, words):
+    """A downloaded graph may lie in a folder with a `json.py`, which would run as the user."""
+    command = tmp_path_factory.mktemp("bin") / "checkmate"  # as pip installs it: with its own folder on the path
+    command.write_text(COMMAND)
+    checkmate.write(chain(), tmp_path / "chain.graph.json")
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path(__file__ + '.ran').touch()\nraise SystemExit(7)\n")
+    done = subprocess.run([sys.executable, command, *words], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.ran")) == []
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_environment_of_the_caller_stays_as_it_was(run):
+    """What isolates the processes of `pareto --jobs` is not left behind for the program that called it."""
+    before = dict(os.environ)
+    assert run("pareto", "chain.graph.json", "--points", "3", "--jobs", "2").code == 0
+    assert dict(os.environ) == before
+
+
+def test_every_process_that_is_started_is_isolated():
+    """A `Popen` of Python without `-P` would look for modules in the current folder."""
+    found = 0
+    for path in Path(checkmate.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.List) and ast.unparse(node).startswith("[sys.executable"):
+                found += 1
+                assert ast.unparse(node).startswith("[sys.executable, '-P'"), f"{path}:{node.lineno}"
+    assert found

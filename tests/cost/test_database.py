@@ -1,0 +1,186 @@
+"""A cache that cannot be used is named in one warning with what to do about it, and nothing else happens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkmate.core.errors import OptionError
+from checkmate.cost import CostStore, OpCost, cache_folder
+from checkmate.cost import database as databases
+from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
+
+MEASURED = {"mm": OpCost(1200, 8)}
+
+
+def damage(fault: str, path: Path) -> sqlite3.Connection | None:
+    """Make a file faulty; a connection that holds a lock is returned."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if fault == "garbage":
+        path.write_bytes(b"this is no database" * 100)
+    elif fault == "truncated":
+        CostStore(path).add({str(k): OpCost(k, 0) for k in range(2000)})
+        os.truncate(path, path.stat().st_size // 2)
+    elif fault == "foreign":
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE bookmarks (address TEXT)")
+        connection.close()
+    elif fault == "other-columns":
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE measures (key TEXT PRIMARY KEY, price TEXT)")
+        connection.close()
+    elif fault == "not-numbers":
+        CostStore(path).add({"mm": OpCost("a", "b")})  # type: ignore[arg-type]
+    elif fault == "locked":
+        connection = sqlite3.connect(path, isolation_level=None)
+        connection.execute("BEGIN EXCLUSIVE")
+        return connection
+    return None
+
+
+CURES = {
+    "garbage": "remove the file",
+    "truncated": "remove the file",
+    "foreign": "remove the file",
+    "other-columns": "remove the file",
+    "not-numbers": "remove the file",
+    "locked": "end the process that keeps it locked",
+}
+
+
+@pytest.mark.parametrize("fault", CURES)
+def test_a_faulty_file_is_named_once_and_left_as_it_is(tmp_path, monkeypatch, caplog, fault):
+    """Nothing is found in it, nothing is kept in it, and nothing of it is lost: it may be another program's."""
+    monkeypatch.setattr(databases, "_WAIT_S", 0.1)
+    path = tmp_path / "cache" / "op_costs.sqlite"
+    held = damage(fault, path)
+    before = path.read_bytes()
+    for _ in range(3):
+        store = CostStore(path)
+        assert store.get(["mm"]) == {}
+        store.add(MEASURED)
+    assert fault in ("other-columns", "not-numbers") or path.read_bytes() == before  # these two look like a store of ours
+    (warning,) = caplog.messages
+    assert str(path) in warning
+    assert CURES[fault] in warning
+    assert "set CHECKMATE_CACHE to another folder" in warning
+    if held is not None:
+        held.close()
+
+
+def test_a_lock_is_waited_for_once(tmp_path, monkeypatch):
+    """A process that hangs with the lock must not cost its time limit at every op; a short lock costs nothing."""
+    monkeypatch.setattr(databases, "_WAIT_S", 0.1)
+    path = tmp_path / "op_costs.sqlite"
+    held = damage("locked", path)
+    assert CostStore(path).get(["mm"]) == {}
+    assert held is not None
+    held.close()
+    CostStore(path).add(MEASURED)
+    assert CostStore(path).get(["mm"]) == {}
+    monkeypatch.setattr(databases, "_locked", set())
+    CostStore(path).add(MEASURED)
+    assert CostStore(path).get(["mm"]) == MEASURED
+
+
+@pytest.mark.parametrize("fault", ["a-file", "cannot-be-made", "no-home"])
+def test_a_faulty_folder_is_named_once_for_all_its_files(tmp_path, monkeypatch, caplog, fault):
+    """It has three files, and one cure."""
+    monkeypatch.setattr(databases, "_warned", set())
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("CHECKMATE_CACHE", {"a-file": str(tmp_path / "file"), "cannot-be-made": "/proc/none/cache"}.get(fault, ""))
+    if fault == "no-home":
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", no_home)
+        with pytest.raises(OptionError, match="the user has no home folder"):
+            cache_folder()
+    CostStore().add(MEASURED)
+    assert CostStore().get(["mm"]) == {}
+    plans = PlanStore("graph")
+    plans.add(MeasuredPlan((0, 1), 4))
+    plans.record_answer(10, 4)
+    assert (plans.all(), plans.monotone_bounds(8)) == ([], (0, 8))
+    (warning,) = caplog.messages
+    assert (
+        str(tmp_path / "file") if fault == "a-file" else "/proc/none/cache" if fault == "cannot-be-made" else "no home"
+    ) in warning
+    assert "set CHECKMATE_CACHE to a" in warning
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+READ_ONLY = """
+import logging, os, stat, sys
+from pathlib import Path
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+from checkmate.cost import CostStore, OpCost
+folder = Path(os.environ["CHECKMATE_CACHE"])
+folder.chmod(0o555)
+for path in folder.iterdir():
+    path.chmod(0o444)
+print(CostStore().get(["mm", "add"]))
+CostStore().add({"add": OpCost(1, 0)})
+print(CostStore().get(["mm", "add"]))
+"""
+
+
+def test_a_store_that_can_only_be_read_is_read(tmp_path):
+    """As in an image whose costs were measured when it was built; one warning says that nothing is added."""
+    # The root user of a container may write everywhere; without its capabilities it may not.
+    unprivileged = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
+    if unprivileged and shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv, or another user than root")
+    folder = tmp_path / "cache"
+    CostStore(folder / "op_costs.sqlite").add(MEASURED)
+    environment = {**os.environ, "CHECKMATE_CACHE": str(folder)}
+    command = [*unprivileged, sys.executable, "-c", READ_ONLY]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    folder.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    found, warning, again = done.stdout.splitlines()
+    assert found == again == str(MEASURED)
+    assert warning.startswith(
+        f"the cache folder {folder} cannot be written (attempt to write a readonly database): costs of ops are "
+    )
+    assert warning.endswith("make it a folder that can be written, or set CHECKMATE_CACHE to another folder")
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("needs the right to mount a small disk")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("free_bytes", [0, 4096, 40_000, 100_000])
+def test_a_full_disk_stops_nothing(small_disk, caplog, free_bytes):
+    """Before the file is made, while it is made, and while it grows; what was kept before is found again."""
+    path = small_disk / "cache" / "op_costs.sqlite"
+    store = CostStore(path)
+    if free_bytes:
+        store.add(MEASURED)
+    left = shutil.disk_usage(small_disk).free - free_bytes
+    (small_disk / "other").write_bytes(bytes(max(0, left)))
+    for k in range(20):
+        store.add({f"op{k}.{i}": OpCost(i, 0) for i in range(500)})
+    (warning,) = caplog.messages
+    assert str(small_disk / "cache") in warning
+    (small_disk / "other").unlink()
+    assert store.get(["mm"]) == (MEASURED if free_bytes else {})
+    store.add({"later": OpCost(1, 0)})
+    assert "later" in store.get(["later"])

@@ -1,0 +1,55 @@
+"""Whole networks of Keras: two epochs of a data set within a budget, bit by bit, and the example."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUDGETS = {"resnet50": "80%", "mobilenet": "80%", "transformer": "60%", "lstm": "80%"}
+
+
+def child(*arguments: str) -> str:
+    """What a script prints in a fresh process."""
+    return child_and_log(*arguments)[0]
+
+
+def child_and_log(*arguments: str) -> tuple[str, str]:
+    """What a script prints and logs in a fresh process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUDGETS)
+def test_two_epochs_within_a_budget(name: str) -> None:
+    """History, weights, slots and metrics are those of the chained step and of Keras's own, and every measured step fits."""
+    said = child("-m", "tests.keras.points", name, BUDGETS[name])
+    point: dict[str, Any] = json.loads(said.rpartition("RESULT ")[2])
+    assert point["chained"]
+    assert point["plain"]
+    assert max(point["overheads"]) > 1
+    assert point["measured_bytes"] <= point["budget_bytes"]
+    assert point["peak_bytes"] <= point["budget_bytes"]
+
+
+@pytest.mark.slow
+def test_a_network_on_pytorch() -> None:
+    """History, weights and slots are those of Keras's own step; `call` is the model's own again after `undo`."""
+    said, log = child_and_log("-m", "tests.keras.torch_point", "90%")
+    assert json.loads(said.rpartition("RESULT ")[2]) == {"equal": True, "hooks": []}
+    assert "planned as a whole" in log
+
+
+@pytest.mark.slow
+def test_the_example_runs() -> None:
+    """It asserts itself that losses are equal and that the peak is within the budget."""
+    assert "within the budget" in child(str(ROOT / "examples" / "keras_fit.py"))

@@ -1,0 +1,81 @@
+"""Solvers run where compiled functions cannot be kept on disk, and one warning names the cure."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import re
+from pathlib import Path
+
+import numba.core.caching as caching
+import pytest
+
+from checkmate.solvers import kernels
+
+FUNCTION = "def twice(x):\n    return 2 * x\n"
+
+
+@pytest.fixture
+def twice(tmp_path, monkeypatch):
+    """A function of a file, as numba needs it to keep it; nothing was warned of before."""
+    monkeypatch.setattr(kernels, "_told", [])
+    (tmp_path / "functions.py").write_text(FUNCTION)
+    spec = importlib.util.spec_from_file_location("functions", tmp_path / "functions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.twice
+
+
+def raising(error):
+    def fail(*_args, **_options):
+        raise error
+
+    return fail
+
+
+def test_a_function_is_kept_and_loaded(twice, tmp_path, caplog):
+    """The second process does not compile it."""
+    assert kernels.kernel(twice)(3) == 6
+    assert list(tmp_path.rglob("*.nbc"))
+    again = kernels.kernel(twice)
+    assert again(3) == 6
+    assert sum(again.stats.cache_hits.values()) == 1
+    assert caplog.messages == []
+
+
+def test_no_folder_to_keep_it_in(twice, monkeypatch, caplog):
+    """A read-only home and a read-only installation, as in many containers: numba refuses."""
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    assert [kernels.kernel(twice)(3) for _ in range(2)] == [6, 6]
+    (warning,) = caplog.messages
+    assert "no locator available" in warning
+    assert "set NUMBA_CACHE_DIR to a folder that can be written" in warning
+
+
+def test_a_full_disk(twice, monkeypatch, caplog):
+    """The function is compiled, and used."""
+    monkeypatch.setattr(caching.IndexDataCacheFile, "save", raising(OSError(28, "No space left on device")))
+    assert kernels.kernel(twice)(3) == 6
+    (warning,) = caplog.messages
+    assert "No space left on device" in warning
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps("0.0.0"), b"\x80\x04."])
+def test_a_damaged_file(twice, tmp_path, content):
+    """It is compiled again, whatever the bytes are."""
+    assert kernels.kernel(twice)(3) == 6
+    damaged = [*tmp_path.rglob("*.nbi"), *tmp_path.rglob("*.nbc")]
+    assert damaged
+    for path in damaged:
+        path.write_bytes(content)
+    assert kernels.kernel(twice)(3) == 6
+
+
+def test_every_kernel_is_made_here():
+    """A function that numba compiles by other means would fail without a folder."""
+    folder = Path(kernels.__file__).parent
+    assert [path.name for path in folder.rglob("*.py") if re.search(r"import .*\bn?jit\b|numba\.n?jit", path.read_text())] == [
+        "kernels.py"
+    ]

@@ -1,0 +1,16 @@
+"""A refusal that is followed works, whatever the network."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tf2.hints import follow
+
+QUICK = (2, 8)
+"""Seeds of small networks of both optimizers, one of them recurrent."""
+
+
+@pytest.mark.parametrize("seed", [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(24)])
+def test_the_budget_of_a_hint_is_kept_at_the_first_try(seed):
+    """A user who follows a hint and is refused again does not try a third time."""
+    assert len(follow(seed)["hints"]) <= 1

@@ -1,0 +1,69 @@
+"""Training and capturing go on without the cache, and one warning names its path and the cure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from checkmate.cli import main
+from checkmate.cost import database
+from tests.cli.test_capture import MODEL
+from tests.cost.test_database import damage, no_home
+
+FAULTS = ("garbage", "truncated", "foreign", "other-columns", "locked", "a-file", "cannot-be-made", "no-home")
+
+
+@pytest.fixture(params=FAULTS)
+def place(request, tmp_path, monkeypatch):
+    """The faulty path, or a word of the message where there is none."""
+    monkeypatch.setattr(database, "_WAIT_S", 0.1)
+    monkeypatch.setattr(database, "_warned", set())
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CHECKMATE_CACHE", "" if request.param == "no-home" else str(folder))
+    monkeypatch.chdir(tmp_path)
+    if request.param == "no-home":
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", no_home)
+        yield "no home folder"
+    elif request.param == "a-file":
+        folder.write_text("mine")
+        yield str(folder)
+    elif request.param == "cannot-be-made":
+        monkeypatch.setenv("CHECKMATE_CACHE", "/proc/none/cache")
+        yield "/proc/none/cache"
+    else:
+        held = damage(request.param, folder / "op_costs.sqlite")
+        yield str(folder / "op_costs.sqlite")
+        if held is not None:
+            held.close()
+
+
+def step(compiled: bool) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    run = torch.compile(model, backend="checkmate", options={"budget": "70%"}) if compiled else model
+    loss = run(torch.randn(512, 64)).square().mean()
+    loss.backward()
+    return [loss, *(parameter.grad for parameter in model.parameters())]
+
+
+def test_a_step_is_compiled_and_is_the_plain_step(place, caplog):
+    """As without a cache that was ever written: planned, within its budget, to the bit."""
+    ours, plain = step(compiled=True), step(compiled=False)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    assert [place in message for message in caplog.messages if "CHECKMATE_CACHE" in message] == [True]
+
+
+def test_a_graph_is_captured(place, capsys, caplog):
+    """Its costs are measured, and not estimated because nothing could be kept."""
+    Path("model.py").write_text(MODEL)
+    torch._dynamo.reset()
+    assert main(["capture", "model.py:build", "--json"]) == 0
+    captured = json.loads(capsys.readouterr().out)
+    assert captured["cost"] > 0
+    assert [place in message for message in caplog.messages if "CHECKMATE_CACHE" in message] == [True]
