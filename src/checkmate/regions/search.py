@@ -125,12 +125,13 @@ def _improved(schedule: Schedule, units: Sequence[Unit], start: Sequence[Unit], 
     def cost(taken: Iterable[Unit]) -> int:
         return schedule.cost(_choice(schedule, taken))
 
-    taken = _longest_prefix(sorted(start, key=lambda unit: -unit.ratio), fits)
-    if taken is None:
+    begun = _longest_prefix(sorted(start, key=lambda unit: -unit.ratio), fits)
+    if begun is None:
         return None
+    taken = begun
     others = sorted((unit for unit in units if unit not in taken and unit.cost), key=lambda unit: -unit.ratio)
-    more = _longest_prefix(others, lambda added: fits([*taken, *added])) or []
-    taken = _filled([*taken, *more], others[len(more) :], fits, until)
+    more = _longest_prefix(others, lambda added: fits([*begun, *added])) or []
+    taken = _filled([*begun, *more], others[len(more) :], fits, until)
     better = True
     while better and time.perf_counter() < until:
         better = False

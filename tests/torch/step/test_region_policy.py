@@ -158,7 +158,7 @@ def test_without_gradients_nothing_is_checkpointed() -> None:
 def test_what_cannot_be_done_is_refused() -> None:
     """Budgets below the smallest peak, optimizers that need more, and a model of another structure."""
     model, (x, y) = Gpt(), (FRESH(), FRESH())
-    given: dict[str, Any] = {"example": (x, y), "time_limit_s": 2, "costs": "estimated"}
+    given: dict[str, Any] = {"example": (x, y), "time_limit_s": 1, "costs": "estimated"}
     with pytest.raises(InfeasibleBudgetError) as refused:
         region_policy(model, loss_of, budget="400KiB", **given)
     enough = refused.value.hint.split("at least ")[1].split(",")[0]
