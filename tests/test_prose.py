@@ -37,10 +37,10 @@ INSTEAD = {
 """Words that had a private meaning here, and the words to use."""
 
 IMPERATIVES = re.compile(
-    r"add|allow|build|call|capture|cast|change|check|choose|compile|convert|correct|define|depend|draw|ensure|exclude"
+    r"add|allow|build|call|capture|cast|change|check|choose|compile|convert|correct|create|define|depend|draw|ensure|exclude"
     r"|fix|follow|give|import|increase|install|keep|leave|let|list|look|lower|make|mark|measure|move|name|number"
-    r"|omit|open|parse|pass|pip|plan|print|provide|put|raise|read|recapture|reduce|remove|rename|replace"
-    r"|report|return|round|run|see|select|set|solve|split|start|stop|store|synchronize|take|try|turn|uninstall|unset"
+    r"|omit|open|override|pad|parse|pass|pip|plan|print|provide|put|raise|read|recapture|reduce|remove|rename|replace"
+    r"|report|return|round|run|see|select|send|set|solve|split|start|stop|store|synchronize|take|try|turn|uninstall|unset"
     r"|unwrap|update|upgrade|use|wait|wrap|write"
 )
 NO_ACTION = re.compile(

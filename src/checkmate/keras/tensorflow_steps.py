@@ -135,7 +135,7 @@ class PlannedTrainFunction:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What Keras passes to `train_step`.
+    """The argument of `train_step`.
 
     Attributes:
         key: The signature: structure, shapes and types.
