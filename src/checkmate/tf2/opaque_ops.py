@@ -1,4 +1,4 @@
-"""What loops, branches, nested functions and tensor lists allocate, which no shape tells: measured in one run of the step.
+"""Measures the bytes of loops, branches, nested functions and tensor lists, which no shape tells, in one run of the step.
 
 A loop such as that of `LSTM` is one op of the graph. What its body allocates, and the tensor lists that it fills for the backward
 pass, have no static shape: the lists are of the type ``variant``. They were 80 % of the step of a small LSTM. The run computes
@@ -30,7 +30,7 @@ _log = logging.getLogger("checkmate.tf2")
 
 @dataclass(frozen=True, slots=True)
 class _Opaque:
-    """What was measured of an op.
+    """Measurements of an op.
 
     Attributes:
         cost_ns: Nanoseconds from the first event of the op to its last.
