@@ -18,7 +18,7 @@ from checkmate.solvers.session import Solver
 
 
 class Hook(Protocol):
-    """A planned part of Keras, and its plans so far."""
+    """Runs in place of a part of Keras, and has the results of its plans so far."""
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -157,7 +157,7 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
     if keras.config.backend() != "tensorflow":
         raise OptionError(
             f"Keras runs on {keras.config.backend()}, and the graph of a step of fit can be captured on TensorFlow only",
-            hint="capture a step of PyTorch with checkmate.torch.capture",
+            hint="call checkmate.torch.capture for a step of PyTorch",
         )
     from checkmate.keras.tensorflow_steps import capture_step  # imports the framework
 

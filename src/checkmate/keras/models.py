@@ -38,5 +38,5 @@ def check_fit(model: keras.Model) -> None:
     if not type(model).make_train_function.__module__.startswith("keras."):
         raise OptionError(
             f"the class {type(model).__name__} has its own make_train_function, which fit_within would replace",
-            hint="override train_step instead, which is planned as it is",
+            hint="remove it and write a train_step instead, which is planned as it is",
         )

@@ -135,7 +135,7 @@ class PlannedTrainFunction:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The argument of `train_step`.
+    """A batch as Keras passes it to `train_step`.
 
     Attributes:
         key: The signature: structure, shapes and types.
@@ -155,7 +155,7 @@ class _Batch:
             if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
                 raise OptionError(
                     f"a batch has a {type(leaf).__name__}, and a plan needs tensors whose sizes are known",
-                    hint="pad or densify it in the data set: RaggedTensor.to_tensor(), tf.sparse.to_dense",
+                    hint="call RaggedTensor.to_tensor() or tf.sparse.to_dense in the data set",
                 )
         leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(data)]
         specs = [None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -198,7 +198,7 @@ def _trace(model: keras.Model, specs: Sequence[Any]) -> Trace:
 
 
 def _optimizers(model: keras.Model) -> list[keras.Optimizer]:
-    """The optimizer of `compile`, and those that a model that overrides `train_step` holds."""
+    """The optimizer of `compile`, and those that a model with its own `train_step` holds."""
     held = [value for value in vars(model).values() if isinstance(value, keras.Optimizer)]
     return list({id(optimizer): optimizer for optimizer in (model.optimizer, *held) if optimizer is not None}.values())
 

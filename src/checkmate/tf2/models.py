@@ -52,7 +52,7 @@ def check_environment(model: keras.Model) -> None:
     if strategy is not tf.distribute.get_strategy():
         raise OptionError(
             f"model {model.name!r} was created in the scope of a {type(strategy).__name__}, and a step is planned for one device",
-            hint="create the model outside of `strategy.scope()`",
+            hint="build and compile the model outside of `strategy.scope()`",
         )
     if tf.distribute.has_strategy():
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Memory of loops, branches, nested functions and tensor lists, which no shape tells: measured in one run of the step.
+"""Measures the bytes of loops, branches, nested functions and tensor lists, which no shape tells, in one run of the step.
 
 A loop such as that of `LSTM` is one op of the graph. What its body allocates, and the tensor lists that it fills for the backward
 pass, have no static shape: the lists are of the type ``variant``. They were 80 % of the step of a small LSTM. The run computes

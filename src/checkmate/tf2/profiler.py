@@ -82,7 +82,7 @@ def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
 
 
 def cost_source(costs: CostSource) -> Callable[[Sequence[tf.Operation]], list[OpCost]]:
-    """The source of the costs of ops.
+    """The function that gives the costs of ops.
 
     Args:
         costs: Name of the source.
