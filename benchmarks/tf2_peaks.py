@@ -95,7 +95,7 @@ def build(name: str) -> tuple[Any, ...]:
 
 def observe(step: Callable[[Any, Any], Any], model: Any, optimizer: Any, x: Any, y: Any) -> dict[str, Any]:
     """Peak over resident and process time of a step, and a hash of all that some steps leave behind."""
-    from checkmate.tf2.peak import measure_peak
+    from checkmate.tf2.measure.peak import measure_peak
 
     digest, peaks, times = hashlib.sha256(), [], []
 
@@ -118,7 +118,7 @@ def planned(name: str, budget: str, time_limit_s: str) -> dict[str, Any]:
     import checkmate
     from checkmate.tf2._compat import trace_events
     from checkmate.tf2.apply_plan import REMAT
-    from checkmate.tf2.peak import trace_allocations
+    from checkmate.tf2.measure.peak import trace_allocations
 
     model, loss, optimizer, x, y = build(name)
     began = time.perf_counter()

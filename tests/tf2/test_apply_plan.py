@@ -9,14 +9,14 @@ import tensorflow as tf
 
 import checkmate
 from checkmate.tf2._compat import grappler_off, trace_events
-from checkmate.tf2.allocator_peaks import allocator_peaks
 from checkmate.tf2.apply_plan import REMAT, build_function
-from checkmate.tf2.calibrate import measure_plan
-from checkmate.tf2.capture import capture_trace
-from checkmate.tf2.peak import measure_peak, trace_allocations
-from checkmate.tf2.profiler import estimated_costs
+from checkmate.tf2.graph.capture import capture_trace
+from checkmate.tf2.graph.trace import resolve_losses, trace_step
+from checkmate.tf2.measure.allocator_peaks import allocator_peaks
+from checkmate.tf2.measure.calibrate import measure_plan
+from checkmate.tf2.measure.peak import measure_peak, trace_allocations
+from checkmate.tf2.measure.profiler import estimated_costs
 from checkmate.tf2.specs import specs_of
-from checkmate.tf2.trace import resolve_losses, trace_step
 from tests.tf2.networks import build
 from tests.tf2.steps import differing, keep_all
 

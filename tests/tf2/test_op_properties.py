@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from checkmate.tf2._compat import grappler_off
-from checkmate.tf2.op_properties import FORWARDS
-from checkmate.tf2.peak import trace_allocations
+from checkmate.tf2.graph.op_properties import FORWARDS
+from checkmate.tf2.measure.peak import trace_allocations
 
 SIZE = 1 << 18
 UNARY = sorted(

@@ -17,12 +17,12 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend.options import CostSource, PlanningOptions
 from checkmate.keras.models import check_fit
-from checkmate.tf2.capture import Capture, capture_trace
+from checkmate.tf2.graph.capture import Capture, capture_trace
+from checkmate.tf2.graph.trace import PhaseMarks, Trace, trace_function
+from checkmate.tf2.measure.opaque_ops import with_opaque_measured
+from checkmate.tf2.measure.profiler import cost_source
 from checkmate.tf2.models import check_environment
-from checkmate.tf2.opaque_ops import with_opaque_measured
 from checkmate.tf2.planned_steps import PlannedSteps
-from checkmate.tf2.profiler import cost_source
-from checkmate.tf2.trace import PhaseMarks, Trace, trace_function
 
 _log = logging.getLogger("checkmate.keras")
 
@@ -79,7 +79,7 @@ class TrainFunctionHook:
         check_environment(self._model)
         if self._model.train_function is None or force:
             self._function = PlannedTrainFunction(self._model, self._options)
-            self._model.train_function = self._function
+            self._model.train_function = self._function  # pyright: ignore[reportAttributeAccessIssue]
         return self._model.train_function
 
 

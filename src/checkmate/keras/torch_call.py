@@ -26,7 +26,7 @@ class CompiledCall:
         self._compiled: Any = None
         self._optimizer: Any = None
         # Not `setattr`, by which Keras tracks what is assigned.
-        vars(model)["call"] = self
+        model.__dict__["call"] = self
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -46,7 +46,7 @@ class CompiledCall:
     def remove(self) -> None:
         """Let the model run its own `call` again."""
         if vars(self._model).get("call") is self:
-            del vars(self._model)["call"]
+            del self._model.__dict__["call"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output.

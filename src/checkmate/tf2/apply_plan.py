@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.core.plan import Plan
-from checkmate.tf2.capture import Capture, base_tensor
-from checkmate.tf2.op_properties import IDENTITIES, static_shape_values
+from checkmate.tf2.graph.capture import Capture, base_tensor
+from checkmate.tf2.graph.op_properties import IDENTITIES, static_shape_values
 
 REMAT = "__remat"
 """Suffix of the node of a recomputation, followed by its number: ``dense/Relu__remat1``."""

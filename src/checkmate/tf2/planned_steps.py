@@ -15,12 +15,12 @@ from checkmate.frontend import progress
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything
 from checkmate.tf2._compat import grappler_off
-from checkmate.tf2.calibrate import PlannedFunction, calibrate, without_calibration
-from checkmate.tf2.capture import capture_trace
-from checkmate.tf2.opaque_ops import with_opaque_measured
-from checkmate.tf2.peak import available_bytes, default_device, measure_peak
-from checkmate.tf2.profiler import Profiler
-from checkmate.tf2.trace import Trace
+from checkmate.tf2.graph.capture import capture_trace
+from checkmate.tf2.graph.trace import Trace
+from checkmate.tf2.measure.calibrate import PlannedFunction, calibrate, without_calibration
+from checkmate.tf2.measure.opaque_ops import with_opaque_measured
+from checkmate.tf2.measure.peak import available_bytes, default_device, measure_peak
+from checkmate.tf2.measure.profiler import Profiler
 
 _log = logging.getLogger("checkmate.tf2")
 

@@ -16,15 +16,15 @@ from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.solvers.session import Solver
-from checkmate.tf2.allocator_peaks import AllocatorPeaks
-from checkmate.tf2.calibrate import PlannedFunction
-from checkmate.tf2.capture import capture_trace
+from checkmate.tf2.graph.capture import capture_trace
+from checkmate.tf2.graph.trace import Loss, resolve_losses, resolve_optimizer, trace_step
+from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks
+from checkmate.tf2.measure.calibrate import PlannedFunction
+from checkmate.tf2.measure.opaque_ops import with_opaque_measured
+from checkmate.tf2.measure.profiler import cost_source
 from checkmate.tf2.models import check_model
-from checkmate.tf2.opaque_ops import with_opaque_measured
 from checkmate.tf2.planned_steps import PlannedSteps
-from checkmate.tf2.profiler import cost_source
 from checkmate.tf2.specs import ARGUMENTS, closed_specs_of, flat_batch, sample_batch, specs_like, specs_of
-from checkmate.tf2.trace import Loss, resolve_losses, resolve_optimizer, trace_step
 
 _log = logging.getLogger("checkmate.tf2")
 

@@ -16,8 +16,8 @@ from checkmate.allocators.heap import Chunk
 from checkmate.allocators.tensorflow import Bfc
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
-from checkmate.tf2.capture import Capture
-from checkmate.tf2.op_properties import FORWARDS, FORWARDS_TO_SECOND, FORWARDS_TO_WORKSPACE, tensor_bytes
+from checkmate.tf2.graph.capture import Capture
+from checkmate.tf2.graph.op_properties import FORWARDS, FORWARDS_TO_SECOND, FORWARDS_TO_WORKSPACE, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from checkmate.frontend import progress
 from checkmate.frontend.planner import keep_everything
 from checkmate.tf2._compat import TraceEvent, grappler_off, trace_events
 from checkmate.tf2.apply_plan import IMPORTED, build_function
-from checkmate.tf2.capture import Capture
-from checkmate.tf2.op_properties import CALLS, CONTROL_FLOW, tensor_bytes
-from checkmate.tf2.peak import default_device, has_memory_stats
-from checkmate.tf2.profiler import environment, synthetic_batch
-from checkmate.tf2.saved_variables import restored
+from checkmate.tf2.graph.capture import Capture
+from checkmate.tf2.graph.op_properties import CALLS, CONTROL_FLOW, tensor_bytes
+from checkmate.tf2.measure.peak import default_device, has_memory_stats
+from checkmate.tf2.measure.profiler import environment, synthetic_batch
+from checkmate.tf2.measure.saved_variables import restored
 
 _log = logging.getLogger("checkmate.tf2")
 

@@ -18,13 +18,13 @@ from checkmate.frontend.calibration import Calibration, Offset, Trial
 from checkmate.frontend.planner import near_smallest
 from checkmate.solvers.solve import unit_question
 from checkmate.tf2._compat import grappler_off
-from checkmate.tf2.allocator_peaks import AllocatorPeaks, allocator_peaks
 from checkmate.tf2.apply_plan import Runner, build_function
-from checkmate.tf2.capture import Capture
-from checkmate.tf2.op_properties import KERNEL_RANDOM
-from checkmate.tf2.peak import default_device, has_memory_stats, measure_peak
-from checkmate.tf2.profiler import synthetic_batch
-from checkmate.tf2.saved_variables import restored
+from checkmate.tf2.graph.capture import Capture
+from checkmate.tf2.graph.op_properties import KERNEL_RANDOM
+from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks, allocator_peaks
+from checkmate.tf2.measure.peak import default_device, has_memory_stats, measure_peak
+from checkmate.tf2.measure.profiler import synthetic_batch
+from checkmate.tf2.measure.saved_variables import restored
 
 _log = logging.getLogger("checkmate.tf2")
 

@@ -20,8 +20,15 @@ from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
 from checkmate.tf2._compat import trace_events
-from checkmate.tf2.op_properties import CALLS, CONTROL_FLOW, SMALL_CONSTANT_BYTES, estimate_ns, output_bytes, static_shape_values
-from checkmate.tf2.peak import default_device, has_memory_stats
+from checkmate.tf2.graph.op_properties import (
+    CALLS,
+    CONTROL_FLOW,
+    SMALL_CONSTANT_BYTES,
+    estimate_ns,
+    output_bytes,
+    static_shape_values,
+)
+from checkmate.tf2.measure.peak import default_device, has_memory_stats
 
 _log = logging.getLogger("checkmate.tf2")
 _IGNORED = frozenset({"_class", "_output_shapes", "_gradient_op_type", "_collective_manager_ids"})
