@@ -50,6 +50,8 @@ def regions(
         The exit code.
     """
     began = time.perf_counter()
+    outputs = files.Outputs(graph, plan)
+    outputs.check(out)
     target = files.load(graph, Graph)
     problem = Problem(target, budget)
     with drawn("choosing regions to checkpoint"):
@@ -61,7 +63,7 @@ def regions(
         left_s = max(1.0, time_limit - (time.perf_counter() - began))
         policy = choose_policy(target, problem.budget_bytes, planned, save=save, regions=modules, time_limit_s=left_s)
     if out is not None:
-        files.save_bytes(json_format.dumps(policy.as_dict(), indent=1).encode(), out)
+        outputs.save((json_format.dumps(policy.as_dict(), indent=1).encode(), out))
     if json:
         terminal.emit({**policy.as_dict(), "graph": str(graph), "out": None if out is None else str(out)})
         return 0
