@@ -20,6 +20,7 @@ PLAN = ("plan", "chain.graph.json", "--budget", "5.5MiB", "--out", "p.json")
 
 STOPPED = """
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import checkmate, checkmate.cli.plan, checkmate.cli.pareto, checkmate.solvers.smallest
 from checkmate.cli import main
 
@@ -62,8 +63,7 @@ def is_whole(path: str) -> bool:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_keeps_the_best_plan(name):
     """A scheduler that ends a job and a terminal that is closed are as good as Ctrl-C."""
-    script = f"signal.signal(signal.SIGINT, signal.default_int_handler); {kill(name)}"  # a job in the background ignores it
-    done = stopped(script, *PLAN)
+    done = stopped(kill(name), *PLAN)
     assert done.returncode == 0, done
     assert "was interrupted; the bound proves" in done.stdout
     assert is_whole("p.json")
@@ -111,6 +111,16 @@ def test_signals_while_the_plan_is_written_do_not_lose_it():
     done = stopped(f"{kill('SIGHUP')}; {kill('SIGTERM')}", *PLAN, more=more)
     assert done.returncode == 0, done
     assert is_whole("p.json")
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_whole():
+    """Nothing can be done about SIGKILL, which comes when memory is short, but to have nothing half written."""
+    checkmate.write(plan(AGAIN), "p.json")
+    before = Path("p.json").read_bytes()
+    done = stopped(kill("SIGINT"), *PLAN, more=f"os.fsync = lambda handle: {kill('SIGKILL')}")
+    assert done.returncode == -9
+    assert Path("p.json").read_bytes() == before
+    assert [path.name[:8] for path in Path().iterdir() if path.name.startswith(".")] == [".p.json."]
 
 
 def test_an_ignored_signal_stays_ignored():

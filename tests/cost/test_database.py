@@ -184,3 +184,32 @@ def test_a_full_disk_stops_nothing(small_disk, caplog, free_bytes):
     assert store.get(["mm"]) == (MEASURED if free_bytes else {})
     store.add({"later": OpCost(1, 0)})
     assert "later" in store.get(["later"])
+
+
+WRITES = """
+import sys
+from checkmate.cost import CostStore, OpCost
+store = CostStore(sys.argv[1])
+for k in range(10**6):
+    store.add({f"op{k}.{i}": OpCost(i, 0) for i in range(200)})
+    print(k, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_file_consistent(tmp_path, caplog):
+    """All of a write is there, or nothing."""
+    path = tmp_path / "op_costs.sqlite"
+    process = subprocess.Popen([sys.executable, "-c", WRITES, path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(5):
+        last = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    store = CostStore(path)
+    counts = [len(store.get(f"op{k}.{i}" for i in range(200))) for k in range(last + 200)]
+    assert counts[: last + 1] == [200] * (last + 1)
+    assert set(counts) <= {0, 200}
+    store.add(MEASURED)
+    assert store.get(["mm"]) == MEASURED
+    assert caplog.messages == []

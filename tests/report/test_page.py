@@ -247,6 +247,14 @@ def test_html_is_made_by_templates_that_escape():
             assert not any(re.search(r"<[a-z/]", str(part)) for part in parts), f"{path.name}:{getattr(node, 'lineno', 0)}"
 
 
+def test_every_plan_of_a_page_can_run():
+    """One that reads what is not there is refused, whichever of the three it is."""
+    broken = Plan(plan(AGAIN).steps[1:])
+    for given in ({"before": broken}, {"against": broken}):
+        with pytest.raises(checkmate.PlanError):
+            html_report(chain(), plan(AGAIN), **given)
+
+
 @pytest.mark.parametrize("order", [[], [0]])
 def test_the_smallest_plans_are_drawn(open_page, order):
     """A plan without a step, and a graph without a cost."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from checkmate.cli import amounts, files, terminal
 from checkmate.core.curve import Curve
+from checkmate.core.errors import printable
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.printable import printable
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes

@@ -84,7 +84,7 @@ def html_report(
     if against is not None:
         runs.append(Run(names[2], against))
     budget = result.budget_bytes if budget_bytes is None and result is not None else budget_bytes
-    timeline, kept = simulate(graph, plan), simulate(graph, once)
+    kept, timeline, *_ = (simulate(graph, run.plan) for run in runs)  # which refuses plans that cannot run
     overhead = timeline.cost / graph.cost if graph.cost else 1.0
     heading = title or f"{graph.name or 'A training step'} in {format_bytes(timeline.peak_bytes)}"
     words = summary or (

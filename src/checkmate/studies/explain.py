@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from checkmate.core.curve import Curve
-from checkmate.core.errors import WrongGraphError
+from checkmate.core.errors import WrongGraphError, printable
 from checkmate.core.graph import Graph, view_source
 from checkmate.core.plan import Compute, Plan
-from checkmate.core.printable import printable
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
 
