@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ class Solver:
     def run(self, problem, session):
         session.offer({order})
         {stop}
-        time.sleep(20)
+        time.sleep(200)
 
 checkmate.cli.plan.solver_named = checkmate.cli.pareto.solver_named = lambda name: Solver()
 {more}
@@ -45,10 +46,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def stopped(stop: str, *words: str, more: str = "", **options) -> subprocess.CompletedProcess[str]:
-    """Run a verb whose solver finds a plan, and then does what is asked; 20 seconds later it would go on."""
+    """Run a verb whose solver finds a plan, and then does what is asked; minutes later it would go on."""
     script = STOPPED.format(order=list(AGAIN), stop=stop, more=more)
     command = [sys.executable, "-c", script, *words]
-    return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, "timeout": 19, **options})
+    return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, "timeout": 150, **options})
 
 
 def kill(name: str) -> str:
@@ -121,6 +122,18 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_whole():
     assert done.returncode == -9
     assert Path("p.json").read_bytes() == before
     assert [path.name[:8] for path in Path().iterdir() if path.name.startswith(".")] == [".p.json."]
+
+
+def test_a_pipe_without_a_reader_can_be_interrupted():
+    """The write waits for a reader for ever; the plan is saved elsewhere, and its place is named."""
+    os.mkfifo("pipe")
+    alarm = f"signal.signal(signal.SIGALRM, lambda *_: {kill('SIGTERM')})"
+    words = ("plan", "chain.graph.json", "--budget", "5.5MiB", "--out", "pipe")
+    done = stopped("signal.alarm(3); return checkmate.Termination(checkmate.Reason.FEASIBLE)", *words, more=alarm)
+    assert done.returncode == 2, done
+    found = re.search(r"writing pipe was interrupted; it was saved as (\S+) instead", done.stderr)
+    assert found is not None, done.stderr
+    assert is_whole(found[1])
 
 
 def test_an_ignored_signal_stays_ignored():
