@@ -115,6 +115,17 @@ def test_a_faulty_folder_is_named_once_for_all_its_files(tmp_path, monkeypatch, 
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_measured_plan_that_is_no_plan_is_not_used(tmp_path, caplog):
+    """As any other damage."""
+    plans = PlanStore("graph", tmp_path / "plans.sqlite")
+    plans.add(MeasuredPlan((0, 1), 4))
+    with sqlite3.connect(tmp_path / "plans.sqlite") as connection:
+        connection.execute("UPDATE plans SET plan = 'garbage'")
+    connection.close()
+    assert plans.all() == []
+    assert [str(tmp_path / "plans.sqlite") in message for message in caplog.messages] == [True]
+
+
 def no_home() -> Path:
     raise RuntimeError("Could not determine home directory.")
 
