@@ -59,6 +59,12 @@ class Tally:
     pages: int = 0
     seconds: float = 0.0
 
+    def add(self, other: Tally) -> None:
+        """Add what happened to other files."""
+        self.codes += other.codes
+        self.pages += other.pages
+        self.seconds += other.seconds
+
     def table(self) -> str:
         """A line for each verb, in Markdown."""
         lines = ["| verb | files | exit code 0 | 1 | 2 |", "|---|---|---|---|---|"]
@@ -319,9 +325,11 @@ if __name__ == "__main__":
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    chromium = start()
+    total, chromium = Tally(), start()
     try:
-        found = fuzz(options.cases, options.seed, chromium)
+        for first in range(0, options.cases, 500):
+            total.add(fuzz(min(500, options.cases - first), options.seed + first, chromium))
+            sys.stderr.write(f"{first + 500} of {options.cases} files in {total.seconds:.0f} s\n")
     finally:
         chromium.quit()
-    sys.stdout.write(f"{found.table()}\n\n{found.pages:,} pages in Chromium, {found.seconds:.0f} s, seed {options.seed}\n")
+    sys.stdout.write(f"{total.table()}\n\n{total.pages:,} pages in Chromium, {total.seconds:.0f} s, seed {options.seed}\n")

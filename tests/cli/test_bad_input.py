@@ -65,6 +65,8 @@ CASES = {
     "explain-broken-plan": (("explain", "chain.graph.json", "broken.plan.json"), "is not live"),
     "diff-other-graph": (("diff", "other.graph.json", "made.plan.json", "made.plan.json"), "made for another graph"),
     "diff-one-plan": (("diff", "chain.graph.json", "plan.json"), "SECOND"),
+    "report-name-too-long": (("report", "x" * 300, "made.plan.json"), "File name too long"),
+    "report-out-too-long": (("report", "chain.graph.json", "made.plan.json", "--out", "x" * 300), "File name too long"),
     "report-other-graph": (("report", "other.graph.json", "made.plan.json"), "made for another graph"),
     "report-other-curve": (("report", "chain.graph.json", "made.plan.json", "--curve", "other.curve.json"), "another graph"),
     "report-in-no-folder": (("report", "chain.graph.json", "made.plan.json", "--out", "none/r.html"), "cannot write none/r.html"),

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import checkmate
-from checkmate.core.printable import printable, printable_lines
+from checkmate.core.errors import printable, printable_lines
 from tests.cli.test_capture import MODEL
 from tests.plot.graphs import AGAIN, KEEP_ALL, chain
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ PLAN = ("plan", "chain.graph.json", "--budget", "5.5MiB", "--out", "p.json")
 
 STOPPED = """
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import checkmate, checkmate.cli.plan, checkmate.cli.pareto, checkmate.solvers.evict.smallest
 from checkmate.cli import main
 
@@ -27,7 +29,7 @@ class Solver:
     def run(self, problem, session):
         session.offer({order})
         {stop}
-        time.sleep(20)
+        time.sleep(200)
 
 checkmate.cli.plan.solver_named = checkmate.cli.pareto.solver_named = lambda name: Solver()
 {more}
@@ -44,10 +46,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def stopped(stop: str, *words: str, more: str = "", **options) -> subprocess.CompletedProcess[str]:
-    """Run a verb whose solver finds a plan, and then does what is asked; 20 seconds later it would go on."""
+    """Run a verb whose solver finds a plan, and then does what is asked; minutes later it would go on."""
     script = STOPPED.format(order=list(AGAIN), stop=stop, more=more)
     command = [sys.executable, "-c", script, *words]
-    return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, "timeout": 19, **options})
+    return subprocess.run(command, **{"capture_output": True, "text": True, "check": False, "timeout": 150, **options})
 
 
 def kill(name: str) -> str:
@@ -62,8 +64,7 @@ def is_whole(path: str) -> bool:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_keeps_the_best_plan(name):
     """A scheduler that ends a job and a terminal that is closed are as good as Ctrl-C."""
-    script = f"signal.signal(signal.SIGINT, signal.default_int_handler); {kill(name)}"  # a job in the background ignores it
-    done = stopped(script, *PLAN)
+    done = stopped(kill(name), *PLAN)
     assert done.returncode == 0, done
     assert "was interrupted; the bound proves" in done.stdout
     assert is_whole("p.json")
@@ -111,6 +112,28 @@ def test_signals_while_the_plan_is_written_do_not_lose_it():
     done = stopped(f"{kill('SIGHUP')}; {kill('SIGTERM')}", *PLAN, more=more)
     assert done.returncode == 0, done
     assert is_whole("p.json")
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_whole():
+    """Nothing can be done about SIGKILL, which comes when memory is short, but to have nothing half written."""
+    checkmate.write(plan(AGAIN), "p.json")
+    before = Path("p.json").read_bytes()
+    done = stopped(kill("SIGINT"), *PLAN, more=f"os.fsync = lambda handle: {kill('SIGKILL')}")
+    assert done.returncode == -9
+    assert Path("p.json").read_bytes() == before
+    assert [path.name[:8] for path in Path().iterdir() if path.name.startswith(".")] == [".p.json."]
+
+
+def test_a_pipe_without_a_reader_can_be_interrupted():
+    """The write waits for a reader for ever; the plan is saved elsewhere, and its place is named."""
+    os.mkfifo("pipe")
+    alarm = f"signal.signal(signal.SIGALRM, lambda *_: {kill('SIGTERM')})"
+    words = ("plan", "chain.graph.json", "--budget", "5.5MiB", "--out", "pipe")
+    done = stopped("signal.alarm(3); return checkmate.Termination(checkmate.Reason.FEASIBLE)", *words, more=alarm)
+    assert done.returncode == 2, done
+    found = re.search(r"writing pipe was interrupted; it was saved as (\S+) instead", done.stderr)
+    assert found is not None, done.stderr
+    assert is_whole(found[1])
 
 
 def test_an_ignored_signal_stays_ignored():

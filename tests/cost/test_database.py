@@ -115,6 +115,17 @@ def test_a_faulty_folder_is_named_once_for_all_its_files(tmp_path, monkeypatch, 
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_measured_plan_that_is_no_plan_is_not_used(tmp_path, caplog):
+    """As any other damage."""
+    plans = PlanStore("graph", tmp_path / "plans.sqlite")
+    plans.add(MeasuredPlan((0, 1), 4))
+    with sqlite3.connect(tmp_path / "plans.sqlite") as connection:
+        connection.execute("UPDATE plans SET plan = 'garbage'")
+    connection.close()
+    assert plans.all() == []
+    assert [str(tmp_path / "plans.sqlite") in message for message in caplog.messages] == [True]
+
+
 def no_home() -> Path:
     raise RuntimeError("Could not determine home directory.")
 
@@ -184,3 +195,32 @@ def test_a_full_disk_stops_nothing(small_disk, caplog, free_bytes):
     assert store.get(["mm"]) == (MEASURED if free_bytes else {})
     store.add({"later": OpCost(1, 0)})
     assert "later" in store.get(["later"])
+
+
+WRITES = """
+import sys
+from checkmate.cost import CostStore, OpCost
+store = CostStore(sys.argv[1])
+for k in range(10**6):
+    store.add({f"op{k}.{i}": OpCost(i, 0) for i in range(200)})
+    print(k, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_file_consistent(tmp_path, caplog):
+    """All of a write is there, or nothing."""
+    path = tmp_path / "op_costs.sqlite"
+    process = subprocess.Popen([sys.executable, "-c", WRITES, path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(5):
+        last = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    store = CostStore(path)
+    counts = [len(store.get(f"op{k}.{i}" for i in range(200))) for k in range(last + 200)]
+    assert counts[: last + 1] == [200] * (last + 1)
+    assert set(counts) <= {0, 200}
+    store.add(MEASURED)
+    assert store.get(["mm"]) == MEASURED
+    assert caplog.messages == []

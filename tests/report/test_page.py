@@ -314,6 +314,14 @@ def test_advice_follows_from_the_numbers(order, first_cost, budget, given):
     assert {i for i, advice in enumerate(ADVICE) if advice in text} == given
 
 
+def test_every_plan_of_a_page_can_run():
+    """One that reads what is not there is refused, whichever of the three it is."""
+    broken = Plan(plan(AGAIN).steps[1:])
+    for given in ({"before": broken}, {"against": broken}):
+        with pytest.raises(checkmate.PlanError):
+            html_report(chain(), plan(AGAIN), **given)
+
+
 @pytest.mark.parametrize("order", [[], [0]])
 def test_the_smallest_plans_are_drawn(open_page, order):
     """A plan without a step, and a graph without a cost."""

@@ -79,7 +79,7 @@ class Outputs:
             OptionError: A file cannot be written, is an input, or is given twice.
         """
         wanted = [path for path in paths if path is not None]
-        size_bytes = _PROBE_BYTES + sum(path.stat().st_size for path in self._inputs if path.is_file())
+        size_bytes = _PROBE_BYTES + sum(_size(path) for path in self._inputs)
         for k, path in enumerate(wanted):
             self._check_is_no_input(path)
             if any(_are_same(path, other) for other in wanted[:k]):
@@ -104,6 +104,8 @@ class Outputs:
                     files.write_bytes(path, data)
             except OptionError as error:
                 failures.append(f"{error.message}; {_saved_elsewhere(data, path.name)}")
+            except KeyboardInterrupt:  # a pipe without a reader
+                failures.append(f"writing {path} was interrupted; {_saved_elsewhere(data, path.name)}")
             except OSError as error:
                 failures.append(f"cannot write {path}: {error.strerror or error}; {_saved_elsewhere(data, path.name)}")
         if failures:
@@ -113,6 +115,14 @@ class Outputs:
         for other in self._inputs:
             if _are_same(path, other):
                 raise OptionError(f"output {path} is the input {other}", hint=_OTHER_PATH)
+
+
+def _size(path: Path) -> int:
+    """Size of a file, 0 for one that cannot be looked at: reading it gives the error."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _are_same(a: Path, b: Path) -> bool:

@@ -9,7 +9,7 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from checkmate.cli import amounts, terminal
-from checkmate.core.printable import printable
+from checkmate.core.errors import printable
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Result
 from checkmate.core.units import format_cost

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from checkmate.cli import amounts, files, terminal
+from checkmate.core.errors import printable
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.printable import printable
 from checkmate.core.problem import Problem
 from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate

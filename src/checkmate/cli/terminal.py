@@ -16,18 +16,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from checkmate.core.errors import OptionError
-from checkmate.core.printable import printable
+from checkmate.core.errors import OptionError, printable
 
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 _GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Errors of a stream that has no reader any more: a pipe to `head`, a terminal that was closed."""
+"""Errors of a stream that is not read any more: a pipe to `head`, a terminal that was closed."""
 
 
 class _Stream(io.TextIOBase):
     """Standard output or standard error: its reader may leave, its disk may be full, its encoding may lack letters.
 
-    Text without a reader is dropped, so that the verb still ends with its own exit code.
+    What is not read is dropped, so that the verb still ends with its own exit code.
 
     Args:
         name: `stdout` or `stderr`.
@@ -85,7 +84,7 @@ class _Stream(io.TextIOBase):
         if self.name == "stdout" and error.errno not in _GONE:
             raise OptionError(
                 f"cannot write to {self.name}: {error.strerror or error}",
-                hint="send it to another file or program; files given by options such as --out are written",
+                hint="choose a disk with space for stdout; files given by options such as --out are written",
             ) from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from checkmate.core.printable import printable_lines
+from checkmate.core.errors import printable_lines
 from checkmate.frontend import progress
 
 _LOGGER = "checkmate"

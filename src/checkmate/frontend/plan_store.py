@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,12 @@ class PlanStore:
     def all(self) -> list[MeasuredPlan]:
         """Every plan, the smallest peak first."""
         query = "SELECT plan, peak_bytes FROM plans WHERE key = ? ORDER BY peak_bytes, plan"
-        return [MeasuredPlan(tuple(json.loads(plan)), int(peak)) for plan, peak in self._rows(query, (self.key,))]
+
+        def read(connection: sqlite3.Connection) -> list[MeasuredPlan]:
+            rows = connection.execute(query, (self.key,))
+            return [MeasuredPlan(tuple(json.loads(plan)), int(peak)) for plan, peak in rows]
+
+        return self._database.run(read, [])
 
     def add(self, plan: MeasuredPlan) -> None:
         """Store a plan; a peak that was measured earlier for the same plan is replaced."""

@@ -88,7 +88,7 @@ def html_report(
     if against is not None:
         runs.append(Run(names[2], against))
     budget = result.budget_bytes if budget_bytes is None and result is not None else budget_bytes
-    timeline, kept = simulate(graph, plan), simulate(graph, once)
+    kept, timeline, *_ = (simulate(graph, run.plan) for run in runs)  # which refuses plans that cannot run
     overhead = timeline.cost / graph.cost if graph.cost else 1.0
     step = f"{graph.name}: a training step" if graph.name.strip() else "A training step"
     heading = title or f"{step} in {format_bytes(timeline.peak_bytes)}"

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from checkmate.core.errors import printable
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.printable import printable
 from checkmate.core.simulate import Timeline, simulate
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.studies.explain import Held, Remat, held_at, remats

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from checkmate.core.errors import WrongGraphError
+from checkmate.core.errors import WrongGraphError, printable
 from checkmate.core.graph import Graph, view_source
 from checkmate.core.plan import Compute, Plan
-from checkmate.core.printable import printable
 from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from checkmate.solvers.kernels import kernel
+from checkmate.solvers.backends.kernels import kernel
 
 FAR: Final = 1 << 30
 """A stage after all others; fits int32."""

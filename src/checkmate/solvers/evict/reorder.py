@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from checkmate.core.graph import Graph
+from checkmate.solvers.backends.kernels import kernel
 from checkmate.solvers.evict.decode import next_random, random_below, seed_random
 from checkmate.solvers.evict.instance import Floats, Ints, rows
-from checkmate.solvers.kernels import kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from checkmate.solvers.backends.kernels import kernel
 from checkmate.solvers.evict.decode import add_interval, decode, measure, next_gap, next_random, random_below
-from checkmate.solvers.kernels import kernel
 
 IMPOSSIBLE: Final = 1e300
 """Price of an eviction that cannot be undone in time: larger than any sum of costs."""

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from checkmate.core.graph import Graph
+from checkmate.solvers.backends.kernels import kernel
 from checkmate.solvers.evict.decode import next_random, seed_random
 from checkmate.solvers.evict.instance import Floats, Ints, rows
-from checkmate.solvers.kernels import kernel
 
 
 class Noise(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from checkmate.solvers.kernels import kernel
+from checkmate.solvers.backends.kernels import kernel
 
 FOUND, QUEUED, EXPANDED, GOAL, LEAST, FULL, TRIED = range(7)
 """Places in the array of counters: states found, entries of the queue, states expanded, the goal's state or -1, least
