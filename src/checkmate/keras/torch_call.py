@@ -21,12 +21,13 @@ class CompiledCall:
     """
 
     def __init__(self, model: keras.Model, options: dict[str, Any]) -> None:
-        self._model, self._options = model, options
+        self._model: Any = model
+        self._options = options
         self._call = model.call
         self._compiled: Any = None
         self._optimizer: Any = None
         # Not `setattr`, by which Keras tracks what is assigned.
-        vars(model)["call"] = self
+        vars(self._model)["call"] = self
 
     @property
     def results(self) -> tuple[Result, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.graph import Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
 from checkmate.tf2.op_properties import (
     CALLS,
@@ -109,7 +109,7 @@ class _Builder:
         clobbers = {op.name: self._clobberers(op) for op in self.real}
         optimizer = {op.name for op in self.real if self._in_optimizer(op)}
         data = {op.name: [s.op.name for s in self._sources(op)] for op in self.real}
-        phases = {op.name: self.trace.phase(self.index[op.name]) for op in self.real}
+        phases: dict[str, Phase] = {op.name: self.trace.phase(self.index[op.name]) for op in self.real}
         traced = metrics_first([op.name for op in self.real], data, before, clobbers, phases)
         members = [self.ops[self.index[n]] for n in listed_order(traced, data, before, clobbers, optimizer)]
         where = {op.name: o for o, op in enumerate(members)}
