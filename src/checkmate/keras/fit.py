@@ -151,7 +151,7 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
         >>> model.compile(optimizer="sgd", loss="mse")
         >>> graph = capture(model, (np.ones((4, 4), "float32"), np.zeros((4, 2), "float32")), costs="estimated")
         >>> sorted({op.phase for op in graph.ops})
-        ['backward', 'loss', 'optimizer']
+        ['backward', 'forward', 'loss', 'optimizer']
     """
     check_fit(model)
     if keras.config.backend() != "tensorflow":

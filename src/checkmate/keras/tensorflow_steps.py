@@ -37,7 +37,8 @@ class TrainFunctionHook:
 
     def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
         check_environment(model)
-        self._model, self._options = model, options
+        self._model: Any = model  # Keras declares no type for `train_function`
+        self._options = options
         self._function: PlannedTrainFunction | None = None
         model.make_train_function = self.make_train_function
         model.train_function = None

@@ -21,12 +21,13 @@ class CompiledCall:
     """
 
     def __init__(self, model: keras.Model, options: dict[str, Any]) -> None:
-        self._model, self._options = model, options
+        self._model: Any = model
+        self._options = options
         self._call = model.call
         self._compiled: Any = None
         self._optimizer: Any = None
         # Not `setattr`, by which Keras tracks what is assigned.
-        model.__dict__["call"] = self
+        vars(self._model)["call"] = self
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -46,7 +47,7 @@ class CompiledCall:
     def remove(self) -> None:
         """Let the model run its own `call` again."""
         if vars(self._model).get("call") is self:
-            del self._model.__dict__["call"]
+            del vars(self._model)["call"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output.
