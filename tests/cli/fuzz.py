@@ -12,6 +12,7 @@ import dataclasses
 import html.parser
 import io
 import json
+import pickle
 import random
 import re
 import signal
@@ -26,7 +27,9 @@ from typing import Any
 import checkmate
 from checkmate.cli import main
 from tests.cli.test_capture import MODEL
+from tests.oom.recording import failed_run
 from tests.plot.graphs import AGAIN, KEEP_ALL, chain, plan
+from tests.regions.test_regions import network
 
 HOSTILE = (
     "\x1b]0;title\x07",
@@ -99,7 +102,8 @@ def fuzz(cases: int, seed: int, browser: Any = None) -> Tally:
 
 def _case(folder: Path, whole: dict[str, bytes], rng: random.Random, tally: Tally, browser: Any) -> None:
     kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    data = _damaged_text(whole[kind], rng) if kind == "model" else mutated(whole[kind], rng)
+    damage = {"model": _damaged_text, "snapshot": lambda data, rng: damaged(bytearray(data), rng)}.get(kind, mutated)
+    data = damage(whole[kind], rng)
     bad = folder / ("bad.py" if kind == "model" else "bad.json")
     bad.write_bytes(data)
     words = rng.choice(COMMANDS[kind]).split(" ")
@@ -201,7 +205,7 @@ def graph_with_views() -> checkmate.Graph:
 def _write_files(folder: Path) -> dict[str, bytes]:
     """Files that are whole, and the bytes of those to be damaged."""
     result = checkmate.solve(checkmate.Problem(chain(), "5.5MiB"))
-    contents = {
+    contents: dict[str, Any] = {
         "chain": chain(),
         "views": graph_with_views(),
         "plan": checkmate.Plan(plan(AGAIN).steps),  # without the digest, it is a plan of a graph with other names, too
@@ -215,6 +219,9 @@ def _write_files(folder: Path) -> dict[str, bytes]:
         main(["devices", "H100", "--json"])
     (folder / "device.json").write_text(device.getvalue())
     (folder / "model.py").write_text(MODEL)
+    checkmate.write(network(4), folder / "layers.json")
+    (folder / "snapshot.json").write_bytes(pickle.dumps(failed_run().snapshot()))
+    contents |= {"layers": None, "snapshot": None}
     files = {name: (folder / f"{name}.json").read_bytes() for name in (*contents, "device") if name != "all"}
     return {**files, "model": MODEL.encode()}
 
@@ -244,12 +251,18 @@ COMMANDS = {
     "plan": _PLAN,
     "result": _PLAN,
     "curve": ("explain chain.json plan.json --curve bad.json", "report chain.json plan.json --curve bad.json --out out.html"),
+    "layers": (
+        "regions bad.json --budget 60% --time-limit 0.2 --out out.json",
+        "regions bad.json --budget 60% --time-limit 0.2 --save modules",
+        "regions bad.json --budget 60% --time-limit 0.2 --save nothing --modules layers.*",
+    ),
+    "snapshot": ("oom bad.json", "oom bad.json --device 0 --most 2"),
     "device": ("devices bad.json", "devices bad.json", "fits model.py:build --device bad.json --time-limit 0.1 --out out.json"),
     "model": ("capture bad.py:build --out out.json",),
 }
 """Command lines by the kind of file that is damaged."""
 
-WEIGHTS = {"chain": 8, "views": 6, "plan": 6, "result": 4, "curve": 4, "device": 3, "model": 1}
+WEIGHTS = {"chain": 8, "views": 6, "plan": 6, "result": 4, "curve": 4, "layers": 3, "snapshot": 3, "device": 3, "model": 1}
 """How often each kind is chosen: PyTorch traces a model in the time of ten other cases."""
 
 

@@ -33,7 +33,7 @@ def oom(file: Path, /, *, device: int | None = None, limit: str = "2GiB", most: 
     if json:
         terminal.emit(_as_json(found, file))
         return 0
-    terminal.data().print(found.render(most), soft_wrap=True)
+    terminal.say(*found.render(most).split("\n"))
     return 0
 
 

@@ -54,13 +54,15 @@ def regions(
     outputs.check(out)
     target = files.load(graph, Graph)
     problem = Problem(target, budget)
+    outputs = files.Outputs(graph, plan)
+    outputs.check(out)
     with drawn("choosing regions to checkpoint"):
         if plan is not None:
             planned = evaluate(target, files.load_plan(plan))
         else:
             limits = Limits(time_s=time_limit / 2, seed=seed, threads=threads)
             planned = solve(problem, limits=limits, raise_on_failure=False)
-        left_s = max(1.0, time_limit - (time.perf_counter() - began))
+        left_s = max(0.1, time_limit - (time.perf_counter() - began))
         policy = choose_policy(target, problem.budget_bytes, planned, save=save, regions=modules, time_limit_s=left_s)
     if out is not None:
         outputs.save((json_format.dumps(policy.as_dict(), indent=1).encode(), out))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from checkmate.core.printable import printable
 from checkmate.oom.snapshot import Frame
 
 BACKWARD = "backward: gradients and temporaries"
@@ -64,7 +65,7 @@ def origin_of(frames: Sequence[Frame]) -> Origin:
         place = "" if not frames or frames[0].filename else frames[0].name  # a value of a plan has a name and no file
     else:
         place = f"{_short(_path(user))}:{user.line} {user.name}".rstrip()
-    return Origin(_printable(place), _kind(frames, bool(python)))
+    return Origin(printable(place), _kind(frames, bool(python)))
 
 
 def _kind(frames: Sequence[Frame], has_python: bool) -> str:
@@ -99,8 +100,3 @@ def _short(path: str) -> str:
     """The path below the packages of an installation, else the last two parts of it."""
     below = re.split(r"(?:site|dist)-packages/", path)[-1]
     return below if below != path else "/".join(path.split("/")[-2:])
-
-
-def _printable(text: str) -> str:
-    """Text of a file as one line without control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from checkmate.core.errors import InfeasibleBudgetError, OptionError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
+from checkmate.core.printable import printable
 from checkmate.core.result import NoPlan, Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.regions.blocks import Call, find_regions
@@ -89,13 +90,13 @@ class RegionPolicy:
             rows.append((_range(names), f"checkpointed, saves {', '.join(ops) or 'nothing'}"))
         if self.unwrapped:
             rows.append((_range(self.unwrapped), "not checkpointed"))
-        return [*rows, *((name, f"not checkpointed: {why}") for name, why in self.refused)]
+        return [*rows, *((printable(name), f"not checkpointed: {why}") for name, why in self.refused)]
 
     def render(self) -> str:
         """The rows as text."""
         rows = self.rows()
         width = max(len(name) for name, _ in rows) + 2
-        return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+        return "\n".join(f"{name:<{width}}{printable(text)}" for name, text in rows)
 
     __str__ = render
 
@@ -179,4 +180,5 @@ def _too_small(schedule: Schedule, budget_bytes: int, planned: Result | NoPlan) 
 
 def _range(names: Sequence[str]) -> str:
     """Names in short: the first and the last."""
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+    first, last = printable(names[0]), printable(names[-1])
+    return first if len(names) == 1 else f"{first} .. {last} ({len(names)})"
