@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from checkmate.core.printable import printable
+from checkmate.core.errors import printable
 from checkmate.oom.snapshot import Frame
 
 BACKWARD = "backward: gradients and temporaries"

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from checkmate.core.errors import InfeasibleBudgetError, OptionError
+from checkmate.core.errors import InfeasibleBudgetError, OptionError, printable
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
-from checkmate.core.printable import printable
 from checkmate.core.result import NoPlan, Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.regions.blocks import Call, find_regions
