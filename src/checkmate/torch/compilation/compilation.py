@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
@@ -266,8 +267,8 @@ class Compilation:
             return planner_for(self.options.planning)(graph)
         assert self.budget is not None
         total = self.budget.total_bytes
-        if total is not None and floor(graph).peak_bytes > total:
-            return self._refused(graph)
+        if total is not None and floor(part := _part_of_a_step(graph)).peak_bytes > total:
+            return self._refused(part)
         smallest = near_smallest(graph, _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total)
         self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)
@@ -336,6 +337,11 @@ class SmallestTime:
 
 
 _SMALLEST = SmallestTime()
+
+
+def _part_of_a_step(graph: Graph) -> Graph:
+    """A graph that holds nothing it returns: the other graphs of a step and eager code may free that at once."""
+    return msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
 
 
 def costs_of(options: Options) -> Costs:

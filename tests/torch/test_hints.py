@@ -1,0 +1,13 @@
+"""A budget that a refusal names works at the first try; `hints.py` follows more of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.torch.hints import follow
+
+
+@pytest.mark.parametrize("seed", [1, 52])
+def test_a_hint_is_followed_once(seed: int) -> None:
+    """The second network has a step whose smallest plan is below the floor of one of its graphs, were its outputs held."""
+    assert len(follow(seed)["hints"]) == 1
