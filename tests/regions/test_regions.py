@@ -169,5 +169,5 @@ def test_the_policy_as_text_and_as_data():
     assert found.as_dict()["saved"]["layers.3"] == [["mm", 0]]
     assert "save                      up" in found.render()
     assert "layers.0 .. layers.3 (4)" in found.render()
-    assert found.loss is not None
-    assert found.loss >= 0
+    assert found.extra_overhead is not None
+    assert found.extra_overhead >= 0

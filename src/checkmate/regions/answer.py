@@ -47,7 +47,7 @@ class RegionPolicy:
     planned: Result | NoPlan
 
     @property
-    def loss(self) -> float | None:
+    def extra_overhead(self) -> float | None:
         """Cost beyond that of the plan, over computing each op once; None without a plan."""
         return None if isinstance(self.planned, NoPlan) else self.evaluated.overhead - self.planned.overhead
 
