@@ -6,6 +6,9 @@ import pytest
 
 from tests.torch.hints import follow
 
+# Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 
 @pytest.mark.parametrize("seed", [1, 52])
 def test_a_hint_is_followed_once(seed: int) -> None:
