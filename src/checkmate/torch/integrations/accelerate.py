@@ -19,8 +19,8 @@ class BudgetPlugin(TorchDynamoPlugin):
     """Let accelerate compile the model within a budget: ``Accelerator(dynamo_plugin=BudgetPlugin("8GiB"))``.
 
     ``Accelerator(dynamo_backend=...)`` and ``accelerate launch --dynamo_backend`` accept only a fixed list of backends. The
-    plugin passes the backend ``"checkmate"`` to `torch.compile` at ``prepare``, where accelerate compiles models, after it has moved
-    and wrapped them. It works in scripts under ``accelerate launch``.
+    plugin passes the backend ``"checkmate"`` to `torch.compile` at ``prepare``, where accelerate compiles models, after it has
+    moved and wrapped them. It works in scripts under ``accelerate launch``.
 
     Args:
         budget: The memory that a training step may take: ``"8GiB"`` or a number of bytes, or a share such as ``"70%"``. None: the
