@@ -9,7 +9,6 @@ rest of this file. Exit status 1 if a step of Checkmate differs from the plain s
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -60,9 +59,10 @@ def run(blocks, x):
 from functools import partial
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 save = [torch.ops.aten.addmm.default, torch.ops.aten.convolution.default]
+contexts = partial(create_selective_checkpoint_contexts, save)
 def run(blocks, x):
     for block in blocks:
-        x = checkpoint(block, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save))
+        x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
     return x
 """,
     "memory budget": """
@@ -84,8 +84,8 @@ SETTINGS = {
     "checkpoint, no RNG state": "the same with `preserve_rng_state=False`",
     "checkpoint, reentrant": "`use_reentrant=True`, from the second block on",
     "selective checkpoint": "`create_selective_checkpoint_contexts`, which saves products and convolutions",
-    "memory budget": "`torch._functorch.config.activation_memory_budget = 0.5` under `torch.compile`, compared with 1.0 under the same "
-    "backend, whose random numbers and roundings differ from those of the plain step",
+    "memory budget": "`torch._functorch.config.activation_memory_budget = 0.5` under `torch.compile`, compared with 1.0 under "
+    "the same backend, whose random numbers and roundings differ from those of the plain step",
     "checkmate": '`torch.compile(..., backend="checkmate")` with a budget of 60 %',
 }
 OURS = "checkmate"
@@ -151,9 +151,9 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Wrong gradients, by tool",
         "",
-        "Made by `benchmarks/torch_gradients.py`; do not edit. A tool that computes activations again must leave the step as it is. Loss,",
-        "gradients and buffers of one step are compared with those of the plain step, run with the same seed. *equal* means every bit.",
-        "Otherwise the largest absolute difference is given, divided by the largest entry of the tensor.",
+        "Made by `benchmarks/torch_gradients.py`; do not edit. A tool that computes activations again must leave the step as it",
+        "is. Loss, gradients and buffers of one step are compared with those of the plain step, run with the same seed. *equal*",
+        "means every bit. Otherwise the largest absolute difference is given, divided by the largest entry of the tensor.",
         "",
         ran_on(report),
         "",
@@ -178,18 +178,18 @@ def table(report: dict[str, Any]) -> str:
     lines += [
         "## Pairs that are equal",
         "",
-        "`python benchmarks/torch_gradients.py --show TOOL MODEL` prints the program of any pair, such as `--show checkpoint dropout`.",
+        "`python benchmarks/torch_gradients.py --show TOOL MODEL` prints the program of any pair: `--show checkpoint dropout`.",
     ]
     return "\n".join([*lines, ""])
 
 
 EXPLAINED = (
-    "Where dropout is computed again without the state of the random generator, the backward sees another mask than the loss did.",
+    "Where dropout is computed again without the state of the random generator, the backward sees another mask than the loss.",
     "BatchNorm updates its running statistics whenever it runs, so that a checkpoint counts each batch twice: the gradients are",
-    "right, and evaluation and saved models are not. 1.0e+00 is `num_batches_tracked`, 2 instead of 1. Checkpoints keep the state of",
-    "autocast, so that pair is equal.",
+    "right, and evaluation and saved models are not. 1.0e+00 is `num_batches_tracked`, 2 instead of 1. Checkpoints keep the",
+    "state of autocast, so that pair is equal.",
 )
-"""What the differences come from, as torch 2.13 has them."""
+"""Causes of the differences, with torch 2.13."""
 
 if __name__ == "__main__":
     sys.exit(main())
