@@ -111,14 +111,14 @@ def _case(folder: Path, whole: dict[str, bytes], rng: random.Random, tally: Tall
         words.append("--json")
     if rng.random() < 0.3:
         (folder / "out.json").write_text("before")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+    before = _contents(folder)
     code, out, err = _run(words)
     shown = (words, code, out[-2000:], err[-2000:], data[:2000])
     assert code in (0, 1, 2), shown
     for line in f"{out}\n{err}".split("\n"):
         assert line.isprintable(), (ascii(line), shown)
     assert not re.search(r"Traceback|^(error|hint): forged", out + err, re.MULTILINE), shown
-    after = {path: path.read_bytes() for path in folder.iterdir()}
+    after = _contents(folder)
     for path, content in before.items():
         if code != 0 or not path.name.startswith("out"):
             assert after.pop(path) == content, (path.name, shown)
@@ -171,6 +171,11 @@ class _Elements(html.parser.HTMLParser):
 
 
 EXPECTED = Counter({"script": 2, "style": 1, "link": 1, "meta": 3})
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    """Every file of a folder; Python keeps compiled code of a model beside it, in a folder."""
+    return {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def _check_page(path: Path, browser: Any) -> None:

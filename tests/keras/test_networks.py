@@ -20,9 +20,15 @@ def child(*arguments: str) -> str:
     return child_and_log(*arguments)[0]
 
 
-def child_and_log(*arguments: str) -> tuple[str, str]:
+def child_and_log(*arguments: str, **variables: str) -> tuple[str, str]:
     """What a script prints and logs in a fresh process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TF_CPU_ALLOCATOR_USE_BFC": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **variables,
+    }
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout, done.stderr
@@ -44,7 +50,7 @@ def test_two_epochs_within_a_budget(name: str) -> None:
 @pytest.mark.slow
 def test_a_network_on_pytorch() -> None:
     """History, weights and slots are those of Keras's own step; `call` is the model's own again after `undo`."""
-    said, log = child_and_log("-m", "tests.keras.torch_point", "90%")
+    said, log = child_and_log("-m", "tests.keras.torch_point", "90%", KERAS_BACKEND="torch")
     assert json.loads(said.rpartition("RESULT ")[2]) == {"equal": True, "hooks": []}
     assert "planned as a whole" in log
 

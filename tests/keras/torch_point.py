@@ -1,13 +1,13 @@
-"""A network of Keras on PyTorch trained by `fit`, planned and plain. ``python -m tests.keras.torch_point BUDGET``."""
+"""A network of Keras on PyTorch trained by `fit`, planned and plain.
+
+KERAS_BACKEND=torch python -m tests.keras.torch_point BUDGET
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
-
-os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported
 
 import keras
 import numpy as np
