@@ -141,9 +141,10 @@ def test_a_policy_as_json_and_a_context_function() -> None:
     for name, saved in json.loads(json.dumps(policy.as_dict()))["saved"].items():
         module = model.get_submodule(name)
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, context_fn=context_fn(saved))
-    loss, theirs = loss_of(model(x), y), loss_of(other(x), y)
-    assert measure_peak(loss.backward) == measure_peak(theirs.backward)
-    assert torch.equal(loss, theirs)
+    # Whole steps: the profiler does not see a tensor freed whose allocation it has not seen.
+    peaks = [measure_peak(lambda m=m: loss_of(m(x), y).backward()) for m in (model, other)]
+    assert peaks[0] == peaks[1]
+    assert torch.equal(loss_of(model(x), y), loss_of(other(x), y))
 
 
 def test_without_gradients_nothing_is_checkpointed() -> None:
