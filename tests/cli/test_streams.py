@@ -95,9 +95,9 @@ def test_an_interrupted_curve_does_not_wait_for_other_processes(run, monkeypatch
     assert run("pareto", "chain.graph.json", "--jobs", "2", "--out", "c.json").code == 0
     assert time.monotonic() - began < 50
     assert isinstance(checkmate.read("c.json"), checkmate.Curve)
-    for worker in multiprocessing.active_children():  # they were told to end, and take their time
-        worker.join(40)
-    assert multiprocessing.active_children() == []
+    while multiprocessing.active_children():  # a join can return before the executor's thread has noted the end that it took
+        assert time.monotonic() - began < 90
+        time.sleep(0.01)
 
 
 def test_a_signal_before_a_plan_exits_1():
