@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fresh import ChildError, answer, child, digest, hardware, mib, publish, results_of, versions
+from fresh import ChildError, answer, child, digest, hardware, mib, publish, ran_on, results_of, versions
 from steps import Variant, timed
 
 KEEP_ALL = "keep all"
@@ -374,7 +374,22 @@ def ours_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     return min(fitting, key=lambda r: r["time_s"], default=None)
 
 
-def lines_of(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+def page(title: str, model: Sequence[str], about: Mapping[str, str], report: Mapping[str, Any]) -> str:
+    """The results as Markdown.
+
+    Args:
+        title: Title of the page.
+        model: Lines on what was run.
+        about: A sentence on each suite.
+        report: The results.
+    """
+    lines = [f"# {title}", "", *model, *ABOUT, "", ran_on(report), ""]
+    for name, rows in report["suites"].items():
+        lines += [f"## {name}", "", about[name], "", *_lines_of(rows)]
+    return "\n".join(lines)
+
+
+def _lines_of(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """A suite's tables as Markdown: each way with ours at its peak, then ours beside keeping everything."""
     beside = [
         "| way | peak | s | bits | error | ours: peak | s | of the way's time | bits | error | in chunks |",

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 import pairs
-from fresh import mib, ran_on
+from fresh import mib
 from pairs import Ask, Case, Suite, Way
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -253,24 +253,16 @@ def verdict(report: dict[str, Any]) -> list[str]:
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
     size = report["sizes"]
-    lines = [
-        "# A large vocabulary, in chunks",
-        "",
+    model = [
         "Made by `benchmarks/torch_chunked_loss.py`; do not edit. A Llama of transformers with a vocabulary of",
         f"{size['vocabulary']:,}, {size['sequences']} sequences of {size['length']:,} tokens, width {size['width']},"
         f" {size['layers']} layers.",
-        *pairs.ABOUT,
-        "",
-        ran_on(report),
-        "",
     ]
     about = {
         "step": "Forward, loss and backward; the gradients are kept.",
         "whole_step": "With an update by SGD. *Bits* compares the loss and the updated parameters.",
     }
-    for name, rows in report["suites"].items():
-        lines += [f"## {name}", "", about[name], "", *pairs.lines_of(rows)]
-    return "\n".join(lines)
+    return pairs.page("A large vocabulary, in chunks", model, about, report)
 
 
 if __name__ == "__main__":

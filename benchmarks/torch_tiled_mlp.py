@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 import pairs
-from fresh import ran_on
 from pairs import Ask, Case, Suite, Way
 
 FULL = {"length": 8192, "short": 256, "width": 512, "inner": 2048}
@@ -198,24 +197,16 @@ def verdict(report: dict[str, Any]) -> list[str]:
 def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
     size = report["sizes"]
-    lines = [
-        "# A long sequence, in chunks",
-        "",
+    model = [
         "Made by `benchmarks/torch_tiled_mlp.py`; do not edit. One transformer block of width",
         f"{size['width']} with a gated MLP of {size['inner']:,}; forward, loss and backward.",
-        *pairs.ABOUT,
-        "",
-        ran_on(report),
-        "",
     ]
     about = {
         "sdpa": f"{size['length']:,} tokens, fused causal attention with {HEADS['sdpa']} heads.",
         "math": f"{size['length']:,} tokens, attention with a score matrix for each of {HEADS['math']} heads.",
         "short": f"{size['short']:,} tokens, fused attention: chunks would save nothing that matters, and none are chosen.",
     }
-    for name, rows in report["suites"].items():
-        lines += [f"## {name}", "", about[name], "", *pairs.lines_of(rows)]
-    return "\n".join(lines)
+    return pairs.page("A long sequence, in chunks", model, about, report)
 
 
 if __name__ == "__main__":

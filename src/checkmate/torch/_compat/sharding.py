@@ -16,7 +16,7 @@ import torch
 
 from checkmate.torch._compat.dispatch import OpOverload, no_modes
 
-__all__ = ["LibraryPlacement", "TensorType", "library_rules"]
+__all__ = ["Layout", "LibraryPlacement", "library_rules"]
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -28,18 +28,22 @@ _PIECES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class TensorType:
-    """All that a rule may depend on of a tensor.
-
-    Attributes:
-        shape: Its shape.
-        stride: Its strides, in elements.
-        dtype: Its type of number.
-    """
+class Layout:
+    """Shape, strides, type and device of a tensor: all that a rule may depend on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a traced tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        """A new tensor of this layout."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 def library_rules(
@@ -49,7 +53,7 @@ def library_rules(
 
     Args:
         op: The op.
-        args: Its arguments, with a `TensorType` for each tensor.
+        args: Its arguments, with a `Layout` for each tensor.
         kwargs: Its keyword arguments, likewise.
         outputs: How many values it returns.
 
@@ -141,15 +145,15 @@ class _Library:
             return [self._placements_of(choice, tensors, outputs) for choice in getattr(strategy, "strategies", ())]
         return []
 
-    def _tensor_meta(self, tensor: TensorType) -> Any:
+    def _tensor_meta(self, tensor: Layout) -> Any:
         return self._meta(shape=torch.Size(tensor.shape), stride=tensor.stride, dtype=tensor.dtype)
 
     def _argument(self, value: Any) -> Any:
-        if isinstance(value, list) and any(isinstance(each, TensorType) for each in value):
-            return self._tuple([self._any_placement(each) for each in value if isinstance(each, TensorType)])
-        return self._any_placement(value) if isinstance(value, TensorType) else value
+        if isinstance(value, list) and any(isinstance(each, Layout) for each in value):
+            return self._tuple([self._any_placement(each) for each in value if isinstance(each, Layout)])
+        return self._any_placement(value) if isinstance(value, Layout) else value
 
-    def _any_placement(self, tensor: TensorType) -> Any:
+    def _any_placement(self, tensor: Layout) -> Any:
         # A function walks over the placements that the input can have, and some walk over those of two inputs side by side.
         known = self._placements
         offered = [known.Replicate(), *(known.Shard(d) for d, n in enumerate(tensor.shape) if n > 1), known.Partial()]
@@ -164,8 +168,8 @@ class _Library:
         return [None if spec is None else spec.placements[0] for spec in (*returned, *read)]
 
 
-def _replace(value: Any, change: Callable[[TensorType], Any]) -> Any:
-    if isinstance(value, TensorType):
+def _replace(value: Any, change: Callable[[Layout], Any]) -> Any:
+    if isinstance(value, Layout):
         return change(value)
     if isinstance(value, dict):
         return {k: _replace(v, change) for k, v in value.items()}
@@ -173,4 +177,4 @@ def _replace(value: Any, change: Callable[[TensorType], Any]) -> Any:
 
 
 def _count(value: Any) -> int:
-    return sum(map(_count, value)) if isinstance(value, (list, tuple)) else isinstance(value, TensorType)
+    return sum(map(_count, value)) if isinstance(value, (list, tuple)) else isinstance(value, Layout)

@@ -95,7 +95,7 @@ def choose_chunks(
         return None
     most_trials = 1 + len(kinds) * (len(kinds) + 1) // 2
     search = _Search(budget_bytes, joint, recapture, solve, _TRIALS_SHARE / most_trials)
-    tried = [search.whole(capture)]
+    tried = [search.planned((), capture)]
     best = tried[0]
     left = list(kinds)
     while left:
@@ -111,7 +111,9 @@ def choose_chunks(
         left = [kind for kind in left if kind not in best.kinds]
     # Where no plan was found, the set of kinds with the lowest floor has the rest of the time, and its refusal is raised.
     best = min(tried, key=lambda variant: variant.cost) if any(variant.result for variant in tried) else best
-    return _answer(capture.graph, best, tried, solve(best.capture.graph, budget_bytes, _LAST_SHARE))
+    result = solve(best.capture.graph, budget_bytes, _LAST_SHARE)
+    bounds = [variant.result.bound for variant in tried if variant.result is not None and variant is not best]
+    return best.capture, _with_chunks(result, best.kinds, [*bounds, result.bound], capture.graph)
 
 
 def _rewritten(joint: fx.GraphModule) -> fx.GraphModule:
@@ -133,33 +135,27 @@ class _Search:
     solve: Solve
     share: float
 
-    def whole(self, capture: Capture) -> _Variant:
-        return self._planned((), capture)
-
     def plan(self, kinds: tuple[Kind, ...]) -> _Variant:
-        regions = [region for kind in kinds for region in kind.regions]
-        return self._planned(kinds, self.recapture(with_regions(self.joint, regions)))
+        parts = [part for kind in kinds for part in kind.parts]
+        return self.planned(kinds, self.recapture(with_regions(self.joint, parts)))
 
-    def _planned(self, kinds: tuple[Kind, ...], capture: Capture) -> _Variant:
+    def planned(self, kinds: tuple[Kind, ...], capture: Capture) -> _Variant:
         try:
             return _Variant(kinds, capture, self.solve(capture.graph, self.budget_bytes, self.share))
         except (InfeasibleBudgetError, PlanNotFoundError):
             return _Variant(kinds, capture, None)
 
 
-def _answer(whole: Graph, best: _Variant, tried: Sequence[_Variant], result: Result) -> tuple[Capture, Result]:
+def _with_chunks(result: Result, kinds: Sequence[Kind], bounds: Sequence[float], whole: Graph) -> Result:
     """The result of a variant, with figures that refer to the graph without chunks and to all graphs that were planned."""
-    planned = [variant for variant in tried if variant.result is not None]
-    bound = min([result.bound, *(v.result.bound for v in planned if v.result is not None and v is not best)])
-    remarks = [f"in pieces: {kind.description}" for kind in best.kinds]
-    if best.kinds:
-        remarks.append(f"the bound covers the {len(planned)} sets of regions in pieces for which a plan was found")
+    remarks = [f"in pieces: {kind.description}" for kind in kinds]
+    if kinds:
+        remarks.append(f"the bound covers the {len(bounds)} sets of regions in pieces for which a plan was found")
         _log.info("%s", "; ".join(remarks))
-    answer = msgspec.structs.replace(
+    return msgspec.structs.replace(
         result,
         overhead=result.cost / whole.cost,
-        bound=bound,
-        gap=max(0.0, (result.cost - bound) / result.cost),
+        bound=min(bounds),
+        gap=max(0.0, (result.cost - min(bounds)) / result.cost),
         remarks=(*result.remarks, *remarks),
     )
-    return best.capture, answer

@@ -13,32 +13,28 @@ import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
+from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.graph_values import outputs, tensor
-from checkmate.torch.chunking.program import ChunkedProgram, Layout, program_for
-from checkmate.torch.chunking.stages import Stage
+from checkmate.torch.chunking.program import Part
+from checkmate.torch.graph.rng import generators_restored
 
 _EXPONENTS = 12
 """The second data set has numbers of so many powers of ten, where a sum in another order shows at once."""
 
 
-def keeps_bits(stage: Stage) -> bool:
-    """Whether a stage in pieces returns what its whole ops return, byte for byte, on two random data sets.
+def keeps_bits(part: Part) -> bool:
+    """Whether a part returns what its whole ops return, byte for byte, on two random data sets.
 
     Args:
-        stage: The stage.
+        part: A part of a region.
     """
-    program = program_for(stage)
+    program = part.program
     if any(program.sums):
         return False
     known = _KNOWN.get(program.key)
     if known is None:
-        state = torch.get_rng_state()
-        try:
-            with no_dispatch(), no_modes(), torch.no_grad():
-                known = all(_equal(stage, program, fill) for fill in (_normal, _mixed))
-        finally:
-            torch.set_rng_state(state)
-        _KNOWN[program.key] = known
+        with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
+            known = _KNOWN[program.key] = all(_equal(part, fill) for fill in (_normal, _mixed))
     return known
 
 
@@ -46,9 +42,10 @@ _KNOWN: dict[str, bool] = {}
 """Verdicts by the key of the program; layers share one."""
 
 
-def _equal(stage: Stage, program: ChunkedProgram, fill: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+def _equal(part: Part, fill: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    stage = part.stage
     given = {value: _random(Layout.of(tensor(value)), fill) for value, _ in stage.operands}
-    pieces = program([given[value] for value, _ in stage.operands])
+    pieces = part.program([given[value] for value, _ in stage.operands])
     made = dict(given)
     for op in stage.ops:
         args, kwargs = fx.map_arg((op.args, op.kwargs), made.__getitem__)

@@ -1,4 +1,4 @@
-"""Tensors of an FX graph: who makes them, who reads them, which are views, and how large they are."""
+"""Tensors of an FX graph: who makes them, who reads them, and how large they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
+from checkmate.torch.graph.storages import storage_bytes
 
 
 def producer(value: fx.Node) -> fx.Node:
@@ -41,12 +41,6 @@ def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
             for user in value.users:
                 if user.target is not operator.getitem:
                     yield value, user
-
-
-def is_view(op: fx.Node) -> bool:
-    """Whether a tensor that an op returns shares storage with one that it reads."""
-    given = {storage_key(t) for n in op.all_input_nodes for t in leaves(n.meta.get("val"))}
-    return any(storage_key(t) in given for t in leaves(op.meta.get("val")))
 
 
 def tensor(value: fx.Node) -> torch.Tensor:

@@ -9,12 +9,13 @@ import torch
 from torch import fx
 
 from checkmate.torch.chunking.exactness import keeps_bits
-from checkmate.torch.chunking.graph_values import inputs, is_view, outputs, producer, size_bytes, tensor
-from checkmate.torch.chunking.program import NotChunkable, program_for
+from checkmate.torch.chunking.graph_values import inputs, outputs, producer, size_bytes, tensor
+from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
 from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import SUM, Split
-from checkmate.torch.chunking.stages import Stage, kept_outside, stages_of
+from checkmate.torch.chunking.stages import kept_outside
+from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.storages import storage_key
 
 
@@ -47,12 +48,12 @@ class Kind:
     """Regions of one shape, such as the MLPs of all layers. They are run piece by piece together or not at all.
 
     Attributes:
-        regions: The regions.
+        parts: The parts of all regions.
         saved_bytes: Bytes of large tensors in one region that never exist whole.
         description: What the regions are, for people.
     """
 
-    regions: tuple[Region, ...]
+    parts: tuple[Part, ...]
     saved_bytes: int
     description: str
 
@@ -69,7 +70,7 @@ def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: Tru
     least = _WORTH.least_share * size_bytes(sized[0]) if sized else 0
     taken: set[fx.Node] = set()
     worthless: set[Hashable] = set()  # layers repeat
-    found: dict[Hashable, list[tuple[Region, int, str]]] = {}
+    found: dict[Hashable, list[_Found]] = {}
     for seed in sized:
         if size_bytes(seed) < least:
             break
@@ -79,24 +80,31 @@ def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: Tru
         if best is None:
             worthless.add(_call(producer(seed)))
         else:
-            region, stages, saved = best
-            taken.update(region.rules)
-            description = "; ".join(program_for(stage).description for stage in stages)
-            found.setdefault(_signature(region), []).append((region, saved, description))
-    kinds = [Kind(tuple(r for r, _, _ in alike), alike[0][1], _named(alike)) for alike in found.values()]
-    return sorted(kinds, key=lambda kind: kind.saved_bytes, reverse=True)
+            taken.update(best.region.rules)
+            found.setdefault(_signature(best.region), []).append(best)
+    return sorted(map(_kind, found.values()), key=lambda kind: kind.saved_bytes, reverse=True)
 
 
-def _named(alike: list[tuple[Region, int, str]]) -> str:
-    _, _, description = alike[0]
-    return description if len(alike) == 1 else f"{len(alike)} times {description}"
+@dataclass(frozen=True, eq=False, slots=True)
+class _Found:
+    """A region that is worth it, with its parts and the bytes of large tensors that never exist whole."""
+
+    region: Region
+    parts: list[Part]
+    saved_bytes: int
+
+
+def _kind(alike: list[_Found]) -> Kind:
+    description = "; ".join(part.program.description for part in alike[0].parts)
+    times = f"{len(alike)} times " if len(alike) > 1 else ""
+    return Kind(tuple(part for each in alike for part in each.parts), alike[0].saved_bytes, times + description)
 
 
 def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:
     """Tensors that an op allocates in the forward and could be cut."""
     seen: set[int] = set()
     for op in graph.nodes:
-        if op.op != "call_function" or is_view(op):
+        if op.op != "call_function" or makes_views(op):
             continue
         for value in outputs(op):
             if value is not None and isinstance(value.meta.get("val"), torch.Tensor) and storage_key(tensor(value)) not in seen:
@@ -105,46 +113,39 @@ def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:
                     yield value
 
 
-def _best_region(
-    graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], bool], exact: bool
-) -> tuple[Region, list[Stage], int] | None:
-    """The region around a tensor that saves most, with its stages and what it saves."""
+def _best_region(graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], bool], exact: bool) -> _Found | None:
+    """The region around a tensor that saves most."""
     op = producer(seed)
     if not allows(op):
         return None
     place = outputs(op).index(seed)
     splits = {rule.outputs[place] for rule in rules_of(op) if isinstance(rule.outputs[place], Split)}
-    found = []
+    found: list[tuple[tuple[int, bool, bool], _Found]] = []
     for split in splits:
         assert isinstance(split, Split)
-        count = _pieces(seed, split, allows, sums=not exact)
-        region = grow(seed, split, count, allows=allows, sums=not exact) if count > 1 else None
+        region = _region(seed, split, allows, sums=not exact)
         if region is None:
             continue
-        stages = stages_of(region, graph)
-        saved = _saved_bytes(region, stages)
         try:
-            sound = all(not exact or keeps_bits(stage) for stage in stages if program_for(stage))
+            parts = parts_of(region, graph)
         except NotChunkable:
             continue
-        if saved and sound:
+        saved = _saved_bytes(region, parts)
+        if saved and (not exact or all(map(keeps_bits, parts))):
             # Sums of gradients are better than sums in the forward, whose bits the loss shows.
-            forward_sums = SUM in stages[0].results.values() and len(stages) > 1
-            found.append((saved, not region.sums, not forward_sums, region, stages))
-    if not found:
-        return None
-    saved, _, _, region, stages = max(found, key=lambda each: each[:3])
-    return region, stages, saved
+            forward_sums = SUM in parts[0].stage.results.values() and len(parts) > 1
+            found.append(((saved, not region.sums, not forward_sums), _Found(region, parts, saved)))
+    return max(found, key=lambda each: each[0])[1] if found else None
 
 
-def _pieces(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], *, sums: bool) -> int:
-    """Number of pieces of the region around a tensor; 1 if it is not worth running in pieces.
+def _region(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], *, sums: bool) -> Region | None:
+    """The region around a tensor in as many pieces as are worth it; None if it is not worth running in pieces.
 
-    It depends on the graph alone and not on a budget, so that the order of sums is the same at every budget.
+    The number depends on the graph alone and not on a budget, so that the order of sums is the same at every budget.
     """
     trial = grow(seed, split, 2, allows=allows, sums=sums)
     if trial is None or len(trial.rules) < 2:
-        return 1
+        return None
     read = {value for op in trial.rules for value in inputs(op) if producer(value) not in trial.rules}
     # The seed itself may be returned to the caller, as logits are: what is made of it is then large, and what is around is not.
     own = storage_key(tensor(seed))
@@ -152,7 +153,7 @@ def _pieces(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], *, s
     around = [size_bytes(value) for value in cut]
     ratio = size_bytes(seed) / max(around, default=1)
     if ratio < _WORTH.least_ratio:
-        return 1
+        return None
     most = min(_WORTH.most_pieces, split.length(tensor(seed).shape), tensor(seed).numel() // _WORTH.least_elements)
     count = 2
     while count < _WORTH.pieces_per_ratio * ratio and 2 * count <= most:
@@ -160,17 +161,17 @@ def _pieces(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], *, s
     while count > 1:
         region = grow(seed, split, count, allows=allows, sums=sums)
         if region is not None and len(region.rules) >= len(trial.rules):
-            return count  # with more pieces fewer ops would belong to it: a batch of 8 has no 16 pieces
+            return region  # with more pieces fewer ops would belong to it: a batch of 8 has no 16 pieces
         count //= 2
-    return 1
+    return None
 
 
-def _saved_bytes(region: Region, stages: list[Stage]) -> int:
+def _saved_bytes(region: Region, parts: list[Part]) -> int:
     """Bytes of the large tensors that the region's ops allocate and that never exist whole."""
-    returned = {storage_key(tensor(value)) for stage in stages for value in stage.results}
+    returned = {storage_key(tensor(value)) for part in parts for value in part.stage.results}
     inside: dict[int, int] = {}
     for op in region.rules:
-        if is_view(op):
+        if makes_views(op):
             continue
         for value in outputs(op):
             if value is not None and value in region.splits and size_bytes(value) >= region.least_bytes:

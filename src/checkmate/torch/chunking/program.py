@@ -22,11 +22,12 @@ from torch import fx
 
 from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.aot import BoxedRun, boxed
+from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.graph_values import outputs, producer, tensor
-from checkmate.torch.chunking.regions import slices_of
+from checkmate.torch.chunking.regions import Region, slices_of
 from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shape_of_piece
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
-from checkmate.torch.chunking.stages import Stage
+from checkmate.torch.chunking.stages import Stage, stages_of
 from checkmate.torch.graph.storages import leaves
 
 aten = torch.ops.aten
@@ -46,25 +47,6 @@ Slices = tuple[tuple[int, int, int], ...]
 
 class NotChunkable(CheckmateError):
     """A stage cannot run piece by piece after all: an op does not take slices, such as a view of what is not contiguous."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Shape, strides, type and device of a tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
-        """The layout of a traced tensor."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
-
-    def empty(self) -> torch.Tensor:
-        """A new tensor of this layout."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +122,27 @@ def _run(operands: list[torch.Tensor], program: str) -> list[torch.Tensor]:
 @torch.library.register_fake("checkmate::chunked", lib=_library)
 def _traced(operands: list[torch.Tensor], program: str) -> list[torch.Tensor]:
     return [layout.empty() for layout in _PROGRAMS[program].results]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """A stage of a region with the program that runs it."""
+
+    stage: Stage
+    program: ChunkedProgram
+
+
+def parts_of(region: Region, graph: fx.Graph) -> list[Part]:
+    """The stages of a region, in the order in which they can run, with their programs.
+
+    Args:
+        region: The region.
+        graph: Its graph.
+
+    Raises:
+        NotChunkable: An op does not take slices.
+    """
+    return [Part(stage, program_for(stage)) for stage in stages_of(region, graph)]
 
 
 def program_for(stage: Stage) -> ChunkedProgram:

@@ -8,50 +8,41 @@ from collections.abc import Sequence
 from torch import fx
 
 from checkmate.torch.chunking.graph_values import producer, tensor
-from checkmate.torch.chunking.program import CHUNKED, program_for
-from checkmate.torch.chunking.regions import Region
-from checkmate.torch.chunking.stages import Stage, stages_of
+from checkmate.torch.chunking.program import CHUNKED, Part
 from checkmate.torch.graph.op_properties import DESCRIPTION
 
 
-def with_regions(joint: fx.GraphModule, regions: Sequence[Region]) -> fx.GraphModule:
+def with_regions(joint: fx.GraphModule, parts: Sequence[Part]) -> fx.GraphModule:
     """A joint module in which regions run piece by piece, one op for each of their stages.
 
     Args:
         joint: The joint module; it is not changed.
-        regions: Regions of its graph, without common ops.
-
-    Raises:
-        NotChunkable: An op of a region does not take slices.
+        parts: All parts of regions of its graph that have no common ops.
     """
-    return _Writer(joint, regions).write()
+    return _Writer(joint, parts).write()
 
 
 class _Writer:
     """Writes the module; the arguments are those of `with_regions`.
 
     Attributes:
-        stage_of: Result of a stage -> the stage.
+        part_of: Result of a part -> the part.
         env: Node of the joint graph -> its node in the new graph.
     """
 
-    def __init__(self, joint: fx.GraphModule, regions: Sequence[Region]) -> None:
+    def __init__(self, joint: fx.GraphModule, parts: Sequence[Part]) -> None:
         self.joint = joint
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        self.done: set[Stage] = set()
-        self.stage_of: dict[fx.Node, Stage] = {}
-        self.begins: dict[fx.Node, list[Stage]] = {}
-        self.inside = {op for region in regions for op in region.rules}
-        for region in regions:
-            for stage in stages_of(region, joint.graph):
-                self.stage_of.update(dict.fromkeys(stage.results, stage))
-                self.begins.setdefault(stage.own[0], []).append(stage)
+        self.done: set[Part] = set()
+        self.part_of = {value: part for part in parts for value in part.stage.results}
+        self.begins = {part.stage.own[0]: part for part in parts}
+        self.inside = {op for part in parts for op in part.stage.region.rules}
 
     def write(self) -> fx.GraphModule:
         for node in self.joint.graph.nodes:
-            for stage in self.begins.get(node, ()):
-                self._emit(stage)
+            if node in self.begins:
+                self._emit(self.begins[node])
             if node.op == "output":
                 self._emit(node)
                 break
@@ -60,8 +51,8 @@ class _Writer:
         self.graph.lint()
         return fx.GraphModule(self.joint, self.graph)
 
-    def _emit(self, wanted: fx.Node | Stage) -> None:
-        """Emit a node or a stage after all that it needs. A stack, because chains of needs are as long as the graph."""
+    def _emit(self, wanted: fx.Node | Part) -> None:
+        """Emit a node or a part after all that it needs. A stack, because chains of needs are as long as the graph."""
         stack = [wanted]
         while stack:
             item = stack[-1]
@@ -73,23 +64,23 @@ class _Writer:
             if not self._is_done(item):
                 self._write(item)
 
-    def _needs(self, item: fx.Node | Stage) -> list[fx.Node | Stage]:
-        read = [value for value, _ in item.operands] if isinstance(item, Stage) else item.all_input_nodes
-        return [self.stage_of.get(value, value) for value in read]
+    def _needs(self, item: fx.Node | Part) -> list[fx.Node | Part]:
+        read = [value for value, _ in item.stage.operands] if isinstance(item, Part) else item.all_input_nodes
+        return [self.part_of.get(value, value) for value in read]
 
-    def _is_done(self, item: fx.Node | Stage) -> bool:
-        return item in self.done if isinstance(item, Stage) else item in self.env
+    def _is_done(self, item: fx.Node | Part) -> bool:
+        return item in self.done if isinstance(item, Part) else item in self.env
 
-    def _write(self, item: fx.Node | Stage) -> None:
-        if isinstance(item, Stage):
-            self._write_stage(item)
+    def _write(self, item: fx.Node | Part) -> None:
+        if isinstance(item, Part):
+            self._write_part(item)
         else:
             # A view of a region's tensor that an op outside reads is made again outside, of the tensor that the region returns.
             self.env[item] = self.graph.node_copy(item, self.env.__getitem__)
 
-    def _write_stage(self, stage: Stage) -> None:
-        self.done.add(stage)
-        program = program_for(stage)
+    def _write_part(self, part: Part) -> None:
+        self.done.add(part)
+        stage, program = part.stage, part.program
         operands = [self.env[value] for value, _ in stage.operands]
         like = stage.own[0].meta
         node = self.graph.call_function(CHUNKED, (operands, program.key))

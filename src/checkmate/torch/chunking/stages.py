@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from checkmate.torch._compat.aot import is_tangent
-from checkmate.torch.chunking.graph_values import inputs, is_view, outputs, producer, readers, size_bytes
+from checkmate.torch.chunking.graph_values import inputs, outputs, producer, readers, size_bytes
 from checkmate.torch.chunking.regions import Region
 from checkmate.torch.chunking.rules.placements import WHOLE, Placement
+from checkmate.torch.graph.op_properties import makes_views
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +62,7 @@ def kept_outside(region: Region) -> set[fx.Node]:
     while todo:
         value = todo.pop()
         op = producer(value)
-        if is_view(op):
+        if makes_views(op):
             bases = [base for base in inputs(op) if producer(base) in region.rules and base not in seen]
             seen.update(bases)
             todo += bases
@@ -145,7 +146,7 @@ class _Stages:
 
     def _returned(self, value: fx.Node, made: fx.Node) -> bool:
         """Whether an earlier stage returns a tensor, so that it need not be made again: it has to, or the tensor is small."""
-        return not is_view(made) and (value in self.whole or size_bytes(value) < self.region.least_bytes)
+        return not makes_views(made) and (value in self.whole or size_bytes(value) < self.region.least_bytes)
 
     def _made_as(self, value: fx.Node) -> Placement:
         op = producer(value)

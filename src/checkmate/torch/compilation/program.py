@@ -23,6 +23,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import content_inputs, random_op
+from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, storage_bytes
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.measure.resident import WeakStorage
@@ -215,8 +216,7 @@ class PlannedGraph:
                 "or overwritten",
                 hint="run the step again: the gradient is planned for from now on",
             )
-        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=devices):
+        with generators_restored():
             if flight.random_state is not None:
                 flight.random_state()
             return list(self._whole([*arguments, *self.materialized(tangents)]))

@@ -15,6 +15,7 @@ from checkmate.torch._compat.dispatch import (
     run_and_save_rng_state,
     run_with_rng_state,
 )
+from checkmate.torch.graph.storages import leaves, storage_key
 
 aten = torch.ops.aten
 
@@ -113,6 +114,14 @@ def unused_arguments(node: torch.fx.Node) -> tuple[int, ...]:
         return ()
     positions, train = known
     return positions if len(node.args) > train and node.args[train] is True else ()
+
+
+def makes_views(node: torch.fx.Node) -> bool:
+    """Whether all that an op does is to make views of its inputs."""
+    made = {storage_key(t) for t in leaves(node.meta.get("val"))}
+    given = {storage_key(t) for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
+    mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return bool(made) and made <= given and not mutable
 
 
 def trains_batch_norm(node: torch.fx.Node) -> bool:

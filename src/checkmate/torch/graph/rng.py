@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ def rng_state_bytes(node: fx.Node) -> int:
     """Bytes of the generator state that must be held to recompute a random op: 5056 on the CPU, 16 on CUDA."""
     devices = {t.device.type for t in leaves(node.meta.get("val"))}
     return _CUDA_RNG_STATE_BYTES if "cuda" in devices else _cpu_rng_state_bytes()
+
+
+def generators_restored() -> AbstractContextManager[None]:
+    """A block after which every random generator, of the CPU and of all CUDA devices, has the state from before the block."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    return torch.random.fork_rng(devices=devices)
 
 
 def emit_with_saved_state(

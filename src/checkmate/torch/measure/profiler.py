@@ -17,11 +17,12 @@ from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
-from checkmate.torch.graph.op_properties import is_collective, unused_arguments
+from checkmate.torch.graph.op_properties import is_collective, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
+from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.errors import ProfilerBusyError
-from checkmate.torch.measure.roofline import estimate_ns, makes_views
+from checkmate.torch.measure.roofline import estimate_ns
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -117,16 +118,9 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
             f"the workspace of {len(nodes)} ops has to be measured, and another torch profiler is active",
             hint="call the compiled function once before you start the profiler: measurements are stored",
         )
-    cpu_state = torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    try:
-        with no_dispatch(), no_modes(), torch.no_grad():
-            each = progress.counted(nodes.items(), "measuring costs")
-            costs = {k: _measured_or_warned(node) for k, node in each}
-    finally:
-        torch.set_rng_state(cpu_state)
-        if cuda_states is not None:
-            torch.cuda.set_rng_state_all(cuda_states)
+    with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
+        each = progress.counted(nodes.items(), "measuring costs")
+        costs = {k: _measured_or_warned(node) for k, node in each}
     return {k: cost for k, cost in costs.items() if cost is not None}
 
 

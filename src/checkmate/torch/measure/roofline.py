@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from checkmate.cost.device import Device, load_device
 from checkmate.cost.roofline import roofline_ns
 from checkmate.cost.store import OpCost
-from checkmate.torch._compat.dispatch import OpOverload
+from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 
 _log = logging.getLogger("checkmate.torch")
@@ -43,22 +43,12 @@ def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
     return roofline_ns(device, flop=_flop(node), dtype=_dtype(node), moved_bytes=moved)
 
 
-def makes_views(node: fx.Node) -> bool:
-    """Whether all that an op does is to make views of its inputs."""
-    made = _made(node)
-    return bool(made) and made.keys() <= _given(node).keys() and not _mutable(node)
-
-
 def _given(node: fx.Node) -> dict[int, int]:
     return {storage_key(t): storage_bytes(t) for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
 
 
 def _made(node: fx.Node) -> dict[int, int]:
     return {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
-
-
-def _mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _dtype(node: fx.Node) -> str:

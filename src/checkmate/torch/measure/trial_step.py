@@ -13,6 +13,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import overwritten_inputs
 from checkmate.torch._compat.dispatch import no_modes
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
+from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key, unique_bytes
 from checkmate.torch.measure.errors import ProfilerBusyError
 
@@ -130,8 +131,7 @@ def _put_back(inputs: Sequence[Any]) -> Iterator[None]:
     chosen = [t for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and (written is None or i in written)]
     storages = {storage_key(t): t.untyped_storage() for t in chosen}
     saved = {key: storage.cpu() if storage.device.type == "cuda" else storage.clone() for key, storage in storages.items()}
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    with generators_restored():
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload
-from checkmate.torch._compat.sharding import TensorType
+from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.rules.placements import WHOLE, Placement, Rule, Split
 from checkmate.torch.graph.op_properties import op_properties
 
@@ -20,7 +20,7 @@ class OpCall:
 
     Attributes:
         op: The op.
-        args: Its arguments, with a `TensorType` for each tensor and tuples for lists.
+        args: Its arguments, with a `Layout` for each tensor and tuples for lists.
         kwargs: Its keyword arguments, likewise, as (name, value).
         outputs: What it returns; None for what is no tensor.
     """
@@ -28,7 +28,7 @@ class OpCall:
     op: OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    outputs: tuple[TensorType | None, ...]
+    outputs: tuple[Layout | None, ...]
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name in the op's schema, or its default.
@@ -47,7 +47,7 @@ class OpCall:
         return self[name] if any(argument.name == name for argument in self.op._schema.arguments) else None
 
     @property
-    def inputs(self) -> list[tuple[str, TensorType]]:
+    def inputs(self) -> list[tuple[str, Layout]]:
         """The tensors among the arguments, in the order of `torch.utils._pytree`, with the names of the arguments."""
         names = [argument.name for argument in self.op._schema.arguments]
         # Arguments after the named ones do not exist: only operators with keyword arguments have more.
@@ -101,7 +101,7 @@ def _freeze(value: Any) -> Any:
         numbers = (*value.shape, *value.stride()) if value.layout is torch.strided else ()
         if value.layout is not torch.strided or not all(type(n) is int for n in numbers):
             raise _UnsupportedError
-        return TensorType(tuple(value.shape), tuple(value.stride()), value.dtype)
+        return Layout.of(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_freeze, value))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, fx.Node, slice, dict)):
@@ -114,10 +114,10 @@ def thaw(value: Any) -> Any:
     return [thaw(each) for each in value] if isinstance(value, tuple) else value
 
 
-def _tensors(value: Any) -> list[TensorType]:
+def _tensors(value: Any) -> list[Layout]:
     if isinstance(value, tuple):
         return [tensor for each in value for tensor in _tensors(each)]
-    return [value] if isinstance(value, TensorType) else []
+    return [value] if isinstance(value, Layout) else []
 
 
 def _placement(given: Placement | int | None) -> Placement:

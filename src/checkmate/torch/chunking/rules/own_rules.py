@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from checkmate.torch._compat.dispatch import OpOverload
-from checkmate.torch._compat.sharding import TensorType
+from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.rules import rule_families as families
 from checkmate.torch.chunking.rules.op_call import OpCall
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
@@ -96,7 +96,7 @@ def _examples_and_heads(call: OpCall) -> list[int]:
     return [d for d in (0, 1) if call["query"].shape[d] == call["key"].shape[d] == call["value"].shape[d]]
 
 
-def _place_in_mask(mask: TensorType | None, d: int) -> Placement:
+def _place_in_mask(mask: Layout | None, d: int) -> Placement:
     if mask is None:
         return WHOLE
     own = d - 4 + len(mask.shape)

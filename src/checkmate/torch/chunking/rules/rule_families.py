@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from checkmate.torch._compat.sharding import TensorType
+from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.rules.op_call import OpCall
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
 
@@ -84,7 +84,7 @@ def elementwise(call: OpCall) -> Iterator[Rule]:
         yield Rule(outputs, tuple(_from_the_end(tensor, rank - d) for _, tensor in call.inputs))
 
 
-def _from_the_end(tensor: TensorType, back: int) -> Placement:
+def _from_the_end(tensor: Layout, back: int) -> Placement:
     d = len(tensor.shape) - back
     return Split((d,)) if d >= 0 and tensor.shape[d] > 1 else WHOLE
 
