@@ -16,12 +16,12 @@ def queue_after_backward(function: Callable[[], None]) -> None:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that is running now was called with ``retain_graph=True``."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    """Whether a backward is running now that was called with ``retain_graph=True``."""
+    return current_backward() >= 0 and torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
 def current_backward() -> int:
-    """A number of the backward that is running now, which no other backward has."""
+    """A number of the backward that is running now, which no other backward has; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 

@@ -89,7 +89,7 @@ def choose_chunks(
         return None
     joint = _rewritten(capture.joint)
     began = time.perf_counter()
-    kinds = kinds_of(joint.graph, allows, exact=exact)[:_MOST_KINDS]
+    kinds = _first_kinds(kinds_of(joint.graph, allows, exact=exact))
     _log.debug("found %d kinds of regions in %.1f s", len(kinds), time.perf_counter() - began)
     if not kinds:
         return None
@@ -108,12 +108,21 @@ def choose_chunks(
         elif cheapest.cost > (1 - _LEAST_GAIN) * best.cost:
             break
         best = cheapest
-        left = [kind for kind in left if kind not in best.kinds]
+        left = [kind for kind in left if not any(kind.excludes(chosen) for chosen in best.kinds)]
     # Where no plan was found, the set of kinds with the lowest floor has the rest of the time, and its refusal is raised.
     best = min(tried, key=lambda variant: variant.cost) if any(variant.result for variant in tried) else best
     result = solve(best.capture.graph, budget_bytes, _LAST_SHARE)
     bounds = [variant.result.bound for variant in tried if variant.result is not None and variant is not best]
     return best.capture, _with_chunks(result, best.kinds, [*bounds, result.bound], capture.graph)
+
+
+def _first_kinds(kinds: Sequence[Kind]) -> list[Kind]:
+    """The first kinds, as many as are tried; other ways to run the same regions do not count."""
+    first: list[Kind] = []
+    for kind in kinds:
+        if len(first) < _MOST_KINDS and not any(kind.excludes(other) for other in first):
+            first.append(kind)
+    return [kind for kind in kinds if any(kind.excludes(other) for other in first)]
 
 
 def _rewritten(joint: fx.GraphModule) -> fx.GraphModule:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.exactness import keeps_bits
 from checkmate.torch.chunking.graph_values import inputs, outputs, producer, size_bytes, tensor
 from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
@@ -45,17 +46,23 @@ _WORTH = Worth()
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kind:
-    """Regions of one shape, such as the MLPs of all layers. They are run piece by piece together or not at all.
+    """Regions of one shape, such as the MLPs of all layers, and one way to run them. All run piece by piece or none does.
 
     Attributes:
+        regions: The regions.
         parts: The parts of all regions.
         saved_bytes: Bytes of large tensors in one region that never exist whole.
         description: What the regions are, for people.
     """
 
+    regions: tuple[Region, ...]
     parts: tuple[Part, ...]
     saved_bytes: int
     description: str
+
+    def excludes(self, other: Kind) -> bool:
+        """Whether another kind is another way to run the same regions, or is this one."""
+        return not set(self.regions).isdisjoint(other.regions)
 
 
 def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: True, *, exact: bool = False) -> list[Kind]:
@@ -82,6 +89,9 @@ def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: Tru
         else:
             taken.update(best.region.rules)
             found.setdefault(_signature(best.region), []).append(best)
+            early = None if exact else _with_gradients_ahead(best, graph)
+            if early is not None:
+                found.setdefault((*_signature(best.region), "ahead"), []).append(early)
     return sorted(map(_kind, found.values()), key=lambda kind: kind.saved_bytes, reverse=True)
 
 
@@ -94,10 +104,20 @@ class _Found:
     saved_bytes: int
 
 
+def _with_gradients_ahead(found: _Found, graph: fx.Graph) -> _Found | None:
+    """A region as it can run if its gradients are computed in the forward; None if they cannot be, or nothing is saved."""
+    ahead = ahead_of(found.region, graph) if len(found.parts) > 1 else None
+    if ahead is None:
+        return None
+    parts = parts_of(found.region, graph, ahead)
+    return _Found(found.region, parts, _saved_bytes(found.region, parts)) if len(parts) < len(found.parts) else None
+
+
 def _kind(alike: list[_Found]) -> Kind:
     description = "; ".join(part.program.description for part in alike[0].parts)
     times = f"{len(alike)} times " if len(alike) > 1 else ""
-    return Kind(tuple(part for each in alike for part in each.parts), alike[0].saved_bytes, times + description)
+    regions = tuple(each.region for each in alike)
+    return Kind(regions, tuple(part for each in alike for part in each.parts), alike[0].saved_bytes, times + description)
 
 
 def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -184,6 +204,6 @@ def _call(op: fx.Node) -> Hashable:
     return str(op.target), tuple(shapes)
 
 
-def _signature(region: Region) -> Hashable:
+def _signature(region: Region) -> tuple[Hashable, ...]:
     ops = tuple((str(op.target), tuple(tuple(tensor(v).shape) for v in outputs(op) if v is not None)) for op in region.rules)
     return region.count, tuple(sorted(ops))

@@ -23,6 +23,7 @@ from torch import fx
 from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.aot import BoxedRun, boxed
 from checkmate.torch._compat.sharding import Layout
+from checkmate.torch.chunking.ahead import Ahead
 from checkmate.torch.chunking.graph_values import outputs, producer, tensor
 from checkmate.torch.chunking.regions import Region, slices_of
 from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shape_of_piece
@@ -132,17 +133,18 @@ class Part:
     program: ChunkedProgram
 
 
-def parts_of(region: Region, graph: fx.Graph) -> list[Part]:
+def parts_of(region: Region, graph: fx.Graph, ahead: Ahead | None = None) -> list[Part]:
     """The stages of a region, in the order in which they can run, with their programs.
 
     Args:
         region: The region.
         graph: Its graph.
+        ahead: The tangent that is taken to be one.
 
     Raises:
         NotChunkable: An op does not take slices.
     """
-    return [Part(stage, program_for(stage)) for stage in stages_of(region, graph)]
+    return [Part(stage, program_for(stage)) for stage in stages_of(region, graph, ahead)]
 
 
 def program_for(stage: Stage) -> ChunkedProgram:

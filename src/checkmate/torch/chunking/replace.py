@@ -5,11 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
+from checkmate.torch.chunking.ahead import SCALE, Ahead
 from checkmate.torch.chunking.graph_values import producer, tensor
 from checkmate.torch.chunking.program import CHUNKED, Part
 from checkmate.torch.graph.op_properties import DESCRIPTION
+
+aten = torch.ops.aten
 
 
 def with_regions(joint: fx.GraphModule, parts: Sequence[Part]) -> fx.GraphModule:
@@ -65,7 +70,13 @@ class _Writer:
                 self._write(item)
 
     def _needs(self, item: fx.Node | Part) -> list[fx.Node | Part]:
-        read = [value for value, _ in item.stage.operands] if isinstance(item, Part) else item.all_input_nodes
+        if not isinstance(item, Part):
+            read = item.all_input_nodes
+        else:
+            read = [value for value, _ in item.stage.operands]
+            ahead = item.stage.ahead
+            if ahead is not None:  # the ops between are copied, and read the tangent of one
+                read = [n for n in (*read, *(i for node in ahead.between for i in node.all_input_nodes)) if n not in ahead.inner]
         return [self.part_of.get(value, value) for value in read]
 
     def _is_done(self, item: fx.Node | Part) -> bool:
@@ -80,12 +91,43 @@ class _Writer:
 
     def _write_part(self, part: Part) -> None:
         self.done.add(part)
-        stage, program = part.stage, part.program
-        operands = [self.env[value] for value, _ in stage.operands]
+        stage, program, ahead = part.stage, part.program, part.stage.ahead
+        env = self.env if ahead is None else {**self.env, **self._with_tangent_of_one(ahead)}
+        operands = [env[value] for value, _ in stage.operands]
         like = stage.own[0].meta
         node = self.graph.call_function(CHUNKED, (operands, program.key))
         node.meta = {**like, "val": [tensor(value) for value in stage.results], DESCRIPTION: program.description}
+        if ahead is not None:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # what it returned is scaled in place
+            self._in_forward(node)
         for i, value in enumerate(stage.results):
             item = self.graph.call_function(operator.getitem, (node, i))
             item.meta = {**like, "val": tensor(value)}
+            if ahead is not None and value in ahead.scaled:
+                item = self.graph.call_function(SCALE, (item, self.env[ahead.tangent]))
+                item.meta = {**producer(value).meta, "val": tensor(value)}
             self.env[value] = item
+
+    def _in_forward(self, node: fx.Node) -> None:
+        """Move all that a node of the new graph depends on to the forward: none of it depends on a tangent."""
+        seen, todo = {node}, [node]
+        while todo:
+            op = todo.pop()
+            if "backward" in str(op.meta.get("partitioner_tag", "")):
+                op.meta["partitioner_tag"] = "is_forward"
+            new = [n for n in op.all_input_nodes if n not in seen]
+            seen.update(new)
+            todo += new
+
+    def _with_tangent_of_one(self, ahead: Ahead) -> dict[fx.Node, fx.Node]:
+        """Copies of the ops between a tangent and a region, by original, with a tangent of one."""
+        traced = tensor(ahead.tangent)
+        made = {"dtype": traced.dtype, "device": traced.device}
+        copies = {ahead.tangent: self.graph.call_function(aten.full.default, (list(traced.shape), 1), made)}
+        for node in ahead.between:
+            copies[node] = self.graph.node_copy(node, lambda n: copies[n] if n in copies else self.env[n])
+        for node, copy in copies.items():
+            args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+            with traced.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+                copy.meta = {**node.meta, "val": copy.target(*args, **kwargs)}  # type: ignore[operator]
+        return copies

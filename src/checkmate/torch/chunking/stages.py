@@ -3,7 +3,8 @@
 The forward of a layer and its backward belong to one region, and what comes between them is outside: the backward's stage needs
 gradients that depend on the forward's. A stage makes again what an earlier stage made of large tensors, piece by piece, and
 reads small ones, which the earlier stage returns. A region whose tangents do not depend on its own results, as those of the head
-in a whole step, has one stage: forward and backward of a piece follow each other and nothing is computed twice.
+in a whole step, has one stage: forward and backward of a piece follow each other and nothing is computed twice. So has one whose
+gradients are computed ahead of the backward (`checkmate.torch.chunking.ahead`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from checkmate.torch._compat.aot import is_tangent
+from checkmate.torch.chunking.ahead import Ahead
 from checkmate.torch.chunking.graph_values import inputs, outputs, producer, readers, size_bytes
 from checkmate.torch.chunking.regions import Region
 from checkmate.torch.chunking.rules.placements import WHOLE, Placement
@@ -30,23 +32,26 @@ class Stage:
         ops: Those and the ops of earlier stages that it computes again, in the order of the graph.
         operands: What it reads from outside, each with how that is cut: an op may read whole what another reads in slices.
         results: What it returns, and whether that is assembled from slices or a sum.
+        ahead: How the region depends on a tangent, if it takes it to be one.
     """
 
     region: Region
+    ahead: Ahead | None
     own: tuple[fx.Node, ...]
     ops: tuple[fx.Node, ...] = ()
     operands: dict[tuple[fx.Node, Placement], None] = field(default_factory=dict)
     results: dict[fx.Node, Placement] = field(default_factory=dict)
 
 
-def stages_of(region: Region, graph: fx.Graph) -> list[Stage]:
+def stages_of(region: Region, graph: fx.Graph, ahead: Ahead | None = None) -> list[Stage]:
     """The stages of a region, in the order in which they can run.
 
     Args:
         region: The region.
         graph: Its graph.
+        ahead: The tangent that is taken to be one, so that nothing has to wait for it; none by default.
     """
-    return _Stages(region, graph).found
+    return _Stages(region, graph, ahead).found
 
 
 def kept_outside(region: Region) -> set[fx.Node]:
@@ -74,14 +79,15 @@ def kept_outside(region: Region) -> set[fx.Node]:
 class _Stages:
     """Finds the stages of a region; the arguments are those of `stages_of`."""
 
-    def __init__(self, region: Region, graph: fx.Graph) -> None:
+    def __init__(self, region: Region, graph: fx.Graph, ahead: Ahead | None) -> None:
         self.region = region
+        self.ahead = ahead
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.level = self._levels(graph)
         self.whole = kept_outside(region)
         levels = sorted({self.level[op] for op in region.rules})
         self.by_level = {
-            level: Stage(region, self._sorted(op for op in region.rules if self.level[op] == level)) for level in levels
+            level: Stage(region, ahead, self._sorted(op for op in region.rules if self.level[op] == level)) for level in levels
         }
         for stage in self.by_level.values():
             self._fill(stage)
@@ -94,7 +100,7 @@ class _Stages:
         """How often a path to each node leaves the region and comes back; tangents depend on all of the forward."""
         rules = self.region.rules
         level: dict[fx.Node, int] = {}
-        tangents = {n for n in graph.nodes if is_tangent(n)}
+        tangents = {n for n in graph.nodes if is_tangent(n) and (self.ahead is None or n is not self.ahead.tangent)}
         after: set[fx.Node] = set(tangents)
         for node in graph.nodes:
             if any(i in after for i in node.all_input_nodes):
