@@ -15,7 +15,7 @@ from torch import fx
 
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.engine import keeps_graph
-from checkmate.torch.chunking.graph_values import outputs, producer, tensor
+from checkmate.torch.chunking.graph_values import outputs, producer, size_bytes, tensor
 from checkmate.torch.chunking.linear import is_linear
 from checkmate.torch.chunking.regions import Region
 
@@ -68,7 +68,7 @@ def ahead_of(region: Region, graph: fx.Graph) -> Ahead | None:
             made = [value for value in outputs(node) if value is not None]
             if not is_linear(node, dependent) or any(tensor(value).dtype is torch.float16 for value in made):
                 return None  # in half precision a tangent of one instead of a loss scale would lose small gradients
-            if not inside and any(tensor(value).numel() > most for value in made):
+            if not inside and any(size_bytes(value) > most * tensor(value).element_size() for value in made):
                 return None  # a network is between, not a loss
         dependent.add(node)
         if not inside:

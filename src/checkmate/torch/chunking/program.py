@@ -192,7 +192,8 @@ def _description(stage: Stage) -> str:
     region = stage.region
     products = [op for op in stage.own if op.target in (*_ADDING, aten.addmm.default)] or list(stage.own)
     length = region.splits[region.seed].length(tensor(region.seed).shape)
-    return f"{region.count} pieces of {-(-length // region.count)}: {', '.join(op.name for op in products[:4])}"
+    ahead = "" if stage.ahead is None else ", gradients ahead of the backward"
+    return f"{region.count} pieces of {-(-length // region.count)}: {', '.join(op.name for op in products[:4])}{ahead}"
 
 
 def _text(graph: fx.Graph) -> str:

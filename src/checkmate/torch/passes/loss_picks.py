@@ -28,10 +28,20 @@ def pick_before_reducing(graph: fx.Graph) -> None:
     Args:
         graph: A joint graph; changed in place.
     """
+    for node in graph.find_nodes(op="call_function", target=aten.nll_loss_backward.default):
+        _forget_unread_total(graph, node)
     for node in graph.find_nodes(op="call_function", target=_NLL):
         log_p, target, weight, reduction, ignore = node.args
         if reduction != _NONE and weight is None and log_p.meta["val"].dim() == 2:
             _pick(graph, node, log_p, target, reduction, ignore)
+
+
+def _forget_unread_total(graph: fx.Graph, node: fx.Node) -> None:
+    """Let the gradient of an ``nll_loss`` per token, which ignores the total weight, not wait for that of all tokens."""
+    if node.args[4] == _NONE:
+        total = node.args[6].meta["val"]  # type: ignore[union-attr]
+        with graph.inserting_before(node):
+            node.update_arg(6, _caller(graph, node)(aten.full.default, [], 0, dtype=total.dtype, device=total.device))
 
 
 def _pick(graph: fx.Graph, node: fx.Node, log_p: fx.Node, target: fx.Node, reduction: int, ignore: int) -> None:
