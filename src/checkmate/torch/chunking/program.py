@@ -24,6 +24,7 @@ from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.aot import BoxedRun, boxed
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.ahead import Ahead
+from checkmate.torch.chunking.buffers import Buffer, out_variant, share_buffers, write_to
 from checkmate.torch.chunking.graph_values import outputs, producer, tensor
 from checkmate.torch.chunking.regions import Region, slices_of
 from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shape_of_piece
@@ -66,6 +67,20 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Body:
+    """What runs the ops of one piece.
+
+    Attributes:
+        run: A function of the operands' slices, of what to write each result to, which is its slice or the sum so far, and of the
+            buffers. For the first piece there are no sums yet: it returns them.
+        buffers: Memory for temporary tensors.
+    """
+
+    run: BoxedRun
+    buffers: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class ChunkedProgram:
     """The pieces of one ``checkmate::chunked`` op, and the ops that run for each.
 
@@ -74,8 +89,7 @@ class ChunkedProgram:
         results: Layout of each result.
         sums: Which results are sums over the pieces.
         pieces: The pieces, in the order in which they run.
-        bodies: Functions that run the ops on the slices of one piece. They take a list of the operands' slices and what to write
-            each result to: its slice, or the sum so far. The first piece has no sums yet, and returns them.
+        bodies: What runs the ops on the slices of one piece.
         description: What it is for people.
     """
 
@@ -83,7 +97,7 @@ class ChunkedProgram:
     results: tuple[Layout, ...]
     sums: tuple[bool, ...]
     pieces: tuple[Piece, ...]
-    bodies: tuple[BoxedRun, ...]
+    bodies: tuple[Body, ...]
     description: str
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -96,11 +110,16 @@ class ChunkedProgram:
             The results, in order.
         """
         made = [None if is_sum else layout.empty() for layout, is_sum in zip(self.results, self.sums, strict=True)]
+        shared: dict[tuple[Buffer, ...], list[torch.Tensor]] = {}
         for piece in self.pieces:
+            body = self.bodies[piece.body]
+            if body.buffers not in shared:
+                shared.clear()  # before the new ones are allocated
+                shared[body.buffers] = [buffer.empty() for buffer in body.buffers]
             args = [_sliced(t, slices) for t, slices in zip(operands, piece.operands, strict=True)]
             args += [_sliced(t, slices) for t, slices in zip(made, piece.results, strict=True) if t is not None]
             # Sums are passed once they exist; the body of the first piece makes them.
-            terms = iter(self.bodies[piece.body](args))
+            terms = iter(body.run(args + shared[body.buffers]))
             made = [next(terms) if t is None else t for t in made]
         return made  # type: ignore[return-value]
 
@@ -176,8 +195,14 @@ def program_for(stage: Stage) -> ChunkedProgram:
     text = repr((given, layouts, sums, pieces, [_text(module.graph) for module in modules]))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     if key not in _PROGRAMS:
-        _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), tuple(map(boxed, modules)), _description(stage))
+        runs = tuple(_compiled(module) for module in modules)
+        _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs, _description(stage))
     return _PROGRAMS[key]
+
+
+def _compiled(module: fx.GraphModule) -> Body:
+    buffers = share_buffers(module.graph)
+    return Body(boxed(module), buffers)
 
 
 def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
@@ -287,8 +312,17 @@ class _Body:
             self.made[value] = made
             if tuple(tensor(made).shape) != shapes[i]:
                 raise NotChunkable(f"{op.name} returns {tuple(tensor(made).shape)} on a slice, not {shapes[i]}")
-            if value in self.targets:
-                self._call(aten.add_.Tensor if value in self.sums else aten.copy_.default, (self.targets[value], made), {})
+            target = self.targets.get(value)
+            if target is None:
+                continue
+            if value not in self.sums and value is op and self._can_write(new, target):
+                write_to(new, target)
+                self.made[value] = target
+            else:
+                self._call(aten.add_.Tensor if value in self.sums else aten.copy_.default, (target, made), {})
+
+    def _can_write(self, node: fx.Node, target: fx.Node) -> bool:
+        return out_variant(node.target) is not None and Layout.of(tensor(node)) == Layout.of(tensor(target))
 
     def _shapes(self, op: fx.Node, rule: Rule) -> list[tuple[int, ...] | None]:
         """Shape of each output of an op for this piece."""
