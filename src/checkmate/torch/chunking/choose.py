@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 from torch import fx
@@ -24,7 +24,6 @@ from checkmate.solvers.bounds.floor import floor
 from checkmate.torch.chunking.kinds import Kind, kinds_of
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.graph.copy import copy_graph
-from checkmate.torch.joint.capture import Capture
 from checkmate.torch.passes.loss_picks import make_ones_without_input, pick_before_reducing
 
 _log = logging.getLogger("checkmate.torch")
@@ -41,16 +40,53 @@ _MOST_KINDS: Final = 4
 _LEAST_GAIN: Final = 0.002
 """Share of the cost that another kind must save. Costs are not known more exactly."""
 
-Solve = Callable[[Graph, int, float], Result]
-"""Plans a graph within bytes and a share of the time limit."""
+
+class HasGraph(Protocol):
+    """What was captured of a step."""
+
+    @property
+    def graph(self) -> Graph:
+        """The graph to plan."""
+        ...
+
+
+CapturedT = TypeVar("CapturedT", bound=HasGraph)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """What may run piece by piece.
+
+    Attributes:
+        allows: Whether an op may.
+        exact: Whether results have to be those of the whole ops to the bit.
+    """
+
+    allows: Callable[[fx.Node], bool]
+    exact: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Variant:
-    """A set of kinds with its graph and what planning it gave."""
+class ChunkableStep(Generic[CapturedT]):
+    """A step whose joint modules can be changed before it is planned.
+
+    Attributes:
+        whole: The step as it was captured, in which nothing runs piece by piece.
+        joints: Its joint modules.
+        captured: Captures the step with other joint modules.
+    """
+
+    whole: CapturedT
+    joints: tuple[fx.GraphModule, ...]
+    captured: Callable[[Sequence[fx.GraphModule]], CapturedT]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Variant(Generic[CapturedT]):
+    """A set of kinds with the step that they give, and what planning that gave."""
 
     kinds: tuple[Kind, ...]
-    capture: Capture
+    captured: CapturedT
     result: Result | None
 
     @property
@@ -59,61 +95,102 @@ class _Variant:
 
 
 def choose_chunks(
-    capture: Capture,
-    budget_bytes: int,
-    recapture: Callable[[fx.GraphModule], Capture],
-    solve: Solve,
-    allows: Callable[[fx.Node], bool],
-    *,
-    exact: bool,
-) -> tuple[Capture, Result] | None:
+    step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int, solve: Callable[[CapturedT, float], Result]
+) -> tuple[CapturedT, Result] | None:
     """The fastest plan found within a budget over sets of regions that run piece by piece.
 
     Args:
-        capture: The captured graph, in which nothing does.
+        step: The step.
+        chunks: What may run piece by piece.
         budget_bytes: The budget.
-        recapture: Captures a changed joint module in the same way.
-        solve: Plans a graph.
-        allows: Whether an op may run piece by piece.
-        exact: Whether results have to be those of the whole ops to the bit.
+        solve: Plans what was captured, within the budget and a share of the time limit.
 
     Returns:
-        The capture that was planned and its plan, whose overhead is that against computing every op of the given graph once; None
-        where keeping everything keeps the budget, or there is no region to run piece by piece.
+        What was planned and its plan, whose overhead is that against computing every op of the given step once; None where
+        keeping everything keeps the budget, or there is no region to run piece by piece.
 
     Raises:
         InfeasibleBudgetError: No plan of any of the graphs keeps the budget.
         PlanNotFoundError: No plan of any of the graphs was found in time.
     """
-    if keep_all_bytes(capture.graph) <= budget_bytes:
+    if keep_all_bytes(step.whole.graph) <= budget_bytes:
         return None
-    joint = _rewritten(capture.joint)
-    began = time.perf_counter()
-    kinds = _first_kinds(kinds_of(joint.graph, allows, exact=exact))
-    _log.debug("found %d kinds of regions in %.1f s", len(kinds), time.perf_counter() - began)
+    variants = _Variants(step, chunks)
+    kinds = variants.kinds
     if not kinds:
         return None
     most_trials = 1 + len(kinds) * (len(kinds) + 1) // 2
-    search = _Search(budget_bytes, joint, recapture, solve, _TRIALS_SHARE / most_trials)
-    tried = [search.planned((), capture)]
+
+    def planned(of: tuple[Kind, ...]) -> _Variant[CapturedT]:
+        captured = variants.captured(of)
+        try:
+            return _Variant(of, captured, solve(captured, _TRIALS_SHARE / most_trials))
+        except (InfeasibleBudgetError, PlanNotFoundError):
+            return _Variant(of, captured, None)
+
+    tried = [planned(())]
     best = tried[0]
     left = list(kinds)
     while left:
-        offered = [search.plan((*best.kinds, kind)) for kind in left]
+        offered = [planned((*best.kinds, kind)) for kind in left]
         tried += offered
         cheapest = min(offered, key=lambda variant: variant.cost)
         if cheapest.result is None and best.result is None:
             # None keeps the budget yet: go on from the one that comes nearest.
-            cheapest = min(offered, key=lambda variant: floor(variant.capture.graph).peak_bytes)
+            cheapest = min(offered, key=lambda variant: floor(variant.captured.graph).peak_bytes)
         elif cheapest.cost > (1 - _LEAST_GAIN) * best.cost:
             break
         best = cheapest
         left = [kind for kind in left if not any(kind.excludes(chosen) for chosen in best.kinds)]
     # Where no plan was found, the set of kinds with the lowest floor has the rest of the time, and its refusal is raised.
     best = min(tried, key=lambda variant: variant.cost) if any(variant.result for variant in tried) else best
-    result = solve(best.capture.graph, budget_bytes, _LAST_SHARE)
+    result = solve(best.captured, _LAST_SHARE)
     bounds = [variant.result.bound for variant in tried if variant.result is not None and variant is not best]
-    return best.capture, _with_chunks(result, best.kinds, [*bounds, result.bound], capture.graph)
+    return best.captured, _with_chunks(result, best.kinds, [*bounds, result.bound], step.whole.graph)
+
+
+def with_lowest_floor(step: ChunkableStep[CapturedT], chunks: Chunks) -> CapturedT:
+    """A step with all kinds of regions piece by piece, if no plan of it as it is can have so small a peak.
+
+    Args:
+        step: The step.
+        chunks: What may run piece by piece.
+    """
+    variants = _Variants(step, chunks)
+    chosen: list[Kind] = []
+    for kind in variants.kinds:
+        if not any(kind.excludes(other) for other in chosen):
+            chosen.append(kind)
+    captured = variants.captured(tuple(chosen)) if chosen else step.whole
+    return min(step.whole, captured, key=lambda each: floor(each.graph).peak_bytes)
+
+
+class _Variants(Generic[CapturedT]):
+    """A step by what runs piece by piece in it. The arguments are those of `choose_chunks`.
+
+    Attributes:
+        kinds: The kinds of regions to choose from, those that save most.
+    """
+
+    def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks) -> None:
+        self._step = step
+        self._joints = [_rewritten(joint) for joint in step.joints]
+        began = time.perf_counter()
+        found = [kind for joint in self._joints for kind in kinds_of(joint.graph, chunks.allows, exact=chunks.exact)]
+        self.kinds = _first_kinds(sorted(found, key=lambda kind: kind.saved_bytes, reverse=True))
+        _log.debug("found %d kinds of regions in %.1f s", len(found), time.perf_counter() - began)
+
+    def captured(self, kinds: tuple[Kind, ...]) -> CapturedT:
+        """The step with some kinds in pieces."""
+        if not kinds:
+            return self._step.whole
+        parts = [part for kind in kinds for part in kind.parts]
+        modules = list(self._step.joints)
+        for i, joint in enumerate(self._joints):
+            mine = [part for part in parts if part.stage.region.seed.graph is joint.graph]
+            if mine:
+                modules[i] = with_regions(joint, mine)
+        return self._step.captured(modules)
 
 
 def _first_kinds(kinds: Sequence[Kind]) -> list[Kind]:
@@ -132,27 +209,6 @@ def _rewritten(joint: fx.GraphModule) -> fx.GraphModule:
     make_ones_without_input(graph)
     graph.lint()
     return fx.GraphModule(joint, graph)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Search:
-    """Plans sets of kinds; the attributes are arguments of `choose_chunks`, and the share of the time limit for each plan."""
-
-    budget_bytes: int
-    joint: fx.GraphModule
-    recapture: Callable[[fx.GraphModule], Capture]
-    solve: Solve
-    share: float
-
-    def plan(self, kinds: tuple[Kind, ...]) -> _Variant:
-        parts = [part for kind in kinds for part in kind.parts]
-        return self.planned(kinds, self.recapture(with_regions(self.joint, parts)))
-
-    def planned(self, kinds: tuple[Kind, ...], capture: Capture) -> _Variant:
-        try:
-            return _Variant(kinds, capture, self.solve(capture.graph, self.budget_bytes, self.share))
-        except (InfeasibleBudgetError, PlanNotFoundError):
-            return _Variant(kinds, capture, None)
 
 
 def _with_chunks(result: Result, kinds: Sequence[Kind], bounds: Sequence[float], whole: Graph) -> Result:

@@ -23,7 +23,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame
-from checkmate.torch.chunking.choose import choose_chunks
+from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_lowest_floor
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.distributed.consensus import job_ranks
@@ -200,6 +200,7 @@ class Compilation:
             recompile=self._recompile,
             searched_s=self._searched_s,
             replaceable=replaceable,
+            chunks=self._chunks,
         )
 
     def shared_order(self, graph: Graph) -> tuple[int, ...] | None:
@@ -257,37 +258,36 @@ class Compilation:
     def _plan(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
         if self.hooks.planner is not None:
             return capture, self.hooks.planner(capture.graph)
-        if self._may_chunk(capture.graph):
-            chosen = self._chunked(capture, recapture)
-            if chosen is not None:
+        if self._chunks is not None:
+            step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
+            if not self._alone(capture.graph):
+                capture = with_lowest_floor(step, self._chunks)
+            elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                 return chosen
         graph, result = self.agreed(capture.graph, self._plan_graph)
         return replace(capture, graph=graph), result
 
-    def _may_chunk(self, graph: Graph) -> bool:
-        """Whether regions of the graph may run in pieces: only in a graph that is a step by itself and has a budget."""
+    @functools.cached_property
+    def _chunks(self) -> Chunks | None:
+        """What may run piece by piece, where there is a budget to keep; None if nothing may."""
         options = self.options
         wanted = options.chunking != "off" and options.budget is not None and options.plan is None
-        return wanted and self.ranks is None and options.checkpoints == "hints" and self._alone(graph)
+        if not wanted or self.ranks is not None or options.checkpoints != "hints":
+            return None
+        excluded = frozenset(options.no_recompute)
+        return Chunks(lambda op: excluded.isdisjoint(op_names(op)), exact=options.chunking == "exact")
 
-    def _chunked(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result] | None:
-        """The fastest plan found if regions may run in pieces; None if there is nothing to gain."""
+    def _in_pieces(self, step: ChunkableStep[Capture], chunks: Chunks) -> tuple[Capture, Result] | None:
+        """The fastest plan found if regions may run piece by piece; None if there is nothing to gain."""
         options = self.options.planning
         assert options.budget is not None
+        budget_bytes = Problem(step.whole.graph, options.budget).budget_bytes
 
-        def solve(graph: Graph, budget_bytes: int, share: float) -> Result:
+        def solve(capture: Capture, share: float) -> Result:
             limit = None if options.time_limit_s is None else share * options.time_limit_s
-            return cheapest(Problem(graph, budget_bytes), options.solver, Limits(time_s=limit))
+            return cheapest(Problem(capture.graph, budget_bytes), options.solver, Limits(time_s=limit))
 
-        excluded = frozenset(self.options.no_recompute)
-        return choose_chunks(
-            capture,
-            Problem(capture.graph, options.budget).budget_bytes,
-            recapture,
-            solve,
-            allows=lambda op: excluded.isdisjoint(op_names(op)),
-            exact=self.options.chunking == "exact",
-        )
+        return choose_chunks(step, chunks, budget_bytes, solve)
 
     def _plan_graph(self, graph: Graph) -> Result:
         """A plan for the budget if the graph is a step by itself; otherwise one of nearly the smallest peak.

@@ -287,7 +287,7 @@ class Coordinator:
             program, graph = self._plan.programs[position], self._plan.graphs[position]
             if graph is planned or (planned.replaceable and graph.key == planned.key):
                 self._position = position + 1
-                if program is None:
+                if program is None or (graph is not planned and program.in_pieces):
                     return planned.own
                 if graph is not planned:
                     return planned.program(program.undefined, program.accumulated, program.result.plan.order)

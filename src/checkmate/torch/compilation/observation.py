@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
-from checkmate.frontend.step_graph import ObservedStep, Storage, Window
+from checkmate.frontend.step_graph import ObservedStep, Part, Storage, Window
 from checkmate.torch.compilation.recorder import StepRecorder
 
 Span = tuple[int, int]
@@ -14,18 +14,18 @@ Span = tuple[int, int]
 
 def observed_step(
     record: StepRecorder,
+    parts: Sequence[Part],
     extra_resident_bytes: int,
     existing: Set[tuple[int, int]],
-    accumulated: Sequence[frozenset[int]],
     carried: Sequence[int] = (),
 ) -> ObservedStep:
     """A step as data to plan from.
 
     Args:
         record: The step, which is over.
+        parts: The graph of each run.
         extra_resident_bytes: Resident bytes besides what the graphs are given and what is carried.
         existing: Run and input of the leaves that have a gradient before the step.
-        accumulated: Inputs to whose gradients the backward adds, for each run.
         carried: Bytes at each gap besides what the graphs are given and make, such as outputs of the step before.
     """
     count, spans = len(record.windows), _spans(record)
@@ -49,7 +49,7 @@ def observed_step(
     given = {s for run in (*record.runs, *record.abandoned) for s in run.given if s is not None}
     inputs = {s for s in given | record.eager_inputs if record.sources[s] is None and s not in record.eager}
     return ObservedStep(
-        parts=tuple(run.planned.part(run.undefined, added) for run, added in zip(record.runs, accumulated, strict=True)),
+        parts=tuple(parts),
         windows=tuple(windows),
         storages=storages,
         eager_bytes=_transient(record, count, spans, released),

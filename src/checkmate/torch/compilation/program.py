@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,14 +18,13 @@ from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import result_of_order
-from checkmate.frontend.step_graph import Part
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
+from checkmate.torch.chunking.choose import Chunks
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import content_inputs, random_op
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, storage_bytes
-from checkmate.torch.joint.part import part_of
 from checkmate.torch.measure.resident import WeakStorage
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.passes.accumulation import accumulating
@@ -45,6 +44,7 @@ class Program:
         memory: Memory that it needs above what is resident.
         undefined: Tangents that the backward does not read: no gradient flows into their outputs.
         accumulated: Inputs whose gradients the backward adds to existing ones, by position.
+        in_pieces: Whether regions of the graph run piece by piece.
         num_symbols: How many symbolic sizes the forward saves for the backward.
         forward: The forward, in AOTAutograd's boxed calling convention; None until it is compiled.
         backward: The backward.
@@ -54,6 +54,7 @@ class Program:
     memory: StepMemory
     undefined: frozenset[int] = frozenset()
     accumulated: frozenset[int] = frozenset()
+    in_pieces: bool = False
     num_symbols: int = 0
     forward: BoxedRun | None = None
     backward: BoxedRun | None = None
@@ -78,6 +79,7 @@ class PlannedGraph:
         searched_s: Seconds of the search for a plan of nearly the smallest peak, which count towards the time limit of the step.
         replaceable: Whether another program can take the place of the own one without compiling again.
         num_symbols: How many symbolic sizes AOTAutograd takes over from the forward to the backward.
+        chunks: What may run piece by piece; None if nothing may.
     """
 
     joint: CapturedJoint
@@ -93,8 +95,9 @@ class PlannedGraph:
     searched_s: float = 0.0
     replaceable: bool = True
     num_symbols: int = 0
+    chunks: Chunks | None = None
     _joints: dict[tuple[frozenset[int], frozenset[int]], CapturedJoint] = field(default_factory=dict)
-    _programs: dict[tuple[frozenset[int], frozenset[int], tuple[int, ...]], Program] = field(default_factory=dict)
+    _programs: dict[tuple[CapturedJoint, tuple[int, ...]], Program] = field(default_factory=dict)
 
     @property
     def budget(self) -> Budget:
@@ -109,7 +112,7 @@ class PlannedGraph:
     @functools.cached_property
     def key(self) -> str:
         """Key of the graph and its budget: Dynamo may compile a frame again for a reason that changes nothing in its graph."""
-        return key_of(self.joint.capture.graph, self.budget)
+        return key_of(self.joint.whole.graph, self.budget)
 
     @functools.cached_property
     def keep_all_bytes(self) -> int:
@@ -117,52 +120,72 @@ class PlannedGraph:
 
         Into which of the outputs they flow is known when the first backward begins.
         """
-        graph = self.joint.capture.graph
+        graph = self.joint.whole.graph
         sizes = [] if graph.boundary is None else [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
         if len(sizes) == len(self.tangents) and any(size <= SCALAR_TANGENT_BYTES for size in sizes):
             others = frozenset(t for t, size in enumerate(sizes) if size > SCALAR_TANGENT_BYTES)
-            graph = self._joint(others, self.own.accumulated).capture.graph
+            graph = self.captured(others, self.own.accumulated).capture.graph
         return keep_all_bytes(graph) - graph.resident_bytes
 
     @property
     def num_outputs(self) -> int:
         """How many results of the forward go to the caller."""
-        return self.joint.capture.num_fwd_outputs
+        return self.joint.whole.num_fwd_outputs
 
-    def part(self, undefined: frozenset[int], accumulated: frozenset[int]) -> Part:
-        """The graph as a part of a step.
+    def captured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
+        """The joint graph as it is in a step.
 
         Args:
             undefined: Tangents that are None in the step.
-            accumulated: Inputs whose gradients are added to existing ones.
+            accumulated: Inputs to whose gradients the backward adds.
         """
-        return part_of(self._joint(undefined, accumulated).capture)
+        key = undefined, accumulated
+        if key not in self._joints:
+            whole = not undefined and accumulated == self.own.accumulated
+            self._joints[key] = (
+                replace(self.joint, capture=self.joint.whole)
+                if whole
+                else self.joint.changed(
+                    lambda module: accumulating(without_tangents(module, undefined), self.num_outputs, accumulated)
+                )
+            )
+        return self._joints[key]
 
-    def program(self, undefined: frozenset[int], accumulated: frozenset[int], order: Sequence[int]) -> Program:
+    def program(
+        self, undefined: frozenset[int], accumulated: frozenset[int], order: Sequence[int], joint: CapturedJoint | None = None
+    ) -> Program:
         """The program of an order of the graph; compiled once.
 
         Args:
             undefined: Tangents that are None in the step.
             accumulated: Inputs whose gradients are added to existing ones.
-            order: Ops of `part` in the order of their computations.
+            order: Ops of the captured graph in the order of their computations.
+            joint: The captured graph; that of `captured` by default.
 
         Raises:
             SplitError: The modules would take more memory than planned.
         """
-        key = undefined, accumulated, tuple(order)
+        joint = joint or self.captured(undefined, accumulated)
+        key = joint, tuple(order)
         if key not in self._programs:
-            joint = self._joint(undefined, accumulated)
             result = result_of_order(joint.capture.graph, order)
             forward, backward = joint.split(result)
-            memory = StepMemory.of(joint.capture.graph, result.plan)
-            symbols = saved_symbols(forward, self.num_outputs)
-            self._programs[key] = Program(result, memory, undefined, accumulated, symbols, boxed(forward), boxed(backward))
+            self._programs[key] = Program(
+                result,
+                StepMemory.of(joint.capture.graph, result.plan),
+                undefined,
+                accumulated,
+                joint.capture is not joint.whole,
+                saved_symbols(forward, self.num_outputs),
+                boxed(forward),
+                boxed(backward),
+            )
         return self._programs[key]
 
     @functools.cached_property
     def tangents(self) -> tuple[tuple[Any, ...], ...]:
         """Shape, strides, type and device of each tangent, in the order of the backward's arguments."""
-        values = [n.meta["val"] for n in self.joint.capture.joint.graph.nodes if is_tangent(n)]
+        values = [n.meta["val"] for n in self.joint.whole.joint.graph.nodes if is_tangent(n)]
         return tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
 
     def materialized(self, tangents: Sequence[Any], undefined: frozenset[int] = frozenset()) -> list[Any]:
@@ -181,13 +204,13 @@ class PlannedGraph:
     @functools.cached_property
     def dynamic(self) -> bool:
         """Whether sizes of the graph are symbolic."""
-        values = (n.meta.get("val") for n in self.joint.capture.joint.graph.nodes if n.op == "placeholder")
+        values = (n.meta.get("val") for n in self.joint.whole.joint.graph.nodes if n.op == "placeholder")
         return any(isinstance(v, torch.SymInt) for v in values)
 
     @functools.cached_property
     def input_bytes(self) -> tuple[int, ...]:
         """The most bytes that each input can have, where sizes are symbolic."""
-        nodes = [n for n in self.joint.capture.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+        nodes = [n for n in self.joint.whole.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
         values = [n.meta.get("val") for n in nodes]
         return tuple(storage_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in values)
 
@@ -224,11 +247,11 @@ class PlannedGraph:
     @functools.cached_property
     def _whole(self) -> BoxedRun:
         """The joint graph without effects; it returns the gradients."""
-        return boxed(fx.GraphModule(self.joint.capture.joint, self._whole_graph))
+        return boxed(fx.GraphModule(self.joint.whole.joint, self._whole_graph))
 
     @functools.cached_property
     def _whole_graph(self) -> fx.Graph:
-        joint = accumulating(self.joint.capture.joint, self.num_outputs, frozenset())
+        joint = accumulating(self.joint.whole.joint, self.num_outputs, frozenset())
         graph = joint.graph
         output = graph.output_node()
         output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
@@ -252,23 +275,13 @@ class PlannedGraph:
     @functools.cached_property
     def random(self) -> bool:
         """Whether the graph draws random numbers."""
-        return any(random_op(n) is not None for n in self.joint.capture.joint.graph.nodes)
+        return any(random_op(n) is not None for n in self.joint.whole.joint.graph.nodes)
 
     @property
     def random_state_bytes(self) -> int:
         """Bytes of the random state that a forward keeps for `late_backward`; that of a CUDA device is in main memory."""
         on_cpu = all(device.type == "cpu" for *_, device in self.tangents)
         return torch.get_rng_state().nbytes if self.random and on_cpu else 0
-
-    def _joint(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
-        if not undefined and accumulated == self.own.accumulated:
-            return self.joint
-        key = undefined, accumulated
-        if key not in self._joints:
-            self._joints[key] = self.joint.changed(
-                lambda module: accumulating(without_tangents(module, undefined), self.num_outputs, accumulated)
-            )
-        return self._joints[key]
 
 
 @dataclass(eq=False, slots=True)

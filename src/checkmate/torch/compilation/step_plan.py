@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
+from torch import fx
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.frontend.step_graph import StepGraph, step_graph
+from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks
 from checkmate.torch.compilation.observation import observed_step
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
+from checkmate.torch.joint.part import part_of
+from checkmate.torch.partition.split import CapturedJoint
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -37,6 +42,21 @@ class StepPlan:
     graphs: tuple[PlannedGraph, ...]
     programs: tuple[Program | None, ...]
     result: Result
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CapturedStep:
+    """The captured graphs of a step and the graph of the whole.
+
+    Attributes:
+        joints: The graph of each run.
+        windows: The graph of the step, with the windows in which the ops of each graph run.
+        graph: The same with the figures that ranks agreed on.
+    """
+
+    joints: tuple[CapturedJoint, ...]
+    windows: StepGraph
     graph: Graph
 
 
@@ -81,40 +101,86 @@ def plan_step(
     # What a graph does not read another one may: those that none reads are among `carried`.
     extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.unread_bytes for g in graphs)
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
-    whole = step_graph(observed_step(recorder, extra + gradient_bytes, existing, accumulated, carried))
+    whole = [run.planned.captured(run.undefined, added) for run, added in zip(recorder.runs, accumulated, strict=True)]
 
-    def plan(graph: Graph) -> Result:
-        return _plan(first, graph, whole, recorder.searched_s)
+    def captured(joints: Sequence[CapturedJoint]) -> _CapturedStep:
+        parts = [part_of(joint.capture) for joint in joints]
+        windows = step_graph(observed_step(recorder, parts, extra + gradient_bytes, existing, carried))
+        return _CapturedStep(tuple(joints), windows, windows.graph)
 
-    if first.ranks is None:
-        graph, result = whole.graph, plan(whole.graph)
-    else:
-        agreed = plan_on_rank0(first.ranks, whole.graph, f"a budget of {first.budget} for a step", plan)
-        graph, result = agreed.graph, agreed.result
-    orders = whole.cut(result.plan.order)
+    spent_s = recorder.searched_s
+    step, result = _in_pieces(first, whole, captured, spent_s) or _agreed(first, captured(whole), spent_s)
+    orders = step.windows.cut(result.plan.order)
     programs = {
-        run: run.planned.program(run.undefined, added, order)
-        for run, added, order in zip(recorder.runs, accumulated, orders, strict=True)
+        run: run.planned.program(run.undefined, added, order, joint)
+        for run, added, order, joint in zip(recorder.runs, accumulated, orders, step.joints, strict=True)
     }
     forwards = recorder.forwards
-    return StepPlan(tuple(f.planned for f in forwards), tuple(programs.get(f) for f in forwards), result, graph)
+    return StepPlan(tuple(f.planned for f in forwards), tuple(programs.get(f) for f in forwards), result, step.graph)
 
 
-def _plan(first: PlannedGraph, graph: Graph, whole: StepGraph, spent_s: float) -> Result:
-    """A plan in which every computation runs in a window of the graph that it belongs to.
+def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_CapturedStep, Result]:
+    """The plan of a step. Where several ranks plan together, rank 0 makes it for all of them."""
+
+    def plan(graph: Graph) -> Result:
+        return _plan(first.options, replace(step, graph=graph), spent_s)
+
+    if first.ranks is None:
+        return step, plan(step.graph)
+    agreed = plan_on_rank0(first.ranks, step.graph, f"a budget of {first.budget} for a step", plan)
+    return replace(step, graph=agreed.graph), agreed.result
+
+
+def _in_pieces(
+    first: PlannedGraph,
+    whole: Sequence[CapturedJoint],
+    captured: Callable[[Sequence[CapturedJoint]], _CapturedStep],
+    spent_s: float,
+) -> tuple[_CapturedStep, Result] | None:
+    """The fastest plan found if regions may run piece by piece; None if none may, or there is nothing to gain.
 
     Args:
         first: The graph whose budget and time limit hold.
-        graph: The graph of the step.
-        whole: The same with its windows.
-        spent_s: Seconds of the time limit that searches for plans of the single graphs have used.
+        whole: The graph of each run.
+        captured: The step with other graphs.
+        spent_s: Seconds of the time limit that were used before.
     """
-    limit = target = first.budget.resolve(graph)
+    if first.chunks is None:
+        return None
+    joints = list(dict.fromkeys(whole))  # a graph may run several times in a step
+
+    def changed(modules: Sequence[fx.GraphModule]) -> _CapturedStep:
+        pairs = zip(joints, modules, strict=True)
+        new = {joint: joint if module is joint.capture.joint else joint.in_pieces(module) for joint, module in pairs}
+        return captured([new[joint] for joint in whole])
+
+    step = ChunkableStep(captured(whole), tuple(joint.capture.joint for joint in joints), changed)
+    budget_bytes = first.budget.resolve(step.whole.graph)
+    options = replace(first.options, budget=Budget(str(first.budget), total_bytes=budget_bytes))
+
+    def solve(variant: _CapturedStep, share: float) -> Result:
+        limit = None if options.time_limit_s is None else share * options.time_limit_s
+        return _plan(replace(options, time_limit_s=limit), variant, share * spent_s)
+
+    return choose_chunks(step, first.chunks, budget_bytes, solve)
+
+
+def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float) -> Result:
+    """A plan in which every computation runs in a window of the graph that it belongs to.
+
+    Args:
+        options: Budget, solver and time limit.
+        step: The step.
+        spent_s: Seconds of the time limit that were used before.
+    """
+    graph, windows = step.graph, step.windows
+    assert options.budget is not None
+    limit = target = options.budget.resolve(graph)
     for _ in range(_ATTEMPTS.most):
-        options = replace(first.options, budget=Budget(str(first.budget), total_bytes=target))
-        result = planner_for(options, spent_s)(graph)
+        now = replace(options, budget=Budget(str(options.budget), total_bytes=target))
+        result = planner_for(now, spent_s)(graph)
         spent_s += result.elapsed_s
-        moved = result_of_order(graph, whole.within_windows(result.plan.order))
+        moved = result_of_order(graph, windows.within_windows(result.plan.order))
         if moved.peak_bytes <= limit:
             return msgspec.structs.replace(
                 result,

@@ -139,11 +139,11 @@ def partition(
     inputs = [n for n in prepared.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
     accumulated = task.accumulated(len(inputs))
     recapture = task.captured(num_fwd_outputs)
-    capture, result = task.plan(
-        recapture(accumulating(prepared, num_fwd_outputs, accumulated) if accumulated else prepared), recapture
-    )
-    forward, backward = CapturedJoint(capture, task, rest).split(result)
-    task.on_planned(CapturedJoint(capture, task, rest), result)
+    whole = recapture(accumulating(prepared, num_fwd_outputs, accumulated) if accumulated else prepared)
+    capture, result = task.plan(whole, recapture)
+    planned = CapturedJoint(capture, whole, task, rest)
+    forward, backward = planned.split(result)
+    task.on_planned(planned, result)
     _log.debug("split in %.1f s", time.perf_counter() - began)
     return forward, backward
 
@@ -153,12 +153,14 @@ class CapturedJoint:
     """A captured joint graph that any plan of it can split into a forward and a backward module.
 
     Attributes:
-        capture: The captured graph.
+        capture: The captured graph that is planned.
+        whole: The same before regions of it were replaced by ops that run them piece by piece; `capture` itself if none were.
         task: How it was captured.
         rest: Keyword arguments of AOTAutograd for ``default_partition``.
     """
 
     capture: Capture
+    whole: Capture
     task: Task
     rest: Mapping[str, Any]
 
@@ -166,10 +168,21 @@ class CapturedJoint:
         """Another joint graph, captured in the same way.
 
         Args:
-            change: Maps the joint module to a new one; it does not change its argument.
+            change: Maps the whole joint module to a new one; it does not change its argument.
         """
-        capture = self.task.captured(self.capture.num_fwd_outputs)(change(self.capture.joint))
-        return CapturedJoint(capture, self.task, self.rest)
+        capture = self._captured(change(self.whole.joint))
+        return CapturedJoint(capture, capture, self.task, self.rest)
+
+    def in_pieces(self, joint: fx.GraphModule) -> CapturedJoint:
+        """The same with another joint module to plan, in which regions run piece by piece.
+
+        Args:
+            joint: The module.
+        """
+        return CapturedJoint(self._captured(joint), self.whole, self.task, self.rest)
+
+    def _captured(self, joint: fx.GraphModule) -> Capture:
+        return self.task.captured(self.capture.num_fwd_outputs)(joint)
 
     def split(self, result: Result) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward modules that run a plan.
@@ -203,10 +216,11 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
     recapture = task.captured(None)
-    capture, result = task.plan(recapture(prepared), recapture)
+    whole = recapture(prepared)
+    capture, result = task.plan(whole, recapture)
     imposed = apply_plan(capture, result.plan)
     _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))
-    task.on_planned(CapturedJoint(capture, task, {}), result)
+    task.on_planned(CapturedJoint(capture, whole, task, {}), result)
     return imposed
 
 
