@@ -26,10 +26,10 @@ class Worth:
 
     Attributes:
         least_share: Share of the largest tensor of the graph below which a tensor seeds no region.
-        least_ratio: How many times larger the seed must be than the largest slice that its region reads or returns. Where it is
-            not, pieces save little: what is around the region is as large as what is in it.
-        pieces_per_ratio: Pieces for each unit of that ratio: with two the large tensors of a piece, two or three in a
-            backward, take about as much as what is around the region.
+        least_ratio: How many times more bytes the large tensors that never exist whole must have than the largest tensor that
+            the region reads or returns in slices. Where they do not, pieces save little.
+        pieces_per_ratio: Pieces for each time that the seed is larger than that: with two the large tensors of a piece, two or
+            three in a backward, take about as much as what is around the region.
         most_pieces: Most pieces.
         least_elements: Fewest elements of the seed in a piece. Smaller ops take no less time.
     """
@@ -110,7 +110,7 @@ def _with_gradients_ahead(found: _Found, graph: fx.Graph) -> _Found | None:
     if ahead is None:
         return None
     parts = parts_of(found.region, graph, ahead)
-    return _Found(found.region, parts, _saved_bytes(found.region, parts)) if len(parts) < len(found.parts) else None
+    return _Found(found.region, parts, found.saved_bytes) if len(parts) < len(found.parts) else None
 
 
 def _kind(alike: list[_Found]) -> Kind:
@@ -150,10 +150,10 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], boo
             parts = parts_of(region, graph)
         except NotChunkable:
             continue
-        saved = _saved_bytes(region, parts)
-        if saved and (not exact or all(map(keeps_bits, parts))):
+        if not exact or all(map(keeps_bits, parts)):
             # Sums of gradients are better than sums in the forward, whose bits the loss shows.
             forward_sums = SUM in parts[0].stage.results.values() and len(parts) > 1
+            saved = _saved_bytes(region)
             found.append(((saved, not region.sums, not forward_sums), _Found(region, parts, saved)))
     return max(found, key=lambda each: each[0])[1] if found else None
 
@@ -166,17 +166,13 @@ def _region(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], *, s
     trial = grow(seed, split, 2, allows=allows, sums=sums)
     if trial is None or len(trial.rules) < 2:
         return None
-    read = {value for op in trial.rules for value in inputs(op) if producer(value) not in trial.rules}
-    # The seed itself may be returned to the caller, as logits are: what is made of it is then large, and what is around is not.
-    own = storage_key(tensor(seed))
-    cut = [value for value in read | kept_outside(trial) if value in trial.splits and storage_key(tensor(value)) != own]
-    around = [size_bytes(value) for value in cut]
-    ratio = size_bytes(seed) / max(around, default=1)
-    if ratio < _WORTH.least_ratio:
+    around = _largest_around(trial)
+    if _saved_bytes(trial) < _WORTH.least_ratio * around:
         return None
+    wanted = _WORTH.pieces_per_ratio * max(_WORTH.least_ratio, size_bytes(seed) / around)
     most = min(_WORTH.most_pieces, split.length(tensor(seed).shape), tensor(seed).numel() // _WORTH.least_elements)
     count = 2
-    while count < _WORTH.pieces_per_ratio * ratio and 2 * count <= most:
+    while count < wanted and 2 * count <= most:
         count *= 2
     while count > 1:
         region = grow(seed, split, count, allows=allows, sums=sums)
@@ -186,9 +182,18 @@ def _region(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], *, s
     return None
 
 
-def _saved_bytes(region: Region, parts: list[Part]) -> int:
+def _largest_around(region: Region) -> int:
+    """Bytes of the largest tensor that a region reads or returns in slices, besides its seed."""
+    read = {value for op in region.rules for value in inputs(op) if producer(value) not in region.rules}
+    # The seed itself may be returned to the caller, as logits are: what is made of it is then large, and what is around is not.
+    own = storage_key(tensor(region.seed))
+    cut = [value for value in read | kept_outside(region) if value in region.splits and storage_key(tensor(value)) != own]
+    return max(map(size_bytes, cut), default=1)
+
+
+def _saved_bytes(region: Region) -> int:
     """Bytes of the large tensors that the region's ops allocate and that never exist whole."""
-    returned = {storage_key(tensor(value)) for part in parts for value in part.stage.results}
+    returned = {storage_key(tensor(value)) for value in kept_outside(region)}
     inside: dict[int, int] = {}
     for op in region.rules:
         if makes_views(op):
