@@ -1,8 +1,10 @@
 """Choose which kinds of regions run piece by piece, so that the plan within the budget is the fastest found.
 
-Each set of kinds is another graph. Kinds are added one after the other, as long as the plan gets faster, or until one keeps the
-budget. The bound of the answer is the least of the bounds of all graphs for which a plan was found: it says how far the plan can
-be from the best one with any of these sets, and nothing about other sets.
+Each set of kinds is another graph. First kinds are added until the floor is within the budget, each time the one that lowers it
+most; then one after the other if that makes the plan faster; then those are left out again without which it is no slower.
+
+The bound of the answer is the least of the bounds of all graphs for which a plan was found: it says how far the plan can be from
+the best one with any of these sets, and nothing about other sets.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import msgspec
 from torch import fx
 
 from checkmate.core.budget import keep_all_bytes
-from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.errors import PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
+from checkmate.frontend.planner import near_smallest
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch.chunking.kinds import Kind, kinds_of
 from checkmate.torch.chunking.replace import with_regions
@@ -33,6 +36,9 @@ _TRIALS_SHARE: Final = 0.5
 
 _LAST_SHARE: Final = 0.5
 """Share of the time limit for the plan of the set that is chosen."""
+
+_SMALLEST_S: Final = 1.0
+"""Most seconds of a search for a plan of a small peak."""
 
 _MOST_KINDS: Final = 4
 """Kinds that are tried, those that save most."""
@@ -83,19 +89,26 @@ class ChunkableStep(Generic[CapturedT]):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Variant(Generic[CapturedT]):
-    """A set of kinds with the step that they give, and what planning that gave."""
+    """A set of kinds with the step that they give, and what planning that gave: a plan, or the smallest peak that was found."""
 
     kinds: tuple[Kind, ...]
     captured: CapturedT
     result: Result | None
+    smallest_bytes: int
 
-    @property
-    def cost(self) -> float:
-        return float("inf") if self.result is None else self.result.cost
+    def is_better_than(self, other: _Variant[CapturedT]) -> bool:
+        """Whether its plan is faster, or its smallest peak is lower where neither has a plan."""
+        if self.result is None:
+            return other.result is None and self.smallest_bytes < (1 - _LEAST_GAIN) * other.smallest_bytes
+        return other.result is None or self.result.cost < (1 - _LEAST_GAIN) * other.result.cost
 
 
 def choose_chunks(
-    step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int, solve: Callable[[CapturedT, float], Result]
+    step: ChunkableStep[CapturedT],
+    chunks: Chunks,
+    budget_bytes: int,
+    time_limit_s: float | None,
+    solve: Callable[[CapturedT, float | None], Result],
 ) -> tuple[CapturedT, Result] | None:
     """The fastest plan found within a budget over sets of regions that run piece by piece.
 
@@ -103,7 +116,8 @@ def choose_chunks(
         step: The step.
         chunks: What may run piece by piece.
         budget_bytes: The budget.
-        solve: Plans what was captured, within the budget and a share of the time limit.
+        time_limit_s: Seconds of wall time, or None for no limit.
+        solve: Plans what was captured, within the budget and so many seconds.
 
     Returns:
         What was planned and its plan, whose overhead is that against computing every op of the given step once; None where
@@ -119,50 +133,41 @@ def choose_chunks(
     kinds = variants.kinds
     if not kinds:
         return None
-    most_trials = 1 + len(kinds) * (len(kinds) + 1) // 2
+    trial_s = None if time_limit_s is None else _TRIALS_SHARE * time_limit_s / (1 + 2 * len(kinds))
 
     def planned(of: tuple[Kind, ...]) -> _Variant[CapturedT]:
         captured = variants.captured(of)
+        smallest = near_smallest(captured.graph, min(_SMALLEST_S, trial_s or _SMALLEST_S), budget_bytes).peak_bytes
+        if smallest > budget_bytes:  # a refusal would search for the smallest peak for much longer
+            return _Variant(of, captured, None, smallest)
         try:
-            return _Variant(of, captured, solve(captured, _TRIALS_SHARE / most_trials))
-        except (InfeasibleBudgetError, PlanNotFoundError):
-            return _Variant(of, captured, None)
+            return _Variant(of, captured, solve(captured, trial_s), smallest)
+        except PlanNotFoundError:  # its windows are too narrow for the plan
+            return _Variant(of, captured, None, smallest)
 
-    tried = [planned(())]
-    best = tried[0]
-    left = list(kinds)
-    while left:
-        offered = [planned((*best.kinds, kind)) for kind in left]
-        tried += offered
-        cheapest = min(offered, key=lambda variant: variant.cost)
-        if cheapest.result is None and best.result is None:
-            # None keeps the budget yet: go on from the one that comes nearest.
-            cheapest = min(offered, key=lambda variant: floor(variant.captured.graph).peak_bytes)
-        elif cheapest.cost > (1 - _LEAST_GAIN) * best.cost:
-            break
-        best = cheapest
-        left = [kind for kind in left if not any(kind.excludes(chosen) for chosen in best.kinds)]
-    # Where no plan was found, the set of kinds with the lowest floor has the rest of the time, and its refusal is raised.
-    best = min(tried, key=lambda variant: variant.cost) if any(variant.result for variant in tried) else best
-    result = solve(best.captured, _LAST_SHARE)
+    best = planned(variants.below(budget_bytes))
+    tried = [best]
+    for kind in kinds:
+        if kind not in best.kinds:
+            tried.append(planned((*(other for other in best.kinds if not other.excludes(kind)), kind)))
+            best = tried[-1] if tried[-1].is_better_than(best) else best
+    for kind in best.kinds if len(best.kinds) > 1 else ():
+        tried.append(planned(tuple(other for other in best.kinds if other is not kind)))
+        best = best if best.is_better_than(tried[-1]) else tried[-1]
+    result = solve(best.captured, None if time_limit_s is None else _LAST_SHARE * time_limit_s)
     bounds = [variant.result.bound for variant in tried if variant.result is not None and variant is not best]
     return best.captured, _with_chunks(result, best.kinds, [*bounds, result.bound], step.whole.graph)
 
 
 def with_lowest_floor(step: ChunkableStep[CapturedT], chunks: Chunks) -> CapturedT:
-    """A step with all kinds of regions piece by piece, if no plan of it as it is can have so small a peak.
+    """A step with those kinds of regions piece by piece that lower its floor.
 
     Args:
         step: The step.
         chunks: What may run piece by piece.
     """
     variants = _Variants(step, chunks)
-    chosen: list[Kind] = []
-    for kind in variants.kinds:
-        if not any(kind.excludes(other) for other in chosen):
-            chosen.append(kind)
-    captured = variants.captured(tuple(chosen)) if chosen else step.whole
-    return min(step.whole, captured, key=lambda each: floor(each.graph).peak_bytes)
+    return variants.captured(variants.below(0))
 
 
 class _Variants(Generic[CapturedT]):
@@ -191,6 +196,23 @@ class _Variants(Generic[CapturedT]):
             if mine:
                 modules[i] = with_regions(joint, mine)
         return self._step.captured(modules)
+
+    def below(self, budget_bytes: int) -> tuple[Kind, ...]:
+        """Kinds with which the floor is within a budget, or as low as it gets, by adding the one that lowers it most."""
+        chosen: list[Kind] = []
+        lowest = self._floor_bytes(chosen)
+        while lowest > budget_bytes:
+            left = [kind for kind in self.kinds if not any(kind.excludes(other) for other in chosen)]
+            floors = {kind: self._floor_bytes([*chosen, kind]) for kind in left}
+            best = min(left, key=floors.__getitem__, default=None)
+            if best is None or floors[best] >= lowest:
+                break
+            chosen.append(best)
+            lowest = floors[best]
+        return tuple(chosen)
+
+    def _floor_bytes(self, kinds: Sequence[Kind]) -> int:
+        return floor(self.captured(tuple(kinds)).graph).peak_bytes
 
 
 def _first_kinds(kinds: Sequence[Kind]) -> list[Kind]:

@@ -31,6 +31,7 @@ class Worth:
         pieces_per_ratio: Pieces for each time that the seed is larger than that: with two the large tensors of a piece, two or
             three in a backward, take about as much as what is around the region.
         most_pieces: Most pieces.
+        most_stages: Most stages: each makes large tensors of those before it again.
         least_elements: Fewest elements of the seed in a piece. Smaller ops take no less time.
     """
 
@@ -38,6 +39,7 @@ class Worth:
     least_ratio: float = 2.0
     pieces_per_ratio: float = 2.0
     most_pieces: int = 32
+    most_stages: int = 3
     least_elements: int = 1 << 14
 
 
@@ -150,7 +152,7 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], boo
             parts = parts_of(region, graph)
         except NotChunkable:
             continue
-        if not exact or all(map(keeps_bits, parts)):
+        if len(parts) <= _WORTH.most_stages and (not exact or all(map(keeps_bits, parts))):
             # Sums of gradients are better than sums in the forward, whose bits the loss shows.
             forward_sums = SUM in parts[0].stage.results.values() and len(parts) > 1
             saved = _saved_bytes(region)

@@ -283,11 +283,10 @@ class Compilation:
         assert options.budget is not None
         budget_bytes = Problem(step.whole.graph, options.budget).budget_bytes
 
-        def solve(capture: Capture, share: float) -> Result:
-            limit = None if options.time_limit_s is None else share * options.time_limit_s
-            return cheapest(Problem(capture.graph, budget_bytes), options.solver, Limits(time_s=limit))
+        def solve(capture: Capture, time_s: float | None) -> Result:
+            return cheapest(Problem(capture.graph, budget_bytes), options.solver, Limits(time_s=time_s))
 
-        return choose_chunks(step, chunks, budget_bytes, solve)
+        return choose_chunks(step, chunks, budget_bytes, options.time_limit_s, solve)
 
     def _plan_graph(self, graph: Graph) -> Result:
         """A plan for the budget if the graph is a step by itself; otherwise one of nearly the smallest peak.

@@ -158,14 +158,15 @@ def _in_pieces(
     budget_bytes = first.budget.resolve(step.whole.graph)
     options = replace(first.options, budget=Budget(str(first.budget), total_bytes=budget_bytes))
 
-    def solve(variant: _CapturedStep, share: float) -> Result:
-        limit = None if options.time_limit_s is None else share * options.time_limit_s
-        return _plan(replace(options, time_limit_s=limit), variant, share * spent_s)
+    left_s = None if options.time_limit_s is None else max(0.0, options.time_limit_s - spent_s)
 
-    return choose_chunks(step, first.chunks, budget_bytes, solve)
+    def solve(variant: _CapturedStep, time_s: float | None) -> Result:
+        return _plan(replace(options, time_limit_s=time_s), variant)
+
+    return choose_chunks(step, first.chunks, budget_bytes, left_s, solve)
 
 
-def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float) -> Result:
+def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float = 0.0) -> Result:
     """A plan in which every computation runs in a window of the graph that it belongs to.
 
     Args:
