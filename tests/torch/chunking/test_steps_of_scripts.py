@@ -1,0 +1,119 @@
+"""Chunks in scripts as they are: stock calls of transformers, outputs that are held, accumulation, and a loss outside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from checkmate.core.errors import InfeasibleBudgetError
+from checkmate.torch import measure_peak
+from checkmate.torch.compilation.coordinator import COORDINATOR
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers and Dynamo warn of is not ours
+VOCABULARY, TOKENS = 2048, 64
+
+
+@pytest.fixture(autouse=True)
+def new_process() -> Iterator[None]:
+    torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+    yield
+    torch._dynamo.reset()
+
+
+def language() -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    ids = torch.randint(VOCABULARY, (4, TOKENS))
+    return transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def run_steps(step: Callable[[], Any], model: nn.Module, count: int = 4) -> tuple[list[torch.Tensor], list[int]]:
+    """Run steps whose outputs are held until the next has its own: the losses, and the peaks from the third step on."""
+    held: Any = None
+    losses, peaks = [], []
+
+    def once() -> None:
+        nonlocal held
+        held = step()
+
+    for k in range(count):
+        if k < 2:
+            once()
+        else:
+            peaks.append(measure_peak(once))
+        losses.append(held.loss.detach().clone())
+    return losses, peaks
+
+
+def stepping(run: Callable[..., Any], model: nn.Module, batch: dict[str, Any], accumulated: int = 1) -> Callable[[], Any]:
+    """A step of a script: forward, backward and SGD; of several batches where gradients are accumulated."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> Any:
+        for _ in range(accumulated):
+            output = run(**batch)
+            (output.loss / accumulated).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return output
+
+    return step
+
+
+@pytest.mark.parametrize(("accumulated", "arrays"), [(1, 2.9), pytest.param(2, 4.9, marks=pytest.mark.slow)])
+def test_a_stock_call_below_its_floor(accumulated: int, arrays: float) -> None:
+    """`model(**batch).loss.backward()`: of the logits' size only they and their gradient exist whole, and what the script holds."""
+    model, batch = language()
+    plain = copy.deepcopy(model)
+    expected, peaks = run_steps(stepping(plain, plain, batch, accumulated), plain)
+    keep_all = peaks[-1]
+    resident = sum(p.nbytes for p in model.parameters()) + batch["input_ids"].nbytes
+    logits = 4 * TOKENS * VOCABULARY * 4
+    budget = resident + sum(p.nbytes for p in model.parameters()) + int(arrays * logits)
+    assert budget < resident + keep_all
+
+    whole = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 2})
+    with pytest.raises(InfeasibleBudgetError):
+        run_steps(stepping(whole, model, batch, accumulated), model)
+    model.load_state_dict(language()[0].state_dict())
+    model.zero_grad()
+    torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+
+    run = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 4, "chunking": "auto"})
+    losses, peaks = run_steps(stepping(run, model, batch, accumulated), model)
+    result = COORDINATOR.result
+    assert result is not None and any("in pieces" in remark for remark in result.remarks)
+    assert max(peaks) + resident <= budget
+    for got, want in zip(losses, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (got - want).norm() <= 1e-6 * want.norm()
+
+
+def test_a_graph_and_its_loss_outside() -> None:
+    """The logits cross into eager code, so that nothing of the loss can run piece by piece: the rest is planned as ever."""
+    model, batch = language()
+    run = torch.compile(model.transformer, backend="checkmate", options={"budget": "95%", "time_limit_s": 2, "chunking": "auto"})
+    plain = copy.deepcopy(model)
+
+    def step(net: nn.Module, body: Callable[..., Any]) -> torch.Tensor:
+        logits = net.lm_head(body(batch["input_ids"]).last_hidden_state)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(3):
+        assert torch.equal(step(model, run), step(plain, plain.transformer))
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (got.grad - want.grad).norm() <= 1e-6 * want.grad.norm()  # type: ignore[union-attr, operator]
