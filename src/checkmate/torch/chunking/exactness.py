@@ -63,9 +63,13 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _random(layout: Layout, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     made = layout.empty()
-    if not layout.dtype.is_floating_point:
-        return made.fill_(layout.dtype is torch.bool)  # 0 is a valid index of anything
-    return fill(made)
+    # Written by storage: elements of an expanded tensor share memory, and PyTorch refuses to write to them.
+    stored = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))
+    if layout.dtype.is_floating_point:
+        fill(stored)
+    else:
+        stored.fill_(layout.dtype is torch.bool)  # 0 is a valid index of anything
+    return made
 
 
 def _normal(made: torch.Tensor) -> torch.Tensor:
