@@ -43,6 +43,10 @@ CHUNKED = torch.ops.checkmate.chunked.default
 _ADDING = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 """Ops that add a product to a tensor in place, by the op that makes the product alone."""
 
+_COPIES_IF_NEEDED = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+"""Views of what is contiguous when whole: a slice need not be. Its strides are those of the kernel, which are not always those that
+PyTorch traces (``native_dropout_backward`` of a transposed tensor in 2.13.0), so that tracing a piece does not tell."""
+
 Slices = tuple[tuple[int, int, int], ...]
 """Dimension, start and length of each cut that makes a slice; none for a whole tensor."""
 
@@ -304,7 +308,8 @@ class _Body:
             self._call(_ADDING[op.target], (target, *args), kwargs)  # type: ignore[index]
             return
         shapes = self._shapes(op, rule)
-        new = self._call(op.target, *arguments_of_piece(op.target, rule, args, kwargs, shapes))  # type: ignore[arg-type]
+        target = _COPIES_IF_NEEDED.get(op.target, op.target)  # type: ignore[arg-type]
+        new = self._call(target, *arguments_of_piece(op.target, rule, args, kwargs, shapes))  # type: ignore[arg-type]
         for i, value in enumerate(outputs(op)):
             if value is None:
                 continue
