@@ -16,18 +16,19 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from checkmate.torch._compat.aot import aot_autograd, default_partition
+from checkmate.torch._compat.aot import aot_autograd, default_partition, is_tangent
 from checkmate.torch._compat.dispatch import no_dispatch
+from checkmate.torch._compat.sharding import Layout
+from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.choose import _rewritten
 from checkmate.torch.chunking.exactness import keeps_bits
-from checkmate.torch.chunking.graph_values import is_view, outputs
-from checkmate.torch.chunking.program import CHUNKED, Layout, NotChunkable
+from checkmate.torch.chunking.graph_values import outputs
+from checkmate.torch.chunking.program import CHUNKED, NotChunkable, parts_of
 from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
-from checkmate.torch.chunking.stages import stages_of
-from checkmate.torch.graph.op_properties import op_properties
+from checkmate.torch.graph.op_properties import makes_views, op_properties
 from checkmate.torch.passes.prepare import prepare
 from tests.torch.chunking.random_networks import Network, random_network
 
@@ -72,7 +73,7 @@ def traced(net: Network) -> Step | None:
     if not found:
         return None
     joint = _rewritten(prepare(found[0][0], split_convolutions=True))
-    tangents = [torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in joint.graph.nodes if "tangents" in str(n.target)]
+    tangents = [torch.full(n.meta["val"].shape, 1.5, dtype=n.meta["val"].dtype) for n in joint.graph.nodes if is_tangent(n)]
     inputs = [_like(value.detach(), n) for value, n in zip([*called[0], *tangents], joint.graph.find_nodes(op="placeholder"), strict=True)]
     return Step(joint, inputs)
 
@@ -88,7 +89,7 @@ def random_regions(rng: random.Random, graph: fx.Graph) -> list[Region]:
     seeds = [
         (value, rule.outputs[place])
         for op in graph.nodes
-        if op.op == "call_function" and not is_view(op)
+        if op.op == "call_function" and not makes_views(op)
         for place, value in enumerate(outputs(op))
         if value is not None
         for rule in rules_of(op)
@@ -122,8 +123,9 @@ class Outcome:
     """What became of some regions.
 
     Attributes:
-        kind: ``"exact"`` where the same bits were promised, ``"sums"``, ``"other kernels"`` where bits differ on random data,
-            ``"refused"`` where an op does not take slices, or ``"none"``.
+        kind: ``"exact"`` where the same bits were promised, ``"ahead"`` where gradients were computed with a tangent of one,
+            ``"sums"``, ``"other kernels"`` where bits differ on random data, ``"refused"`` where an op does not take slices, or
+            ``"none"``.
         wrong: What is not as it should be.
     """
 
@@ -139,12 +141,14 @@ def outcome_of(step: Step, regions: Sequence[Region], state: int) -> Outcome:
         regions: Regions of its graph.
         state: Seed of the random generator.
     """
+    graph = step.joint.graph
+    ahead = [ahead_of(region, graph) if state % 2 else None for region in regions]
     try:
-        pieces = with_regions(step.joint, regions)
-        stages = [stage for region in regions for stage in stages_of(region, step.joint.graph)]
-        exact = all([not region.sums for region in regions] + [keeps_bits(stage) for stage in stages])
+        parts = [part for region, tangent in zip(regions, ahead, strict=True) for part in parts_of(region, graph, tangent)]
     except NotChunkable:
         return Outcome("refused")
+    exact = not any(ahead) and not any(region.sums for region in regions) and all(map(keeps_bits, parts))
+    pieces = with_regions(step.joint, parts)
     whole = _Run(step.joint, state)
     expected = whole(step.inputs)
     run = _Run(pieces, state)
@@ -154,7 +158,8 @@ def outcome_of(step: Step, regions: Sequence[Region], state: int) -> Outcome:
     wrong = [f"{name} is {is_} and was traced as {was}" for name, (is_, was) in others]
     if not whole.other_layouts and list(map(_layout, got)) != list(map(_layout, expected)):
         wrong.append("an output has another layout")
-    kind = "exact" if exact else "sums" if any(region.sums for region in regions) else "other kernels"
+    sums = any(region.sums for region in regions)
+    kind = "exact" if exact else "ahead" if any(ahead) else "sums" if sums else "other kernels"
     if exact:
         wrong += [f"output {i} has other bits" for i, pair in enumerate(zip(got, expected, strict=True)) if not _same_bits(*pair)]
     else:
