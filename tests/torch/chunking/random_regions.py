@@ -145,10 +145,10 @@ def outcome_of(step: Step, regions: Sequence[Region], state: int) -> Outcome:
     ahead = [ahead_of(region, graph) if state % 2 else None for region in regions]
     try:
         parts = [part for region, tangent in zip(regions, ahead, strict=True) for part in parts_of(region, graph, tangent)]
+        pieces = with_regions(step.joint, parts)
     except NotChunkable:
         return Outcome("refused")
     exact = not any(ahead) and not any(region.sums for region in regions) and all(map(keeps_bits, parts))
-    pieces = with_regions(step.joint, parts)
     whole = _Run(step.joint, state)
     expected = whole(step.inputs)
     run = _Run(pieces, state)
