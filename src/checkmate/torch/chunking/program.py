@@ -30,6 +30,7 @@ from checkmate.torch.chunking.regions import Region, slices_of
 from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shape_of_piece
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
 from checkmate.torch.chunking.stages import Stage, stages_of
+from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.storages import leaves
 
 aten = torch.ops.aten
@@ -44,8 +45,8 @@ _ADDING = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_
 """Ops that add a product to a tensor in place, by the op that makes the product alone."""
 
 _COPIES_IF_NEEDED = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
-"""Views of what is contiguous when whole: a slice need not be. Its strides are those of the kernel, which are not always those that
-PyTorch traces (``native_dropout_backward`` of a transposed tensor in 2.13.0), so that tracing a piece does not tell."""
+"""Views of what is contiguous when whole: a slice need not be. Its strides are those of the kernel, which are not always those
+that PyTorch traces (``native_dropout_backward`` of a transposed tensor in 2.13.0), so that tracing a piece does not tell."""
 
 Slices = tuple[tuple[int, int, int], ...]
 """Dimension, start and length of each cut that makes a slice; none for a whole tensor."""
@@ -179,6 +180,9 @@ def program_for(stage: Stage) -> ChunkedProgram:
     Raises:
         NotChunkable: An op does not take slices.
     """
+    views = [value.name for value in stage.results if makes_views(producer(value))]
+    if views:  # a tensor of its own would be counted as the one that it is a view of, and elements of an expanded one are one
+        raise NotChunkable(f"{views[0]} is a view that an op reads whole")
     count = stage.region.count
     operand_slices = [_slices(value, placement, count) for value, placement in stage.operands]
     result_slices = [_slices(value, placement, count) for value, placement in stage.results.items()]
