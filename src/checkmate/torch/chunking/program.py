@@ -48,6 +48,9 @@ _COPIES_IF_NEEDED = dict.fromkeys((aten.view.default, aten._unsafe_view.default)
 """Views of what is contiguous when whole: a slice need not be. Its strides are those of the kernel, which are not always those
 that PyTorch traces (``native_dropout_backward`` of a transposed tensor in 2.13.0), so that tracing a piece does not tell."""
 
+_SUMMED_AS = dict.fromkeys((torch.bfloat16, torch.float16), torch.float32)
+"""Types in which sums are too coarse to add to many times: an op that sums in one kernel rounds once."""
+
 Slices = tuple[tuple[int, int, int], ...]
 """Dimension, start and length of each cut that makes a slice; none for a whole tensor."""
 
@@ -126,7 +129,7 @@ class ChunkedProgram:
             # Sums are passed once they exist; the body of the first piece makes them.
             terms = iter(body.run(args + shared[body.buffers]))
             made = [next(terms) if t is None else t for t in made]
-        return made  # type: ignore[return-value]
+        return [t.to(layout.dtype) for t, layout in zip(made, self.results, strict=True)]  # type: ignore[union-attr]
 
 
 def _sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
@@ -244,6 +247,13 @@ def _layouts(traced: object) -> list[Layout]:
     return [Layout.of(t) for t in leaves(traced)]
 
 
+def _summed(value: fx.Node) -> torch.Tensor:
+    """A traced tensor of the type in which a sum is added up."""
+    traced = tensor(value)
+    with traced.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+        return traced.to(_SUMMED_AS.get(traced.dtype, traced.dtype))
+
+
 class _Body:
     """Makes the graph module of one piece.
 
@@ -266,7 +276,7 @@ class _Body:
                 for operand, slices in zip(stage.operands, operands, strict=True)
             }
             self.targets = {
-                value: self._placeholder(_sliced(tensor(value), slices))
+                value: self._placeholder(_sliced(_summed(value) if placement == SUM else tensor(value), slices))
                 for (value, placement), slices in zip(stage.results.items(), results, strict=True)
                 if placement != SUM or not self.first
             }
@@ -280,13 +290,18 @@ class _Body:
         """
         for op in self.stage.ops:
             self._emit(op)
-        terms = [self.made[value] for value in self.sums] if self.first else []
+        terms = [self._first_term(value) for value in self.sums] if self.first else []
         for value, term in zip(self.sums, terms, strict=False):
-            if Layout.of(tensor(term)) != Layout.of(tensor(value)):
+            if Layout.of(tensor(term)) != Layout.of(_summed(value)):
                 raise NotChunkable(f"the first term of {value.name} has another layout than the sum")
         self.graph.output(terms)
         self.graph.lint()
         return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def _first_term(self, value: fx.Node) -> fx.Node:
+        dtype = _summed(value).dtype
+        made = self.made[value]
+        return made if tensor(made).dtype is dtype else self._call(aten._to_copy.default, (made,), {"dtype": dtype})
 
     def _placeholder(self, traced: torch.Tensor) -> fx.Node:
         node = self.graph.placeholder(f"slice_{len(self.graph.nodes)}")
@@ -308,7 +323,7 @@ class _Body:
 
         args, kwargs = fx.map_arg((op.args, op.kwargs), mapped)
         target = self.targets.get(op)
-        if target is not None and op in self.sums and op.target in _ADDING:
+        if target is not None and op in self.sums and op.target in _ADDING and tensor(target).dtype is tensor(op).dtype:
             self._call(_ADDING[op.target], (target, *args), kwargs)  # type: ignore[index]
             return
         shapes = self._shapes(op, rule)
