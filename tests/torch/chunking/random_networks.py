@@ -199,7 +199,9 @@ def _linear(w: _Writer, x: Any) -> None:
         return
     weight = w.parameter(w.rng.choice([4, 8, 16, 24]), x[0].shape[-1])
     if w.rng.random() < 0.5:
-        w.step(lambda x, a, b: F.linear(x, a.to(x.dtype), b.to(x.dtype)), x, weight, w.parameter(len(weight[0])), name="linear+bias")
+        w.step(
+            lambda x, a, b: F.linear(x, a.to(x.dtype), b.to(x.dtype)), x, weight, w.parameter(len(weight[0])), name="linear+bias"
+        )
     else:
         w.step(lambda x, a: F.linear(x, a.to(x.dtype)), x, weight, name="linear")
 
@@ -312,7 +314,9 @@ def _cat(w: _Writer, x: Any) -> None:
         return
     d, function = w.rng.randrange(x[0].dim()), w.rng.choice([torch.cat, torch.cat, torch.stack])
     fits = [y for y in w.made if y[0].dim() == x[0].dim() and y[0].dtype == x[0].dtype]
-    y = w.rng.choice([y for y in fits if all(a == b or i == d for i, (a, b) in enumerate(zip(y[0].shape, x[0].shape, strict=True)))])
+    y = w.rng.choice(
+        [y for y in fits if all(a == b or i == d for i, (a, b) in enumerate(zip(y[0].shape, x[0].shape, strict=True)))]
+    )
     w.step(lambda x, y: function([x, y], d), x, y, name=f"{function.__name__} {d}")
 
 
@@ -381,13 +385,20 @@ def _indexed(w: _Writer, x: Any) -> None:
         return
     d = w.rng.randrange(x[0].dim())
     n = x[0].shape[d]
-    kind = w.rng.choice(["index_select", "gather", "flip", "roll", "repeat", "pad", "sort", "topk", "expand", "index_add", "scatter_add"])
+    kind = w.rng.choice(
+        ["index_select", "gather", "flip", "roll", "repeat", "pad", "sort", "topk", "expand", "index_add", "scatter_add"]
+    )
     if kind == "index_select":
         w.step(lambda x, i: x.index_select(d, i), x, w.leaf(torch.randint(n, (w.rng.randint(1, 6),))), name=f"index_select {d}")
     elif kind == "gather":
         w.step(lambda x, i: x.gather(d, i), x, w.leaf(torch.randint(n, x[0].shape)), name=f"gather {d}")
     elif kind == "scatter_add":
-        w.step(lambda x, i: torch.zeros_like(x).scatter_add(d, i, x), x, w.leaf(torch.randint(n, x[0].shape)), name=f"scatter_add {d}")
+        w.step(
+            lambda x, i: torch.zeros_like(x).scatter_add(d, i, x),
+            x,
+            w.leaf(torch.randint(n, x[0].shape)),
+            name=f"scatter_add {d}",
+        )
     elif kind == "index_add":
         index = w.leaf(torch.randint(3, (n,)))
         shape = [*x[0].shape[:d], 3, *x[0].shape[d + 1 :]]

@@ -74,7 +74,10 @@ def traced(net: Network) -> Step | None:
         return None
     joint = _rewritten(prepare(found[0][0], split_convolutions=True))
     tangents = [torch.full(n.meta["val"].shape, 1.5, dtype=n.meta["val"].dtype) for n in joint.graph.nodes if is_tangent(n)]
-    inputs = [_like(value.detach(), n) for value, n in zip([*called[0], *tangents], joint.graph.find_nodes(op="placeholder"), strict=True)]
+    inputs = [
+        _like(value.detach(), n)
+        for value, n in zip([*called[0], *tangents], joint.graph.find_nodes(op="placeholder"), strict=True)
+    ]
     return Step(joint, inputs)
 
 
@@ -169,7 +172,11 @@ def outcome_of(step: Step, regions: Sequence[Region], state: int) -> Outcome:
 
 def _layout(value: torch.Tensor) -> tuple[Any, ...]:
     """Type, shape and strides, as far as these say where an element is."""
-    return value.dtype, tuple(value.shape), tuple(s for s, n in zip(value.stride(), value.shape, strict=True) if n > 1 and value.numel())
+    return (
+        value.dtype,
+        tuple(value.shape),
+        tuple(s for s, n in zip(value.stride(), value.shape, strict=True) if n > 1 and value.numel()),
+    )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -247,7 +254,9 @@ class _Run(fx.Interpreter):
         other_layouts: By name of a node, its layout and that of its traced tensor, where they differ.
     """
 
-    def __init__(self, module: fx.GraphModule, state: int, drawn: dict[str, Any] | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, module: fx.GraphModule, state: int, drawn: dict[str, Any] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(module, garbage_collect_values=True)
         self.state, self.given, self.dtype = state, drawn, dtype
         self.drawn: dict[str, Any] = {}

@@ -186,22 +186,10 @@ def program_for(stage: Stage) -> ChunkedProgram:
     views = [value.name for value in stage.results if makes_views(producer(value))]
     if views:  # a tensor of its own would be counted as the one that it is a view of, and elements of an expanded one are one
         raise NotChunkable(f"{views[0]} is a view that an op reads whole")
-    count = stage.region.count
-    operand_slices = [_slices(value, placement, count) for value, placement in stage.operands]
-    result_slices = [_slices(value, placement, count) for value, placement in stage.results.items()]
+    pieces, bodies = pieces_of(stage)
     sums = tuple(placement == SUM for placement in stage.results.values())
-    bodies: dict[tuple[object, bool], fx.GraphModule] = {}
-    pieces: list[Piece] = []
-    for t in range(count):
-        operands = tuple(slices[t] for slices in operand_slices)
-        results = tuple(slices[t] for slices in result_slices)
-        lengths = tuple(tuple(n for _, _, n in slices) for slices in (*operands, *results))
-        kind = (lengths, not pieces and any(sums))
-        if kind not in bodies:
-            bodies[kind] = _Body(stage, operands, results, t).module()
-        pieces.append(Piece(operands, results, list(bodies).index(kind)))
     layouts = tuple(Layout.of(tensor(value)) for value in stage.results)
-    modules = tuple(bodies.values())
+    modules = tuple(body.module for body in bodies)
     given = tuple(Layout.of(tensor(value)) for value, _ in stage.operands)
     text = repr((given, layouts, sums, pieces, [_text(module.graph) for module in modules]))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -209,6 +197,31 @@ def program_for(stage: Stage) -> ChunkedProgram:
         runs = tuple(_compiled(module) for module in modules)
         _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs, _description(stage))
     return _PROGRAMS[key]
+
+
+def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
+    """The pieces of a stage, and the graphs that they run.
+
+    Args:
+        stage: The stage.
+
+    Raises:
+        NotChunkable: An op does not take slices.
+    """
+    count = stage.region.count
+    operand_slices = [_slices(value, placement, count) for value, placement in stage.operands]
+    result_slices = [_slices(value, placement, count) for value, placement in stage.results.items()]
+    bodies: dict[tuple[object, bool], PieceGraph] = {}
+    pieces: list[Piece] = []
+    for t in range(count):
+        operands = tuple(slices[t] for slices in operand_slices)
+        results = tuple(slices[t] for slices in result_slices)
+        lengths = tuple(tuple(n for _, _, n in slices) for slices in (*operands, *results))
+        kind = (lengths, not pieces and SUM in stage.results.values())
+        if kind not in bodies:
+            bodies[kind] = PieceGraph(stage, operands, results, t)
+        pieces.append(Piece(operands, results, list(bodies).index(kind)))
+    return pieces, list(bodies.values())
 
 
 def _compiled(module: fx.GraphModule) -> Body:
@@ -254,20 +267,28 @@ def _summed(value: fx.Node) -> torch.Tensor:
         return traced.to(_SUMMED_AS.get(traced.dtype, traced.dtype))
 
 
-class _Body:
-    """Makes the graph module of one piece.
+class PieceGraph:
+    """The ops of one piece as a graph module.
+
+    Attributes:
+        module: The module.
+        calls: Arguments and keyword arguments of each op of the stage, with nodes of the graph.
 
     Args:
         stage: The stage.
         operands: How each operand is sliced.
         results: How each result is sliced.
         piece: Which piece; the first returns the first terms of sums.
+
+    Raises:
+        NotChunkable: An op does not take slices.
     """
 
     def __init__(self, stage: Stage, operands: Sequence[Slices], results: Sequence[Slices], piece: int) -> None:
         self.stage, self.piece, self.first = stage, piece, piece == 0
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
+        self.calls: dict[fx.Node, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.mode = tensor(stage.region.seed).fake_mode  # type: ignore[attr-defined]
         self.ops = set(stage.ops)
         with self.mode, torch.no_grad():
@@ -281,13 +302,9 @@ class _Body:
                 if placement != SUM or not self.first
             }
         self.sums = [value for value, placement in stage.results.items() if placement == SUM]
+        self.module = self._module()
 
-    def module(self) -> fx.GraphModule:
-        """The module.
-
-        Raises:
-            NotChunkable: An op does not take slices.
-        """
+    def _module(self) -> fx.GraphModule:
         for op in self.stage.ops:
             self._emit(op)
         terms = [self._first_term(value) for value in self.sums] if self.first else []
@@ -328,7 +345,8 @@ class _Body:
             return
         shapes = self._shapes(op, rule)
         target = _COPIES_IF_NEEDED.get(op.target, op.target)  # type: ignore[arg-type]
-        new = self._call(target, *arguments_of_piece(op.target, rule, args, kwargs, shapes))  # type: ignore[arg-type]
+        self.calls[op] = arguments_of_piece(op.target, rule, args, kwargs, shapes)  # type: ignore[arg-type]
+        new = self._call(target, *self.calls[op])
         for i, value in enumerate(outputs(op)):
             if value is None:
                 continue
