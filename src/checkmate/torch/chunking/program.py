@@ -171,7 +171,10 @@ def parts_of(region: Region, graph: fx.Graph, ahead: Ahead | None = None) -> lis
     Raises:
         NotChunkable: An op does not take slices.
     """
-    return [Part(stage, program_for(stage)) for stage in stages_of(region, graph, ahead)]
+    stages = stages_of(region, graph, ahead)
+    if ahead is not None and any(value in ahead.scaled for stage in stages for value, _ in stage.operands):
+        raise NotChunkable("a later stage would scale again what an earlier one has scaled")
+    return [Part(stage, program_for(stage)) for stage in stages]
 
 
 def program_for(stage: Stage) -> ChunkedProgram:
