@@ -51,8 +51,8 @@ class Step:
     inputs: list[Any]
 
 
-def traced(net: Network) -> Step | None:
-    """The joint graph of a network as Checkmate plans it, with the inputs of one step; None where nothing has a gradient."""
+def traced(function: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]) -> Step | None:
+    """The joint graph of a loss as Checkmate plans it, with the inputs of one step; None where nothing has a gradient."""
     found: list[tuple[fx.GraphModule, list[Any]]] = []
     called: list[list[Any]] = []
 
@@ -69,7 +69,7 @@ def traced(net: Network) -> Step | None:
 
     backend = aot_autograd(fw_compiler=forward, bw_compiler=lambda module, _: module, partition_fn=partition)
     torch._dynamo.reset()
-    torch.compile(net, backend=backend, dynamic=False)(*net.leaves)
+    torch.compile(function, backend=backend, dynamic=False)(*leaves)
     if not found:
         return None
     joint = _rewritten(prepare(found[0][0], split_convolutions=True))
@@ -78,7 +78,12 @@ def traced(net: Network) -> Step | None:
         _like(value.detach(), n)
         for value, n in zip([*called[0], *tangents], joint.graph.find_nodes(op="placeholder"), strict=True)
     ]
-    return Step(joint, inputs)
+    step = Step(joint, inputs)
+    try:
+        _Run(joint, 0)(inputs)
+    except RuntimeError:  # PyTorch traced other strides than its kernels return, and a view fails
+        return None
+    return step
 
 
 def _like(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
@@ -295,7 +300,7 @@ class _Run(fx.Interpreter):
 
 def results(net: Network, rng: random.Random) -> Iterator[tuple[Outcome, list[Region]]]:
     """What becomes of random regions of a network."""
-    step = traced(net)
+    step = traced(net, net.leaves)
     for _ in range(MOST_REGIONS if step is not None else 0):
         assert step is not None
         regions = random_regions(rng, step.joint.graph)
