@@ -16,7 +16,7 @@ from torch import fx
 
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 from checkmate.torch._compat.sharding import Layout
-from checkmate.torch.chunking.graph_values import outputs, tensor
+from checkmate.torch.chunking.graph_values import inputs, outputs, tensor
 from checkmate.torch.chunking.kernel_paths import flat_storage, same_path
 from checkmate.torch.chunking.program import ChunkedProgram, NotChunkable, Part, Piece, PieceGraph, pieces_of, program_for
 from checkmate.torch.chunking.rules.pieces import cuts
@@ -95,7 +95,7 @@ def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGra
 
 
 def _equal(stage: Stage, program: ChunkedProgram, fill: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    given = {value: _random(Layout.of(tensor(value)), fill) for value, _ in stage.operands}
+    given = {value: _random(Layout.of(tensor(value)), fill, _integers(value, stage)) for value, _ in stage.operands}
     pieces = program([given[value] for value, _ in stage.operands])
     made = dict(given)
     for op in stage.ops:
@@ -112,14 +112,32 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
 
 
-def _random(layout: Layout, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _random(layout: Layout, fill: Callable[[torch.Tensor], torch.Tensor], integers: int) -> torch.Tensor:
     made = layout.empty()
     stored = flat_storage(made)
     if layout.dtype.is_floating_point:
         fill(stored)
     else:
-        stored.fill_(layout.dtype is torch.bool)  # 0 is a valid index of anything
+        stored.random_(0, 2 if layout.dtype is torch.bool else integers)
     return made
+
+
+def _integers(value: fx.Node, stage: Stage) -> int:
+    """How many integers can be given for an operand: 0 is a valid index of anything, and 1 where no dimension has one element.
+
+    With one index for all, every number of a row is the same, and sums of them are the same in any order.
+    """
+    todo, seen = [value], {value}
+    while todo:
+        for op in todo.pop().users:
+            if op not in stage.ops:
+                continue
+            if makes_views(op):
+                todo += [v for v in outputs(op) if v is not None and v not in seen]
+                seen.update(todo)
+            elif any(min(tensor(v).shape, default=1) < 2 for v in inputs(op) if v not in seen):
+                return 1
+    return 2
 
 
 def _normal(made: torch.Tensor) -> torch.Tensor:
