@@ -144,7 +144,11 @@ def test_regions_that_wait_for_each_other_are_refused() -> None:
 
 BROKEN = [
     (aten._softmax.default, lambda: Rule((Split((1,)),), (Split((1,)),)), lambda x: (x.softmax(-1) * 3).exp().sum()),
-    (aten.amax.default, lambda: Rule((SUM,), (Split((1,)),)), lambda x: (x.exp() * 2 - (x.exp() * 2).amax(1, keepdim=True)).exp().sum()),
+    (
+        aten.amax.default,
+        lambda: Rule((SUM,), (Split((1,)),)),
+        lambda x: (x.exp() * 2 - (x.exp() * 2).amax(1, keepdim=True)).exp().sum(),
+    ),
     (aten.cumsum.default, lambda: Rule((Split((1,)),), (Split((1,)),)), lambda x: (x.cumsum(1) * 0.1).exp().sum()),
 ]
 

@@ -104,7 +104,15 @@ def _equal(stage: Stage, program: ChunkedProgram, fill: Callable[[torch.Tensor],
         for i, value in enumerate(outputs(op)):
             if value is not None:
                 made[value] = result if value is op else result[i]
-    return all(_same_bytes(made[value], piece) for value, piece in zip(stage.results, pieces, strict=True))
+    return all(
+        _same_bytes(made[value], piece) and _strides(made[value]) == _strides(piece)
+        for value, piece in zip(stage.results, pieces, strict=True)
+    )
+
+
+def _strides(value: torch.Tensor) -> list[int]:
+    """Strides that say where an element is: ops that read a result of other strides sum in another order."""
+    return [stride for stride, n in zip(value.stride(), value.shape, strict=True) if n > 1]
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
