@@ -1,7 +1,7 @@
 """Random small networks of the ops that real ones are made of, for the tests of regions.
 
-A network is a list of steps on a growing list of tensors. It is written while it runs: a step that PyTorch refuses for the tensors
-at hand is dropped. All choices are those of one `random.Random`, so that Hypothesis can make and shrink them.
+A network is a list of steps on a growing list of tensors. It is written while it runs: a step that PyTorch refuses for the
+tensors at hand is dropped. All choices are those of one `random.Random`, so that Hypothesis can make and shrink them.
 """
 
 from __future__ import annotations

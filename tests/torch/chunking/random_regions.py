@@ -1,19 +1,23 @@
 """Random regions of random networks: what runs in pieces against what runs whole, on the same data.
 
-``python -m tests.torch.chunking.random_regions FIRST LAST`` prints what happened to the networks of these seeds.
+``python -m tests.torch.chunking.random_regions [--database] FIRST LAST`` prints what happened to the networks of these seeds, or
+to these ops of PyTorch's own database.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.aot import aot_autograd, default_partition, is_tangent
@@ -30,9 +34,13 @@ from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.graph.op_properties import makes_views, op_properties
 from checkmate.torch.passes.prepare import prepare
-from tests.torch.chunking.random_networks import Network, random_network
+from tests.torch.chunking.random_networks import random_network
 
-aten = torch.ops.aten
+DATABASE = [
+    op
+    for op in op_db
+    if op.supports_autograd and torch.float32 in op.supported_dtypes("cpu") and not op.name.startswith("sparse.")
+]
 
 MOST_REGIONS = 6
 """Regions that are tried in each network; tracing it takes longer than any of them."""
@@ -133,8 +141,8 @@ class Outcome:
     Attributes:
         kind: ``"exact"`` where the same bits were promised, ``"ahead"`` where gradients were computed with a tangent of one,
             ``"sums"``, ``"other kernels"`` where bits differ on random data, ``"other strides"`` where bits were promised
-            and kernels outside return other strides than PyTorch traced for them, ``"refused"`` where an op does not take slices, or
-            ``"none"``.
+            and kernels outside return other strides than PyTorch traced for them, ``"refused"`` where an op does not take
+            slices, or ``"none"``.
         wrong: What is not as it should be.
     """
 
@@ -303,36 +311,79 @@ class _Run(fx.Interpreter):
         return self.dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
-def results(net: Network, rng: random.Random) -> Iterator[tuple[Outcome, list[Region]]]:
-    """What becomes of random regions of a network."""
-    step = traced(net, net.leaves)
+def results(step: Step | None, rng: random.Random) -> Iterator[tuple[Outcome, list[Region]]]:
+    """What becomes of random regions of a step."""
     for _ in range(MOST_REGIONS if step is not None else 0):
         assert step is not None
         regions = random_regions(rng, step.joint.graph)
         yield (outcome_of(step, regions, rng.randrange(1 << 16)) if regions else Outcome("none")), regions
 
 
-def main(first: int, last: int, report: Callable[[str], object]) -> None:
-    """Run the networks of some seeds, and report what is wrong, and how many regions there were of each kind."""
+def step_of_seed(seed: int) -> tuple[str, Step | None, random.Random]:
+    """The step of a random network."""
+    rng = random.Random(seed)
+    net = random_network(rng)
+    return f"{seed} {net.names}", traced(net, net.leaves), rng
+
+
+def step_of_database(number: int) -> tuple[str, Step | None, random.Random]:
+    """The step of one op of PyTorch's own tests, of what is made of its inputs and read by a loss; None if it has none."""
+    rng = random.Random(number)
+    op = DATABASE[number]
+    torch.manual_seed(number)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        samples = list(itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 24))
+    sizes = [
+        max((t.numel() for t in pytree.tree_leaves(_arguments(sample)) if isinstance(t, torch.Tensor)), default=0)
+        for sample in samples
+    ]
+    sample = _arguments(rng.choice([sample for sample, size in zip(samples, sizes, strict=True) if size >= min(8, max(sizes))]))
+    flat, structure = pytree.tree_flatten(sample)
+    places = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)]
+
+    def loss(*leaves: torch.Tensor) -> torch.Tensor:
+        values = list(flat)
+        for place, leaf in zip(places, leaves, strict=True):
+            values[place] = leaf * 1.5 if leaf.is_floating_point() else leaf
+        args, kwargs = pytree.tree_unflatten(values, structure)
+        made = [t for t in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        return sum(t.tanh().square().sum() for t in made)  # type: ignore[return-value]
+
+    name = f"{number} {op.name}.{op.variant_test_name}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return name, traced(loss, [flat[place].detach().requires_grad_(flat[place].requires_grad) for place in places]), rng
+    except Exception:  # noqa: BLE001 - what Dynamo does not trace has no graph to test
+        return name, None, rng
+
+
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (sample.input, *sample.args), sample.kwargs
+
+
+def main(steps: Iterable[tuple[str, Step | None, random.Random]], report: Callable[[str], object]) -> None:
+    """Run random regions of steps, and report what is wrong, and how many regions there were of each kind.
+
+    Args:
+        steps: Name, step and random numbers of each.
+        report: Called with what is to be printed.
+    """
     torch.set_num_threads(1)
     tally: Counter[str] = Counter()
-    for seed in range(first, last):
-        rng = random.Random(seed)
-        net = random_network(rng)
-        try:
-            found = list(results(net, rng))
-        except Exception as error:
-            report(f"{seed} {type(error).__name__}: {error} {net.names}\n")
-            tally["raised"] += 1
-            continue
-        for outcome, regions in found:
+    for name, step, rng in steps:
+        tally["steps" if step is not None else "not traced"] += 1
+        for outcome, regions in results(step, rng):
             tally[outcome.kind] += len(regions) or 1
             if outcome.wrong:
                 tally["wrong"] += 1
                 where = [(r.seed.name, r.count, str(r.splits[r.seed]), len(r.rules)) for r in regions]
-                report(f"{seed} {outcome.kind} {where} {outcome.wrong[:4]} {net.names}\n")
+                report(f"{outcome.kind} {where} {outcome.wrong[:4]} {name}\n")
     report(f"{dict(tally)}\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.stdout.write)
+    *options, begin, end = sys.argv[1:]
+    found = step_of_database if options == ["--database"] else step_of_seed
+    main(map(found, range(int(begin), int(end))), sys.stdout.write)

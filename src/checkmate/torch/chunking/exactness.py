@@ -1,9 +1,9 @@
 """Whether a stage in pieces gives the bits of its whole ops, found out by running both on this device.
 
-A kernel may take another path for a slice, such as one for products of few rows. Which path it takes depends on sizes and strides
-and never on data, so that a comparison on random data at the real sizes decides: of all that the ops make, because a later op such
-as a clamp can hide a difference. Elementwise ops are looked at one by one besides (`kernel_paths`). That does not hold for sums over
-pieces, whose additions have another order: there equality is luck, and no stage with one is tested.
+A kernel may take another path for a slice, such as one for products of few rows. Which path it takes depends on sizes and
+strides and never on data, so that a comparison on random data at the real sizes decides: of all that the ops make, because a
+later op such as a clamp can hide a difference. Elementwise ops are looked at one by one besides (`kernel_paths`). That does not
+hold for sums over pieces, whose additions have another order: there equality is luck, and no stage with one is tested.
 """
 
 from __future__ import annotations

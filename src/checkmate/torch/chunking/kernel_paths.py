@@ -1,9 +1,10 @@
 """Whether an elementwise op computes each element of a piece by the function that it uses when whole.
 
-Kernels of the CPU compute most elements in vectors, and the rest at the end of a contiguous run one by one: by another function
-where the op is transcendental. Which elements are the rest depends on sizes and strides. The two functions differ in the last bit,
-and for few numbers (``sigmoid``: one in thousands), so that equal results on random data prove nothing. A *witness* is a number for
-which they differ: an op whose operands all have that value shows by which function each element was computed.
+Kernels of the CPU compute most elements in vectors, and the rest at the end of a contiguous run one by one: by another
+function where the op is transcendental. Which elements are the rest depends on sizes and strides. The two functions differ in
+the last bit, and for few numbers (``sigmoid``: one in thousands), so that equal results on random data prove nothing. A
+*witness* is a number for which they differ: an op whose operands all have that value shows by which function each element was
+computed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.dispatch import OpOverload
@@ -46,7 +46,7 @@ def same_path(op: OpOverload, whole: Sequence[Any], piece: Sequence[Any], places
 
 
 def flat_storage(value: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor as one dimension: elements of an expanded tensor, which share memory, cannot be written to."""
+    """The whole storage of a tensor as one dimension; elements of an expanded tensor, which share memory, cannot be written."""
     return value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
 
 
