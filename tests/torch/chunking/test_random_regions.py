@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("expecttest", reason="PyTorch's own tests need it: pip install expecttest")
 from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.exactness import keeps_bits
 from checkmate.torch.chunking.program import NotChunkable, parts_of
