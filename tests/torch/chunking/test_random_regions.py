@@ -117,6 +117,14 @@ def test_indices_that_are_computed_from_random_numbers_are_no_error() -> None:
     assert not all(map(keeps_bits, parts_of(region, step.joint.graph)))
 
 
+def test_zeros_have_a_sign() -> None:
+    """Zero and minus zero are other bits: kernels for one row and for several differ in them, where this device has both."""
+    x, y = torch.tensor([[0.0], [-0.0]] * 5), torch.tensor([[1.0, -1.0, 2.0, -2.0, 0.5]])
+    step = step_of(lambda x, y: (x @ y * 2).sum(), x.requires_grad_(), y.requires_grad_())
+    region = region_at(step, aten.mm.default, (0,), 10, sums=False, allows=lambda op: op.target is aten.mm.default)
+    assert outcome_of(step, [region], 0).wrong == ()
+
+
 def test_equal_rows_are_no_test_of_a_sum() -> None:
     """With one index for all, a sum over rows has the same bits in any order."""
     ids = torch.tensor([[3, 1, 2, 0, 2, 1]])

@@ -26,7 +26,7 @@ from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.rng import generators_restored
 
 _EXPONENTS = 12
-"""The second data set has numbers of so many powers of ten, where a sum in another order shows at once."""
+"""The second data set has numbers of so many powers of ten, where a sum in another order shows at once, and zeros."""
 
 _LEAST_NUMBERS, _MOST_ROUNDS = 1 << 14, 32
 """Numbers that are compared in all, and most comparisons."""
@@ -154,4 +154,5 @@ def _normal(made: torch.Tensor) -> torch.Tensor:
 
 def _mixed(made: torch.Tensor) -> torch.Tensor:
     exponents = torch.randint_like(made, -_EXPONENTS // 2, _EXPONENTS // 2)
-    return made.normal_().mul_(torch.pow(10.0, exponents))
+    # Some zeros of both signs: a kernel that adds to zero returns another zero than one that does not.
+    return made.normal_().mul_(torch.pow(10.0, exponents)).mul_(torch.randint_like(made, 0, 4).clamp_(max=1))
