@@ -58,10 +58,13 @@ def ahead_of(region: Region, graph: fx.Graph) -> Ahead | None:
     if len(tangents) != 1 or tensor(tangents[0]).numel() != 1:
         return None
     dependent = {*tangents}
+    follows: set[fx.Node] = set()  # what depends on the region
     between: list[fx.Node] = []
     most = region.splits[region.seed].length(tensor(region.seed).shape)
     for node in graph.nodes:
         inside = producer(node) in region.rules
+        if inside or not follows.isdisjoint(node.all_input_nodes):
+            follows.add(node)
         if not (inside or node in before) or not any(n in dependent for n in node.all_input_nodes):
             continue
         if node is producer(node):
@@ -71,6 +74,8 @@ def ahead_of(region: Region, graph: fx.Graph) -> Ahead | None:
             if not inside and any(size_bytes(value) > most * tensor(value).element_size() for value in made):
                 return None  # a network is between, not a loss
         dependent.add(node)
+        if not inside and node in follows:
+            return None  # it would wait for the region, and the region for it
         if not inside:
             between.append(node)
     return Ahead(tangents[0], tuple(between), frozenset(dependent.difference(tangents, between)))

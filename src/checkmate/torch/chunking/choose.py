@@ -10,6 +10,7 @@ the best one with any of these sets, and nothing about other sets.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from checkmate.core.result import Result
 from checkmate.frontend.planner import near_smallest
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch.chunking.kinds import Kind, kinds_of
+from checkmate.torch.chunking.program import NotChunkable
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.passes.loss_picks import make_ones_without_input, pick_before_reducing
@@ -136,7 +138,10 @@ def choose_chunks(
     trial_s = None if time_limit_s is None else _TRIALS_SHARE * time_limit_s / (1 + 2 * len(kinds))
 
     def planned(of: tuple[Kind, ...]) -> _Variant[CapturedT]:
-        captured = variants.captured(of)
+        try:
+            captured = variants.captured(of)
+        except NotChunkable:
+            return _Variant(of, step.whole, None, sys.maxsize)
         smallest = near_smallest(captured.graph, min(_SMALLEST_S, trial_s or _SMALLEST_S), budget_bytes).peak_bytes
         if smallest > budget_bytes:  # a refusal would search for the smallest peak for much longer
             return _Variant(of, captured, None, smallest)
@@ -186,7 +191,11 @@ class _Variants(Generic[CapturedT]):
         _log.debug("found %d kinds of regions in %.1f s", len(found), time.perf_counter() - began)
 
     def captured(self, kinds: tuple[Kind, ...]) -> CapturedT:
-        """The step with some kinds in pieces."""
+        """The step with some kinds in pieces.
+
+        Raises:
+            NotChunkable: Regions of these kinds wait for each other.
+        """
         if not kinds:
             return self._step.whole
         parts = [part for kind in kinds for part in kind.parts]
@@ -212,7 +221,10 @@ class _Variants(Generic[CapturedT]):
         return tuple(chosen)
 
     def _floor_bytes(self, kinds: Sequence[Kind]) -> int:
-        return floor(self.captured(tuple(kinds)).graph).peak_bytes
+        try:
+            return floor(self.captured(tuple(kinds)).graph).peak_bytes
+        except NotChunkable:
+            return sys.maxsize
 
 
 def _first_kinds(kinds: Sequence[Kind]) -> list[Kind]:

@@ -111,7 +111,10 @@ def _with_gradients_ahead(found: _Found, graph: fx.Graph) -> _Found | None:
     ahead = ahead_of(found.region, graph) if len(found.parts) > 1 else None
     if ahead is None:
         return None
-    parts = parts_of(found.region, graph, ahead)
+    try:
+        parts = parts_of(found.region, graph, ahead)
+    except NotChunkable:
+        return None
     return _Found(found.region, parts, found.saved_bytes) if len(parts) < len(found.parts) else None
 
 

@@ -33,7 +33,8 @@ def is_linear(op: fx.Node, dependent: Set[fx.Node]) -> bool:
     if op.target in _IN_ALL:
         return all(read) and all(isinstance(a, (fx.Node, list, tuple)) for a in op.args[: len(read)])
     if op.target in _WITH_ZERO:
-        return read[0] and not any(read[1:]) and op.args[_WITH_ZERO[op.target]] == 0  # type: ignore[index]
+        filled = op.args[_WITH_ZERO[op.target] :]  # left out where it is the default, zero
+        return read[0] and not any(read[1:]) and all(value == 0 for value in (*filled, *op.kwargs.values()))
     return False
 
 

@@ -30,6 +30,7 @@ from checkmate.torch.chunking.regions import Region, slices_of
 from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shape_of_piece
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
 from checkmate.torch.chunking.stages import Stage, stages_of
+from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.storages import leaves
 
 aten = torch.ops.aten
@@ -42,6 +43,13 @@ CHUNKED = torch.ops.checkmate.chunked.default
 
 _ADDING = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 """Ops that add a product to a tensor in place, by the op that makes the product alone."""
+
+_COPIES_IF_NEEDED = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
+"""Views of what is contiguous when whole: a slice need not be. Its strides are those of the kernel, which are not always those
+that PyTorch traces (``native_dropout_backward`` of a transposed tensor in 2.13.0), so that tracing a piece does not tell."""
+
+_SUMMED_AS = dict.fromkeys((torch.bfloat16, torch.float16), torch.float32)
+"""Types in which sums are too coarse to add to many times: an op that sums in one kernel rounds once."""
 
 Slices = tuple[tuple[int, int, int], ...]
 """Dimension, start and length of each cut that makes a slice; none for a whole tensor."""
@@ -121,7 +129,7 @@ class ChunkedProgram:
             # Sums are passed once they exist; the body of the first piece makes them.
             terms = iter(body.run(args + shared[body.buffers]))
             made = [next(terms) if t is None else t for t in made]
-        return made  # type: ignore[return-value]
+        return [t.to(layout.dtype) for t, layout in zip(made, self.results, strict=True)]  # type: ignore[union-attr]
 
 
 def _sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
@@ -163,7 +171,10 @@ def parts_of(region: Region, graph: fx.Graph, ahead: Ahead | None = None) -> lis
     Raises:
         NotChunkable: An op does not take slices.
     """
-    return [Part(stage, program_for(stage)) for stage in stages_of(region, graph, ahead)]
+    stages = stages_of(region, graph, ahead)
+    if ahead is not None and any(value in ahead.scaled for stage in stages for value, _ in stage.operands):
+        raise NotChunkable("a later stage would scale again what an earlier one has scaled")
+    return [Part(stage, program_for(stage)) for stage in stages]
 
 
 def program_for(stage: Stage) -> ChunkedProgram:
@@ -175,22 +186,13 @@ def program_for(stage: Stage) -> ChunkedProgram:
     Raises:
         NotChunkable: An op does not take slices.
     """
-    count = stage.region.count
-    operand_slices = [_slices(value, placement, count) for value, placement in stage.operands]
-    result_slices = [_slices(value, placement, count) for value, placement in stage.results.items()]
+    views = [value.name for value in stage.results if makes_views(producer(value))]
+    if views:  # a tensor of its own would be counted as the one that it is a view of, and elements of an expanded one are one
+        raise NotChunkable(f"{views[0]} is a view that an op reads whole")
+    pieces, bodies = pieces_of(stage)
     sums = tuple(placement == SUM for placement in stage.results.values())
-    bodies: dict[tuple[object, bool], fx.GraphModule] = {}
-    pieces: list[Piece] = []
-    for t in range(count):
-        operands = tuple(slices[t] for slices in operand_slices)
-        results = tuple(slices[t] for slices in result_slices)
-        lengths = tuple(tuple(n for _, _, n in slices) for slices in (*operands, *results))
-        kind = (lengths, not pieces and any(sums))
-        if kind not in bodies:
-            bodies[kind] = _Body(stage, operands, results, t).module()
-        pieces.append(Piece(operands, results, list(bodies).index(kind)))
     layouts = tuple(Layout.of(tensor(value)) for value in stage.results)
-    modules = tuple(bodies.values())
+    modules = tuple(body.module for body in bodies)
     given = tuple(Layout.of(tensor(value)) for value, _ in stage.operands)
     text = repr((given, layouts, sums, pieces, [_text(module.graph) for module in modules]))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -198,6 +200,31 @@ def program_for(stage: Stage) -> ChunkedProgram:
         runs = tuple(_compiled(module) for module in modules)
         _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs, _description(stage))
     return _PROGRAMS[key]
+
+
+def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
+    """The pieces of a stage, and the graphs that they run.
+
+    Args:
+        stage: The stage.
+
+    Raises:
+        NotChunkable: An op does not take slices.
+    """
+    count = stage.region.count
+    operand_slices = [_slices(value, placement, count) for value, placement in stage.operands]
+    result_slices = [_slices(value, placement, count) for value, placement in stage.results.items()]
+    bodies: dict[tuple[object, bool], PieceGraph] = {}
+    pieces: list[Piece] = []
+    for t in range(count):
+        operands = tuple(slices[t] for slices in operand_slices)
+        results = tuple(slices[t] for slices in result_slices)
+        lengths = tuple(tuple(n for _, _, n in slices) for slices in (*operands, *results))
+        kind = (lengths, not pieces and SUM in stage.results.values())
+        if kind not in bodies:
+            bodies[kind] = PieceGraph(stage, operands, results, t)
+        pieces.append(Piece(operands, results, list(bodies).index(kind)))
+    return pieces, list(bodies.values())
 
 
 def _compiled(module: fx.GraphModule) -> Body:
@@ -236,20 +263,35 @@ def _layouts(traced: object) -> list[Layout]:
     return [Layout.of(t) for t in leaves(traced)]
 
 
-class _Body:
-    """Makes the graph module of one piece.
+def _summed(value: fx.Node) -> torch.Tensor:
+    """A traced tensor of the type in which a sum is added up."""
+    traced = tensor(value)
+    with traced.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+        return traced.to(_SUMMED_AS.get(traced.dtype, traced.dtype))
+
+
+class PieceGraph:
+    """The ops of one piece as a graph module.
+
+    Attributes:
+        module: The module.
+        calls: Arguments and keyword arguments of each op of the stage, with nodes of the graph.
 
     Args:
         stage: The stage.
         operands: How each operand is sliced.
         results: How each result is sliced.
         piece: Which piece; the first returns the first terms of sums.
+
+    Raises:
+        NotChunkable: An op does not take slices.
     """
 
     def __init__(self, stage: Stage, operands: Sequence[Slices], results: Sequence[Slices], piece: int) -> None:
         self.stage, self.piece, self.first = stage, piece, piece == 0
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
+        self.calls: dict[fx.Node, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.mode = tensor(stage.region.seed).fake_mode  # type: ignore[attr-defined]
         self.ops = set(stage.ops)
         with self.mode, torch.no_grad():
@@ -258,27 +300,28 @@ class _Body:
                 for operand, slices in zip(stage.operands, operands, strict=True)
             }
             self.targets = {
-                value: self._placeholder(_sliced(tensor(value), slices))
+                value: self._placeholder(_sliced(_summed(value) if placement == SUM else tensor(value), slices))
                 for (value, placement), slices in zip(stage.results.items(), results, strict=True)
                 if placement != SUM or not self.first
             }
         self.sums = [value for value, placement in stage.results.items() if placement == SUM]
+        self.module = self._module()
 
-    def module(self) -> fx.GraphModule:
-        """The module.
-
-        Raises:
-            NotChunkable: An op does not take slices.
-        """
+    def _module(self) -> fx.GraphModule:
         for op in self.stage.ops:
             self._emit(op)
-        terms = [self.made[value] for value in self.sums] if self.first else []
+        terms = [self._first_term(value) for value in self.sums] if self.first else []
         for value, term in zip(self.sums, terms, strict=False):
-            if Layout.of(tensor(term)) != Layout.of(tensor(value)):
+            if Layout.of(tensor(term)) != Layout.of(_summed(value)):
                 raise NotChunkable(f"the first term of {value.name} has another layout than the sum")
         self.graph.output(terms)
         self.graph.lint()
         return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def _first_term(self, value: fx.Node) -> fx.Node:
+        dtype = _summed(value).dtype
+        made = self.made[value]
+        return made if tensor(made).dtype is dtype else self._call(aten._to_copy.default, (made,), {"dtype": dtype})
 
     def _placeholder(self, traced: torch.Tensor) -> fx.Node:
         node = self.graph.placeholder(f"slice_{len(self.graph.nodes)}")
@@ -300,11 +343,13 @@ class _Body:
 
         args, kwargs = fx.map_arg((op.args, op.kwargs), mapped)
         target = self.targets.get(op)
-        if target is not None and op in self.sums and op.target in _ADDING:
+        if target is not None and op in self.sums and op.target in _ADDING and tensor(target).dtype is tensor(op).dtype:
             self._call(_ADDING[op.target], (target, *args), kwargs)  # type: ignore[index]
             return
         shapes = self._shapes(op, rule)
-        new = self._call(op.target, *arguments_of_piece(op.target, rule, args, kwargs, shapes))  # type: ignore[arg-type]
+        target = _COPIES_IF_NEEDED.get(op.target, op.target)  # type: ignore[arg-type]
+        self.calls[op] = arguments_of_piece(op.target, rule, args, kwargs, shapes)  # type: ignore[arg-type]
+        new = self._call(target, *self.calls[op])
         for i, value in enumerate(outputs(op)):
             if value is None:
                 continue

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from checkmate.torch.chunking.ahead import SCALE, Ahead
 from checkmate.torch.chunking.graph_values import producer, tensor
-from checkmate.torch.chunking.program import CHUNKED, Part
+from checkmate.torch.chunking.program import CHUNKED, NotChunkable, Part
 from checkmate.torch.graph.op_properties import DESCRIPTION
 
 aten = torch.ops.aten
@@ -23,6 +23,9 @@ def with_regions(joint: fx.GraphModule, parts: Sequence[Part]) -> fx.GraphModule
     Args:
         joint: The joint module; it is not changed.
         parts: All parts of regions of its graph that have no common ops.
+
+    Raises:
+        NotChunkable: Parts of regions wait for each other.
     """
     return _Writer(joint, parts).write()
 
@@ -59,10 +62,15 @@ class _Writer:
     def _emit(self, wanted: fx.Node | Part) -> None:
         """Emit a node or a part after all that it needs. A stack, because chains of needs are as long as the graph."""
         stack = [wanted]
+        waiting: set[fx.Node | Part] = set()
         while stack:
             item = stack[-1]
             missing = [need for need in self._needs(item) if not self._is_done(need)]
+            if not waiting.isdisjoint(missing):
+                # Each of two parts can read what the other makes, where their ops were between each other.
+                raise NotChunkable("regions wait for each other")
             if missing:
+                waiting.add(item)
                 stack += missing
                 continue
             stack.pop()

@@ -161,7 +161,8 @@ def batch_norm_backward(call: OpCall) -> Iterator[Rule]:
     """Channels; and examples where the statistics are constants, not those of the examples."""
     channels = dict.fromkeys(("weight", "running_mean", "running_var", "save_mean", "save_invstd"), 0)
     yield call.rule(1, 0, 0, grad_out=1, input=1, **channels)
-    if not call["train"]:
+    # Of one example that is a slice the CPU's kernel reads the gradient in the layout of the input (torch 2.13.0).
+    if not call["train"] and call["grad_out"].stride == call["input"].stride:
         yield call.rule(0, SUM, SUM, grad_out=0, input=0)
 
 
