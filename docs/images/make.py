@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -14,10 +15,34 @@ from checkmate.cli import digits
 from checkmate.plot import memory_timeline, schedule, themed_svg
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent.parent / "examples"))
+import large_vocabulary  # noqa: E402 - beside the documents, not in a package
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    demo()
+    one_large_array()
+
+
+def one_large_array() -> None:
+    """Memory of `examples/large_vocabulary.py`, with and without pieces."""
+    _, _, whole = large_vocabulary.compiled("off", budget="100%")
+    _, _, step = large_vocabulary.compiled("auto")
+    keep_all, mine = (checkmate.simulate(each.graph, each.result.plan) for each in (whole, step))
+    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+    memory_timeline(
+        figure.subplots(),
+        mine,
+        keep_all=keep_all,
+        budget_bytes=step.result.budget_bytes,
+        title="A vocabulary of 32,000: head and loss in 32 pieces",
+    )
+    (HERE / "one_large_array.svg").write_text(themed_svg(figure))
+
+
+def demo() -> None:
+    """Memory and schedule of `checkmate demo`."""
     (x, y), _ = digits.data()
     model = digits.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

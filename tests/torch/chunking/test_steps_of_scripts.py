@@ -72,7 +72,7 @@ def stepping(run: Callable[..., Any], model: nn.Module, batch: dict[str, Any], a
 
 @pytest.mark.parametrize(("accumulated", "arrays"), [(1, 2.9), pytest.param(2, 4.9, marks=pytest.mark.slow)])
 def test_a_stock_call_below_its_floor(accumulated: int, arrays: float) -> None:
-    """`model(**batch).loss.backward()`: of the logits' size only they and their gradient exist whole, and what the script holds."""
+    """`model(**batch).loss.backward()`: only the logits, their gradient and what the script holds exist whole."""
     model, batch = language()
     plain = copy.deepcopy(model)
     expected, peaks = run_steps(stepping(plain, plain, batch, accumulated), plain)

@@ -50,7 +50,7 @@ _LEAST_GAIN: Final = 0.002
 
 
 class HasGraph(Protocol):
-    """What was captured of a step."""
+    """A captured step."""
 
     @property
     def graph(self) -> Graph:
@@ -63,7 +63,7 @@ CapturedT = TypeVar("CapturedT", bound=HasGraph)
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """What may run piece by piece.
+    """Which ops may run piece by piece.
 
     Attributes:
         allows: Whether an op may.

@@ -76,7 +76,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Body:
-    """What runs the ops of one piece.
+    """The code of one piece.
 
     Attributes:
         run: A function of the operands' slices, of what to write each result to, which is its slice or the sum so far, and of the
@@ -187,7 +187,7 @@ def program_for(stage: Stage) -> ChunkedProgram:
         NotChunkable: An op does not take slices.
     """
     views = [value.name for value in stage.results if makes_views(producer(value))]
-    if views:  # a tensor of its own would be counted as the one that it is a view of, and elements of an expanded one are one
+    if views:  # a separate tensor would be counted as the one that it is a view of, and elements of an expanded one are one
         raise NotChunkable(f"{views[0]} is a view that an op reads whole")
     pieces, bodies = pieces_of(stage)
     sums = tuple(placement == SUM for placement in stage.results.values())

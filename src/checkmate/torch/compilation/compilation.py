@@ -269,7 +269,7 @@ class Compilation:
 
     @functools.cached_property
     def _chunks(self) -> Chunks | None:
-        """What may run piece by piece, where there is a budget to keep; None if nothing may."""
+        """Which ops may run piece by piece, where there is a budget to keep; None if none may."""
         options = self.options
         wanted = options.chunking != "off" and options.budget is not None and options.plan is None
         if not wanted or self.ranks is not None or options.checkpoints != "hints":
