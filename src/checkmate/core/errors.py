@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 
 class CheckmateError(Exception):
     """Root of all errors of this package.
@@ -23,6 +26,16 @@ class CheckmateError(Exception):
         self.message = message
         self.hint = hint
         super().__init__(printable_lines(f"{message}\n\nhint: {hint}" if hint else message))
+
+    def with_hint(self, hint: str) -> Self:
+        """The same error with another hint.
+
+        Args:
+            hint: The hint.
+        """
+        changed = copy.copy(self)
+        CheckmateError.__init__(changed, self.message, hint=hint)
+        return changed
 
 
 class GraphError(CheckmateError, ValueError):

@@ -187,3 +187,14 @@ def test_inductor_is_refused() -> None:
 def test_an_unknown_value_is_refused() -> None:
     with pytest.raises(OptionError, match="chunking"):
         checkmate.torch.compile(Language(), example=batch(), budget="50%", chunking="sometimes")  # type: ignore[arg-type]
+
+
+def test_a_refusal_names_chunking_where_an_op_sets_the_floor() -> None:
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        checkmate.torch.compile(Language(), example=batch(), budget=1)
+    assert refused.value.binding_op
+    assert refused.value.hint.endswith('; chunking="auto" may need less: it runs ops piece by piece')
+    assert "raise the budget to at least" in str(refused.value)
+    with pytest.raises((InfeasibleBudgetError, PlanNotFoundError)) as again:
+        checkmate.torch.compile(Language(), example=batch(), budget=1, chunking="auto")
+    assert "chunking" not in again.value.hint

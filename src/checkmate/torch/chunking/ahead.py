@@ -97,7 +97,7 @@ def _ancestors(region: Region) -> set[fx.Node]:
 def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     if keeps_graph():  # another backward will read the gradient as it is
         return gradient * factor
-    # As a new tensor, of the same storage: autograd takes over a gradient, without a copy, only if it is the last holder of the tensor.
+    # As a new tensor, of the same storage: autograd takes over a gradient, without a copy, only if nothing else holds it.
     return gradient.mul_(factor).detach()
 
 

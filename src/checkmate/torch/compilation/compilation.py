@@ -264,15 +264,26 @@ class Compilation:
                 capture = with_lowest_floor(step, self._chunks)
             elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                 return chosen
-        graph, result = self.agreed(capture.graph, self._plan_graph)
+        try:
+            graph, result = self.agreed(capture.graph, self._plan_graph)
+        except InfeasibleBudgetError as error:
+            # Where what stays at the end sets the floor, no op is too large.
+            if error.binding_op and self.options.chunking == "off" and self._could_chunk:
+                raise error.with_hint(f'{error.hint}; chunking="auto" may need less: it runs ops piece by piece') from None
+            raise
         return replace(capture, graph=graph), result
+
+    @property
+    def _could_chunk(self) -> bool:
+        """Whether the options and the job allow that ops run piece by piece, whether or not it is wanted."""
+        options = self.options
+        return self.ranks is None and options.checkpoints == "hints" and options.compiler == "eager" and options.plan is None
 
     @functools.cached_property
     def _chunks(self) -> Chunks | None:
         """Which ops may run piece by piece, where there is a budget to keep; None if none may."""
         options = self.options
-        wanted = options.chunking != "off" and options.budget is not None and options.plan is None
-        if not wanted or self.ranks is not None or options.checkpoints != "hints":
+        if options.chunking == "off" or options.budget is None or not self._could_chunk:
             return None
         excluded = frozenset(options.no_recompute)
         return Chunks(lambda op: excluded.isdisjoint(op_names(op)), exact=options.chunking == "exact")
@@ -311,14 +322,9 @@ class Compilation:
             return planner_for(self.options.planning)(graph)
         except InfeasibleBudgetError as error:
             least = format_at_least(error.smallest_bytes or error.floor_bytes)
-            raise InfeasibleBudgetError(
-                error.message,
-                hint=f"this graph alone needs at least {least}, and the step may need more, which is known when it has run once: "
-                'try a budget of "100%", or lower the batch size',
-                budget_bytes=error.budget_bytes,
-                floor_bytes=error.floor_bytes,
-                smallest_bytes=error.smallest_bytes,
-                binding_op=error.binding_op,
+            raise error.with_hint(
+                f"this graph alone needs at least {least}, and the step may need more, which is known when it has run once: "
+                'try a budget of "100%", or lower the batch size'
             ) from None
 
     def _alone(self, graph: Graph) -> bool:
