@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from checkmate.core.plan import Plan
 from checkmate.tf2.graph.capture import Capture, base_tensor
-from checkmate.tf2.graph.op_properties import IDENTITIES, static_shape_values, tensor_bytes
+from checkmate.tf2.graph.op_properties import IDENTITIES, LOOPS, static_shape_values, tensor_bytes
 
 REMAT = "__remat"
 """Suffix of the node of a recomputation, followed by its number: ``dense/Relu__remat1``."""
@@ -144,6 +144,9 @@ class _Writer:
         del node.input[:]
         node.input.extend(inputs)
         node.attr.pop("_class", None)  # asks for colocation with a node whose name may have changed
+        if op.type in LOOPS:
+            # Up to ten iterations overlap by default, as threads happen to run: the bytes of one LSTM varied from 0.6 to 1.5 MB.
+            node.attr["parallel_iterations"].i = 1
 
     def _assign_in_place(self, op: tf.Operation) -> None:
         """Assign a variable by overwriting its current buffer.
