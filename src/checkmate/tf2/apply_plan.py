@@ -19,9 +19,7 @@ REMAT = "__remat"
 IMPORTED = "plan"
 """Scope of the nodes of a plan in its function: ``plan/dense/Relu``."""
 
-_COPIED = frozenset(
-    {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.int32, tf.int64, tf.uint8, tf.uint64}
-)
+_COPIED = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.int32, tf.int64, tf.uint8, tf.uint64})
 """Types for which `AssignAddVariableOp`, `InplaceUpdate` and `DeepCopy` have kernels on all devices (TensorFlow 2.21)."""
 
 Runner = Callable[..., Sequence[tf.Tensor]]
