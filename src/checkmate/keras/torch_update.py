@@ -91,7 +91,7 @@ class CheckedUpdate:
     def __init__(self, model: Any, held_bytes: Callable[[], int], replaced: Replaced) -> None:
         self._model, self._held_bytes = model, held_bytes
         self._apply = model.optimizer.apply
-        self._updates = 0
+        self._updates = self._most = 0
         replaced.put(model.optimizer, "apply", self)
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
@@ -110,9 +110,9 @@ class CheckedUpdate:
         model = self._model
         variables = (*model.variables, *model.optimizer.variables, *model.metrics_variables)
         held = self._held_bytes() + unique_bytes(leaves([*grads, *(variable.value for variable in variables)]))
-        needed = held + measure_peak(lambda: self._apply(grads, trainable_variables))
-        if needed > plan.budget_bytes:
-            self._updates = 1 + _CHECKED_UPDATES
+        self._most = needed = max(self._most, held + measure_peak(lambda: self._apply(grads, trainable_variables)))
+        # Once, with the budget that is enough for all of them: steps differ by a few scalars.
+        if self._updates == 1 + _CHECKED_UPDATES and needed > plan.budget_bytes:
             _log.warning(
                 "the update by %s needs %s, and the budget is %s: no plan changes what an optimizer allocates; raise the budget "
                 "to at least %s, or use an optimizer that needs less, such as SGD",
