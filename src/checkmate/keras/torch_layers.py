@@ -28,7 +28,7 @@ class _Signature(inspect.Signature):
 
 
 class _Backend(backend_utils.DynamicBackend):
-    """Keras's functions for the tensors that a layer gets, as before; those of torch without an import, which Dynamo does not trace."""
+    """The functions that a layer calls, by its tensors; those of torch without an import, which Dynamo cannot trace."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_backend, name) if self._backend == "torch" else super().__getattr__(name)

@@ -96,9 +96,9 @@ def _running_modules() -> Iterator[nn.Module]:
 def _local_of(frame: FrameType, name: str) -> Any:
     """A local variable of a running function, or None.
 
-    Before Python 3.13 (PEP 667) ``f_locals`` of a function is a dict with all its variables that the frame keeps until the function
-    returns. A training loop then held its first batch until its end. The dict is emptied, unless it is also the result of a call
-    of `locals`, which is the same one.
+    Before Python 3.13 (PEP 667) ``f_locals`` of a function is a dict with all its variables that the frame keeps until the
+    function returns. A training loop then held its first batch until its end. The dict is emptied, unless it is also the result
+    of a call of `locals`, which is the same one.
     """
     variables = frame.f_locals
     value = variables.get(name)
