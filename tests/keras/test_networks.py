@@ -43,7 +43,7 @@ def test_two_epochs_within_a_budget(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "budget"), [("dense", "90%"), ("mobilenet", "80%")])
+@pytest.mark.parametrize(("name", "budget"), [("dense", "90%"), ("mobilenet", "80%"), ("mobilenet_v3", "80%")])
 def test_a_network_on_pytorch(name: str, budget: str) -> None:
     """History, weights and slots are Keras's own, every measured step fits, and nothing is left after `undo`."""
     said = child("-m", "tests.keras.torch_point", name, budget, KERAS_BACKEND="torch")

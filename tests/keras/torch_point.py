@@ -42,6 +42,11 @@ def mobilenet() -> keras.Model:
     return keras.applications.MobileNet(weights=None, input_shape=(32, 32, 3), classes=10)
 
 
+def mobilenet_v3() -> keras.Model:
+    """It has a `Rescaling` layer, which can also run in a data set."""
+    return keras.applications.MobileNetV3Small(weights=None, input_shape=(32, 32, 3), classes=10)
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """A network, and the shape of its batch."""
@@ -51,7 +56,11 @@ class Network:
     batch: int
 
 
-NETWORKS = {"dense": Network(dense, (64,), 32), "mobilenet": Network(mobilenet, (32, 32, 3), 64)}
+NETWORKS = {
+    "dense": Network(dense, (64,), 32),
+    "mobilenet": Network(mobilenet, (32, 32, 3), 64),
+    "mobilenet_v3": Network(mobilenet_v3, (32, 32, 3), 64),
+}
 
 
 class Peaks(keras.callbacks.Callback):
