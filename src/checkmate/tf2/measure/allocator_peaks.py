@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from checkmate.allocators.heap import Chunk, Heap
+from checkmate.allocators.heap import Chunk
 from checkmate.allocators.tensorflow import Bfc
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
@@ -47,85 +47,62 @@ def allocator_peaks(capture: Capture, plan: Plan) -> AllocatorPeaks:
     """
     resident = capture.graph.resident_bytes
     heap = Bfc()
-    requests = Requests(capture, plan)
-    chunks = max(requests.replay(heap) for _ in range(2))
-    return AllocatorPeaks(simulate(capture.graph, plan).peak_bytes, resident + requests.peak_bytes, resident + chunks)
+    replay = _AllocationReplay(capture, plan)
+    chunks = 0
+    for _ in range(2):
+        chunks = max(chunks, replay.run(heap))
+    return AllocatorPeaks(simulate(capture.graph, plan).peak_bytes, resident + replay.requested_peak, resident + chunks)
 
 
-class Requests:
-    """The allocations and deallocations of a plan, in order. They do not depend on what else is allocated.
-
-    Args:
-        capture: The captured step.
-        plan: A plan of its graph.
-
-    Attributes:
-        peak_bytes: Peak of the requested bytes, forwarding included.
-    """
+class _AllocationReplay:
+    """Runs the allocations and deallocations of a plan in a simulated allocator."""
 
     def __init__(self, capture: Capture, plan: Plan) -> None:
         self.capture = capture
         self.graph = capture.graph
-        self.peak_bytes = 0
-        self._requested = 0
-        self._sizes: list[int] = []  # of each block, in the order of allocation
-        self._events: list[int] = []  # block that is allocated; ~block if it is freed
-        self._size = {v: tensor_bytes(t) for op in capture.members for t in op.outputs if (v := capture.value_of(t)) is not None}
-        held: dict[int, int] = {}  # value -> its block
-        for o, dying in self._grouped(plan):
-            self._compute(o, dying, held)
-        for block in held.values():
-            self._free(block)
+        self.steps = self._grouped(plan)
+        self.requested_peak = 0  # bytes, forwarding included
+        self.size = {v: tensor_bytes(t) for op in capture.members for t in op.outputs if (v := capture.value_of(t)) is not None}
 
-    def replay(self, heap: Heap) -> int:
-        """Run all requests in a simulated allocator once; its free chunks change.
+    def run(self, heap: Bfc) -> int:
+        """Replay the plan once.
 
         Args:
-            heap: The allocator.
+            heap: The allocator; its free chunks change.
 
         Returns:
             Peak bytes of allocated chunks above those allocated before.
         """
         base, heap.peak = heap.in_use, heap.in_use
-        chunks: list[Chunk] = []
-        for event in self._events:
-            if event < 0:
-                heap.release(chunks[~event])
-            else:
-                chunks.append(heap.allocate(self._sizes[event]))
-        return heap.peak - base
-
-    def _compute(self, o: int, dying: list[int], held: dict[int, int]) -> None:
-        op = self.graph.ops[o]
-        forwarded = self._forwarded(o, dying, held)
-        fresh: dict[int, int] = {}
-        for v in op.outputs:
-            size = self.graph.values[v].size_bytes
-            if forwarded is not None and v == forwarded[1]:
-                fresh[v] = held.pop(forwarded[0])
-            elif size:
-                fresh[v] = self._allocate(size)
-        workspace_bytes = self._workspace_bytes(o, dying, held)
-        if workspace_bytes > 0:
-            self._free(self._allocate(workspace_bytes))
-        for v, block in fresh.items():
-            if v in held:  # the earlier instance, which this one replaces
-                self._free(held.pop(v))
-            held[v] = block
-        for v in dying:
-            if v in held:
-                self._free(held.pop(v))
-
-    def _allocate(self, size: int) -> int:
-        self._events.append(len(self._sizes))
-        self._sizes.append(size)
-        self._requested += size
-        self.peak_bytes = max(self.peak_bytes, self._requested)
-        return len(self._sizes) - 1
-
-    def _free(self, block: int) -> None:
-        self._events.append(~block)
-        self._requested -= self._sizes[block]
+        held: dict[int, tuple[Chunk, int]] = {}  # value -> its chunk and the requested bytes
+        requested = 0
+        for o, dying in self.steps:
+            op = self.graph.ops[o]
+            forwarded = self._forwarded(o, dying, held)
+            fresh: dict[int, tuple[Chunk, int]] = {}
+            for v in op.outputs:
+                size = self.graph.values[v].size_bytes
+                if forwarded is not None and v == forwarded[1]:
+                    fresh[v] = held.pop(forwarded[0])
+                elif size:
+                    fresh[v] = heap.allocate(size), size
+                    requested += size
+            workspace_bytes = self._workspace_bytes(o, dying, held)
+            workspace = heap.allocate(workspace_bytes) if workspace_bytes else None
+            self.requested_peak = max(self.requested_peak, requested + workspace_bytes)
+            if workspace is not None:
+                heap.release(workspace)
+            for v, entry in fresh.items():
+                if v in held:  # the earlier instance, which this one replaces
+                    requested -= self._release(heap, held, v)
+                held[v] = entry
+            for v in dying:
+                if v in held:
+                    requested -= self._release(heap, held, v)
+        most = heap.peak - base
+        for v in list(held):
+            self._release(heap, held, v)
+        return most
 
     def _grouped(self, plan: Plan) -> list[tuple[int, list[int]]]:
         """Every computation with the values that are freed immediately after it."""
@@ -137,7 +114,7 @@ class Requests:
                 found[-1][1].append(step.value)
         return found
 
-    def _forwarded(self, o: int, dying: list[int], held: dict[int, int]) -> tuple[int, int] | None:
+    def _forwarded(self, o: int, dying: list[int], held: dict[int, tuple[Chunk, int]]) -> tuple[int, int] | None:
         """The input whose buffer an output reuses, and that output, as values; None if every output has a new buffer."""
         op, member = self.graph.ops[o], self.capture.members[o]
         second = member.type in FORWARDS_TO_SECOND
@@ -145,20 +122,25 @@ class Requests:
         if candidates is None or not op.outputs:
             return None
         out = op.outputs[1 if second else 0]
-        size = self._size[out]
+        size = self.size[out]
         reads = [self.capture.value_of(t) for t in member.inputs]
         times = Counter(r for r in reads if r is not None)
         for i in candidates:
             v = reads[i] if i < len(reads) else None
             if v is None or v not in dying or v not in held or times[v] > 1:
                 continue
-            if self._sizes[held[v]] == size and size and member.inputs[i].dtype == member.outputs[1 if second else 0].dtype:
+            if held[v][1] == size and size and member.inputs[i].dtype == member.outputs[1 if second else 0].dtype:
                 return v, out
         return None
 
-    def _workspace_bytes(self, o: int, dying: list[int], held: dict[int, int]) -> int:
+    def _workspace_bytes(self, o: int, dying: list[int], held: dict[int, tuple[Chunk, int]]) -> int:
         """Workspace that an op requests, less the buffer of a dying input that its kernel uses instead."""
         op, member = self.graph.ops[o], self.capture.members[o]
         position = FORWARDS_TO_WORKSPACE.get(member.type)
         v = None if position is None else self.capture.value_of(member.inputs[position])
-        return op.workspace_bytes - (self._sizes[held[v]] if v is not None and v in dying and v in held else 0)
+        return op.workspace_bytes - (held[v][1] if v is not None and v in dying and v in held else 0)
+
+    def _release(self, heap: Bfc, held: dict[int, tuple[Chunk, int]], v: int) -> int:
+        chunk, size = held.pop(v)
+        heap.release(chunk)
+        return size

@@ -24,8 +24,14 @@ def moving_batches(batch: Sequence[tf.Tensor]) -> Iterator[list[tf.Tensor]]:
     rng = np.random.default_rng(0)
     samples: list[tf.Tensor] = []
     while True:
-        yield [tf.gather(t, tf.range(t.shape[0])) if t.shape.rank else t for t in batch]
+        yield [_rows(t, range(len(t))) if t.shape.rank else t for t in batch]
         for t in batch:
-            samples += [tf.gather(t, [i]) for i in rng.permutation(t.shape[0])[:_SAMPLES]] if t.shape.rank else []
+            if t.shape.rank:
+                samples += [_rows(t, [int(i)]) for i in rng.permutation(range(len(t)))[:_SAMPLES]]
         order = rng.permutation(len(samples))[: rng.integers(len(samples) + 1)]
         samples = [samples[i] for i in order]
+
+
+def _rows(tensor: tf.Tensor, rows: Sequence[int]) -> tf.Tensor:
+    """A copy of some rows of a tensor; a slice would share its buffer."""
+    return tf.gather(tensor, tf.constant(rows, tf.int32))
