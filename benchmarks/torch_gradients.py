@@ -110,6 +110,7 @@ for kind in expected:
     pairs = list(zip(expected[kind], found[kind]))
     print(kind, all(b is not None and torch.equal(a, b) for a, b in pairs), max([error(a, b) for a, b in pairs], default=0.0))
 """
+IMPORTS = ("import ", "from ")
 KINDS = ("loss", "gradients", "buffers")
 
 
@@ -129,7 +130,21 @@ def main() -> int:
 
 def program(tool: str, model: str) -> str:
     """The reproduction of a tool with a model."""
-    return PROGRAM.format(model=MODELS[model].lstrip(), tool=TOOLS[tool].lstrip()).lstrip()
+    return spaced(PROGRAM.format(model=MODELS[model].lstrip(), tool=TOOLS[tool].lstrip()).strip())
+
+
+def spaced(text: str) -> str:
+    """A program with the blank lines around its functions and after its imports that the formatter of this repository wants."""
+    lines: list[str] = []
+    for line in filter(None, text.splitlines()):
+        before = lines[-1] if lines else ""
+        if before and not line.startswith(" "):
+            if line.startswith("def ") or before.startswith(" "):
+                lines += ["", ""]
+            elif before.startswith(IMPORTS) and not line.startswith(IMPORTS):
+                lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def outcome(tool: str, model: str) -> dict[str, Any]:
@@ -171,7 +186,7 @@ def table(report: dict[str, Any]) -> str:
                     f"Differs: {cell(row[model])}.",
                     "",
                     "```python",
-                    program(tool, model).strip(),
+                    program(tool, model),
                     "```",
                     "",
                 ]

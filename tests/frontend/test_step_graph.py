@@ -390,6 +390,28 @@ def test_a_view_that_is_returned_is_computed_in_its_forward() -> None:
         check(step, whole, random_order(whole.graph, rng, 0.2))
 
 
+def test_an_update_between_a_release_and_its_gap_stays_in_its_forward() -> None:
+    """Statistics of `BatchNormalization` are updated before the backward begins, by ops that nothing reads.
+
+    In MobileNetV3 a solver put two of them after the tensors of the step before were released. They moved into the backward.
+    """
+    plain = LAYERS.step()
+    (part,) = plain.parts
+    ops, values = list(part.graph.ops), (*part.graph.values, Value("statistics", 0))
+    update = Op("update", (1,), (len(values) - 1,), cost=0, recomputable=False)
+    start = part.boundary
+    graph = Graph((*ops[:start], update, *ops[start:]), values, order=((start, start + 1),))
+    readers = tuple(tuple(o + (o >= start) for o in each) for each in part.readers)
+    step = replace(plain, parts=(replace(part, graph=graph, readers=readers),))
+    step = changed(step, 999, size_bytes=10, first=0, last=1, released=True)
+    whole = step_graph(step)
+    release, gap, late = named(whole.graph, "release 1", "gap 1", "0.update")
+    order = [o for o in range(len(whole.graph.ops)) if o != late]
+    order.insert(order.index(gap), late)
+    assert order.index(release) + 1 == order.index(late)
+    check(step, whole, order)
+
+
 def replace_op(op: Op, *, inputs: tuple[int, ...]) -> Op:
     return Op(op.name, inputs, op.outputs, op.cost, recomputable=op.recomputable, phase=op.phase, kind=op.kind)
 

@@ -1,6 +1,7 @@
 """A network of Keras on PyTorch trained by `fit`, planned and plain.
 
-``KERAS_BACKEND=torch python -m tests.keras.torch_point NAME BUDGET`` trains one.
+``KERAS_BACKEND=torch python -m tests.keras.torch_point NAME BUDGET`` trains one, and ``... clipped BUDGET`` the dense one with an
+optimizer whose update needs more than any plan.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from keras import layers
 
+from checkmate.core.units import parse_bytes
 from checkmate.keras import fit_within
 from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.compilation.coordinator import COORDINATOR
@@ -39,6 +42,11 @@ def mobilenet() -> keras.Model:
     return keras.applications.MobileNet(weights=None, input_shape=(32, 32, 3), classes=10)
 
 
+def mobilenet_v3() -> keras.Model:
+    """It has a `Rescaling` layer, which can also run in a data set."""
+    return keras.applications.MobileNetV3Small(weights=None, input_shape=(32, 32, 3), classes=10)
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """A network, and the shape of its batch."""
@@ -48,7 +56,11 @@ class Network:
     batch: int
 
 
-NETWORKS = {"dense": Network(dense, (64,), 32), "mobilenet": Network(mobilenet, (32, 32, 3), 64)}
+NETWORKS = {
+    "dense": Network(dense, (64,), 32),
+    "mobilenet": Network(mobilenet, (32, 32, 3), 64),
+    "mobilenet_v3": Network(mobilenet_v3, (32, 32, 3), 64),
+}
 
 
 class Peaks(keras.callbacks.Callback):
@@ -112,11 +124,11 @@ def step_peaks(events: list[tuple[str, Any]], held_at_the_end: int) -> list[int]
     return peaks
 
 
-def trained(network: Network, budget: str | None) -> tuple[dict[str, Any], Peaks]:
+def trained(network: Network, budget: str | None, optimizer: Any = "adam") -> tuple[dict[str, Any], Peaks]:
     """Train; what is left, and the peaks."""
     keras.utils.set_random_seed(0)
     model = network.make()
-    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     planned = None if budget is None else fit_within(model, budget, time_limit_s=15)
     count, peaks = BATCHES * network.batch, Peaks()
     x = np.random.default_rng(0).normal(size=(count, *network.shape)).astype("float32")
@@ -126,19 +138,40 @@ def trained(network: Network, budget: str | None) -> tuple[dict[str, Any], Peaks
     if planned is not None:
         planned.undo()
     left = [v.value.detach().numpy().tobytes() for v in (*model.variables, *model.optimizer.variables)]
-    owners, names = (model, model.optimizer), ("call", "train_step", "apply", "_parallel_update_step")
+    owners, names = (model, model.optimizer), ("call", "train_step", "compute_loss", "apply", "_parallel_update_step")
     hooks = [name for owner in owners for name in names if name in vars(owner)]
     hooks += [layer.name for layer in model._flatten_layers() if type(layer._call_signature) is not inspect.Signature]
     return {"history": history, "left": left, "hooks": hooks}, peaks
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    network = NETWORKS[sys.argv[1]]
-    found, peaks = trained(network, sys.argv[2])
+def warned(budget: str) -> tuple[list[str], int]:
+    """Warnings about the update of an optimizer that clips all gradients at once, and the measured peak."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("checkmate.keras")
+    log.addHandler(handler)
+    _, peaks = trained(NETWORKS["dense"], budget, keras.optimizers.Adam(global_clipnorm=1.0))
+    log.removeHandler(handler)
+    torch._dynamo.reset()
+    return said, max(peaks.bytes)
+
+
+def clipped(budget: str) -> dict[str, Any]:
+    """The warning under a budget, and whether there is one under the budget that it names."""
+    said, measured = warned(budget)
+    named = said[0].partition("to at least ")[2].partition(",")[0]
+    again, _ = warned(named)
+    return {"said": said, "named_bytes": parse_bytes(named), "measured_bytes": measured, "again": again}
+
+
+def point(name: str, budget: str) -> dict[str, Any]:
+    """Train a network within a budget, and plainly."""
+    network = NETWORKS[name]
+    found, peaks = trained(network, budget)
     result, step = COORDINATOR.result, COORDINATOR.step
     assert result is not None
-    point = {
+    return {
         "hooks": found["hooks"],
         "equal": found == trained(network, None)[0],
         "graphs": 1 if step is None else len(step.graphs),
@@ -147,4 +180,9 @@ if __name__ == "__main__":
         "planned_bytes": result.peak_bytes,
         "measured_bytes": peaks.bytes,
     }
-    sys.stdout.write(f"RESULT {json.dumps(point)}\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    name, budget = sys.argv[1:]
+    sys.stdout.write(f"RESULT {json.dumps(clipped(budget) if name == 'clipped' else point(name, budget))}\n")

@@ -89,8 +89,25 @@ def test_a_step_takes_the_same_however_often_it_runs():
     x, y = tf.constant(rng.normal(size=(64, 256)), tf.float32), tf.constant(rng.normal(size=(64, 350)), tf.float32)
     step = checkmate.tf2.compile(model, "mse", optimizer, x, y)
     peaks = [measure_peak(lambda: step(x, y)) for _ in range(24)]
-    # The counter of steps, an integer, still goes to and fro between two places.
-    assert max(peaks[12:]) <= 1.03 * min(peaks[12:])
+    assert max(peaks[12:]) == min(peaks[12:])
+
+
+def test_nothing_that_a_step_allocates_stays_but_copies_of_its_outputs():
+    """Seeds, counters and losses would stay in the midst of what the step frees, and no two steps find the same free chunks.
+
+    In `fit` one plan of a transformer took 36.1 to 39.9 MB in 60 steps.
+    """
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dropout(0.5), keras.layers.Dense(10)])
+    x, y = tf.ones((32, 64)), tf.ones((32, 10))
+    step = checkmate.tf2.compile(model, "mse", keras.optimizers.Adam(), x, y)
+    held = [step(x, y)]
+    blocks: dict[int, str] = {}
+    for event in trace_events(lambda: held.append(step(x, y))):
+        if event.name == "MemoryAllocation":
+            blocks[event.stats["addr"]] = event.stats.get("tf_op", "")
+        elif event.name == "MemoryDeallocation":
+            blocks.pop(event.stats["addr"], None)
+    assert sorted(blocks.values()) == ["DeepCopy", "DeepCopy_1"]  # prediction and loss
 
 
 def test_an_assignment_in_place_leaves_what_others_hold():

@@ -182,7 +182,9 @@ def equal(rank: int, *names: str) -> dict[str, Any]:
 
 def _equal(rank: int, name: str) -> dict[str, Any]:
     kept, held, most, _ = trained(WRAPS[name], rank)
-    budget = held + int(SHARES.get(name, 0.7) * most)
+    shared = torch.tensor(held + int(SHARES.get(name, 0.7) * most))
+    dist.all_reduce(shared, op=dist.ReduceOp.MIN)  # gloo's threads free buffers late on one rank or the other
+    budget = int(shared)
     left, held, peak, plans = trained(WRAPS[name], rank, budget=budget, time_limit_s=3)
     return {
         "same": len(kept) == len(left) and all(map(torch.equal, kept, left)),

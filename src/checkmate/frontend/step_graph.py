@@ -142,12 +142,14 @@ class StepGraph:
         middle: list[list[int]] = [[] for _ in self.windows]
         closing: list[list[int]] = [[] for _ in self.windows]
         gaps: list[list[int]] = [[] for _ in range(len(self.windows) + 1)]
+        # The owner of a gap is the window that it opens. What runs between a release and its gap belongs to the window before.
+        opens = {part: o for o, (part, local) in enumerate(self.owners) if local is None}
         now = 0
         for o in order:
             part, local = self.owners[o]
             if local is None:
-                now = part  # the owner of a gap is the window that it opens
-                gaps[now].append(o)
+                gaps[part].append(o)
+                now = part if o == opens[part] else now
                 continue
             span = spans[part]
             if now in span:

@@ -33,13 +33,15 @@ class CompiledCall:
             before.remove()
         self._model: Any = model
         self._options = options
-        self._call, self._train_step = model.call, model.train_step
+        self._call, self._train_step, self._compute_loss = model.call, model.train_step, model.compute_loss
         self._compiled: Any = None
         self._optimizer: Any = None
-        self._held_bytes = 0  # of batch and outputs of the present step
+        self._held_bytes = 0  # when the optimizer begins: batch, outputs and loss of the present step, and logs
+        self._logs_bytes = 0  # of the last step, which `fit` holds until the present one has ended
         self._replaced, self._replaced_inside = Replaced(), Replaced()
         self._replaced.put(model, "call", self)
         self._replaced.put(model, "train_step", self.train_step)
+        self._replaced.put(model, "compute_loss", self.compute_loss)
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -67,8 +69,21 @@ class CompiledCall:
         Args:
             data: The batch.
         """
-        self._held_bytes = unique_bytes(leaves(data))
-        return self._train_step(data)
+        self._held_bytes = unique_bytes(leaves(data)) + self._logs_bytes
+        logs = self._train_step(data)
+        self._logs_bytes = unique_bytes(leaves(logs))
+        return logs
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own `compute_loss`.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+        """
+        loss = self._compute_loss(*args, **kwargs)
+        self._held_bytes += unique_bytes(leaves(loss))
+        return loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output.
@@ -83,7 +98,9 @@ class CompiledCall:
             self._compiled = self._compile()
         with _names_unchanged():
             outputs = self._compiled(*args, **kwargs)
-        self._held_bytes += unique_bytes(leaves(outputs))
+        tensors = leaves(outputs)
+        logits = [getattr(t, "_keras_logits", None) for t in tensors]  # which Keras attaches to the output of a softmax
+        self._held_bytes += unique_bytes(leaves([tensors, logits]))
         return outputs
 
     def _compile(self) -> Any:

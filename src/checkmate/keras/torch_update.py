@@ -91,7 +91,7 @@ class CheckedUpdate:
     def __init__(self, model: Any, held_bytes: Callable[[], int], replaced: Replaced) -> None:
         self._model, self._held_bytes = model, held_bytes
         self._apply = model.optimizer.apply
-        self._updates = 0
+        self._updates = self._most = 0
         replaced.put(model.optimizer, "apply", self)
 
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
@@ -104,20 +104,19 @@ class CheckedUpdate:
         self._updates += 1
         plan = COORDINATOR.result
         # In the first step a share of the budget refers to a graph, not to the step.
-        if not 1 < self._updates <= 1 + _CHECKED_UPDATES or plan is None or profiler_running():
+        if 1 < self._updates <= 1 + _CHECKED_UPDATES and plan is not None and not profiler_running():
+            variables = (*self._model.variables, *self._model.optimizer.variables, *self._model.metrics_variables)
+            held = self._held_bytes() + unique_bytes(leaves([*grads, *(variable.value for variable in variables)]))
+            self._most = max(self._most, held + measure_peak(lambda: self._apply(grads, trainable_variables)))
+        else:
             self._apply(grads, trainable_variables)
-            return
-        model = self._model
-        variables = (*model.variables, *model.optimizer.variables, *model.metrics_variables)
-        held = self._held_bytes() + unique_bytes(leaves([*grads, *(variable.value for variable in variables)]))
-        needed = held + measure_peak(lambda: self._apply(grads, trainable_variables))
-        if needed > plan.budget_bytes:
-            self._updates = 1 + _CHECKED_UPDATES
+        # Once, for the largest of them: they differ by a few scalars.
+        if self._updates == 1 + _CHECKED_UPDATES and plan is not None and self._most > plan.budget_bytes:
             _log.warning(
                 "the update by %s needs %s, and the budget is %s: no plan changes what an optimizer allocates; raise the budget "
                 "to at least %s, or use an optimizer that needs less, such as SGD",
-                type(model.optimizer).__name__,
-                format_bytes(needed),
+                type(self._model.optimizer).__name__,
+                format_bytes(self._most),
                 format_bytes(plan.budget_bytes),
-                format_at_least(needed),
+                format_at_least(self._most),
             )

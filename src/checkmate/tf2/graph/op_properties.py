@@ -29,7 +29,10 @@ IDENTITIES = frozenset({"EnsureShape", "Identity", "IdentityN", "PreventGradient
 READERS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
 """Ops that take a variable's handle and do not change the variable."""
 
-CONTROL_FLOW = frozenset({"If", "While", "Case", "StatelessIf", "StatelessWhile", "StatelessCase"})
+LOOPS = frozenset({"While", "StatelessWhile"})
+"""Loops of TensorFlow 2."""
+
+CONTROL_FLOW = LOOPS | {"If", "Case", "StatelessIf", "StatelessCase"}
 """Loops and branches: each is one op of the graph, with everything inside."""
 
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from checkmate.tf2.apply_plan import Runner, build_function
 from checkmate.tf2.graph.capture import Capture
 from checkmate.tf2.graph.op_properties import KERNEL_RANDOM
 from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks, allocator_peaks
+from checkmate.tf2.measure.moving_batches import moving_batches
 from checkmate.tf2.measure.peak import default_device, has_memory_stats, measure_peak
 from checkmate.tf2.measure.profiler import synthetic_batch
 from checkmate.tf2.measure.saved_variables import restored
@@ -48,7 +50,7 @@ class MeasurementEffort:
     """
 
     runs: int = 2
-    steps: int = 2
+    steps: int = 4
     final_trials: int = 3
     smallest_s: float = 20.0
     refused_share: float = 0.1
@@ -270,9 +272,15 @@ def measure_plan(capture: Capture, function: Runner, batch: Sequence[tf.Tensor],
     resident, peak = capture.graph.resident_bytes, 0
     with progress.shown("measuring a plan"):
         for _ in range(_EFFORT.runs):
+            outputs: Sequence[tf.Tensor] = []  # held until the next step replaces them, as in training
+
+            def step(data: Sequence[tf.Tensor]) -> None:
+                nonlocal outputs
+                outputs = function(*data)
+
             with restored(capture.trace.variables), grappler_off():
-                for _ in range(_EFFORT.steps):
-                    peak = max(peak, measure_peak(lambda: function(*batch), device=device))
+                for data in itertools.islice(moving_batches(batch), _EFFORT.steps):
+                    peak = max(peak, measure_peak(functools.partial(step, data), device=device))
             if limit_bytes is not None and resident + peak > limit_bytes:
                 break
     return resident + peak

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -85,7 +87,26 @@ def _running_modules() -> Iterator[nn.Module]:
     """Modules one of whose methods is on the stack of this thread."""
     frame = sys._getframe()
     while frame is not None:
-        module = frame.f_locals.get("self")
+        module = _local_of(frame, "self")
         if isinstance(module, nn.Module):
             yield module
         frame = frame.f_back
+
+
+def _local_of(frame: FrameType, name: str) -> Any:
+    """A local variable of a running function, or None.
+
+    Before Python 3.13 (PEP 667) ``f_locals`` of a function is a dict with all its variables that the frame keeps until the
+    function returns. A training loop then held its first batch until its end. The dict is emptied, unless it is also the result
+    of a call of `locals`, which is the same one.
+    """
+    variables = frame.f_locals
+    value = variables.get(name)
+    function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if function and isinstance(variables, dict) and sys.getrefcount(variables) == _REFERENCES:
+        variables.clear()
+    return value
+
+
+_REFERENCES = 3
+"""Those of the frame, of a local variable and of the argument of `sys.getrefcount`."""
