@@ -159,20 +159,24 @@ def choose_chunks(
     for kind in best.kinds if len(best.kinds) > 1 else ():
         tried.append(planned(tuple(other for other in best.kinds if other is not kind)))
         best = best if best.is_better_than(tried[-1]) else tried[-1]
+    if best.result is None:
+        # Its refusal names a budget, for which this set is chosen again if no other has a plan.
+        best = planned(variants.smallest())
+        tried.append(best)
     result = solve(best.captured, None if time_limit_s is None else _LAST_SHARE * time_limit_s)
     bounds = [variant.result.bound for variant in tried if variant.result is not None and variant is not best]
     return best.captured, _with_chunks(result, best.kinds, [*bounds, result.bound], step.whole.graph)
 
 
-def with_lowest_floor(step: ChunkableStep[CapturedT], chunks: Chunks) -> CapturedT:
-    """A step with those kinds of regions piece by piece that lower its floor.
+def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks) -> CapturedT:
+    """A step with those kinds of regions piece by piece that make its smallest peak lower.
 
     Args:
         step: The step.
         chunks: What may run piece by piece.
     """
     variants = _Variants(step, chunks)
-    return variants.captured(variants.below(0))
+    return variants.captured(variants.smallest())
 
 
 class _Variants(Generic[CapturedT]):
@@ -219,6 +223,24 @@ class _Variants(Generic[CapturedT]):
             chosen.append(best)
             lowest = floors[best]
         return tuple(chosen)
+
+    def smallest(self) -> tuple[Kind, ...]:
+        """Kinds with which the smallest peak is low: those that lower the floor, and then the peak of a quick search."""
+        chosen = list(self.below(0))
+        lowest = self._quick_bytes(chosen)
+        for kind in self.kinds:
+            if not any(kind.excludes(other) for other in chosen):
+                peak = self._quick_bytes([*chosen, kind])
+                if peak < (1 - _LEAST_GAIN) * lowest:
+                    chosen.append(kind)
+                    lowest = peak
+        return tuple(chosen)
+
+    def _quick_bytes(self, kinds: Sequence[Kind]) -> int:
+        try:
+            return near_smallest(self.captured(tuple(kinds)).graph, _SMALLEST_S).peak_bytes
+        except NotChunkable:
+            return sys.maxsize
 
     def _floor_bytes(self, kinds: Sequence[Kind]) -> int:
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from checkmate.core.budget import ResidentMemory
-from checkmate.core.errors import GraphError, InfeasibleBudgetError
+from checkmate.core.errors import GraphError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
@@ -23,7 +23,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame
-from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_lowest_floor
+from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_smallest_peak
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.distributed.consensus import job_ranks
@@ -261,7 +261,7 @@ class Compilation:
         if self._chunks is not None:
             step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
             if not self._alone(capture.graph):
-                capture = with_lowest_floor(step, self._chunks)
+                capture = with_smallest_peak(step, self._chunks)
             elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                 return chosen
         try:
@@ -295,7 +295,15 @@ class Compilation:
         budget_bytes = Problem(step.whole.graph, options.budget).budget_bytes
 
         def solve(capture: Capture, time_s: float | None) -> Result:
-            return cheapest(Problem(capture.graph, budget_bytes), options.solver, Limits(time_s=time_s))
+            problem = Problem(capture.graph, budget_bytes)
+            try:
+                return cheapest(problem, options.solver, Limits(time_s=time_s))
+            except PlanNotFoundError:
+                # The search for the smallest peak, which chooses the regions, finds plans that this one misses.
+                least = near_smallest(capture.graph, _SMALLEST.most_s, budget_bytes)
+                if least.peak_bytes > budget_bytes:
+                    raise
+                return msgspec.structs.replace(least, budget_bytes=budget_bytes)
 
         return choose_chunks(step, chunks, budget_bytes, options.time_limit_s, solve)
 

@@ -1,0 +1,201 @@
+"""Budgets below the floor of whole ops: steps of `torch_front` whose largest arrays exist in pieces.
+
+For each model ours with ``chunking="auto"`` beside our own step that keeps everything, in one process on one thread, at the
+budgets of `BUDGETS` (MiB above what is resident) and at the smallest that a refusal names; their steps are interleaved, and the
+fastest of the rounds counts, in time of the process. In `gpt2` the step is forward, loss and backward, and gradients are kept;
+in `gpt2_updated` SGD updates the parameters in it.
+
+The promises checked: measured peaks keep the budget and are the planned ones, to 64 bytes; measured overheads are the planned
+ones, with 3 % left for the clock; the loss is equal to the bit; budgets and overheads asked of each model (`ASKED`); each
+gradient is as close to float64 as plain PyTorch's (5 % is left). Exit status 1 if one breaks.
+
+    python benchmarks/torch_below_floor.py [--models gpt2] [--time-limit 30] [--rounds 9]
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fresh import by_model, mib, ran_on
+from models import build
+from steps import CLOCK, Variant, timed
+
+UPDATED = "_updated"
+BUDGETS = {"gpt2": (96, 60), "gpt2_updated": (45, 30)}
+ASKED = {("gpt2", 96): 1.25, ("gpt2", 60): 1.38, ("gpt2_updated", 45): 1.37, ("gpt2_updated", 30): 2.0}
+"""The most time at a budget, of that of keeping everything."""
+SMALLEST = {"gpt2": 52, "gpt2_updated": 30}
+"""MiB that the smallest budget may be."""
+MOST_ERROR = 1.05
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    return by_model(__file__, str(__doc__), tuple(BUDGETS), run=run, table=table, verdict=verdict, rounds=9)
+
+
+def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
+    """Child: a model at all of its budgets."""
+    import torch
+
+    from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    keep = compiled(name, None, "off", time_limit_s)
+    reference = results(keep)
+    exact, plain = in_float64(name)
+    observe(keep, reference, exact, plain)
+    variants, facts = [keep], {}
+    for chunking, key in (("off", "smallest_whole_bytes"), ("auto", "smallest_bytes")):
+        try:
+            compiled(name, 1, chunking, time_limit_s)
+        except InfeasibleBudgetError as refused:
+            facts[key] = refused.smallest_bytes - keep.row["resident_bytes"]
+    for budget in (*(mb << 20 for mb in BUDGETS[name]), facts["smallest_bytes"]):
+        try:
+            variants.append(compiled(name, budget, "auto", time_limit_s))
+        except (InfeasibleBudgetError, PlanNotFoundError) as refused:
+            print(f"{name}: {mib(budget)}: {refused}", file=sys.stderr)
+            continue
+        observe(variants[-1], reference, exact, plain)
+        print(f"{name}: {variants[-1].row}", file=sys.stderr, flush=True)
+    timed(variants, rounds)
+    return {**facts, "variants": [{"name": v.name, **v.row} for v in variants]}
+
+
+def compiled(name: str, above_bytes: int | None, chunking: str, time_limit_s: float) -> Variant:
+    """Our step with so many bytes above what is resident; None keeps everything."""
+    import torch
+
+    import checkmate.torch
+
+    case = build(name.removesuffix(UPDATED))
+    optimizer = torch.optim.SGD(case.model.parameters(), 0.01) if name.endswith(UPDATED) else None
+    options: dict[str, Any] = {"example": case.batch, "optimizer": optimizer}
+    resident = checkmate.torch.capture(case.model, costs="estimated", **options).resident_bytes
+    budget = None if above_bytes is None else resident + above_bytes
+    step = checkmate.torch.compile(case.model, budget=budget, chunking=chunking, time_limit_s=time_limit_s, **options)
+    row = {
+        "budget_bytes": above_bytes,
+        "resident_bytes": resident,
+        "planned_bytes": step.result.peak_bytes - resident,
+        "overhead": step.result.overhead,
+        "gap": step.result.gap,
+        "remarks": [remark for remark in step.result.remarks if "pieces" in remark],
+    }
+    label = "keep all" if above_bytes is None else mib(above_bytes)
+    return Variant(label, "ours", lambda: step(**case.batch)[1], case.model, row)
+
+
+def results(variant: Variant) -> dict[str, Any]:
+    """Loss and gradients of the first step, or loss and updated parameters; no tensors, which would be memory of the step."""
+    loss = variant.step()
+    left = {n: (p if p.grad is None else p.grad).detach().numpy().copy() for n, p in variant.model.named_parameters()}
+    variant.model.zero_grad(set_to_none=True)
+    return {"loss": loss.numpy().copy(), **left}
+
+
+def in_float64(name: str) -> tuple[dict[str, Any], dict[str, float]]:
+    """Gradients of plain PyTorch in double precision, and the errors of those in single precision; none with an optimizer."""
+    import torch
+
+    if name.endswith(UPDATED):
+        return {}, {}
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        case = build(name)
+        case.model.to(dtype)(**case.batch).backward()
+        found.append({n: p.grad.numpy() for n, p in case.model.named_parameters()})
+    return found[0], errors(found[1], found[0])
+
+
+def errors(got: dict[str, Any], exact: dict[str, Any]) -> dict[str, float]:
+    """Norm of the difference over norm, for each gradient."""
+    import numpy as np
+
+    return {n: float(np.linalg.norm(got[n] - e) / np.linalg.norm(e)) for n, e in exact.items()}
+
+
+def observe(variant: Variant, reference: dict[str, Any], exact: dict[str, Any], plain: dict[str, float]) -> None:
+    """Bits and errors of the first step, and the peak of the third."""
+    import numpy as np
+
+    from checkmate.torch import measure_peak
+
+    mine = reference if variant.name == "keep all" else results(variant)
+    equal = [np.array_equal(mine[n], e) for n, e in reference.items()]
+    variant.row |= {"loss_equal": equal[0], "equal": sum(equal[1:]), "tensors": len(equal) - 1}
+    variant.row["error_of_plain"] = max((e / max(plain[n], 1e-12) for n, e in errors(mine, exact).items()), default=None)
+    del mine
+    variant.step()
+    variant.model.zero_grad(set_to_none=True)
+    variant.row["peak_bytes"] = measure_peak(variant.step)
+    variant.model.zero_grad(set_to_none=True)
+
+
+def verdict(name: str, row: dict[str, Any]) -> list[str]:
+    """Promises that a model's rows break, in words."""
+    broken = []
+    keep, *mine = row["variants"]
+    measured = {v["name"]: v["time_s"] / keep["time_s"] for v in mine}
+    for v in mine:
+        ratio = measured[v["name"]]
+        if v["peak_bytes"] > v["budget_bytes"] + 64 or abs(v["peak_bytes"] - v["planned_bytes"]) > 64:
+            broken.append(f"{name}, {v['name']}: measured {v['peak_bytes']} bytes, planned {v['planned_bytes']}")
+        if abs(ratio / v["overhead"] - 1) > CLOCK - 1:
+            broken.append(f"{name}, {v['name']}: takes {ratio:.3f} of the time, planned {v['overhead']:.3f}")
+        if not v["loss_equal"]:
+            broken.append(f"{name}, {v['name']}: another loss")
+        if v["error_of_plain"] is not None and v["error_of_plain"] > MOST_ERROR:
+            broken.append(f"{name}, {v['name']}: {v['error_of_plain']:.2f} times the error of plain PyTorch")
+    for (model, budget), most in ASKED.items():
+        if model == name and measured.get(mib(budget << 20), float("inf")) > most:
+            broken.append(f"{name}: at {budget} MiB {measured.get(mib(budget << 20))} of the time, asked {most}")
+    if row["smallest_bytes"] > SMALLEST.get(name, 1 << 20) << 20:
+        broken.append(f"{name}: the smallest budget is {mib(row['smallest_bytes'])}, asked {SMALLEST[name]}")
+    return broken
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    lines = [
+        "# Below the floor of whole ops",
+        "",
+        'Made by `benchmarks/torch_below_floor.py`; do not edit. Ours with `chunking="auto"`; peaks are MiB above the resident',
+        "memory, times are ratios to our own step that keeps everything, steps interleaved in one process. *Equal* counts the",
+        "gradients, or updated parameters, that are equal to the bit; *error* is the largest of a gradient against float64, as a",
+        "multiple of plain PyTorch's.",
+        "",
+        ran_on(report),
+        "",
+    ]
+    for name, row in report["models"].items():
+        keep, *mine = row["variants"]
+        lines += [
+            f"## {name}",
+            "",
+            f"Keeping everything peaks at {mib(keep['peak_bytes'])}. The smallest peak found is "
+            f"{mib(row['smallest_whole_bytes'])} with whole ops and {mib(row['smallest_bytes'])} with pieces.",
+            "",
+            "| budget | planned | measured | overhead | gap | time | loss | equal | error | in pieces |",
+            "|---:|---:|---:|---:|---:|---:|---|---:|---:|---|",
+        ]
+        for v in mine:
+            error = "-" if v["error_of_plain"] is None else f"{v['error_of_plain']:.2f}"
+            pieces = "; ".join(r.removeprefix("in pieces: ") for r in v["remarks"] if r.startswith("in pieces: "))
+            lines.append(
+                f"| {mib(v['budget_bytes'])} | {mib(v['planned_bytes'])} | {mib(v['peak_bytes'])} | {v['overhead']:.3f} | "
+                f"{v['gap']:.1%} | {v['time_s'] / keep['time_s']:.3f} | {'equal' if v['loss_equal'] else 'DIFFERS'} | "
+                f"{v['equal']} of {v['tensors']} | {error} | {pieces} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
