@@ -188,6 +188,7 @@ class _Variants(Generic[CapturedT]):
 
     def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks) -> None:
         self._step = step
+        self._known: dict[frozenset[Kind], CapturedT] = {frozenset(): step.whole}
         self._joints = [_rewritten(joint) for joint in step.joints]
         began = time.perf_counter()
         found = [kind for joint in self._joints for kind in kinds_of(joint.graph, chunks.allows, exact=chunks.exact)]
@@ -200,8 +201,11 @@ class _Variants(Generic[CapturedT]):
         Raises:
             NotChunkable: Regions of these kinds wait for each other.
         """
-        if not kinds:
-            return self._step.whole
+        if frozenset(kinds) not in self._known:
+            self._known[frozenset(kinds)] = self._capture(kinds)
+        return self._known[frozenset(kinds)]
+
+    def _capture(self, kinds: tuple[Kind, ...]) -> CapturedT:
         parts = [part for kind in kinds for part in kind.parts]
         modules = list(self._step.joints)
         for i, joint in enumerate(self._joints):
