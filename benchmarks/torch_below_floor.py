@@ -1,8 +1,8 @@
 """Budgets below the floor of whole ops: steps of `torch_front` whose largest arrays exist in pieces.
 
 Each row has a fresh process on one thread, in which ours with ``chunking="auto"`` and our own step that keeps everything take
-turns; the fastest of the rounds counts, in time of the process. `gpt2-60` is the model at 60 MiB above what is resident. In `gpt2`
-the step is forward, loss and backward, and gradients are kept; in `gpt2_updated` SGD updates the parameters in it.
+turns; the fastest of the rounds counts, in time of the process. `gpt2-60` is the model at 60 MiB above what is resident. In
+`gpt2` the step is forward, loss and backward, and gradients are kept; in `gpt2_updated` SGD updates the parameters in it.
 
 The promises checked: measured peaks keep the budget and are the planned ones, to 64 bytes; measured overheads are the planned
 ones, with 3 % left for the clock, and at most those of `ASKED`; the loss is equal to the bit; each gradient is as close to
@@ -157,7 +157,7 @@ def table(report: dict[str, Any]) -> str:
         "",
     ]
     lines += [
-        "| model and budget | keeping everything | planned | measured | overhead | gap | time | loss | equal | error | in pieces |",
+        "| model, budget | keeping all | planned | measured | overhead | gap | time | loss | equal | error | in pieces |",
         "|---|---:|---:|---:|---:|---:|---:|---|---:|---:|---|",
     ]
     for name, row in report["models"].items():
