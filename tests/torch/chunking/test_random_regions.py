@@ -13,6 +13,7 @@ from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("expecttest", reason="PyTorch's own tests need it: pip install expecttest")
+from checkmate.torch.chunking import exactness
 from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.exactness import keeps_bits
 from checkmate.torch.chunking.program import NotChunkable, parts_of
@@ -175,6 +176,22 @@ def test_gradients_between_a_region_and_its_tangent_are_not_ahead() -> None:
     region = region_at(step, aten.mul.Tensor, (1,), 2, least_share=0.01, allows=lambda op: op.target is not backward)
     assert any(n.target is aten.tanh.default for n in region.rules)
     assert ahead_of(region, step.joint.graph) is None
+
+
+def test_a_mask_of_one_element_does_not_hide_a_difference() -> None:
+    """Where it is set, everything after it is constant: in one of four random comparisons both data sets had it so."""
+    _, step, _ = step_of_seed(1437)
+    assert step is not None
+    seed = next(
+        n for n in step.joint.graph.nodes if n.target is aten.sum.dim_IntList and n.meta["val"].shape == (3, 6, 1, 16, 16)
+    )
+    region = grow(seed, Split((1,)), 2)
+    assert region is not None and any(n.target is aten.masked_fill.Scalar for n in region.rules)
+    (part,) = parts_of(region, step.joint.graph)
+    for number in range(12):
+        exactness._KNOWN.clear()
+        torch.manual_seed(number)
+        assert not keeps_bits(part)
 
 
 def test_regions_that_wait_for_each_other_are_refused() -> None:

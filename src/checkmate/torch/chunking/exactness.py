@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -27,6 +28,12 @@ from checkmate.torch.graph.rng import generators_restored
 
 _EXPONENTS = 12
 """The second data set has numbers of so many powers of ten, where a sum in another order shows at once, and zeros."""
+
+_FEW = 64
+"""With so many random elements a mask has both values."""
+
+Fill: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Fills a tensor with numbers."""
 
 _LEAST_NUMBERS, _MOST_ROUNDS = 1 << 14, 32
 """Numbers that are compared in all, and most comparisons."""
@@ -56,9 +63,7 @@ def _compared(stage: Stage) -> bool:
         pieces, graphs = pieces_of(watched)
         program = program_for(watched)
         with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
-            return _same_paths(watched, pieces, graphs) and all(
-                _equal(watched, program, fill) for fill in (_normal, _mixed) * _rounds(watched)
-            )
+            return _same_paths(watched, pieces, graphs) and all(_equal(watched, program, *data) for data in _data_sets(watched))
     except (RuntimeError, IndexError, NotChunkable):
         return False  # random numbers are no input for every op: an index may be computed from them
 
@@ -73,10 +78,16 @@ def _watched(stage: Stage) -> Stage:
     return replace(stage, results=results)
 
 
-def _rounds(stage: Stage) -> int:
-    """How often to compare: few numbers differ by luck only sometimes."""
+def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
+    """How the operands are filled for each comparison: the numbers, and what all integers are if they are not random.
+
+    Few numbers differ by luck only sometimes, so that they are compared more often. A mask of few elements may by luck hide all.
+    """
     compared = sum(tensor(value).numel() for value in stage.results)
-    return max(1, min(_MOST_ROUNDS, _LEAST_NUMBERS // max(1, compared)))
+    rounds = max(1, min(_MOST_ROUNDS, _LEAST_NUMBERS // max(1, compared)))
+    integers = [tensor(value).numel() for value, _ in stage.operands if not tensor(value).is_floating_point()]
+    constant: list[tuple[Fill, int | None]] = [(_normal, 0), (_normal, 1)] if min(integers, default=_FEW) < _FEW else []
+    return [(_normal, None), (_mixed, None)] * rounds + constant
 
 
 def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGraph]) -> bool:
@@ -94,8 +105,8 @@ def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGra
     return True
 
 
-def _equal(stage: Stage, program: ChunkedProgram, fill: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    given = {value: _random(Layout.of(tensor(value)), fill, _integers(value, stage)) for value, _ in stage.operands}
+def _equal(stage: Stage, program: ChunkedProgram, fill: Fill, constant: int | None) -> bool:
+    given = {value: _random(Layout.of(tensor(value)), fill, _integers(value, stage), constant) for value, _ in stage.operands}
     pieces = program([given[value] for value, _ in stage.operands])
     made = dict(given)
     for op in stage.ops:
@@ -120,13 +131,14 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
 
 
-def _random(layout: Layout, fill: Callable[[torch.Tensor], torch.Tensor], integers: int) -> torch.Tensor:
+def _random(layout: Layout, fill: Fill, integers: int, constant: int | None) -> torch.Tensor:
     made = layout.empty()
     stored = flat_storage(made)
     if layout.dtype.is_floating_point:
         fill(stored)
     else:
-        stored.random_(0, 2 if layout.dtype is torch.bool else integers)
+        most = 2 if layout.dtype is torch.bool else integers
+        _ = stored.random_(0, most) if constant is None else stored.fill_(min(constant, most - 1))
     return made
 
 
