@@ -57,4 +57,5 @@ if __name__ == "__main__":
     model.zero_grad(set_to_none=True)
     peak = checkmate.torch.measure_peak(lambda: step(ids))
     assert peak <= step.result.peak_bytes - step.graph.resident_bytes
-    print(f"measured {(peak + step.graph.resident_bytes) / 2**20:.1f} MiB of {BUDGET}, {step.result.overhead:.2f}x the time")
+    measured = (peak + step.graph.resident_bytes) / 2**20
+    print(f"measured {measured:.1f} MiB, within the budget of {BUDGET}, {step.result.overhead:.2f}x the time")

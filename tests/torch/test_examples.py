@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDED = {"plain_loop": (), "with_accelerate": ("accelerate",), "with_lightning": ("lightning",), "with_trainer": ("accelerate",)}
+NEEDED = {
+    "plain_loop": (),
+    "with_accelerate": ("accelerate",),
+    "with_lightning": ("lightning",),
+    "with_trainer": ("accelerate",),
+    "large_vocabulary": ("transformers",),
+}
 
 
 def run(*command: str) -> str:
