@@ -419,6 +419,21 @@ def _ours(first: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
     return f"{mib(mine['peak_bytes'])} | {mine['time_s']:.3f} | {ratio} | {bits(mine)} | {error(mine)} | {chunks}"
 
 
+def unmet(report: Mapping[str, Any], suites: Mapping[str, Suite]) -> list[str]:
+    """In words, which rows were not run, and where `slower` finds a promise broken.
+
+    Args:
+        report: The results.
+        suites: The suites by name.
+    """
+    broken = []
+    for name, suite in suites.items():
+        rows = report["suites"].get(name, {})
+        broken += [f"{name}, {row}: not run" for row in suite.pairs if row not in rows]
+        broken += slower(name, rows)
+    return broken
+
+
 def slower(name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """In words, where a step of ours takes longer than a way at its peak, or more memory than its budget.
 

@@ -184,11 +184,7 @@ def suites(quick: bool) -> dict[str, Suite]:
 
 def verdict(report: dict[str, Any]) -> list[str]:
     """Promises that a report breaks, in words."""
-    broken = []
-    for name, suite in suites(False).items():
-        rows = report["suites"].get(name, {})
-        broken += [f"{name}, {row}: not run" for row in suite.pairs if row not in rows]
-        broken += pairs.slower(name, rows)
+    broken = pairs.unmet(report, suites(False))
     for row in report["suites"].get("short", {}).values():
         broken += [f"short, {mine['name']}: {'; '.join(mine['chunks'])}" for mine in row[1:] if mine.get("chunks")]
     return broken

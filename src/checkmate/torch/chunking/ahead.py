@@ -15,7 +15,7 @@ from torch import fx
 
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.engine import keeps_graph
-from checkmate.torch.chunking.graph_values import outputs, producer, size_bytes, tensor
+from checkmate.torch.chunking.graph_values import ancestors, outputs, producer, size_bytes, tensor
 from checkmate.torch.chunking.linear import is_linear
 from checkmate.torch.chunking.regions import Region
 
@@ -53,7 +53,7 @@ def ahead_of(region: Region, graph: fx.Graph) -> Ahead | None:
         region: The region.
         graph: Its graph.
     """
-    before = _ancestors(region)
+    before = ancestors(region.rules)
     tangents = [node for node in before if is_tangent(node)]
     if len(tangents) != 1 or tensor(tangents[0]).numel() != 1:
         return None
@@ -79,18 +79,6 @@ def ahead_of(region: Region, graph: fx.Graph) -> Ahead | None:
         if not inside:
             between.append(node)
     return Ahead(tangents[0], tuple(between), frozenset(dependent.difference(tangents, between)))
-
-
-def _ancestors(region: Region) -> set[fx.Node]:
-    """All nodes on which the ops of a region depend."""
-    found: set[fx.Node] = set()
-    todo = [n for op in region.rules for n in op.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 @torch.library.impl(_library, "scale_", "CompositeExplicitAutograd")

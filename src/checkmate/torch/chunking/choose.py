@@ -241,14 +241,14 @@ class _Variants(Generic[CapturedT]):
         return tuple(chosen)
 
     def _quick_bytes(self, kinds: Sequence[Kind]) -> int:
-        try:
-            return near_smallest(self.captured(tuple(kinds)).graph, _SMALLEST_S).peak_bytes
-        except NotChunkable:
-            return sys.maxsize
+        return self._bytes(kinds, lambda graph: near_smallest(graph, _SMALLEST_S).peak_bytes)
 
     def _floor_bytes(self, kinds: Sequence[Kind]) -> int:
+        return self._bytes(kinds, lambda graph: floor(graph).peak_bytes)
+
+    def _bytes(self, kinds: Sequence[Kind], of: Callable[[Graph], int]) -> int:
         try:
-            return floor(self.captured(tuple(kinds)).graph).peak_bytes
+            return of(self.captured(tuple(kinds)).graph)
         except NotChunkable:
             return sys.maxsize
 

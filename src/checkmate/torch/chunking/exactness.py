@@ -19,7 +19,7 @@ from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.graph_values import inputs, outputs, tensor
 from checkmate.torch.chunking.kernel_paths import flat_storage, same_path
-from checkmate.torch.chunking.program import ChunkedProgram, NotChunkable, Part, Piece, PieceGraph, pieces_of, program_for
+from checkmate.torch.chunking.program import ChunkedProgram, NotChunkable, Part, Piece, PieceGraph, assembled, pieces_of
 from checkmate.torch.chunking.rules.pieces import cuts
 from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.chunking.stages import Stage
@@ -61,7 +61,7 @@ def _compared(stage: Stage) -> bool:
     try:
         watched = _watched(stage)
         pieces, graphs = pieces_of(watched)
-        program = program_for(watched)
+        program = assembled(watched, pieces, graphs)
         with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
             return _same_paths(watched, pieces, graphs) and all(_equal(watched, program, *data) for data in _data_sets(watched))
     except (RuntimeError, IndexError, NotChunkable):

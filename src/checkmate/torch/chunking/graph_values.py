@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -41,6 +41,18 @@ def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
             for user in value.users:
                 if user.target is not operator.getitem:
                     yield value, user
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All nodes on which some nodes depend, directly or not."""
+    found: set[fx.Node] = set()
+    todo = [read for node in nodes for read in node.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def tensor(value: fx.Node) -> torch.Tensor:

@@ -186,10 +186,23 @@ def program_for(stage: Stage) -> ChunkedProgram:
     Raises:
         NotChunkable: An op does not take slices.
     """
+    return assembled(stage, *pieces_of(stage))
+
+
+def assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph]) -> ChunkedProgram:
+    """The program of a stage from its pieces.
+
+    Args:
+        stage: The stage.
+        pieces: Its pieces.
+        bodies: The graphs that they run, whose largest temporaries are given buffers.
+
+    Raises:
+        NotChunkable: A result is a view.
+    """
     views = [value.name for value in stage.results if makes_views(producer(value))]
     if views:  # a separate tensor would be counted as the one that it is a view of, and elements of an expanded one are one
         raise NotChunkable(f"{views[0]} is a view that an op reads whole")
-    pieces, bodies = pieces_of(stage)
     sums = tuple(placement == SUM for placement in stage.results.values())
     layouts = tuple(Layout.of(tensor(value)) for value in stage.results)
     modules = tuple(body.module for body in bodies)

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkmate.torch.chunking.ahead import SCALE, Ahead
-from checkmate.torch.chunking.graph_values import producer, tensor
+from checkmate.torch.chunking.graph_values import ancestors, producer, tensor
 from checkmate.torch.chunking.program import CHUNKED, NotChunkable, Part
 from checkmate.torch.graph.op_properties import DESCRIPTION
 
@@ -107,7 +107,9 @@ class _Writer:
         node.meta = {**like, "val": [tensor(value) for value in stage.results], DESCRIPTION: program.description}
         if ahead is not None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # what it returned is scaled in place
-            self._in_forward(node)
+            for read in ancestors([node]):  # none of which depends on a tangent
+                if "backward" in str(read.meta.get("partitioner_tag", "")):
+                    read.meta["partitioner_tag"] = "is_forward"
         for i, value in enumerate(stage.results):
             item = self.graph.call_function(operator.getitem, (node, i))
             item.meta = {**like, "val": tensor(value)}
@@ -115,17 +117,6 @@ class _Writer:
                 item = self.graph.call_function(SCALE, (item, self.env[ahead.tangent]))
                 item.meta = {**producer(value).meta, "val": tensor(value)}
             self.env[value] = item
-
-    def _in_forward(self, node: fx.Node) -> None:
-        """Move all that a node of the new graph depends on to the forward: none of it depends on a tangent."""
-        seen, todo = {node}, [node]
-        while todo:
-            op = todo.pop()
-            if "backward" in str(op.meta.get("partitioner_tag", "")):
-                op.meta["partitioner_tag"] = "is_forward"
-            new = [n for n in op.all_input_nodes if n not in seen]
-            seen.update(new)
-            todo += new
 
     def _with_tangent_of_one(self, ahead: Ahead) -> dict[fx.Node, fx.Node]:
         """Copies of the ops between a tangent and a region, by original, with a tangent of one."""

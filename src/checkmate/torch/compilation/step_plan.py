@@ -109,7 +109,8 @@ def plan_step(
         return _CapturedStep(tuple(joints), windows, windows.graph)
 
     spent_s = recorder.searched_s
-    step, result = _in_pieces(first, whole, captured, spent_s) or _agreed(first, captured(whole), spent_s)
+    as_it_is = captured(whole)
+    step, result = _in_pieces(first, as_it_is, captured, spent_s) or _agreed(first, as_it_is, spent_s)
     orders = step.windows.cut(result.plan.order)
     programs = {
         run: run.planned.program(run.undefined, added, order, joint)
@@ -133,7 +134,7 @@ def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_
 
 def _in_pieces(
     first: PlannedGraph,
-    whole: Sequence[CapturedJoint],
+    whole: _CapturedStep,
     captured: Callable[[Sequence[CapturedJoint]], _CapturedStep],
     spent_s: float,
 ) -> tuple[_CapturedStep, Result] | None:
@@ -141,21 +142,21 @@ def _in_pieces(
 
     Args:
         first: The graph whose budget and time limit hold.
-        whole: The graph of each run.
+        whole: The step as it is.
         captured: The step with other graphs.
         spent_s: Seconds of the time limit that were used before.
     """
     if first.chunks is None:
         return None
-    joints = list(dict.fromkeys(whole))  # a graph may run several times in a step
+    joints = list(dict.fromkeys(whole.joints))  # a graph may run several times in a step
 
     def changed(modules: Sequence[fx.GraphModule]) -> _CapturedStep:
         pairs = zip(joints, modules, strict=True)
         new = {joint: joint if module is joint.capture.joint else joint.in_pieces(module) for joint, module in pairs}
-        return captured([new[joint] for joint in whole])
+        return captured([new[joint] for joint in whole.joints])
 
-    step = ChunkableStep(captured(whole), tuple(joint.capture.joint for joint in joints), changed)
-    budget_bytes = first.budget.resolve(step.whole.graph)
+    step = ChunkableStep(whole, tuple(joint.capture.joint for joint in joints), changed)
+    budget_bytes = first.budget.resolve(whole.graph)
     options = replace(first.options, budget=Budget(str(first.budget), total_bytes=budget_bytes))
 
     left_s = None if options.time_limit_s is None else max(0.0, options.time_limit_s - spent_s)
