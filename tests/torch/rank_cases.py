@@ -27,16 +27,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate.torch
 from checkmate import CheckmateError, OptionError, Result
+from checkmate.torch import backend
 from checkmate.torch._compat.profiler import memory_trace
-from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.options import Options
 from checkmate.torch.partition import split as partition
 from tests.torch.networks import mlp
 
 WIDTH, ROWS = 256, 512
+COMPILE_GRAPH = backend.compile_graph
 
 
 class Net(nn.Module):
@@ -62,12 +62,13 @@ class Layer(nn.Module):
 
 
 class Plans:
-    """The backend, and what it planned."""
+    """The backend as users name it, with its options, and what it planned since."""
 
     def __init__(self, **options: Any) -> None:
         self.found: list[tuple[Capture, Result]] = []
         hooks = Hooks(planned=lambda capture, result: self.found.append((capture, result)))
-        self.backend = functools.partial(compile_graph, options=Options(**options), hooks=hooks)
+        backend.compile_graph = functools.partial(COMPILE_GRAPH, hooks=hooks)
+        self.backend = functools.partial(backend.checkmate, options=options)
 
     @property
     def digests(self) -> list[str]:
@@ -207,13 +208,13 @@ def accumulating(rank: int) -> dict[str, Any]:
 
 def _accumulating(rank: int, name: str) -> dict[str, Any]:
     found, added = [], 0
-    for backend, options in (("aot_eager", {}), ("checkmate", {"options": {"budget": "90%", "time_limit_s": 1}})):
+    for used, options in (("aot_eager", {}), ("checkmate", {"options": {"budget": "90%", "time_limit_s": 1}})):
         torch._dynamo.reset()
         COORDINATOR.forget_steps()
         torch.manual_seed(0)
         wrapped: list[Any] = []
 
-        def compile_with(model: Any, backend: str = backend, options: dict[str, Any] = options) -> Any:
+        def compile_with(model: Any, backend: str = used, options: dict[str, Any] = options) -> Any:
             return torch.compile(model, backend=backend, **options)  # type: ignore[call-overload]
 
         net = Net(2, 64)

@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "inside_ddp_forward",
     "job_store",
     "uses_fsdp",
+    "wrapper_runs",
 ]
 
 
@@ -88,6 +90,28 @@ def _fsdp_group(group: Any) -> FSDPGroup:
     # Resharding to a smaller world size after the forward is counted as staying unsharded, which is an upper bound.
     stays = not group._reshard_after_forward or group._use_post_forward_mesh
     return FSDPGroup(shard, unsharded, reduced, shards, storages, stays, gradients)
+
+
+def wrapper_runs(mode: FrameType) -> bool:
+    """Whether an op that a dispatch mode sees is one of ``DistributedDataParallel`` or ``fully_shard``.
+
+    No function of ``fully_shard`` encloses the forward or the backward of a module: one on the stack of this thread is enough.
+    The forward of ``DistributedDataParallel`` encloses that of its module; its buckets are allocated in C++ that it calls itself.
+
+    Args:
+        mode: The running ``__torch_dispatch__`` of the mode.
+    """
+    names = []
+    frame = mode.f_back
+    while frame is not None:
+        names.append(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    caller = next((name for name in names if name not in _DISPATCH), "")
+    return caller == DistributedDataParallel.__module__ or any(name.startswith("torch.distributed.fsdp._fully") for name in names)
+
+
+_DISPATCH = ("torch._compile", "torch._dynamo.eval_frame")
+"""Modules of the functions that call ``__torch_dispatch__`` of a mode."""
 
 
 def active_ddp(inputs: Sequence[Any]) -> DistributedDataParallel | None:

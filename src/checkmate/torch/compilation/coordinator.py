@@ -106,7 +106,10 @@ class Coordinator:
             if not self._pending:
                 self._new_recorder(watched=True)
             self._watch = EagerWatch(
-                lambda t: self._recorder.allocated(t), self._eager_read, lambda size: self._recorder.took(size)
+                made=lambda t: self._recorder.allocated(t),
+                read=self._eager_read,
+                exchanged=lambda t: self._recorder.exchanged(t),
+                took=lambda size: self._recorder.took(size),
             )
             self._watch.__enter__()
             self._end_hook = register_optimizer_step_pre_hook(lambda *_: self._end_watch())

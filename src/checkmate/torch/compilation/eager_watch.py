@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.torch._compat.dispatch import TorchDispatchMode, top_mode
+from checkmate.torch._compat.distributed import wrapper_runs
+from checkmate.torch._compat.engine import current_backward
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.graph.storages import storage_key
 
@@ -16,12 +19,16 @@ from checkmate.torch.graph.storages import storage_key
 class EagerWatch(TorchDispatchMode):
     """A dispatch mode that reports every storage which an op outside of planned graphs allocates.
 
+    What ``DistributedDataParallel`` and ``fully_shard`` allocate is not reported: it is computed (`wrapper_memory`).
+
     It is begun by the context around a call of a compiled function, before autograd's state is saved for the graphs in it, and
     stays until the step is over, so that the loss and the backward are seen.
 
     Args:
         made: Called with a tensor whose storage is new.
         read: Called with each tensor that an op is given.
+        exchanged: Called with each tensor that a collective of a backward is given, such as the gradient buckets of
+            ``DistributedDataParallel``.
         took: Called with the most bytes that an op had allocated at once, results and scratch memory of its kernels.
 
     Attributes:
@@ -31,11 +38,16 @@ class EagerWatch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, made: Callable[[torch.Tensor], None], read: Callable[[torch.Tensor], None], took: Callable[[int], None]
+        self,
+        made: Callable[[torch.Tensor], None],
+        read: Callable[[torch.Tensor], None],
+        exchanged: Callable[[torch.Tensor], None],
+        took: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._made = made
         self._read = read
+        self._exchanged = exchanged
         self._took = took
         self.paused = False
 
@@ -47,21 +59,25 @@ class EagerWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and report the storages that it allocates."""
         kwargs = kwargs or {}
-        given = [] if self.paused else [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if self.paused or wrapper_runs(sys._getframe()):
+            return func(*args, **kwargs)
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        exchange = func.namespace == "c10d" and current_backward() >= 0
         for tensor in given:
             if _plain(tensor):
                 self._read(tensor)
-        if self.paused or profiler_running():
+                if exchange:
+                    self._exchanged(tensor)
+        if profiler_running():
             results = func(*args, **kwargs)
         else:
             with memory_trace() as trace:  # 10 us
                 results = func(*args, **kwargs)
             self._took(trace.peak())
-        if not self.paused:
-            known = {storage_key(t) for t in given}
-            for tensor in pytree.tree_leaves(results):
-                if _plain(tensor) and storage_key(tensor) not in known:
-                    self._made(tensor)
+        known = {storage_key(t) for t in given}
+        for tensor in pytree.tree_leaves(results):
+            if _plain(tensor) and storage_key(tensor) not in known:
+                self._made(tensor)
         return results
 
     def end(self) -> bool:

@@ -114,6 +114,11 @@ class StepRecorder:
             return
         self.eager_inputs.add(self._storage(tensor, None, {}))
 
+    def exchanged(self, tensor: torch.Tensor) -> None:
+        """Record that a collective of the backward exchanges a tensor: a bucket of gradients, if the graphs count those."""
+        if any(run.planned.resident.wrappers_bytes for run in self.runs):
+            self.eager_inputs.discard(self._present.get(storage_key(tensor), -1))
+
     @property
     def eager_input_bytes(self) -> int:
         """Bytes of `eager_inputs` that no window is given."""
