@@ -186,7 +186,28 @@ def program_for(stage: Stage) -> ChunkedProgram:
     Raises:
         NotChunkable: An op does not take slices.
     """
-    return assembled(stage, *pieces_of(stage))
+    content = _content(stage)
+    if content not in _KEYS:
+        _KEYS[content] = assembled(stage, *pieces_of(stage)).key
+    return _PROGRAMS[_KEYS[content]]
+
+
+_KEYS: dict[str, str] = {}
+"""Keys of programs by the content of their stages: layers repeat, and to trace their pieces takes much longer than to look here."""
+
+
+def _content(stage: Stage) -> str:
+    """All on which the program of a stage depends, without the names of nodes."""
+    numbers: dict[fx.Node, str] = {}
+    lines = [f"{stage.region.count} {stage.ahead is not None}"]
+    for value, placement in stage.operands:
+        lines.append(f"{numbers.setdefault(value, f'%{len(numbers)}')} {placement} {Layout.of(tensor(value))}")
+    for op in stage.ops:
+        args = fx.map_arg((op.args, op.kwargs), lambda read: numbers.get(read, read.name))
+        made = [None if value is None else numbers.setdefault(value, f"%{len(numbers)}") for value in outputs(op)]
+        lines.append(f"{made} {op.target} {args} {stage.region.rules[op]} {_layouts(op.meta.get('val'))}")
+    lines += [f"{numbers[value]} {placement}" for value, placement in stage.results.items()]
+    return "\n".join(lines)
 
 
 def assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph]) -> ChunkedProgram:
