@@ -21,7 +21,7 @@ CostSource = Literal["measured", "estimated", "flops"]
 Checkpoints = Literal["hints", "respected"]
 RanksMode = Literal["together", "alone"]
 Unplanned = Literal["error", "warn"]
-Chunking = Literal["off", "exact", "auto"]
+Chunking = Literal["exact", "auto", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Options:
     ranks: RanksMode = "together"
     costs: CostSource = "measured"
     unplanned: Unplanned = "error"
-    chunking: Chunking = "off"
+    chunking: Chunking = "exact"
 
     def __post_init__(self) -> None:
         kinds = {
@@ -96,10 +96,10 @@ class Options:
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}",
                     hint=f"set {name}={get_args(kind)[0]!r}, for example, or leave it out for the default",
                 )
-        if self.chunking != "off" and self.compiler != "eager":
+        if self.chunking == "auto" and self.compiler != "eager":
             raise OptionError(
-                f"chunking={self.chunking!r} needs compiler='eager': Inductor fuses ops and chooses their order itself",
-                hint="leave out compiler, or set chunking='off'",
+                "chunking='auto' needs compiler='eager': Inductor fuses ops and chooses their order itself",
+                hint="leave out compiler, or chunking",
             )
         planning = self.planning  # parsed now, so that an unreadable budget is refused before anything is traced
         for name in ("budget", "solver", "plan"):

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
@@ -44,6 +45,12 @@ _SMALLEST_S: Final = 1.0
 
 _MOST_KINDS: Final = 4
 """Kinds that are tried, those that save most."""
+
+_CHEAP: Final = 1.05
+"""Overhead of a plan of whole ops up to which no exact pieces are looked for: their bits are tested, which takes seconds."""
+
+_CHEAP_SHARE: Final = 0.1
+"""Share of the time limit for that plan. A search of the same step continues from it."""
 
 _LEAST_GAIN: Final = 0.002
 """Share of the cost that another kind must save. Costs are not known more exactly."""
@@ -123,7 +130,8 @@ def choose_chunks(
 
     Returns:
         What was planned and its plan, whose overhead is that against computing every op of the given step once; None where
-        keeping everything keeps the budget, or there is no region to run piece by piece.
+        keeping everything keeps the budget, there is no region to run piece by piece, or pieces have to be exact and a plan of
+        whole ops is cheap.
 
     Raises:
         InfeasibleBudgetError: No plan of any of the graphs keeps the budget.
@@ -132,68 +140,81 @@ def choose_chunks(
     if keep_all_bytes(step.whole.graph) <= budget_bytes:
         return None
     variants = _Variants(step, chunks)
-    kinds = variants.kinds
-    if not kinds:
-        return None
-    trial_s = None if time_limit_s is None else _TRIALS_SHARE * time_limit_s / (1 + 2 * len(kinds))
 
-    def planned(of: tuple[Kind, ...]) -> _Variant[CapturedT]:
+    def planned(of: tuple[Kind, ...], time_s: float | None) -> _Variant[CapturedT]:
         try:
             captured = variants.captured(of)
         except NotChunkable:
             return _Variant(of, step.whole, None, sys.maxsize)
-        smallest = near_smallest(captured.graph, min(_SMALLEST_S, trial_s or _SMALLEST_S), budget_bytes).peak_bytes
+        smallest = near_smallest(captured.graph, min(_SMALLEST_S, time_s or _SMALLEST_S), budget_bytes).peak_bytes
         if smallest > budget_bytes:  # a refusal would search for the smallest peak for much longer
             return _Variant(of, captured, None, smallest)
         try:
-            return _Variant(of, captured, solve(captured, trial_s), smallest)
+            return _Variant(of, captured, solve(captured, time_s), smallest)
         except PlanNotFoundError:  # its windows are too narrow for the plan
             return _Variant(of, captured, None, smallest)
 
-    best = planned(variants.below(budget_bytes))
+    if chunks.exact:
+        result = planned((), None if time_limit_s is None else _CHEAP_SHARE * time_limit_s).result
+        if result is not None and result.overhead <= _CHEAP:
+            return None
+    kinds = variants.kinds
+    if not kinds:
+        return None
+    trial_s = None if time_limit_s is None else _TRIALS_SHARE * time_limit_s / (1 + 2 * len(kinds))
+    best = planned(variants.below(budget_bytes), trial_s)
     tried = [best]
     for kind in kinds:
         if kind not in best.kinds:
-            tried.append(planned((*(other for other in best.kinds if not other.excludes(kind)), kind)))
+            tried.append(planned((*(other for other in best.kinds if not other.excludes(kind)), kind), trial_s))
             best = tried[-1] if tried[-1].is_better_than(best) else best
     for kind in best.kinds if len(best.kinds) > 1 else ():
-        tried.append(planned(tuple(other for other in best.kinds if other is not kind)))
+        tried.append(planned(tuple(other for other in best.kinds if other is not kind), trial_s))
         best = best if best.is_better_than(tried[-1]) else tried[-1]
     if best.result is None:
         # Its refusal names a budget, for which this set is chosen again if no other has a plan.
-        best = planned(variants.smallest())
+        best = planned(variants.smallest(), trial_s)
         tried.append(best)
     result = solve(best.captured, None if time_limit_s is None else _LAST_SHARE * time_limit_s)
     bounds = [variant.result.bound for variant in tried if variant.result is not None and variant is not best]
     return best.captured, _with_chunks(result, best.kinds, [*bounds, result.bound], step.whole.graph)
 
 
-def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks) -> CapturedT:
+def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int | None) -> CapturedT:
     """A step with those kinds of regions piece by piece that make its smallest peak lower.
 
     Args:
         step: The step.
         chunks: What may run piece by piece.
+        budget_bytes: The budget, if it is known in bytes. Exact pieces, whose bits have to be tested, are for a step that exceeds
+            it otherwise.
     """
+    if chunks.exact and (budget_bytes is None or near_smallest(step.whole.graph, _SMALLEST_S, budget_bytes).peak_bytes <= budget_bytes):
+        return step.whole
     variants = _Variants(step, chunks)
     return variants.captured(variants.smallest())
 
 
 class _Variants(Generic[CapturedT]):
-    """A step by what runs piece by piece in it. The arguments are those of `choose_chunks`.
-
-    Attributes:
-        kinds: The kinds of regions to choose from, those that save most.
-    """
+    """A step by what runs piece by piece in it. The arguments are those of `choose_chunks`."""
 
     def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks) -> None:
         self._step = step
+        self._chunks = chunks
         self._known: dict[frozenset[Kind], CapturedT] = {frozenset(): step.whole}
-        self._joints = [_rewritten(joint) for joint in step.joints]
+
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """The kinds of regions to choose from, those that save most."""
         began = time.perf_counter()
+        chunks = self._chunks
         found = [kind for joint in self._joints for kind in kinds_of(joint.graph, chunks.allows, exact=chunks.exact)]
-        self.kinds = _first_kinds(sorted(found, key=lambda kind: kind.saved_bytes, reverse=True))
         _log.debug("found %d kinds of regions in %.1f s", len(found), time.perf_counter() - began)
+        return _first_kinds(sorted(found, key=lambda kind: kind.saved_bytes, reverse=True))
+
+    @cached_property
+    def _joints(self) -> list[fx.GraphModule]:
+        return [_rewritten(joint) for joint in self._step.joints]
 
     def captured(self, kinds: tuple[Kind, ...]) -> CapturedT:
         """The step with some kinds in pieces.

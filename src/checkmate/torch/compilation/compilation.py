@@ -261,14 +261,14 @@ class Compilation:
         if self._chunks is not None:
             step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
             if not self._alone(capture.graph):
-                capture = with_smallest_peak(step, self._chunks)
+                capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None)
             elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                 return chosen
         try:
             graph, result = self.agreed(capture.graph, self._plan_graph)
         except InfeasibleBudgetError as error:
             # Where what stays at the end sets the floor, no op is too large.
-            if error.binding_op and self.options.chunking == "off" and self._could_chunk:
+            if error.binding_op and self.options.chunking != "auto" and self._could_chunk:
                 raise error.with_hint(f'{error.hint}; chunking="auto" may need less: it runs ops piece by piece') from None
             raise
         return replace(capture, graph=graph), result

@@ -117,7 +117,7 @@ def compile(  # noqa: A001 - named like torch.compile
     accumulate: bool = False,
     checkpoints: Checkpoints = "hints",
     costs: CostSource = "measured",
-    chunking: Chunking = "off",
+    chunking: Chunking = "exact",
     dynamic: bool = False,
 ) -> Step:
     """A training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
