@@ -24,8 +24,8 @@ from checkmate.torch._compat.aot import aot_autograd, default_partition, is_tang
 from checkmate.torch._compat.dispatch import no_dispatch
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.ahead import ahead_of
+from checkmate.torch.chunking.bits.comparison import keeps_bits
 from checkmate.torch.chunking.choose import _rewritten
-from checkmate.torch.chunking.exactness import keeps_bits
 from checkmate.torch.chunking.graph_values import outputs
 from checkmate.torch.chunking.program import CHUNKED, NotChunkable, parts_of
 from checkmate.torch.chunking.regions import Region, grow
@@ -92,6 +92,21 @@ def traced(function: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]
     except RuntimeError:  # PyTorch traced other strides than its kernels return, and a view fails
         return None
     return step
+
+
+def step_of(function: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Step:
+    """The traced step of a loss that has a gradient."""
+    step = traced(function, leaves)
+    assert step is not None
+    return step
+
+
+def region_at(step: Step, op: Any, dims: tuple[int, ...], count: int, **options: Any) -> Region:
+    """The region around the first result of an op."""
+    seed = next(n for n in step.joint.graph.nodes if n.target is op)
+    found = grow(seed, Split(dims), count, **options)
+    assert found is not None
+    return found
 
 
 def _like(value: torch.Tensor, node: fx.Node) -> torch.Tensor:

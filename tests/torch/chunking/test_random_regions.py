@@ -13,9 +13,9 @@ from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("expecttest", reason="PyTorch's own tests need it: pip install expecttest")
-from checkmate.torch.chunking import exactness
 from checkmate.torch.chunking.ahead import ahead_of
-from checkmate.torch.chunking.exactness import keeps_bits
+from checkmate.torch.chunking.bits import comparison
+from checkmate.torch.chunking.bits.comparison import keeps_bits
 from checkmate.torch.chunking.program import NotChunkable, parts_of
 from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.replace import with_regions
@@ -24,10 +24,11 @@ from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Rule, Split
 from tests.torch.chunking.random_networks import random_network
 from tests.torch.chunking.random_regions import (
     DATABASE,
-    Step,
     main,
     outcome_of,
+    region_at,
     results,
+    step_of,
     step_of_database,
     step_of_seed,
     traced,
@@ -63,20 +64,6 @@ def test_regions_with_ops_of_the_database_compute_the_step(first: int) -> None:
     lines: list[str] = []
     main(map(step_of_database, range(first, min(first + 50, len(DATABASE)))), lines.append)
     assert len(lines) == 1, "".join(lines)
-
-
-def step_of(function: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Step:
-    step = traced(function, leaves)
-    assert step is not None
-    return step
-
-
-def region_at(step: Step, op: Any, dims: tuple[int, ...], count: int, **options: Any) -> Region:
-    """The region around the first result of an op."""
-    seed = next(n for n in step.joint.graph.nodes if n.target is op)
-    found = grow(seed, Split(dims), count, **options)
-    assert found is not None
-    return found
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -178,7 +165,7 @@ def test_gradients_between_a_region_and_its_tangent_are_not_ahead() -> None:
     assert ahead_of(region, step.joint.graph) is None
 
 
-def test_a_mask_of_one_element_does_not_hide_a_difference() -> None:
+def test_a_mask_of_one_element_does_not_hide_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is set, everything after it is constant: in one of four random comparisons both data sets had it so."""
     _, step, _ = step_of_seed(1437)
     assert step is not None
@@ -189,7 +176,8 @@ def test_a_mask_of_one_element_does_not_hide_a_difference() -> None:
     assert region is not None and any(n.target is aten.masked_fill.Scalar for n in region.rules)
     (part,) = parts_of(region, step.joint.graph)
     for number in range(12):
-        exactness._KNOWN.clear()
+        monkeypatch.setattr(comparison, "_KNOWN", {})
+        monkeypatch.setattr(comparison, "known_verdict", lambda key: None)
         torch.manual_seed(number)
         assert not keeps_bits(part)
 

@@ -189,10 +189,15 @@ def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_by
         budget_bytes: The budget, if it is known in bytes. Exact pieces, whose bits have to be tested, are for a step that exceeds
             it otherwise.
     """
-    if chunks.exact and (budget_bytes is None or near_smallest(step.whole.graph, _SMALLEST_S, budget_bytes).peak_bytes <= budget_bytes):
+    if chunks.exact and not _exceeds(step.whole.graph, budget_bytes):
         return step.whole
     variants = _Variants(step, chunks)
     return variants.captured(variants.smallest())
+
+
+def _exceeds(graph: Graph, budget_bytes: int | None) -> bool:
+    """Whether no plan within a budget is found quickly."""
+    return budget_bytes is not None and near_smallest(graph, _SMALLEST_S, budget_bytes).peak_bytes > budget_bytes
 
 
 class _Variants(Generic[CapturedT]):

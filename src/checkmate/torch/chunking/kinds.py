@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from checkmate.torch.chunking.ahead import ahead_of
-from checkmate.torch.chunking.exactness import keeps_bits
+from checkmate.torch.chunking.bits.comparison import keeps_bits
 from checkmate.torch.chunking.graph_values import inputs, outputs, producer, size_bytes, tensor
 from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
 from checkmate.torch.chunking.regions import Region, grow

@@ -193,7 +193,7 @@ def program_for(stage: Stage) -> ChunkedProgram:
 
 
 _KEYS: dict[str, str] = {}
-"""Keys of programs by the content of their stages: layers repeat, and to trace their pieces takes much longer than to look here."""
+"""Keys of programs by the content of their stages. Layers repeat, and tracing their pieces takes much longer than this."""
 
 
 def _content(stage: Stage) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,17 @@ def other_allocated_bytes(example_inputs: Sequence[Any], options: Options) -> in
         return 0
     seen = unique_bytes(tensors, current_bytes) + gradient_bytes(example_inputs, accumulate=False)
     return max(0, torch.cuda.memory_allocated(device) - seen)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on a device now; unlimited where the system does not tell."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return sys.maxsize
 
 
 def _cuda_device(inputs: Sequence[torch.Tensor], options: Options) -> torch.device | None:

@@ -8,6 +8,7 @@ hold for sums over pieces, whose additions have another order: there equality is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -17,14 +18,18 @@ from torch import fx
 
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 from checkmate.torch._compat.sharding import Layout
-from checkmate.torch.chunking.graph_values import inputs, outputs, tensor
-from checkmate.torch.chunking.kernel_paths import flat_storage, same_path
+from checkmate.torch.chunking.bits.kernel_paths import flat_storage, same_path
+from checkmate.torch.chunking.bits.verdicts import keep_verdict, known_verdict, verdict_key
+from checkmate.torch.chunking.graph_values import inputs, outputs, size_bytes, tensor
 from checkmate.torch.chunking.program import ChunkedProgram, NotChunkable, Part, Piece, PieceGraph, assembled, pieces_of
 from checkmate.torch.chunking.rules.pieces import cuts
 from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.rng import generators_restored
+from checkmate.torch.measure.resident import free_bytes
+
+_log = logging.getLogger("checkmate.torch")
 
 _EXPONENTS = 12
 """The second data set has numbers of so many powers of ten, where a sum in another order shows at once, and zeros."""
@@ -48,22 +53,34 @@ def keeps_bits(part: Part) -> bool:
     program = part.program
     if any(program.sums):
         return False
-    if program.key not in _KNOWN:
-        _KNOWN[program.key] = _compared(part.stage)
-    return _KNOWN[program.key]
+    key = verdict_key(program.key, tensor(part.stage.region.seed).device)
+    if key not in _KNOWN:
+        verdict = known_verdict(key)
+        if verdict is None:
+            verdict = _compared(part.stage)
+            if verdict is not None:
+                keep_verdict(key, verdict)
+        _KNOWN[key] = bool(verdict)
+    return _KNOWN[key]
 
 
 _KNOWN: dict[str, bool] = {}
-"""Verdicts by the key of the program; layers share one."""
+"""Verdicts of this process; layers share one."""
 
 
-def _compared(stage: Stage) -> bool:
+def _compared(stage: Stage) -> bool | None:
+    """The verdict on a stage; None if there is not enough memory to reach one."""
+    watched = _watched(stage)
+    if _needed_bytes(watched) > free_bytes(tensor(stage.region.seed).device):
+        _log.info("not enough memory to compare the bits of %s in pieces", ", ".join(op.name for op in stage.own[:4]))
+        return None
     try:
-        watched = _watched(stage)
         pieces, graphs = pieces_of(watched)
         program = assembled(watched, pieces, graphs)
         with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
             return _same_paths(watched, pieces, graphs) and all(_equal(watched, program, *data) for data in _data_sets(watched))
+    except torch.OutOfMemoryError:
+        return None
     except (RuntimeError, IndexError, NotChunkable):
         return False  # random numbers are no input for every op: an index may be computed from them
 
@@ -76,6 +93,12 @@ def _watched(stage: Stage) -> Stage:
             if value is not None and isinstance(placement, Split) and not makes_views(op):
                 results.setdefault(value, placement)
     return replace(stage, results=results)
+
+
+def _needed_bytes(stage: Stage) -> int:
+    """Bytes of operands, of results and of results in pieces, and of as many temporaries."""
+    made = sum(map(size_bytes, stage.results))
+    return 3 * made + sum(size_bytes(value) for value, _ in stage.operands)
 
 
 def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:

@@ -1,0 +1,1 @@
+"""Bits: whether pieces give what their whole ops give, byte for byte."""
