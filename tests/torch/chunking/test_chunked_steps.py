@@ -50,7 +50,7 @@ def plain(model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
 def floor_of(model: nn.Module, **options: Any) -> int:
     """The smallest budget without chunks."""
     with pytest.raises((InfeasibleBudgetError, PlanNotFoundError)) as refused:
-        checkmate.torch.compile(model, example=batch(), budget=1, **options)
+        checkmate.torch.compile(model, example=batch(), budget=1, chunking="off", **options)
     return int(refused.value.floor_bytes)
 
 
@@ -103,7 +103,7 @@ def test_by_default_nothing_runs_in_pieces() -> None:
     model = Language()
     least = floor_of(model)
     with pytest.raises(InfeasibleBudgetError):
-        checkmate.torch.compile(model, example=batch(), budget=int(0.6 * least))
+        checkmate.torch.compile(model, example=batch(), budget=int(0.6 * least), chunking="off")
 
 
 def test_the_number_of_pieces_does_not_depend_on_the_budget() -> None:
@@ -127,7 +127,7 @@ def test_pieces_need_not_be_equal(tokens: int) -> None:
     gradients = torch.autograd.grad(loss, list(head.parameters()))
     cross_entropy = nn.functional.cross_entropy
     with pytest.raises(InfeasibleBudgetError) as refused:
-        checkmate.torch.compile(head, cross_entropy, example=(x, y), budget=1, outputs="released")
+        checkmate.torch.compile(head, cross_entropy, example=(x, y), budget=1, chunking="off", outputs="released")
     least = refused.value.floor_bytes
     step = checkmate.torch.compile(
         head, cross_entropy, example=(x, y), budget=int(0.95 * least), outputs="released", chunking="auto"
@@ -158,7 +158,7 @@ def test_exact_pieces_give_the_bits_of_the_plain_step() -> None:
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     graph = checkmate.torch.capture(model, example=[x])
     with pytest.raises(InfeasibleBudgetError) as refused:
-        checkmate.torch.compile(model, example=[x], budget=1)
+        checkmate.torch.compile(model, example=[x], budget=1, chunking="off")
     step = checkmate.torch.compile(model, example=[x], budget=int(0.5 * refused.value.floor_bytes), chunking="exact")
     assert any("in pieces" in remark for remark in step.result.remarks)
     assert graph.resident_bytes == step.graph.resident_bytes
@@ -191,7 +191,7 @@ def test_an_unknown_value_is_refused() -> None:
 
 def test_a_refusal_names_chunking_where_an_op_sets_the_floor() -> None:
     with pytest.raises(InfeasibleBudgetError) as refused:
-        checkmate.torch.compile(Language(), example=batch(), budget=1)
+        checkmate.torch.compile(Language(), example=batch(), budget=1, chunking="off")
     assert refused.value.binding_op
     assert refused.value.hint.endswith('; chunking="auto" may need less: it runs ops piece by piece')
     assert "raise the budget to at least" in str(refused.value)

@@ -82,7 +82,7 @@ def test_a_stock_call_below_its_floor(accumulated: int, arrays: float) -> None:
     budget = resident + sum(p.nbytes for p in model.parameters()) + int(arrays * logits)
     assert budget < resident + keep_all
 
-    whole = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 2})
+    whole = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 2, "chunking": "off"})
     with pytest.raises(InfeasibleBudgetError):
         run_steps(stepping(whole, model, batch, accumulated), model)
     model.load_state_dict(language()[0].state_dict())

@@ -30,12 +30,16 @@ from checkmate.torch.chunking.kinds import Kind, kinds_of
 from checkmate.torch.chunking.program import NotChunkable
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch.measure.errors import ProfilerBusyError
 from checkmate.torch.passes.loss_picks import make_ones_without_input, pick_before_reducing
 
 _log = logging.getLogger("checkmate.torch")
 
 _TRIALS_SHARE: Final = 0.5
 """Share of the time limit for the plans of all sets of kinds that are tried."""
+
+_QUICK_SHARE: Final = 0.25
+"""Share of the time for the plan of a set that is for whether there is one."""
 
 _LAST_SHARE: Final = 0.5
 """Share of the time limit for the plan of the set that is chosen."""
@@ -46,7 +50,7 @@ _SMALLEST_S: Final = 1.0
 _MOST_KINDS: Final = 4
 """Kinds that are tried, those that save most."""
 
-_CHEAP: Final = 1.05
+_CHEAP: Final = 1.1
 """Overhead of a plan of whole ops up to which no exact pieces are looked for: their bits are tested, which takes seconds."""
 
 _CHEAP_SHARE: Final = 0.1
@@ -130,8 +134,7 @@ def choose_chunks(
 
     Returns:
         What was planned and its plan, whose overhead is that against computing every op of the given step once; None where
-        keeping everything keeps the budget, there is no region to run piece by piece, or pieces have to be exact and a plan of
-        whole ops is cheap.
+        keeping everything keeps the budget, or there is no region to run piece by piece.
 
     Raises:
         InfeasibleBudgetError: No plan of any of the graphs keeps the budget.
@@ -146,22 +149,24 @@ def choose_chunks(
             captured = variants.captured(of)
         except NotChunkable:
             return _Variant(of, step.whole, None, sys.maxsize)
-        smallest = near_smallest(captured.graph, min(_SMALLEST_S, time_s or _SMALLEST_S), budget_bytes).peak_bytes
+        quick_s = min(_SMALLEST_S, _share(_QUICK_SHARE, time_s) or _SMALLEST_S)
+        smallest = near_smallest(captured.graph, quick_s, budget_bytes).peak_bytes
         if smallest > budget_bytes:  # a refusal would search for the smallest peak for much longer
             return _Variant(of, captured, None, smallest)
         try:
-            return _Variant(of, captured, solve(captured, time_s), smallest)
+            return _Variant(of, captured, solve(captured, _share(1 - _QUICK_SHARE, time_s)), smallest)
         except PlanNotFoundError:  # its windows are too narrow for the plan
             return _Variant(of, captured, None, smallest)
 
     if chunks.exact:
-        result = planned((), None if time_limit_s is None else _CHEAP_SHARE * time_limit_s).result
-        if result is not None and result.overhead <= _CHEAP:
-            return None
+        whole = planned((), _share(_CHEAP_SHARE, time_limit_s)).result
+        time_limit_s = _share(1 - _CHEAP_SHARE, time_limit_s)
+        if whole is not None and whole.overhead <= _CHEAP:
+            return step.whole, solve(step.whole, time_limit_s)
     kinds = variants.kinds
     if not kinds:
         return None
-    trial_s = None if time_limit_s is None else _TRIALS_SHARE * time_limit_s / (1 + 2 * len(kinds))
+    trial_s = _share(_TRIALS_SHARE / (1 + 2 * len(kinds)), time_limit_s)
     best = planned(variants.below(budget_bytes), trial_s)
     tried = [best]
     for kind in kinds:
@@ -175,9 +180,14 @@ def choose_chunks(
         # Its refusal names a budget, for which this set is chosen again if no other has a plan.
         best = planned(variants.smallest(), trial_s)
         tried.append(best)
-    result = solve(best.captured, None if time_limit_s is None else _LAST_SHARE * time_limit_s)
+    result = solve(best.captured, _share(_LAST_SHARE, time_limit_s))
     bounds = [variant.result.bound for variant in tried if variant.result is not None and variant is not best]
     return best.captured, _with_chunks(result, best.kinds, [*bounds, result.bound], step.whole.graph)
+
+
+def _share(share: float, time_s: float | None) -> float | None:
+    """Part of a time, where there is a limit to it."""
+    return None if time_s is None else share * time_s
 
 
 def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int | None) -> CapturedT:
@@ -225,10 +235,16 @@ class _Variants(Generic[CapturedT]):
         """The step with some kinds in pieces.
 
         Raises:
-            NotChunkable: Regions of these kinds wait for each other.
+            NotChunkable: Regions of these kinds wait for each other, or exact ones cannot be measured now.
+            ProfilerBusyError: Their ops have to be measured, and another torch profiler is active.
         """
         if frozenset(kinds) not in self._known:
-            self._known[frozenset(kinds)] = self._capture(kinds)
+            try:
+                self._known[frozenset(kinds)] = self._capture(kinds)
+            except ProfilerBusyError as error:
+                if not self._chunks.exact:
+                    raise
+                raise NotChunkable(error.message) from error  # nobody asked for these pieces
         return self._known[frozenset(kinds)]
 
     def _capture(self, kinds: tuple[Kind, ...]) -> CapturedT:

@@ -74,7 +74,12 @@ def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: Tru
         graph: The graph.
         allows: Whether an op may run piece by piece.
         exact: Whether to leave out regions whose results differ from those of the whole ops, on this device, in any bit.
+
+    Returns:
+        The kinds; none for a graph with symbolic sizes.
     """
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
+        return []
     sized = sorted(_seeds(graph), key=size_bytes, reverse=True)
     least = _WORTH.least_share * size_bytes(sized[0]) if sized else 0
     taken: set[fx.Node] = set()

@@ -74,6 +74,9 @@ class Attempts:
 
 _ATTEMPTS = Attempts()
 
+_LEAST_LEFT = 0.05
+"""Least share of the time limit for a step, whatever the searches for its graphs took."""
+
 
 def plan_step(
     recorder: StepRecorder,
@@ -158,12 +161,16 @@ def _in_pieces(
     step = ChunkableStep(whole, tuple(joint.capture.joint for joint in joints), changed)
     budget_bytes = first.budget.resolve(whole.graph)
     options = replace(first.options, budget=Budget(str(first.budget), total_bytes=budget_bytes))
-
-    left_s = None if options.time_limit_s is None else max(0.0, options.time_limit_s - spent_s)
+    left = max(_LEAST_LEFT, 1 - spent_s / options.time_limit_s) if options.time_limit_s else 1.0
 
     def solve(variant: _CapturedStep, time_s: float | None) -> Result:
-        return _plan(replace(options, time_limit_s=time_s), variant)
+        if time_s is None:
+            return _plan(options, variant)
+        # Plans are stored with the limit and not with what is left of it, which depends on what this process had to search.
+        limit_s = time_s / left
+        return _plan(replace(options, time_limit_s=limit_s), variant, limit_s - time_s)
 
+    left_s = None if options.time_limit_s is None else left * options.time_limit_s
     return choose_chunks(step, first.chunks, budget_bytes, left_s, solve)
 
 
