@@ -104,7 +104,8 @@ def run(parts: int, budget: str, time_limit_s: float) -> dict[str, Any]:
     torch.manual_seed(0)
     model, ids = Model(), torch.randint(256, (16, 64))
     amount: Any = budget if budget.endswith("%") else int(budget)
-    compiled = torch.compile(model, backend="checkmate", options={"budget": amount, "time_limit_s": time_limit_s})
+    options = {"budget": amount, "time_limit_s": time_limit_s, "chunking": "off"}
+    compiled = torch.compile(model, backend="checkmate", options=options)
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         compiled(ids).backward()

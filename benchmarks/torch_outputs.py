@@ -90,7 +90,7 @@ def run(name: str, form: str) -> dict[str, Any]:
     def train(budget: Any) -> int:
         torch._dynamo.reset()
         COORDINATOR.forget_steps()
-        compiled = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 10})
+        compiled = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 10, "chunking": "off"})
 
         def step() -> None:
             torch.manual_seed(1)

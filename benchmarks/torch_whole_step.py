@@ -112,7 +112,8 @@ def run(name: str, kind: str, time_limit_s: float) -> dict[str, Any]:
     for budget in BUDGETS[name]:
         mine, _ = build(name)
         inside = optimizer_of(mine)
-        step = checkmate.torch.compile(mine, None, inside, example=batch, budget=budget, time_limit_s=time_limit_s)
+        options = {"budget": budget, "time_limit_s": time_limit_s, "chunking": "off"}
+        step = checkmate.torch.compile(mine, None, inside, example=batch, **options)
         assert step.whole
         identical = trained(lambda step=step: step(**batch)[1], mine, inside) == reference
         steps.append(lambda step=step: step(**batch)[1])
