@@ -14,7 +14,7 @@ import checkmate
 import checkmate.torch
 
 VOCABULARY, SEQUENCES, LENGTH = 32_000, 2, 512
-BUDGET, SMALL = "260MiB", "130MiB"
+BUDGET, SMALL = "260MiB", "150MiB"
 
 
 class Loss(torch.nn.Module):

@@ -57,10 +57,11 @@ class Options:
             name, means the same).
         unplanned: What happens if nothing of a call is planned although a budget is given, because Dynamo makes no graph of it:
             with ``"error"`` the first call raises `NothingPlannedError`, with ``"warn"`` it logs a warning and runs as it is.
-        chunking: With ``"auto"`` the planner may run ops on large tensors piece by piece, such as the head of a language model
-            with its loss, so that the tensors never exist whole. Sums over the pieces have another order than in the plain
-            step, so that gradients are not bitwise the same. With ``"exact"`` only ops are run so that give the bits of the
-            plain step, tested on random data of their sizes on this device. Only steps of one graph, with ``compiler="eager"``.
+        chunking: Whether ops on large tensors may run piece by piece, such as the head of a language model with its loss, so
+            that the tensors never exist whole. With ``"exact"`` those may that give the bits of the whole ops, tested on random
+            data of their sizes on this device; they are looked for where whole ops have no plan, or an overhead above 10 %.
+            With ``"auto"`` also those with sums over the pieces, which have another order than in the plain step, so that
+            gradients are not bitwise the same. With ``compiler="inductor"`` and with several ranks all ops run whole.
     """
 
     budget: Amount | Budget | None = None

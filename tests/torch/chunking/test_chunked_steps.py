@@ -13,6 +13,7 @@ import checkmate.torch
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.torch import measure_peak
+from checkmate.torch.chunking import choose
 
 TOKENS, WIDTH, VOCABULARY = 256, 16, 1024
 
@@ -167,6 +168,27 @@ def test_exact_pieces_give_the_bits_of_the_plain_step() -> None:
         assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
 
 
+def test_exact_pieces_are_the_default() -> None:
+    """A budget that whole ops cannot keep is kept, with the bits of the plain step and nothing to be asked for."""
+    model = Language()
+    loss, gradients = plain(model)
+    compiled = torch.compile(model, backend="checkmate", options={"budget": int(0.6 * floor_of(model)), "time_limit_s": 4})
+    for _ in range(2):
+        mine = compiled(**batch())
+        mine.backward()
+        assert torch.equal(mine, loss)
+        for parameter, expected in zip(model.parameters(), gradients, strict=True):
+            assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
+        model.zero_grad(set_to_none=True)
+
+
+def test_cheap_plans_of_whole_ops_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for regions and to test their bits takes seconds, and would gain little."""
+    monkeypatch.setattr(choose, "kinds_of", lambda *args, **options: pytest.fail("regions were looked for"))
+    step = checkmate.torch.compile(Language(), example=batch(), budget="97%")
+    assert 1 < step.result.overhead <= 1.1
+
+
 def test_exact_cuts_no_sum() -> None:
     model = Language()
     loss, gradients = plain(model)
@@ -189,9 +211,10 @@ def test_an_unknown_value_is_refused() -> None:
         checkmate.torch.compile(Language(), example=batch(), budget="50%", chunking="sometimes")  # type: ignore[arg-type]
 
 
-def test_a_refusal_names_chunking_where_an_op_sets_the_floor() -> None:
+@pytest.mark.parametrize("chunking", ["off", "exact"])
+def test_a_refusal_names_chunking_where_an_op_sets_the_floor(chunking: Any) -> None:
     with pytest.raises(InfeasibleBudgetError) as refused:
-        checkmate.torch.compile(Language(), example=batch(), budget=1, chunking="off")
+        checkmate.torch.compile(Language(), example=batch(), budget=1, chunking=chunking)
     assert refused.value.binding_op
     assert refused.value.hint.endswith('; chunking="auto" may need less: it runs ops piece by piece')
     assert "raise the budget to at least" in str(refused.value)

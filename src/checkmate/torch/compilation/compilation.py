@@ -258,13 +258,13 @@ class Compilation:
     def _plan(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
         if self.hooks.planner is not None:
             return capture, self.hooks.planner(capture.graph)
-        if self._chunks is not None:
-            step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
-            if not self._alone(capture.graph):
-                capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None)
-            elif (chosen := self._in_pieces(step, self._chunks)) is not None:
-                return chosen
         try:
+            if self._chunks is not None:
+                step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
+                if not self._alone(capture.graph):
+                    capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None)
+                elif (chosen := self._in_pieces(step, self._chunks)) is not None:
+                    return chosen
             graph, result = self.agreed(capture.graph, self._plan_graph)
         except InfeasibleBudgetError as error:
             # Where what stays at the end sets the floor, no op is too large.

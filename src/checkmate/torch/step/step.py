@@ -154,7 +154,7 @@ def compile(  # noqa: A001 - named like torch.compile
             whole step: the rule is that no value of a region is held where the backward begins, and a whole step is one graph
             without that boundary.
         costs: Where costs come from.
-        chunking: Whether ops on large tensors may run piece by piece.
+        chunking: Whether ops on large tensors may run piece by piece: where no bit changes, also with sums, or never.
         dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
             every shape is compiled and planned separately.
 
