@@ -1,4 +1,4 @@
-"""A language model whose logits alone exceed the budget: run piece by piece with the bits of the plain step, and with less memory.
+"""A language model whose logits exceed the budget: run piece by piece with the bits of the plain step, and with less memory.
 
 Needs `pip install transformers` and the `torch` extra.
 """

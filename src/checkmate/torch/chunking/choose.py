@@ -244,7 +244,7 @@ class _Variants(Generic[CapturedT]):
             except ProfilerBusyError as error:
                 if not self._chunks.exact:
                     raise
-                raise NotChunkable(error.message) from error  # nobody asked for these pieces
+                raise NotChunkable(error.message) from error  # the user asked for no pieces
         return self._known[frozenset(kinds)]
 
     def _capture(self, kinds: tuple[Kind, ...]) -> CapturedT:
