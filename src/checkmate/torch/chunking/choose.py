@@ -134,7 +134,7 @@ def choose_chunks(
 
     Returns:
         What was planned and its plan, whose overhead is that against computing every op of the given step once; None where
-        keeping everything keeps the budget, or there is no region to run piece by piece.
+        keeping everything keeps the budget.
 
     Raises:
         InfeasibleBudgetError: No plan of any of the graphs keeps the budget.
@@ -165,7 +165,7 @@ def choose_chunks(
             return step.whole, solve(step.whole, time_limit_s)
     kinds = variants.kinds
     if not kinds:
-        return None
+        return step.whole, solve(step.whole, time_limit_s)
     trial_s = _share(_TRIALS_SHARE / (1 + 2 * len(kinds)), time_limit_s)
     best = planned(variants.below(budget_bytes), trial_s)
     tried = [best]

@@ -52,11 +52,23 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(_available_bytes(), _left_in_container_bytes())
+
+
+def _available_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # not a Linux
         return sys.maxsize
+
+
+def _left_in_container_bytes() -> int:
+    try:
+        most, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return sys.maxsize
+    return most - used
 
 
 def _cuda_device(inputs: Sequence[torch.Tensor], options: Options) -> torch.device | None:
