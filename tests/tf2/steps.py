@@ -27,7 +27,8 @@ def keep_all(graph: checkmate.Graph) -> Plan:
 def forgetful(graph: checkmate.Graph, every: int = 3) -> Plan:
     """A plan that forgets all that it may after each few backward ops, and computes it again on demand.
 
-    The worst plan there is, and so the best one to find out whether recomputation is right.
+    The worst plan there is, and so the best one to find out whether recomputation is right. What a branch of the optimizer
+    reads is not forgotten: one that updates all weights would have everything computed right before it, and only once.
     """
     order: list[int] = []
     live, done, pinned = set[int](), set[int](), set[int]()
@@ -49,9 +50,11 @@ def forgetful(graph: checkmate.Graph, every: int = 3) -> Plan:
     for o, op in enumerate(graph.ops):
         for c in op.clobbered_by:
             readers.setdefault(c, []).append(o)
+    branches = [op for op in graph.ops if op.phase == "optimizer" and op.kind == "If"]
+    awaited = {graph.producer[v] for op in branches for v in op.inputs}
     for o, op in enumerate(graph.ops):
         if op.phase in ("backward", "optimizer") and o % every == 0:
-            again = {p for p in done if graph.ops[p].recomputable and p not in pinned}
+            again = {p for p in done if graph.ops[p].recomputable and p not in pinned | awaited}
             live -= {v for p in again for v in graph.ops[p].outputs}
         for p in readers.get(o, ()):  # what it overwrites cannot be read again
             compute(p)
