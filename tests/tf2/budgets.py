@@ -1,7 +1,7 @@
 """Budgets that networks are tested and measured at; imports nothing, so that a benchmark's parent starts no framework."""
 
 BUDGETS = {
-    "vgg19": ("97%", "92%", "87%"),
+    "vgg19": ("97%", "92%", "90%"),
     "resnet50": ("90%", "80%", "70%"),
     "mobilenet": ("90%", "80%", "70%"),
     "unet": ("95%", "90%", "85%"),
