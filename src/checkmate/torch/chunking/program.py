@@ -31,6 +31,7 @@ from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shap
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
 from checkmate.torch.chunking.stages import Stage, stages_of
 from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.graph.pieces import Pieces
 from checkmate.torch.graph.storages import leaves
 
 aten = torch.ops.aten
@@ -81,10 +82,12 @@ class Body:
     Attributes:
         run: A function of the operands' slices, of what to write each result to, which is its slice or the sum so far, and of the
             buffers. For the first piece there are no sums yet: it returns them.
+        graph: Its graph.
         buffers: Memory for temporary tensors.
     """
 
     run: BoxedRun
+    graph: fx.Graph
     buffers: tuple[Buffer, ...]
 
 
@@ -107,6 +110,13 @@ class ChunkedProgram:
     pieces: tuple[Piece, ...]
     bodies: tuple[Body, ...]
     description: str
+
+    @property
+    def runs(self) -> Pieces:
+        """What it runs, for estimates."""
+        bodies = [self.bodies[piece.body] for piece in self.pieces]
+        buffers = [sum(buffer.numel * buffer.dtype.itemsize for buffer in body.buffers) for body in bodies]
+        return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums)
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run all pieces.
@@ -242,7 +252,7 @@ def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
 
 def _compiled(module: fx.GraphModule) -> Body:
     buffers = share_buffers(module.graph)
-    return Body(boxed(module), buffers)
+    return Body(boxed(module), module.graph, buffers)
 
 
 def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
