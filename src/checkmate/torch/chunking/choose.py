@@ -90,6 +90,14 @@ class ChunkableStep(Generic[CapturedT]):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class InPieces(Generic[CapturedT]):
+    """A captured step, and the kinds of regions that run piece by piece in it."""
+
+    captured: CapturedT
+    kinds: tuple[Kind, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class _Variant(Generic[CapturedT]):
     """A set of kinds with the step that they give, and what planning that gave: a plan, or the smallest peak that was found."""
 
@@ -168,7 +176,7 @@ def choose_chunks(
     return best.captured, _with_chunks(result, best.kinds, [*bounds, result.bound], step.whole.graph)
 
 
-def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks) -> CapturedT:
+def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks) -> InPieces[CapturedT]:
     """A step with those kinds of regions piece by piece that make its smallest peak lower.
 
     Args:
@@ -176,7 +184,17 @@ def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks) -> Captur
         chunks: What may run piece by piece.
     """
     variants = _Variants(step, chunks)
-    return variants.captured(variants.smallest())
+    kinds = variants.smallest()
+    return InPieces(variants.captured(kinds), kinds)
+
+
+def remarks_on(kinds: Sequence[Kind]) -> tuple[str, ...]:
+    """What runs piece by piece, for people.
+
+    Args:
+        kinds: Kinds of regions.
+    """
+    return tuple(f"in pieces: {kind.description}" for kind in kinds)
 
 
 class _Variants(Generic[CapturedT]):
@@ -189,7 +207,7 @@ class _Variants(Generic[CapturedT]):
     def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks) -> None:
         self._step = step
         self._known: dict[frozenset[Kind], CapturedT] = {frozenset(): step.whole}
-        self._joints = [_rewritten(joint) for joint in step.joints]
+        self._joints = [cuttable(joint) for joint in step.joints]
         began = time.perf_counter()
         found = [kind for joint in self._joints for kind in kinds_of(joint.graph, chunks.allows, exact=chunks.exact)]
         self.kinds = _first_kinds(sorted(found, key=lambda kind: kind.saved_bytes, reverse=True))
@@ -262,8 +280,12 @@ def _first_kinds(kinds: Sequence[Kind]) -> list[Kind]:
     return [kind for kind in kinds if any(kind.excludes(other) for other in first)]
 
 
-def _rewritten(joint: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a joint module in which losses can be cut."""
+def cuttable(joint: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a joint module in which losses can be cut.
+
+    Args:
+        joint: The module.
+    """
     graph = copy_graph(joint.graph)
     pick_before_reducing(graph)
     make_ones_without_input(graph)
@@ -273,7 +295,7 @@ def _rewritten(joint: fx.GraphModule) -> fx.GraphModule:
 
 def _with_chunks(result: Result, kinds: Sequence[Kind], bounds: Sequence[float], whole: Graph) -> Result:
     """The result of a variant, with figures that refer to the graph without chunks and to all graphs that were planned."""
-    remarks = [f"in pieces: {kind.description}" for kind in kinds]
+    remarks = list(remarks_on(kinds))
     if kinds:
         remarks.append(f"the bound covers the {len(bounds)} sets of regions in pieces for which a plan was found")
         _log.info("%s", "; ".join(remarks))

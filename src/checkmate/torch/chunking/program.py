@@ -101,7 +101,6 @@ class ChunkedProgram:
         sums: Which results are sums over the pieces.
         pieces: The pieces, in the order in which they run.
         bodies: What runs the ops on the slices of one piece.
-        description: What it is for people.
     """
 
     key: str
@@ -109,7 +108,6 @@ class ChunkedProgram:
     sums: tuple[bool, ...]
     pieces: tuple[Piece, ...]
     bodies: tuple[Body, ...]
-    description: str
 
     @property
     def runs(self) -> Pieces:
@@ -221,7 +219,7 @@ def assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     if key not in _PROGRAMS:
         runs = tuple(_compiled(module) for module in modules)
-        _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs, _description(stage))
+        _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs)
     return _PROGRAMS[key]
 
 
@@ -261,14 +259,6 @@ def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
     found = slices_of(value, placement, count)
     assert found is not None
     return [tuple(piece) for piece in found]
-
-
-def _description(stage: Stage) -> str:
-    region = stage.region
-    products = [op for op in stage.own if op.target in (*_ADDING, aten.addmm.default)] or list(stage.own)
-    length = region.splits[region.seed].length(tensor(region.seed).shape)
-    ahead = "" if stage.ahead is None else ", gradients ahead of the backward"
-    return f"{region.count} pieces of {-(-length // region.count)}: {', '.join(op.name for op in products[:4])}{ahead}"
 
 
 def _text(graph: fx.Graph) -> str:

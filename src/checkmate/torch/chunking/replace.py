@@ -106,7 +106,7 @@ class _Writer:
         like = stage.own[0].meta
         node = self.graph.call_function(CHUNKED, (operands, program.key))
         made = [tensor(value) for value in stage.results]
-        node.meta = {**like, "val": made, DESCRIPTION: program.description, PIECES: program.runs}
+        node.meta = {**like, "val": made, DESCRIPTION: stage.description, PIECES: program.runs}
         if ahead is not None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # what it returned is scaled in place
             for read in ancestors([node]):  # none of which depends on a tangent

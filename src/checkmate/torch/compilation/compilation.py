@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.frontend.planner import Planner, cheapest, near_smallest, planner_for, result_of_order
+from checkmate.frontend.planner import cheapest, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
@@ -48,7 +48,7 @@ class Hooks:
     """Callbacks and settings of a compilation for callers inside this package.
 
     Attributes:
-        planner: Makes the plan; the planner of the options by default.
+        captured: Called with the captured step in place of planning it, and ends the compilation; by default it is planned.
         planned: Called with the capture and its plan before anything runs.
         before_forward: Called before every run of a compiled forward; may raise.
         inference: Whether graphs without gradients are compiled; they are refused otherwise.
@@ -56,7 +56,7 @@ class Hooks:
         target: The device to plan for; by default the one at hand.
     """
 
-    planner: Planner | None = None
+    captured: Callable[[ChunkableStep[Capture]], NoReturn] | None = None
     planned: Callable[[Capture, Result], None] = lambda capture, result: None
     before_forward: Callable[[], None] | None = None
     inference: bool = True
@@ -86,7 +86,7 @@ class Compilation:
         self.options = options
         self.hooks = hooks
         self.budget = options.planning.budget
-        self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.planner is None else None
+        self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.captured is None else None
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
         # On CUDA the allocator's count includes what graphs in flight and wrappers hold.
         known = COORDINATOR.held_bytes() + self._wrapped.held_bytes
@@ -256,12 +256,12 @@ class Compilation:
         return frozenset(coming | {k for k, t in leaves if COORDINATOR.steps.origins.accumulates(t)})
 
     def _plan(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
-        if self.hooks.planner is not None:
-            return capture, self.hooks.planner(capture.graph)
+        step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
+        if self.hooks.captured is not None:
+            self.hooks.captured(step)
         if self._chunks is not None:
-            step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
             if not self._alone(capture.graph):
-                capture = with_smallest_peak(step, self._chunks)
+                capture = with_smallest_peak(step, self._chunks).captured
             elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                 return chosen
         try:

@@ -16,8 +16,8 @@ class Pieces:
     """The graphs that an op runs one after the other.
 
     Attributes:
-        graphs: The graph of each piece; equal pieces have the same one. Its inputs are slices of operands and results, sums so far,
-            and buffers, which have no traced tensor. The first one returns the first terms of the sums.
+        graphs: The graph of each piece; equal pieces have the same one. Its inputs are slices of operands and results, sums so
+            far, and buffers, which have no traced tensor. The first one returns the first terms of the sums.
         buffers_bytes: Bytes of the buffers of each piece; they are kept for the next one.
         sums: Whether each result is a sum over the pieces, and not assembled from slices.
     """
