@@ -20,9 +20,10 @@ import msgspec
 from torch import fx
 
 from checkmate.core.budget import keep_all_bytes
-from checkmate.core.errors import PlanNotFoundError
+from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
+from checkmate.core.units import format_at_least
 from checkmate.frontend.planner import near_smallest
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch.chunking.kinds import Kind, kinds_of
@@ -47,6 +48,12 @@ _MOST_KINDS: Final = 4
 
 _LEAST_GAIN: Final = 0.002
 """Share of the cost that another kind must save. Costs are not known more exactly."""
+
+_OFFER_S: Final = 3.0
+"""Most seconds after which a refusal still looks for how much memory would be enough."""
+
+_RUNS: Final = 3
+"""How many times the seconds of the step it may take to measure the ops that run its regions."""
 
 
 class HasGraph(Protocol):
@@ -197,15 +204,53 @@ def remarks_on(kinds: Sequence[Kind]) -> tuple[str, ...]:
     return tuple(f"in pieces: {kind.description}" for kind in kinds)
 
 
+def with_offer(
+    error: InfeasibleBudgetError, step: ChunkableStep[CapturedT], chunks: Chunks, *, part: bool = False
+) -> InfeasibleBudgetError:
+    """A refusal that says what it would help if ops ran piece by piece: in bytes, where that is known soon.
+
+    Args:
+        error: The refusal, of a step in which none does.
+        step: The step.
+        chunks: What could run piece by piece.
+        part: Whether that is only a part of the step, and the rest is not known yet.
+    """
+    peak = _offered_bytes(step, chunks)
+    if peak is None:
+        return error.with_hint(f'{error.hint}; chunking="auto" may need less: it runs ops piece by piece')
+    if peak >= (error.smallest_bytes or error.floor_bytes):
+        return error
+    enough = "this budget" if peak <= error.budget_bytes else format_at_least(peak)
+    enough += " is enough for this graph alone" if part else " is enough"
+    return error.with_hint(f'{error.hint}; with chunking="auto", which runs ops piece by piece, {enough}')
+
+
+def _offered_bytes(step: ChunkableStep[CapturedT], chunks: Chunks) -> int | None:
+    """The smallest peak found with regions piece by piece; None if that takes too long."""
+    until = time.perf_counter() + _OFFER_S
+    if _RUNS * step.whole.graph.cost > _OFFER_S * 1e9:
+        return None
+    try:
+        variants = _Variants(step, chunks, until)
+        return near_smallest(variants.captured(variants.smallest()).graph, _SMALLEST_S).peak_bytes
+    except TimeoutError:
+        return None
+
+
 class _Variants(Generic[CapturedT]):
-    """A step by what runs piece by piece in it. The arguments are those of `choose_chunks`.
+    """A step by what runs piece by piece in it.
+
+    Args:
+        step: As in `choose_chunks`, like ``chunks``.
+        chunks: What may run piece by piece.
+        until: Value of ``time.perf_counter()`` from which it raises `TimeoutError`; None for never.
 
     Attributes:
         kinds: The kinds of regions to choose from, those that save most.
     """
 
-    def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks) -> None:
-        self._step = step
+    def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks, until: float | None = None) -> None:
+        self._step, self._until = step, until
         self._known: dict[frozenset[Kind], CapturedT] = {frozenset(): step.whole}
         self._joints = [cuttable(joint) for joint in step.joints]
         began = time.perf_counter()
@@ -219,6 +264,8 @@ class _Variants(Generic[CapturedT]):
         Raises:
             NotChunkable: Regions of these kinds wait for each other.
         """
+        if self._until is not None and time.perf_counter() > self._until:
+            raise TimeoutError
         if frozenset(kinds) not in self._known:
             self._known[frozenset(kinds)] = self._capture(kinds)
         return self._known[frozenset(kinds)]

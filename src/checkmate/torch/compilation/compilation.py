@@ -23,7 +23,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame
-from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_smallest_peak
+from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.distributed.consensus import job_ranks
@@ -201,6 +201,7 @@ class Compilation:
             searched_s=self._searched_s,
             replaceable=replaceable,
             chunks=self._chunks,
+            offered=self._offered,
         )
 
     def shared_order(self, graph: Graph) -> tuple[int, ...] | None:
@@ -268,25 +269,32 @@ class Compilation:
             graph, result = self.agreed(capture.graph, self._plan_graph)
         except InfeasibleBudgetError as error:
             # Where what stays at the end sets the floor, no op is too large.
-            if error.binding_op and self.options.chunking == "off" and self._could_chunk:
-                raise error.with_hint(f'{error.hint}; chunking="auto" may need less: it runs ops piece by piece') from None
+            if error.binding_op and self._offered is not None:
+                alone = self._alone(capture.graph)
+                part = ChunkableStep(_part(capture), step.joints, lambda modules: _part(recapture(modules[0])))
+                raise with_offer(error, step if alone else part, self._offered, part=not alone) from None
             raise
         return replace(capture, graph=graph), result
-
-    @property
-    def _could_chunk(self) -> bool:
-        """Whether the options and the job allow that ops run piece by piece, whether or not it is wanted."""
-        options = self.options
-        return self.ranks is None and options.checkpoints == "hints" and options.compiler == "eager" and options.plan is None
 
     @functools.cached_property
     def _chunks(self) -> Chunks | None:
         """Which ops may run piece by piece, where there is a budget to keep; None if none may."""
+        return None if self.options.chunking == "off" else self._chunkable
+
+    @property
+    def _offered(self) -> Chunks | None:
+        """Which ops could run piece by piece, where that is not asked for."""
+        return self._chunkable if self.options.chunking == "off" else None
+
+    @functools.cached_property
+    def _chunkable(self) -> Chunks | None:
+        """Which ops can run piece by piece as the options and the job are, whether or not it is asked for; None if none can."""
         options = self.options
-        if options.chunking == "off" or options.budget is None or not self._could_chunk:
+        if self.ranks is not None or options.checkpoints != "hints" or options.compiler != "eager" or options.plan is not None:
             return None
         excluded = frozenset(options.no_recompute)
-        return Chunks(lambda op: excluded.isdisjoint(op_names(op)), exact=options.chunking == "exact")
+        chunks = Chunks(lambda op: excluded.isdisjoint(op_names(op)), exact=options.chunking == "exact")
+        return None if options.budget is None else chunks
 
     def _in_pieces(self, step: ChunkableStep[Capture], chunks: Chunks) -> tuple[Capture, Result] | None:
         """The fastest plan found if regions may run piece by piece; None if there is nothing to gain."""
@@ -388,6 +396,11 @@ _SMALLEST = SmallestTime()
 def _part_of_a_step(graph: Graph) -> Graph:
     """A graph that holds nothing it returns: the other graphs of a step and eager code may free that at once."""
     return msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
+
+
+def _part(capture: Capture) -> Capture:
+    """A capture with the graph of `_part_of_a_step`."""
+    return replace(capture, graph=_part_of_a_step(capture.graph))
 
 
 def costs_of(options: Options) -> Costs:
