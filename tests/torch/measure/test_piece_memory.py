@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.roofline import estimate_ns, estimated_costs
 from tests.torch.chunking.test_chunked_steps import TOKENS, VOCABULARY, WIDTH, Language, batch
+from tests.torch.forecast.test_in_pieces import Head
 
 
-def traced(model: torch.nn.Module, target: EmulatedDevice | None = None, optimizer: str | None = None) -> TracedStep:
-    torch._dynamo.reset()
-    return DeviceTracer(model, None, batch(), optimizer, None, None, target, time.perf_counter() + 60).traced()
+def traced(
+    model: torch.nn.Module, target: EmulatedDevice | None = None, optimizer: str | None = None, example: Any = None
+) -> TracedStep:
+    return DeviceTracer(model, None, example or batch(), optimizer, None, None, target, time.perf_counter() + 60).traced()
 
 
 def kinds_and_ops(step: TracedStep) -> list[tuple[Kind, list[fx.Node]]]:
@@ -58,12 +61,13 @@ def test_sums_in_half_precision_take_memory_in_float32() -> None:
 
 
 def test_pieces_take_no_less_time_than_the_whole_ops() -> None:
-    """Each piece has its launches, and reads the weights again; what is cut is read once."""
+    """Each piece has its launches, and reads the weights again; what is cut is read once, and no product is free."""
     device = load_device("H100")
     with torch.device("meta"):
-        model = Language()
-    ((kind, (op,)),) = kinds_and_ops(traced(model, EmulatedDevice(device, cpu_costs=Profiler()), "sgd"))
+        model = Head(65536, 512)
+        tokens = torch.zeros(2, 2048, dtype=torch.long)
+    example = {"tokens": tokens, "labels": tokens}
+    ((kind, (op,)),) = kinds_and_ops(traced(model, EmulatedDevice(device, cpu_costs=Profiler()), "sgd", example))
     (region,) = kind.regions
     whole = sum(estimate_ns(node, device) for node in region.rules if not makes_views(node))
-    launches = region.count * len(region.rules) * device.launch_ns
-    assert whole < estimate_ns(op, device) < whole + 2 * launches
+    assert whole < estimate_ns(op, device) < 1.3 * whole

@@ -33,7 +33,7 @@ class LargestSizeParameters:
             round up, and a smaller size is tried. Above it, sizes do not grow in a line, and the answer is "not known".
         rows: Reduced sizes above this are multiples of it: attention kernels round lengths up to 128 rows
             (`checkmate.torch.emulate.workspace`), so that sizes between cost as much as the next multiple. So are lengths of
-            sequences at which regions run piece by piece: pieces are equal parts.
+            sequences of which regions run piece by piece: pieces are equal parts.
     """
 
     solve_s: float = 2.0
@@ -92,7 +92,7 @@ def find_largest_size(
     now: int,
     max_overhead: MaxOverhead = ONE_EXTRA_FORWARD,
 ) -> MaxBatch:
-    """The largest size of a dimension for which a plan fits.
+    """The largest size of a dimension for which a plan fits; where none is found in pieces, that with nothing in pieces.
 
     The upper bound holds if no size grows slower than a line; for sequences, than a parabola where a quarter, half and all of
     the present length are on one. It is one for plans with these regions piece by piece.
@@ -113,12 +113,22 @@ def find_largest_size(
         PlanNotFoundError: No size was found that its own trace confirms.
         GraphError: The step has another structure at other sizes.
     """
-    traces = _Traces(tracer, dim, now, step, kinds)
+    traces = _Traces(tracer, dim, {now: step}, kinds)
+    if kinds:
+        try:
+            return _found(traces, available_bytes, remarks, what, now, max_overhead)
+        except (InfeasibleBudgetError, PlanNotFoundError, GraphError) as error:
+            remarks.append(f"the largest {what} was looked for with nothing in pieces: {error.message}")
+    return _found(traces.whole_alone(), available_bytes, remarks, what, now, max_overhead)
+
+
+def _found(traces: _Traces, available_bytes: int, remarks: list[str], what: str, now: int, max_overhead: MaxOverhead) -> MaxBatch:
+    tracer, kinds = traces.tracer, traces.kinds
     sizes = _first_sizes(traces, what, now)
     search = _SizeSearch(traces, sizes, available_bytes)
     found = search.largest(max_overhead)
-    if kinds and what == "sequence" and found.batch > _PARAMETERS.rows:
-        found = replace(found, batch=found.batch - found.batch % _PARAMETERS.rows)
+    if kinds:
+        found = replace(found, batch=_in_equal_pieces(found.batch, what, kinds))
     if found.batch not in sizes and not tracer.has_time_for(tracer.trace_s):
         where = f"lines through {sizes[-2]} and {sizes[-1]}"
         remarks.append(f"the largest {what} is from {where}, and was not traced itself")
@@ -132,21 +142,34 @@ def find_largest_size(
     return confirmed
 
 
+def _in_equal_pieces(size: int, what: str, kinds: Sequence[Kind]) -> int:
+    """The largest size up to this one of which pieces are equal parts: some tokens of one sequence, or whole sequences."""
+    count = max(region.count for kind in kinds for region in kind.regions)
+    if what == "sequence":
+        step = _PARAMETERS.rows if size > _PARAMETERS.rows else 1
+    else:
+        step = count if size >= count else 1 << (size.bit_length() - 1)
+    return size - size % step
+
+
 class _Traces:
     """Traces of a step by the size of a dimension, each made when it is asked for.
 
     Args:
         tracer: Makes them.
         dim: The dimension.
-        now: Its present size.
-        step: The step at that size.
-        kinds: Regions of it that run piece by piece.
+        steps: Those that there are.
+        kinds: Regions of the step that run piece by piece.
     """
 
-    def __init__(self, tracer: DeviceTracer, dim: int, now: int, step: TracedStep, kinds: Sequence[Kind]) -> None:
+    def __init__(self, tracer: DeviceTracer, dim: int, steps: dict[int, TracedStep], kinds: Sequence[Kind]) -> None:
         self.tracer, self.dim, self.kinds = tracer, dim, kinds
-        self._steps = {now: step}
+        self._steps = steps
         self._in_pieces: dict[int, InPieces[Capture]] = {}
+
+    def whole_alone(self) -> _Traces:
+        """The same with nothing in pieces."""
+        return _Traces(self.tracer, self.dim, self._steps, ())
 
     def in_pieces(self, size: int) -> InPieces[Capture]:
         """The step at a size, with the regions piece by piece."""

@@ -91,7 +91,7 @@ def _dtype(node: fx.Node) -> str:
 
 
 def _flop(node: fx.Node) -> int:
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = flop_registry.get(_functional(getattr(node.target, "overloadpacket", None)))
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _shaped(n.meta.get("val")))
@@ -100,6 +100,12 @@ def _flop(node: fx.Node) -> int:
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         _log.warning("the floating-point operations of %s could not be counted and are taken as 0: %s", node.target, error)
         return 0
+
+
+def _functional(packet: Any) -> Any:
+    """The op that an op in place computes, such as ``addmm`` for ``addmm_``: torch has formulas for that one."""
+    name = getattr(packet, "__name__", "")
+    return getattr(torch.ops.aten, name[:-1], packet) if name.endswith("_") else packet
 
 
 def _shaped(value: Any) -> Any:
