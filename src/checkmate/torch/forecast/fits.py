@@ -110,8 +110,10 @@ def fits(
     least = least_peak(step, chunking)
     smallest = min_budget(least.captured.graph, limits=Limits(time_s=tracer.share_s(SHARES.smallest_budget)))
     verdict, graph, result = _best(step, least, smallest, available, tracer, remarks)
-    batch = tracer.size(0)
     largest = functools.partial(largest_size, tracer, step, available, least.kinds, remarks)
+    # First what was asked for: time may be left for one of the two.
+    longest = None if sequence is None or sequence_dim is None else largest("sequence", sequence_dim, sequence)
+    batch = tracer.size(0)
     floor_bytes = max(smallest.floor_bytes, step.update_bytes)
     why = why_in_pieces(smallest.why, least.kinds)
     reserved = _reserved(step, graph, result, memory_bytes, target.device, remarks)
@@ -134,7 +136,7 @@ def fits(
         batch=batch,
         largest_batch=None if batch is None else largest("batch", 0, batch),
         sequence=sequence,
-        longest_sequence=None if sequence is None or sequence_dim is None else largest("sequence", sequence_dim, sequence),
+        longest_sequence=longest,
         remarks=tuple(remarks),
         elapsed_s=time.perf_counter() - began,
     )
