@@ -25,6 +25,7 @@ def fits(
     memory: str | None = None,
     headroom: float = 0.03,
     sequence_dim: int | None = None,
+    chunking: Literal["off", "auto", "exact"] = "off",
     time_limit: float = 60.0,
     out: Path | None = None,
     json: terminal.Json = False,
@@ -42,6 +43,7 @@ def fits(
         memory: Memory of the device, such as 24GiB, instead of the figure in its profile.
         headroom: Share of the memory to leave free.
         sequence_dim: Sequence dimension of the example's tensors, to find the longest sequence besides the largest batch.
+        chunking: With auto, ops on large tensors may run piece by piece; exact cannot be answered for a device that is not there.
         time_limit: Time limit in seconds of wall time.
         out: Graph file to write, of the step on the device; none by default.
         json: Print one JSON object on stdout.
@@ -72,6 +74,7 @@ def fits(
             memory=memory,
             headroom=headroom,
             sequence_dim=sequence_dim,
+            chunking=chunking,
             time_limit_s=time_limit,
         )
     if out is not None:
@@ -127,5 +130,13 @@ def _as_json(answer: Any, out: Path | None) -> dict[str, Any]:
 def _dimension(now: int | None, largest: Any) -> dict[str, Any] | None:
     if now is None:
         return None
-    found = None if largest is None else {"largest": largest.batch, "upper_bound": largest.upper_bound}
-    return {"asked": now, **(found or {"largest": None, "upper_bound": None})}
+    if largest is None:
+        return {"asked": now, "largest": None, "upper_bound": None, "why": None, "overhead": None, "remarks": []}
+    return {
+        "asked": now,
+        "largest": largest.batch,
+        "upper_bound": largest.upper_bound,
+        "why": largest.why,
+        "overhead": largest.result.overhead,
+        "remarks": list(largest.result.remarks),
+    }

@@ -94,7 +94,8 @@ class Fits:
         ):
             if most is not None:
                 exact = "no larger one fits" if most.batch == most.upper_bound else f"none above {most.upper_bound} fits"
-                rows.append((name, f"{now} asked, {most.batch} at most, at {most.result.overhead:.3f}x; {exact}"))
+                at_most = f"{now} asked, {most.batch} at most, at {most.result.overhead:.3f}x; {exact}"
+                rows.append((name, "; ".join([at_most, *most.result.remarks])))
         return rows
 
     def _price(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ def max_batch(
     limits: Limits | None = None,
     solver: Solver | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    reference_at: Callable[[int], Graph] | None = None,
 ) -> MaxBatch:
     """The largest batch with a plan within a budget whose cost is within a limit, and a proof that none is much larger.
 
@@ -107,6 +109,8 @@ def max_batch(
         limits: Time of the whole study, sixty seconds by default; gap, threads and seed of each solve.
         solver: The solver and its options; `Auto` by default.
         on_progress: Called with the largest batch found and the smallest upper bound proven, before each solve.
+        reference_at: The graph at a batch size to whose cost ``max_overhead`` refers, if not that of ``graph_at``: the same step
+            with other ops.
 
     Returns:
         The largest batch found and the smallest upper bound proven; after Ctrl-C, so far.
@@ -125,7 +129,7 @@ def max_batch(
         (8, 8)
     """
     limits = Limits() if limits is None else limits
-    problems = _BatchProblem(graph_at, parse_bytes(budget_bytes), _factor(max_overhead))
+    problems = _BatchProblem(graph_at, reference_at, parse_bytes(budget_bytes), _factor(max_overhead))
     return _BatchSearch(
         problems, limits, Auto() if solver is None else solver, on_progress or (lambda _batch, _upper: None)
     ).run()
@@ -146,8 +150,15 @@ def _factor(max_overhead: float | str) -> Fraction | None:
 class _BatchProblem:
     """Graphs by batch, checked against each other, and the limits on memory and cost."""
 
-    def __init__(self, graph_at: Callable[[int], Graph], budget_bytes: int, factor: Fraction | None) -> None:
+    def __init__(
+        self,
+        graph_at: Callable[[int], Graph],
+        reference_at: Callable[[int], Graph] | None,
+        budget_bytes: int,
+        factor: Fraction | None,
+    ) -> None:
         self.graph_at = graph_at
+        self.reference_at = self.graph if reference_at is None else functools.cache(reference_at)
         self.budget_bytes = budget_bytes
         self.factor = factor
         self._seen: dict[int, Graph] = {}
@@ -165,32 +176,45 @@ class _BatchProblem:
     def problem(self, batch: int, recompute: Literal["all", "forward"] = "all") -> Problem:
         return Problem(self.graph(batch), self.budget_bytes, recompute)
 
-    def most(self, graph: Graph) -> int:
-        """The limit on the cost of a plan of a graph."""
+    def most(self, batch: int) -> int:
+        """The limit on the cost of a plan at a batch."""
+        return math.floor(self._most(self.reference_at(batch)))
+
+    def most_rising(self, batch: int) -> int | None:
+        """How much the limit rises over one more batch of that size, rounded up; None if it is not a line."""
+        rising = _rising(self.reference_at, batch)
+        return None if rising is None else math.ceil(self._most(rising))
+
+    def _most(self, graph: Graph) -> Fraction:
         if self.factor is None:
-            return graph.cost + sum(op.cost for op in graph.ops if op.phase in ("forward", "loss"))
-        return math.floor(self.factor * graph.cost)
+            return Fraction(graph.cost + sum(op.cost for op in graph.ops if op.phase in ("forward", "loss")))
+        return self.factor * graph.cost
 
     def fits(self, batch: int) -> bool:
         return floor(self.graph(batch)).peak_bytes <= self.budget_bytes
 
     def rising(self, batch: int) -> Graph | None:
-        """The graph at a batch with the slope of each cost over one more batch of that size in place of the cost.
-
-        None if a cost falls, or is not affine at one, two and three times the batch.
-        """
-        now, twice, thrice = (self.graph(k * batch) for k in (1, 2, 3))
-        rise = [b.cost - a.cost for a, b in zip(now.ops, twice.ops, strict=True)]
-        more = [b.cost - a.cost for a, b in zip(twice.ops, thrice.ops, strict=True)]
-        if rise != more or min(rise, default=0) < 0:
-            return None
-        return msgspec.structs.replace(
-            now, ops=tuple(msgspec.structs.replace(op, cost=cost) for op, cost in zip(now.ops, rise, strict=True))
-        )
+        """The graph at a batch, as `_rising`."""
+        return _rising(self.graph, batch)
 
     def _nearest(self, batch: int, *, below: bool) -> list[tuple[int, Graph]]:
         others = [b for b in self._seen if (b < batch) == below]
         return [(b, self._seen[b]) for b in [max(others) if below else min(others)]] if others else []
+
+
+def _rising(graph_at: Callable[[int], Graph], batch: int) -> Graph | None:
+    """The graph at a batch with the slope of each cost over one more batch of that size in place of the cost.
+
+    None if a cost falls, or is not affine at one, two and three times the batch.
+    """
+    now, twice, thrice = (graph_at(k * batch) for k in (1, 2, 3))
+    rise = [b.cost - a.cost for a, b in zip(now.ops, twice.ops, strict=True)]
+    more = [b.cost - a.cost for a, b in zip(twice.ops, thrice.ops, strict=True)]
+    if rise != more or min(rise, default=0) < 0:
+        return None
+    return msgspec.structs.replace(
+        now, ops=tuple(msgspec.structs.replace(op, cost=cost) for op, cost in zip(now.ops, rise, strict=True))
+    )
 
 
 class _BatchSearch:
@@ -276,8 +300,7 @@ class _BatchSearch:
         There are fewer of these, and the search goes wrong in fewer ways: on ResNet-50 above batch 860 it finds plans in
         0.5 s, and none in 20 s if it may compute all ops again.
         """
-        graph = self.problems.graph(batch)
-        most = self.problems.most(graph)
+        most = self.problems.most(batch)
         for recompute in ("all", "forward"):
             self.say(self.batch, self.upper)
             result = solve(
@@ -301,7 +324,7 @@ class _BatchSearch:
         """Try to prove that a batch, and every larger one, is too large."""
         if batch > self.upper:
             return
-        most = self.problems.most(self.problems.graph(batch))
+        most = self.problems.most(batch)
         bound = self._cut_bound(self.problems.problem(batch), self._limits(most))
         if bound > most and self._holds_above(batch, bound):
             self._prove(batch, bound)
@@ -310,13 +333,11 @@ class _BatchSearch:
         """Whether a bound above the limit at a batch excludes every larger batch too."""
         if math.isinf(bound):
             return True
-        graph, rising = self.problems.graph(batch), self.problems.rising(batch)
-        if rising is None:
+        graph, rising, most = self.problems.graph(batch), self.problems.rising(batch), self.problems.most_rising(batch)
+        if rising is None or most is None:
             return False
-        if all(a.cost == b.cost for a, b in zip(graph.ops, rising.ops, strict=True)):
+        if most <= bound and all(a.cost == b.cost for a, b in zip(graph.ops, rising.ops, strict=True)):
             return True
-        factor = self.problems.factor
-        most = self.problems.most(rising) if factor is None else math.ceil(factor * rising.cost)
         problem = Problem(rising, self.problems.budget_bytes)
         return self._cut_bound(problem, self._limits(most)) >= most
 

@@ -25,7 +25,7 @@ from checkmate.torch._compat.dispatch import no_dispatch
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.bits.comparison import keeps_bits
-from checkmate.torch.chunking.choose import _rewritten
+from checkmate.torch.chunking.choose import cuttable
 from checkmate.torch.chunking.graph_values import outputs
 from checkmate.torch.chunking.program import CHUNKED, NotChunkable, parts_of
 from checkmate.torch.chunking.regions import Region, grow
@@ -80,7 +80,7 @@ def traced(function: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]
     torch.compile(function, backend=backend, dynamic=False)(*leaves)
     if not found:
         return None
-    joint = _rewritten(prepare(found[0][0], split_convolutions=True))
+    joint = cuttable(prepare(found[0][0], split_convolutions=True))
     tangents = [torch.full(n.meta["val"].shape, 1.5, dtype=n.meta["val"].dtype) for n in joint.graph.nodes if is_tangent(n)]
     inputs = [
         _like(value.detach(), n)

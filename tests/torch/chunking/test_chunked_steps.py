@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import checkmate.torch
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
+from checkmate.core.units import parse_bytes
 from checkmate.torch import measure_peak
 from checkmate.torch.chunking import choose
 
@@ -111,7 +113,7 @@ def test_the_number_of_pieces_does_not_depend_on_the_budget() -> None:
     model = Language()
     least = floor_of(model)
     kinds = [
-        {op.kind for op in step.graph.ops if "pieces" in op.kind and "mm" in op.kind}
+        {op.kind for op in step.graph.ops if "head" in op.kind and "pieces" in op.kind}
         for step in (
             checkmate.torch.compile(model, example=batch(), budget=int(share * least), chunking="auto") for share in (0.6, 0.9)
         )
@@ -212,10 +214,26 @@ def test_an_unknown_value_is_refused() -> None:
 
 
 @pytest.mark.parametrize("chunking", ["off", "exact"])
-def test_a_refusal_names_chunking_where_an_op_sets_the_floor(chunking: Any) -> None:
+def test_a_refusal_names_what_is_enough_in_pieces(chunking: Any) -> None:
+    """Whoever follows the hint has a plan within that budget, below the smallest one without pieces."""
     with pytest.raises(InfeasibleBudgetError) as refused:
         checkmate.torch.compile(Language(), example=batch(), budget=1, chunking=chunking)
     assert refused.value.binding_op
+    enough = re.search(r'with chunking="auto", which runs ops piece by piece, (\S+) is enough$', refused.value.hint)
+    assert enough is not None
+    assert parse_bytes(enough[1]) < 0.7 * refused.value.floor_bytes
+    step = checkmate.torch.compile(Language(), example=batch(), budget=enough[1], chunking="auto")
+    assert step.result.peak_bytes <= parse_bytes(enough[1])
+
+    between = (parse_bytes(enough[1]) + refused.value.floor_bytes) // 2
+    with pytest.raises(InfeasibleBudgetError, match="this budget is enough"):
+        checkmate.torch.compile(Language(), example=batch(), budget=between, chunking=chunking)
+
+
+def test_a_refusal_names_chunking_without_bytes_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_OFFER_S", 0.0)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        checkmate.torch.compile(Language(), example=batch(), budget=1)
     assert refused.value.hint.endswith('; chunking="auto" may need less: it runs ops piece by piece')
     assert "raise the budget to at least" in str(refused.value)
     with pytest.raises((InfeasibleBudgetError, PlanNotFoundError)) as again:

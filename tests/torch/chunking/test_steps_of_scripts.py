@@ -83,7 +83,7 @@ def test_a_stock_call_below_its_floor(accumulated: int, arrays: float) -> None:
     assert budget < resident + keep_all
 
     whole = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 2, "chunking": "off"})
-    with pytest.raises(InfeasibleBudgetError):
+    with pytest.raises(InfeasibleBudgetError, match="runs ops piece by piece, this budget is enough for this graph alone"):
         run_steps(stepping(whole, model, batch, accumulated), model)
     model.load_state_dict(language()[0].state_dict())
     model.zero_grad()

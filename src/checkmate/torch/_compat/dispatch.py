@@ -43,7 +43,7 @@ WATCHES_COMPILED_CODE = hasattr(TorchDispatchMode, "ignore_compile_internals")
 """Whether Dynamo can compile while a dispatch mode is on."""
 
 
-def fake_tensor_on(tensor: FakeTensor, device: str) -> FakeTensor:
+def fake_tensor_on(tensor: FakeTensor, device: torch.device) -> FakeTensor:
     """A fake tensor relabelled for another device.
 
     Args:
@@ -55,4 +55,4 @@ def fake_tensor_on(tensor: FakeTensor, device: str) -> FakeTensor:
     """
     mode = tensor.fake_mode
     with in_kernel_invocation_manager(mode):
-        return FakeTensor(mode, torch.Tensor._make_subclass(torch.Tensor, tensor), torch.device(device))
+        return FakeTensor(mode, torch.Tensor._make_subclass(torch.Tensor, tensor), device)

@@ -104,7 +104,9 @@ def _library() -> _Library | None:
     if not torch.distributed.is_available():
         return None
     try:
-        with no_modes():  # while Dynamo compiles, the mesh would be a fake tensor, and every rule would fail
+        # While Dynamo compiles, the mesh would be a fake tensor, and every rule would fail; or a meta tensor, where the caller
+        # has that default device.
+        with no_modes(), torch.device("cpu"):
             return _Library()
     except Exception as error:  # noqa: BLE001 - private names of torch: any of them can move
         _log.warning("fewer ops can be chunked: torch %s has no sharding rules as expected (%r)", torch.__version__, error)

@@ -21,9 +21,10 @@ import msgspec
 from torch import fx
 
 from checkmate.core.budget import keep_all_bytes
-from checkmate.core.errors import PlanNotFoundError
+from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
+from checkmate.core.units import format_at_least
 from checkmate.frontend.planner import near_smallest
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch.chunking.kinds import Kind, kinds_of
@@ -58,6 +59,12 @@ _CHEAP_SHARE: Final = 0.1
 
 _LEAST_GAIN: Final = 0.002
 """Share of the cost that another kind must save. Costs are not known more exactly."""
+
+_OFFER_S: Final = 3.0
+"""Most seconds after which a refusal still looks for how much memory would be enough."""
+
+_RUNS: Final = 3
+"""How many times the seconds of the step it may take to measure the ops that run its regions."""
 
 
 class HasGraph(Protocol):
@@ -98,6 +105,14 @@ class ChunkableStep(Generic[CapturedT]):
     whole: CapturedT
     joints: tuple[fx.GraphModule, ...]
     captured: Callable[[Sequence[fx.GraphModule]], CapturedT]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class InPieces(Generic[CapturedT]):
+    """A captured step, and the kinds of regions that run piece by piece in it."""
+
+    captured: CapturedT
+    kinds: tuple[Kind, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -190,7 +205,7 @@ def _share(share: float, time_s: float | None) -> float | None:
     return None if time_s is None else share * time_s
 
 
-def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int | None) -> CapturedT:
+def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_bytes: int | None = None) -> InPieces[CapturedT]:
     """A step with those kinds of regions piece by piece that make its smallest peak lower.
 
     Args:
@@ -200,9 +215,52 @@ def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_by
             it otherwise.
     """
     if chunks.exact and not _exceeds(step.whole.graph, budget_bytes):
-        return step.whole
+        return InPieces(step.whole, ())
     variants = _Variants(step, chunks)
-    return variants.captured(variants.smallest())
+    kinds = variants.smallest()
+    return InPieces(variants.captured(kinds), kinds)
+
+
+def remarks_on(kinds: Sequence[Kind]) -> tuple[str, ...]:
+    """What runs piece by piece, for people.
+
+    Args:
+        kinds: Kinds of regions.
+    """
+    return tuple(f"in pieces: {kind.description}" for kind in kinds)
+
+
+def with_offer(
+    error: InfeasibleBudgetError, step: ChunkableStep[CapturedT], chunks: Chunks, *, part: bool = False
+) -> InfeasibleBudgetError:
+    """A refusal that says what it would help if ops ran piece by piece: in bytes, where that is known soon.
+
+    Args:
+        error: The refusal, of a step in which none does.
+        step: The step.
+        chunks: What could run piece by piece.
+        part: Whether that is only a part of the step, and the rest is not known yet.
+    """
+    peak = _offered_bytes(step, chunks)
+    if peak is None:
+        return error.with_hint(f'{error.hint}; chunking="auto" may need less: it runs ops piece by piece')
+    if peak >= (error.smallest_bytes or error.floor_bytes):
+        return error
+    enough = "this budget" if peak <= error.budget_bytes else format_at_least(peak)
+    enough += " is enough for this graph alone" if part else " is enough"
+    return error.with_hint(f'{error.hint}; with chunking="auto", which runs ops piece by piece, {enough}')
+
+
+def _offered_bytes(step: ChunkableStep[CapturedT], chunks: Chunks) -> int | None:
+    """The smallest peak found with regions piece by piece; None if that takes too long."""
+    until = time.perf_counter() + _OFFER_S
+    if _RUNS * step.whole.graph.cost > _OFFER_S * 1e9:
+        return None
+    try:
+        variants = _Variants(step, chunks, until)
+        return near_smallest(variants.captured(variants.smallest()).graph, _SMALLEST_S).peak_bytes
+    except TimeoutError:
+        return None
 
 
 def _exceeds(graph: Graph, budget_bytes: int | None) -> bool:
@@ -211,11 +269,16 @@ def _exceeds(graph: Graph, budget_bytes: int | None) -> bool:
 
 
 class _Variants(Generic[CapturedT]):
-    """A step by what runs piece by piece in it. The arguments are those of `choose_chunks`."""
+    """A step by what runs piece by piece in it.
 
-    def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks) -> None:
-        self._step = step
-        self._chunks = chunks
+    Args:
+        step: As in `choose_chunks`, like ``chunks``.
+        chunks: What may run piece by piece.
+        until: Value of ``time.perf_counter()`` from which it raises `TimeoutError`; None for never.
+    """
+
+    def __init__(self, step: ChunkableStep[CapturedT], chunks: Chunks, until: float | None = None) -> None:
+        self._step, self._chunks, self._until = step, chunks, until
         self._known: dict[frozenset[Kind], CapturedT] = {frozenset(): step.whole}
 
     @cached_property
@@ -229,7 +292,7 @@ class _Variants(Generic[CapturedT]):
 
     @cached_property
     def _joints(self) -> list[fx.GraphModule]:
-        return [_rewritten(joint) for joint in self._step.joints]
+        return [cuttable(joint) for joint in self._step.joints]
 
     def captured(self, kinds: tuple[Kind, ...]) -> CapturedT:
         """The step with some kinds in pieces.
@@ -238,6 +301,8 @@ class _Variants(Generic[CapturedT]):
             NotChunkable: Regions of these kinds wait for each other, or exact ones cannot be measured now.
             ProfilerBusyError: Their ops have to be measured, and another torch profiler is active.
         """
+        if self._until is not None and time.perf_counter() > self._until:
+            raise TimeoutError
         if frozenset(kinds) not in self._known:
             try:
                 self._known[frozenset(kinds)] = self._capture(kinds)
@@ -304,8 +369,12 @@ def _first_kinds(kinds: Sequence[Kind]) -> list[Kind]:
     return [kind for kind in kinds if any(kind.excludes(other) for other in first)]
 
 
-def _rewritten(joint: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a joint module in which losses can be cut."""
+def cuttable(joint: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a joint module in which losses can be cut.
+
+    Args:
+        joint: The module.
+    """
     graph = copy_graph(joint.graph)
     pick_before_reducing(graph)
     make_ones_without_input(graph)
@@ -315,7 +384,7 @@ def _rewritten(joint: fx.GraphModule) -> fx.GraphModule:
 
 def _with_chunks(result: Result, kinds: Sequence[Kind], bounds: Sequence[float], whole: Graph) -> Result:
     """The result of a variant, with figures that refer to the graph without chunks and to all graphs that were planned."""
-    remarks = [f"in pieces: {kind.description}" for kind in kinds]
+    remarks = list(remarks_on(kinds))
     if kinds:
         remarks.append(f"the bound covers the {len(bounds)} sets of regions in pieces for which a plan was found")
         _log.info("%s", "; ".join(remarks))

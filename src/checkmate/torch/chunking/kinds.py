@@ -17,6 +17,7 @@ from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import SUM, Split
 from checkmate.torch.chunking.stages import kept_outside
 from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.graph.provenance import common_place, place_of
 from checkmate.torch.graph.storages import storage_key
 
 
@@ -54,13 +55,23 @@ class Kind:
         regions: The regions.
         parts: The parts of all regions.
         saved_bytes: Bytes of large tensors in one region that never exist whole.
-        description: What the regions are, for people.
     """
 
     regions: tuple[Region, ...]
     parts: tuple[Part, ...]
     saved_bytes: int
-    description: str
+
+    @property
+    def place(self) -> str:
+        """Where the regions are in the model, for people."""
+        return common_place([place_of(region.rules) for region in self.regions])
+
+    @property
+    def description(self) -> str:
+        """What the regions are and how they run, for people."""
+        ahead = ", gradients ahead of the backward" if any(part.stage.ahead is not None for part in self.parts) else ""
+        region = self.regions[0]
+        return f"{self.place}, {region.count} pieces of {region.piece_length:,}{ahead}"
 
     def excludes(self, other: Kind) -> bool:
         """Whether another kind is another way to run the same regions, or is this one."""
@@ -124,10 +135,7 @@ def _with_gradients_ahead(found: _Found, graph: fx.Graph) -> _Found | None:
 
 
 def _kind(alike: list[_Found]) -> Kind:
-    description = "; ".join(part.program.description for part in alike[0].parts)
-    times = f"{len(alike)} times " if len(alike) > 1 else ""
-    regions = tuple(each.region for each in alike)
-    return Kind(regions, tuple(part for each in alike for part in each.parts), alike[0].saved_bytes, times + description)
+    return Kind(tuple(each.region for each in alike), tuple(part for each in alike for part in each.parts), alike[0].saved_bytes)
 
 
 def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -31,6 +31,7 @@ from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shap
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
 from checkmate.torch.chunking.stages import Stage, stages_of
 from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.graph.pieces import Pieces
 from checkmate.torch.graph.storages import leaves
 
 aten = torch.ops.aten
@@ -81,10 +82,12 @@ class Body:
     Attributes:
         run: A function of the operands' slices, of what to write each result to, which is its slice or the sum so far, and of the
             buffers. For the first piece there are no sums yet: it returns them.
+        graph: Its graph.
         buffers: Memory for temporary tensors.
     """
 
     run: BoxedRun
+    graph: fx.Graph
     buffers: tuple[Buffer, ...]
 
 
@@ -98,7 +101,6 @@ class ChunkedProgram:
         sums: Which results are sums over the pieces.
         pieces: The pieces, in the order in which they run.
         bodies: What runs the ops on the slices of one piece.
-        description: What it is for people.
     """
 
     key: str
@@ -106,7 +108,13 @@ class ChunkedProgram:
     sums: tuple[bool, ...]
     pieces: tuple[Piece, ...]
     bodies: tuple[Body, ...]
-    description: str
+
+    @property
+    def runs(self) -> Pieces:
+        """What it runs, for estimates."""
+        bodies = [self.bodies[piece.body] for piece in self.pieces]
+        buffers = [sum(buffer.numel * buffer.dtype.itemsize for buffer in body.buffers) for body in bodies]
+        return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums)
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run all pieces.
@@ -232,7 +240,7 @@ def assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     if key not in _PROGRAMS:
         runs = tuple(_compiled(module) for module in modules)
-        _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs, _description(stage))
+        _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs)
     return _PROGRAMS[key]
 
 
@@ -263,7 +271,7 @@ def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
 
 def _compiled(module: fx.GraphModule) -> Body:
     buffers = share_buffers(module.graph)
-    return Body(boxed(module), buffers)
+    return Body(boxed(module), module.graph, buffers)
 
 
 def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
@@ -272,14 +280,6 @@ def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
     found = slices_of(value, placement, count)
     assert found is not None
     return [tuple(piece) for piece in found]
-
-
-def _description(stage: Stage) -> str:
-    region = stage.region
-    products = [op for op in stage.own if op.target in (*_ADDING, aten.addmm.default)] or list(stage.own)
-    length = region.splits[region.seed].length(tensor(region.seed).shape)
-    ahead = "" if stage.ahead is None else ", gradients ahead of the backward"
-    return f"{region.count} pieces of {-(-length // region.count)}: {', '.join(op.name for op in products[:4])}{ahead}"
 
 
 def _text(graph: fx.Graph) -> str:

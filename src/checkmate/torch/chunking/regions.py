@@ -10,6 +10,7 @@ The pieces of a region are the same shares of every tensor in it: piece 2 of 8 i
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,13 @@ class Region:
     def sums(self) -> bool:
         """Whether a tensor is a sum over pieces, so that its bits can differ from those of the whole op."""
         return any(rule.sums for rule in self.rules.values())
+
+    @property
+    def piece_length(self) -> int:
+        """Slices of the seed in a piece, such as tokens; in the last one there may be fewer."""
+        slices = slices_of(self.seed, self.splits[self.seed], self.count)
+        assert slices is not None
+        return math.prod(length for _, _, length in slices[0])
 
 
 def grow(

@@ -13,6 +13,7 @@ from checkmate.torch.chunking.ahead import SCALE, Ahead
 from checkmate.torch.chunking.graph_values import ancestors, producer, tensor
 from checkmate.torch.chunking.program import CHUNKED, NotChunkable, Part
 from checkmate.torch.graph.op_properties import DESCRIPTION
+from checkmate.torch.graph.pieces import PIECES
 
 aten = torch.ops.aten
 
@@ -104,7 +105,8 @@ class _Writer:
         operands = [env[value] for value, _ in stage.operands]
         like = stage.own[0].meta
         node = self.graph.call_function(CHUNKED, (operands, program.key))
-        node.meta = {**like, "val": [tensor(value) for value in stage.results], DESCRIPTION: program.description}
+        made = [tensor(value) for value in stage.results]
+        node.meta = {**like, "val": made, DESCRIPTION: stage.description, PIECES: program.runs}
         if ahead is not None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # what it returned is scaled in place
             for read in ancestors([node]):  # none of which depends on a tangent

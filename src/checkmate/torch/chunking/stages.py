@@ -20,6 +20,7 @@ from checkmate.torch.chunking.graph_values import inputs, outputs, producer, rea
 from checkmate.torch.chunking.regions import Region
 from checkmate.torch.chunking.rules.placements import WHOLE, Placement
 from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.graph.provenance import place_of
 
 
 @dataclass(eq=False, slots=True)
@@ -41,6 +42,11 @@ class Stage:
     ops: tuple[fx.Node, ...] = ()
     operands: dict[tuple[fx.Node, Placement], None] = field(default_factory=dict)
     results: dict[fx.Node, Placement] = field(default_factory=dict)
+
+    @property
+    def description(self) -> str:
+        """What it runs, for people."""
+        return f"{place_of(self.region.rules)} in {self.region.count} pieces"
 
 
 def stages_of(region: Region, graph: fx.Graph, ahead: Ahead | None = None) -> list[Stage]:

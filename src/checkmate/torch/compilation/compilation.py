@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -18,12 +18,12 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.frontend.planner import Planner, cheapest, near_smallest, planner_for, result_of_order
+from checkmate.frontend.planner import cheapest, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame
-from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_smallest_peak
+from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.distributed.consensus import job_ranks
@@ -48,7 +48,7 @@ class Hooks:
     """Callbacks and settings of a compilation for callers inside this package.
 
     Attributes:
-        planner: Makes the plan; the planner of the options by default.
+        captured: Called with the captured step in place of planning it, and ends the compilation; by default it is planned.
         planned: Called with the capture and its plan before anything runs.
         before_forward: Called before every run of a compiled forward; may raise.
         inference: Whether graphs without gradients are compiled; they are refused otherwise.
@@ -56,7 +56,7 @@ class Hooks:
         target: The device to plan for; by default the one at hand.
     """
 
-    planner: Planner | None = None
+    captured: Callable[[ChunkableStep[Capture]], NoReturn] | None = None
     planned: Callable[[Capture, Result], None] = lambda capture, result: None
     before_forward: Callable[[], None] | None = None
     inference: bool = True
@@ -86,7 +86,7 @@ class Compilation:
         self.options = options
         self.hooks = hooks
         self.budget = options.planning.budget
-        self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.planner is None else None
+        self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.captured is None else None
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
         # On CUDA the allocator's count includes what graphs in flight and wrappers hold.
         known = COORDINATOR.held_bytes() + self._wrapped.held_bytes
@@ -201,6 +201,7 @@ class Compilation:
             searched_s=self._searched_s,
             replaceable=replaceable,
             chunks=self._chunks,
+            offered=self._offered,
         )
 
     def shared_order(self, graph: Graph) -> tuple[int, ...] | None:
@@ -256,37 +257,43 @@ class Compilation:
         return frozenset(coming | {k for k, t in leaves if COORDINATOR.steps.origins.accumulates(t)})
 
     def _plan(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
-        if self.hooks.planner is not None:
-            return capture, self.hooks.planner(capture.graph)
+        step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
+        if self.hooks.captured is not None:
+            self.hooks.captured(step)
         try:
             if self._chunks is not None:
-                step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
                 if not self._alone(capture.graph):
-                    capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None)
+                    capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None).captured
                 elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                     return chosen
             graph, result = self.agreed(capture.graph, self._plan_graph)
         except InfeasibleBudgetError as error:
             # Where what stays at the end sets the floor, no op is too large.
-            if error.binding_op and self.options.chunking != "auto" and self._could_chunk:
-                raise error.with_hint(f'{error.hint}; chunking="auto" may need less: it runs ops piece by piece') from None
+            if error.binding_op and self._offered is not None:
+                alone = self._alone(capture.graph)
+                part = ChunkableStep(_part(capture), step.joints, lambda modules: _part(recapture(modules[0])))
+                raise with_offer(error, step if alone else part, self._offered, part=not alone) from None
             raise
         return replace(capture, graph=graph), result
-
-    @property
-    def _could_chunk(self) -> bool:
-        """Whether the options and the job allow that ops run piece by piece, whether or not it is wanted."""
-        options = self.options
-        return self.ranks is None and options.checkpoints == "hints" and options.compiler == "eager" and options.plan is None
 
     @functools.cached_property
     def _chunks(self) -> Chunks | None:
         """Which ops may run piece by piece, where there is a budget to keep; None if none may."""
+        return None if self.options.chunking == "off" else self._chunkable(exact=self.options.chunking == "exact")
+
+    @property
+    def _offered(self) -> Chunks | None:
+        """Which ops could run piece by piece, where not all that can are asked for."""
+        return None if self.options.chunking == "auto" else self._chunkable(exact=False)
+
+    def _chunkable(self, *, exact: bool) -> Chunks | None:
+        """Which ops can run piece by piece as the options and the job are, whether or not it is asked for; None if none can."""
         options = self.options
-        if options.chunking == "off" or options.budget is None or not self._could_chunk:
+        if self.ranks is not None or options.checkpoints != "hints" or options.compiler != "eager" or options.plan is not None:
             return None
         excluded = frozenset(options.no_recompute)
-        return Chunks(lambda op: excluded.isdisjoint(op_names(op)), exact=options.chunking == "exact")
+        chunks = Chunks(lambda op: excluded.isdisjoint(op_names(op)), exact=exact)
+        return None if options.budget is None else chunks
 
     def _in_pieces(self, step: ChunkableStep[Capture], chunks: Chunks) -> tuple[Capture, Result] | None:
         """The fastest plan found if regions may run piece by piece; None if there is nothing to gain."""
@@ -388,6 +395,11 @@ _SMALLEST = SmallestTime()
 def _part_of_a_step(graph: Graph) -> Graph:
     """A graph that holds nothing it returns: the other graphs of a step and eager code may free that at once."""
     return msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
+
+
+def _part(capture: Capture) -> Capture:
+    """A capture with the graph of `_part_of_a_step`."""
+    return replace(capture, graph=_part_of_a_step(capture.graph))
 
 
 def costs_of(options: Options) -> Costs:

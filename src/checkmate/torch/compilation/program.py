@@ -80,6 +80,7 @@ class PlannedGraph:
         replaceable: Whether another program can take the place of the own one without compiling again.
         num_symbols: How many symbolic sizes AOTAutograd takes over from the forward to the backward.
         chunks: What may run piece by piece; None if nothing may.
+        offered: What could run piece by piece, where that is not asked for.
     """
 
     joint: CapturedJoint
@@ -96,6 +97,7 @@ class PlannedGraph:
     replaceable: bool = True
     num_symbols: int = 0
     chunks: Chunks | None = None
+    offered: Chunks | None = None
     _joints: dict[tuple[frozenset[int], frozenset[int]], CapturedJoint] = field(default_factory=dict)
     _programs: dict[tuple[CapturedJoint, tuple[int, ...]], Program] = field(default_factory=dict)
 

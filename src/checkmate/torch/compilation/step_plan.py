@@ -10,14 +10,14 @@ import msgspec
 from torch import fx
 
 from checkmate.core.budget import Budget
-from checkmate.core.errors import PlanNotFoundError
+from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.frontend.step_graph import StepGraph, step_graph
-from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks
+from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks, with_offer
 from checkmate.torch.compilation.observation import observed_step
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.compilation.recorder import StepRecorder
@@ -113,7 +113,13 @@ def plan_step(
 
     spent_s = recorder.searched_s
     as_it_is = captured(whole)
-    step, result = _in_pieces(first, as_it_is, captured, spent_s) or _agreed(first, as_it_is, spent_s)
+    chunkable = _chunkable(as_it_is, captured)
+    try:
+        step, result = _in_pieces(first, chunkable, spent_s) or _agreed(first, as_it_is, spent_s)
+    except InfeasibleBudgetError as error:
+        if error.binding_op and first.offered is not None:
+            raise with_offer(error, chunkable, first.offered) from None
+        raise
     orders = step.windows.cut(result.plan.order)
     programs = {
         run: run.planned.program(run.undefined, added, order, joint)
@@ -135,22 +141,15 @@ def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_
     return replace(step, graph=agreed.graph), agreed.result
 
 
-def _in_pieces(
-    first: PlannedGraph,
-    whole: _CapturedStep,
-    captured: Callable[[Sequence[CapturedJoint]], _CapturedStep],
-    spent_s: float,
-) -> tuple[_CapturedStep, Result] | None:
-    """The fastest plan found if regions may run piece by piece; None if none may, or there is nothing to gain.
+def _chunkable(
+    whole: _CapturedStep, captured: Callable[[Sequence[CapturedJoint]], _CapturedStep]
+) -> ChunkableStep[_CapturedStep]:
+    """A step whose regions can run piece by piece.
 
     Args:
-        first: The graph whose budget and time limit hold.
         whole: The step as it is.
         captured: The step with other graphs.
-        spent_s: Seconds of the time limit that were used before.
     """
-    if first.chunks is None:
-        return None
     joints = list(dict.fromkeys(whole.joints))  # a graph may run several times in a step
 
     def changed(modules: Sequence[fx.GraphModule]) -> _CapturedStep:
@@ -158,8 +157,20 @@ def _in_pieces(
         new = {joint: joint if module is joint.capture.joint else joint.in_pieces(module) for joint, module in pairs}
         return captured([new[joint] for joint in whole.joints])
 
-    step = ChunkableStep(whole, tuple(joint.capture.joint for joint in joints), changed)
-    budget_bytes = first.budget.resolve(whole.graph)
+    return ChunkableStep(whole, tuple(joint.capture.joint for joint in joints), changed)
+
+
+def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s: float) -> tuple[_CapturedStep, Result] | None:
+    """The fastest plan found if regions may run piece by piece; None if none may, or there is nothing to gain.
+
+    Args:
+        first: The graph whose budget and time limit hold.
+        step: The step.
+        spent_s: Seconds of the time limit that were used before.
+    """
+    if first.chunks is None:
+        return None
+    budget_bytes = first.budget.resolve(step.whole.graph)
     options = replace(first.options, budget=Budget(str(first.budget), total_bytes=budget_bytes))
     left = max(_LEAST_LEFT, 1 - spent_s / options.time_limit_s) if options.time_limit_s else 1.0
 

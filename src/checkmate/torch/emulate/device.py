@@ -19,6 +19,8 @@ from checkmate.torch._compat.dispatch import FakeTensor, fake_tensor_on
 from checkmate.torch.emulate.attention import attention_for
 from checkmate.torch.emulate.autocast import cast
 from checkmate.torch.emulate.workspace import modelled_workspace_bytes
+from checkmate.torch.graph.pieces import PIECES
+from checkmate.torch.measure.piece_memory import pieces_workspace_bytes
 from checkmate.torch.measure.roofline import estimate_ns
 
 aten = torch.ops.aten
@@ -28,6 +30,8 @@ _STATISTICS = (aten.native_layer_norm.default, aten.native_group_norm.default, a
 
 _CPU_ONLY = ("mkldnn", "onednn", "_for_cpu", "quantized")
 """Parts of names of ops that exist for CPUs alone; a CUDA device runs other ops in their place, which are not known."""
+
+_CUDA = torch.device("cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ class EmulatedDevice:
     def relabel(self, graph: fx.Graph) -> None:
         """Move every fake tensor of a graph to the device, in place, so that sizes are rounded as its allocator does.
 
-        The tensors keep their storages, and with them all aliasing.
+        The tensors keep their storages, and with them all aliasing. Devices among the arguments of ops follow, so that an op can
+        be traced again on slices of its tensors.
 
         Args:
             graph: A joint graph.
@@ -77,6 +82,7 @@ class EmulatedDevice:
             return
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for node in graph.nodes:
+            node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda d: _CUDA, (node.args, node.kwargs))
             if "val" not in node.meta:
                 continue
             value = node.meta["val"]
@@ -95,6 +101,8 @@ class EmulatedDevice:
         return [OpCost(t, self._workspace(n)) for t, n in zip(times, nodes, strict=True)]
 
     def _workspace(self, node: fx.Node) -> int:
+        if PIECES in node.meta:
+            return pieces_workspace_bytes(node, self._workspace)
         known, name = modelled_workspace_bytes(node), str(node.target)
         if any(word in name for word in _CPU_ONLY):
             self.cpu_only[name] += 1
@@ -121,5 +129,5 @@ def _refuse_autocast_by_name(graph: fx.Graph) -> None:
 def _moved(tensor: FakeTensor, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     if id(tensor) not in moved:
         # The original is kept alive, so that its id is not reused.
-        moved[id(tensor)] = (tensor, fake_tensor_on(tensor, "cuda"))
+        moved[id(tensor)] = (tensor, fake_tensor_on(tensor, _CUDA))
     return moved[id(tensor)][1]

@@ -9,6 +9,7 @@ import time
 import torch
 
 from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Reason, Result
 from checkmate.core.units import Amount, format_bytes, parse_bytes
@@ -18,10 +19,14 @@ from checkmate.solvers.solve import solve
 from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
+from checkmate.torch.chunking.choose import InPieces
 from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.forecast.in_pieces import best_in_pieces, check_chunking, least_peak, why_in_pieces
 from checkmate.torch.forecast.largest_size import largest_size
 from checkmate.torch.forecast.tracer import SHARES, DeviceTracer, TracedStep
+from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.profiler import Profiler
+from checkmate.torch.options import Chunking
 from checkmate.torch.step.programs import Loss
 from checkmate.torch.step.recipe import Example, validate_example
 
@@ -38,6 +43,7 @@ def fits(
     memory: Amount | None = None,
     headroom: float = 0.03,
     sequence_dim: int | None = None,
+    chunking: Chunking = "off",
     time_limit_s: float = 60.0,
 ) -> Fits:
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
@@ -58,6 +64,9 @@ def fits(
         memory: Memory of the device, in place of that in its profile.
         headroom: Share of the memory to leave free, for fragmentation and unknown workspace.
         sequence_dim: A dimension of the example's tensors, such as the sequence length, whose largest size is also wanted.
+        chunking: With ``"auto"``, ops on large tensors may run piece by piece, as in `compile`: the smallest peak, the plan and
+            the largest sizes are then those of the step with some regions in pieces, which are named. Times of pieces are
+            roofline estimates like all others. ``"exact"`` cannot be answered for a device that is not there.
         time_limit_s: Seconds for everything. Tracing a large model takes half a minute; searches for which no time is left
             are skipped, with a remark.
 
@@ -65,7 +74,8 @@ def fits(
         The report; true where the step fits.
 
     Raises:
-        OptionError: The device or the optimizer is not known, or the memory leaves nothing for the step.
+        OptionError: The device or the optimizer is not known, the memory leaves nothing for the step, or the chunking cannot be
+            answered for.
         GraphBreakError: The step cannot be traced as one graph.
 
     Examples:
@@ -77,6 +87,7 @@ def fits(
         (True, 'keeps everything', 4198400, 8396800)
     """
     began = time.perf_counter()
+    check_chunking(chunking)
     target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
     memory_bytes = target.device.memory_bytes if memory is None else parse_bytes(memory)
     headroom_bytes = _share(headroom, memory_bytes)
@@ -96,32 +107,36 @@ def fits(
         )
     step = tracer.traced()
     remarks = _caveats(target, step)
-    smallest = min_budget(step.graph, limits=Limits(time_s=tracer.share_s(SHARES.smallest_budget)))
-    verdict, result = _best(step, smallest, available, tracer, remarks)
+    least = least_peak(step, chunking)
+    smallest = min_budget(least.captured.graph, limits=Limits(time_s=tracer.share_s(SHARES.smallest_budget)))
+    verdict, graph, result = _best(step, least, smallest, available, tracer, remarks)
+    largest = functools.partial(largest_size, tracer, step, available, least.kinds, remarks)
+    # First what was asked for: time may be left for one of the two.
+    longest = None if sequence is None or sequence_dim is None else largest("sequence", sequence_dim, sequence)
     batch = tracer.size(0)
-    largest = functools.partial(largest_size, tracer, step, available, remarks)
     floor_bytes = max(smallest.floor_bytes, step.update_bytes)
-    reserved = _reserved(step, result, memory_bytes, target.device, remarks)
+    why = why_in_pieces(smallest.why, least.kinds)
+    reserved = _reserved(step, graph, result, memory_bytes, target.device, remarks)
     return Fits(
         verdict=verdict,
         device=target.device,
         memory_bytes=memory_bytes,
         headroom_bytes=headroom_bytes,
         available_bytes=available,
-        graph=step.graph,
+        graph=graph,
         whole=step.whole,
         parameter_bytes=step.parameter_bytes,
         state_bytes=step.state_bytes,
         keep_all_bytes=step.keep_all_bytes,
         smallest_bytes=max(smallest.peak_bytes, step.update_bytes),
         floor_bytes=floor_bytes,
-        why="the optimizer's step needs all gradients" if floor_bytes == step.update_bytes else smallest.why,
+        why="the optimizer's step needs all gradients" if floor_bytes == step.update_bytes else why,
         result=result,
         reserved_bytes=reserved,
         batch=batch,
         largest_batch=None if batch is None else largest("batch", 0, batch),
         sequence=sequence,
-        longest_sequence=None if sequence is None or sequence_dim is None else largest("sequence", sequence_dim, sequence),
+        longest_sequence=longest,
         remarks=tuple(remarks),
         elapsed_s=time.perf_counter() - began,
     )
@@ -155,31 +170,49 @@ def _caveats(target: EmulatedDevice, step: TracedStep) -> list[str]:
 
 
 def _best(
-    step: TracedStep, smallest: MinBudget, available: int, tracer: DeviceTracer, remarks: list[str]
-) -> tuple[Verdict, Result | None]:
-    """The verdict for the available bytes, and the cheapest plan found."""
+    step: TracedStep,
+    least: InPieces[Capture],
+    smallest: MinBudget,
+    available: int,
+    tracer: DeviceTracer,
+    remarks: list[str],
+) -> tuple[Verdict, Graph, Result | None]:
+    """The verdict for the available bytes, and the cheapest plan found with the graph that it is for."""
     graph = step.graph
     if step.keep_all_bytes <= available:
-        return "keeps everything", keep_everything(graph)
+        return "keeps everything", graph, keep_everything(graph)
     if max(smallest.floor_bytes, step.update_bytes) > available:
-        return "does not fit", None
+        return "does not fit", graph, None
+    if least.kinds:
+        found = best_in_pieces(step, least, smallest, available, tracer.share_s(SHARES.plan))
+        if found is not None:
+            remarks += found[1].remarks
+            return "fits with recomputation", *found
+        remarks.append(_not_known(available))
+        return "not known", graph, None
     known = smallest.plan if smallest.peak_bytes <= available else None
     limits = Limits(time_s=tracer.share_s(SHARES.plan))
     result = solve(Problem(graph, available), limits=limits, initial=known, raise_on_failure=False)
     if isinstance(result, Result):
-        return "fits with recomputation", result
+        return "fits with recomputation", graph, result
     if result.termination.reason is Reason.INFEASIBLE:
         remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
-        return "does not fit", None
-    remarks.append(f"no plan was found that keeps {format_bytes(available)}, and none is proven impossible: raise time_limit_s")
-    return "not known", None
+        return "does not fit", graph, None
+    remarks.append(_not_known(available))
+    return "not known", graph, None
 
 
-def _reserved(step: TracedStep, result: Result | None, memory_bytes: int, device: Device, remarks: list[str]) -> int | None:
+def _not_known(available: int) -> str:
+    return f"no plan was found that keeps {format_bytes(available)}, and none is proven impossible: raise time_limit_s"
+
+
+def _reserved(
+    step: TracedStep, graph: Graph, result: Result | None, memory_bytes: int, device: Device, remarks: list[str]
+) -> int | None:
     """Bytes that PyTorch's caching allocator reserves on the device for a plan; None where it is another allocator."""
     if device.kind != "cuda" or result is None or result.plan is None:
         return None
-    found = reserved_bytes(step.graph, result.plan, step.resident_sizes)
+    found = reserved_bytes(graph, result.plan, step.resident_sizes)
     room = memory_bytes - device.context_bytes
     if found > room:
         remarks.append(

@@ -13,8 +13,10 @@ from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_at_least, format_bytes, parse_bytes
 from checkmate.frontend import progress
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead
+from checkmate.torch.forecast.in_pieces import check_chunking, least_peak
 from checkmate.torch.forecast.largest_size import find_largest_size
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
+from checkmate.torch.options import Chunking
 from checkmate.torch.step.programs import Loss
 from checkmate.torch.step.recipe import Example, validate_example
 
@@ -69,6 +71,7 @@ def largest_batch(
     whole: bool | None = None,
     clip_norm: float | None = None,
     autocast: torch.dtype | None = None,
+    chunking: Chunking = "off",
     time_limit_s: float = 60.0,
 ) -> LargestBatch:
     """The largest batch for which a plan of a training step keeps a budget, in place of halving it until nothing fails.
@@ -89,12 +92,14 @@ def largest_batch(
         whole: Whether the optimizer's updates are planned with the rest.
         clip_norm: Largest norm of all gradients together.
         autocast: Type of `torch.autocast` around model and loss.
+        chunking: With ``"auto"``, ops on large tensors may run piece by piece: the plan is then one of the graph with the regions
+            that its result names. To train at that batch give `compile` the budget and the same ``chunking``, not the plan.
         time_limit_s: Seconds for everything. Tracing a large model takes half a minute, and three traces are needed.
 
     Raises:
         InfeasibleBudgetError: Proven: not even a batch of one keeps the budget.
         PlanNotFoundError: No batch was found that its own trace confirms.
-        OptionError: The tensors of the example have no common size in the dimension.
+        OptionError: The tensors of the example have no common size in the dimension, or ``chunking`` is ``"exact"``.
         GraphBreakError: The step cannot be traced as one graph.
         GraphError: The step has another structure at other sizes.
 
@@ -107,6 +112,7 @@ def largest_batch(
         (True, True)
     """
     began = time.perf_counter()
+    check_chunking(chunking)
     budget_bytes = parse_bytes(budget)
     example = validate_example(example, loss)
     tracer = DeviceTracer(model, loss, example, optimizer, whole, autocast, None, began + time_limit_s, clip_norm)
@@ -119,11 +125,14 @@ def largest_batch(
         step = tracer.traced()
         _check_update(step, budget_bytes)
         tracer.until -= 0 if sequence is None else (tracer.until - time.perf_counter()) / 2
-        found = find_largest_size(tracer, step, budget_bytes, remarks, "batch", 0, batch, max_overhead)
+        kinds = least_peak(step, chunking).kinds
+        found = find_largest_size(tracer, step, budget_bytes, kinds, remarks, "batch", 0, batch, max_overhead)
         longest = None
         if sequence is not None and sequence_dim is not None:
             tracer.until = began + time_limit_s
-            longest = find_largest_size(tracer, step, budget_bytes, remarks, "sequence", sequence_dim, sequence, max_overhead)
+            longest = find_largest_size(
+                tracer, step, budget_bytes, kinds, remarks, "sequence", sequence_dim, sequence, max_overhead
+            )
             longest = replace(longest, why=longest.why.replace("at batch", "at length"))
     return LargestBatch(
         budget_bytes=budget_bytes,
@@ -159,4 +168,5 @@ def _check_update(step: TracedStep, budget_bytes: int) -> None:
 
 def _described(what: str, size: int, result: Result, upper_bound: int, why: str) -> str:
     exact = "no larger one fits" if size == upper_bound else f"none above {upper_bound} fits"
-    return f"{what} {size}: peak {format_bytes(result.peak_bytes)} at {result.overhead:.3f}x the cost; {exact}: {why}"
+    pieces = "".join(f"; {remark}" for remark in result.remarks)
+    return f"{what} {size}: peak {format_bytes(result.peak_bytes)} at {result.overhead:.3f}x the cost; {exact}: {why}{pieces}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from checkmate.core.errors import CheckmateError, GraphError, InfeasibleBudgetError, PlanNotFoundError
@@ -10,10 +11,14 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Limits
 from checkmate.core.simulate import simulate
 from checkmate.frontend.planner import result_of_order
-from checkmate.studies.affine import AffineGraph
+from checkmate.studies.affine import AffineGraph, check_same_structure
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead, max_batch
+from checkmate.torch.chunking.choose import InPieces
+from checkmate.torch.chunking.kinds import Kind
+from checkmate.torch.forecast.in_pieces import why_in_pieces, with_pieces, with_same_regions
 from checkmate.torch.forecast.quadratic import QuadraticGraph
 from checkmate.torch.forecast.tracer import SHARES, DeviceTracer, TracedStep
+from checkmate.torch.joint.capture import Capture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +32,8 @@ class LargestSizeParameters:
         near: Excess of the traced peak over the available bytes, as a ratio, up to which sizes count as lines that kernels
             round up, and a smaller size is tried. Above it, sizes do not grow in a line, and the answer is "not known".
         rows: Reduced sizes above this are multiples of it: attention kernels round lengths up to 128 rows
-            (`checkmate.torch.emulate.workspace`), so that sizes between cost as much as the next multiple.
+            (`checkmate.torch.emulate.workspace`), so that sizes between cost as much as the next multiple. So are lengths of
+            sequences of which regions run piece by piece: pieces are equal parts.
     """
 
     solve_s: float = 2.0
@@ -40,7 +46,14 @@ _PARAMETERS = LargestSizeParameters()
 
 
 def largest_size(
-    tracer: DeviceTracer, step: TracedStep, available_bytes: int, remarks: list[str], what: str, dim: int, now: int
+    tracer: DeviceTracer,
+    step: TracedStep,
+    available_bytes: int,
+    kinds: Sequence[Kind],
+    remarks: list[str],
+    what: str,
+    dim: int,
+    now: int,
 ) -> MaxBatch | None:
     """As `find_largest_size`; None, with the reason among the remarks, where the answer is not known.
 
@@ -48,6 +61,7 @@ def largest_size(
         tracer: Traces the step at other sizes.
         step: The step as traced at its present size.
         available_bytes: The budget.
+        kinds: Regions of the step that run piece by piece.
         remarks: Gets a sentence for each reservation, or the reason why the result is None.
         what: ``"batch"`` or ``"sequence"``, for the remarks.
         dim: The dimension of the example's tensors.
@@ -59,7 +73,7 @@ def largest_size(
         remarks.append(f"the largest {what} was not looked for: it takes another trace; raise time_limit_s")
         return None
     try:
-        return find_largest_size(tracer, step, available_bytes, remarks, what, dim, now)
+        return find_largest_size(tracer, step, available_bytes, kinds, remarks, what, dim, now)
     except InfeasibleBudgetError as error:
         remarks.append(f"not even a {what} of one fits: {error.message}")
     except (CheckmateError, RuntimeError) as error:
@@ -71,97 +85,169 @@ def find_largest_size(
     tracer: DeviceTracer,
     step: TracedStep,
     available_bytes: int,
+    kinds: Sequence[Kind],
     remarks: list[str],
     what: str,
     dim: int,
     now: int,
     max_overhead: MaxOverhead = ONE_EXTRA_FORWARD,
 ) -> MaxBatch:
-    """The largest size of a dimension for which a plan fits.
+    """The largest size of a dimension for which a plan fits; where none is found in pieces, that with nothing in pieces.
 
     The upper bound holds if no size grows slower than a line; for sequences, than a parabola where a quarter, half and all of
-    the present length are on one.
+    the present length are on one. It is one for plans with these regions piece by piece.
 
     Args:
-        tracer: As in `largest_size`, like ``step``, ``available_bytes``, ``remarks``, ``what``, ``dim`` and ``now``.
+        tracer: As in `largest_size`, like ``step``, ``available_bytes``, ``kinds``, ``remarks``, ``what``, ``dim`` and ``now``.
         step: The step.
         available_bytes: The budget.
+        kinds: Regions that run piece by piece.
         remarks: Gets a sentence for each reservation.
         what: Name of the dimension.
         dim: The dimension.
         now: Its present size.
-        max_overhead: As in `checkmate.max_batch`.
+        max_overhead: As in `checkmate.max_batch`; of the step in which nothing runs piece by piece.
 
     Raises:
         InfeasibleBudgetError: Proven: not even a size of one fits.
         PlanNotFoundError: No size was found that its own trace confirms.
         GraphError: The step has another structure at other sizes.
     """
-    search = _SizeSearch(tracer, available_bytes, dim, max_overhead)
-    lines = _lines(tracer, step, what, dim, now)
-    search.traced |= {lines.small_batch: lines.small, lines.large_batch: lines.large}
-    quarter = now // 4
-    if what == "sequence" and 1 < quarter < lines.small_batch and tracer.has_time_for(_PARAMETERS.solve_s + 2 * tracer.trace_s):
-        search.traced[quarter] = tracer.traced(dim, quarter).graph
-        found = search.on(QuadraticGraph(dict(search.traced), lines))
-    else:
-        found = search.on(lines)
-    if found.batch in search.traced:
-        return search.with_traced_plan(found)
-    if not tracer.has_time_for(tracer.trace_s):
-        where = f"lines through {lines.small_batch} and {lines.large_batch}"
+    traces = _Traces(tracer, dim, {now: step}, kinds)
+    if kinds:
+        try:
+            return _found(traces, available_bytes, remarks, what, now, max_overhead)
+        except (InfeasibleBudgetError, PlanNotFoundError, GraphError) as error:
+            remarks.append(f"the largest {what} was looked for with nothing in pieces: {error.message}")
+    return _found(traces.whole_alone(), available_bytes, remarks, what, now, max_overhead)
+
+
+def _found(traces: _Traces, available_bytes: int, remarks: list[str], what: str, now: int, max_overhead: MaxOverhead) -> MaxBatch:
+    tracer, kinds = traces.tracer, traces.kinds
+    sizes = _first_sizes(traces, what, now)
+    search = _SizeSearch(traces, sizes, available_bytes)
+    found = search.largest(max_overhead)
+    if kinds:
+        found = replace(found, batch=_in_equal_pieces(found.batch, what, kinds))
+    if found.batch not in sizes and not tracer.has_time_for(tracer.trace_s):
+        where = f"lines through {sizes[-2]} and {sizes[-1]}"
         remarks.append(f"the largest {what} is from {where}, and was not traced itself")
-        return found
+        return search.on_curve(found)
     confirmed = search.confirmed(found)
     if confirmed is None:
         raise PlanNotFoundError(
-            f"sizes do not grow in a line from {lines.small_batch} to {found.batch}",
+            f"sizes do not grow in a line from {sizes[-2]} to {found.batch}",
             hint=f"give an example whose {what} is nearer to {found.batch}",
         )
     return confirmed
 
 
-def _lines(tracer: DeviceTracer, step: TracedStep, what: str, dim: int, now: int) -> AffineGraph:
-    """The graph at any size, as lines through two traces, one of which is ``step``.
+def _in_equal_pieces(size: int, what: str, kinds: Sequence[Kind]) -> int:
+    """The largest size up to this one of which pieces are equal parts: some tokens of one sequence, or whole sequences."""
+    count = max(region.count for kind in kinds for region in kind.regions)
+    if what == "sequence":
+        step = _PARAMETERS.rows if size > _PARAMETERS.rows else 1
+    else:
+        step = count if size >= count else 1 << (size.bit_length() - 1)
+    return size - size % step
+
+
+class _Traces:
+    """Traces of a step by the size of a dimension, each made when it is asked for.
+
+    Args:
+        tracer: Makes them.
+        dim: The dimension.
+        steps: Those that there are.
+        kinds: Regions of the step that run piece by piece.
+    """
+
+    def __init__(self, tracer: DeviceTracer, dim: int, steps: dict[int, TracedStep], kinds: Sequence[Kind]) -> None:
+        self.tracer, self.dim, self.kinds = tracer, dim, kinds
+        self._steps = steps
+        self._in_pieces: dict[int, InPieces[Capture]] = {}
+
+    def whole_alone(self) -> _Traces:
+        """The same with nothing in pieces."""
+        return _Traces(self.tracer, self.dim, self._steps, ())
+
+    def in_pieces(self, size: int) -> InPieces[Capture]:
+        """The step at a size, with the regions piece by piece."""
+        if size not in self._in_pieces:
+            self._in_pieces[size] = with_same_regions(self._step(size).captured, self.kinds)
+        return self._in_pieces[size]
+
+    def planned(self, size: int) -> Graph:
+        """The graph of the step at a size, with the regions piece by piece."""
+        return self.in_pieces(size).captured.graph
+
+    def whole(self, size: int) -> Graph:
+        """The graph of the step at a size, in which nothing runs piece by piece."""
+        return self._step(size).graph
+
+    def _step(self, size: int) -> TracedStep:
+        if size not in self._steps:
+            self._steps[size] = self.tracer.traced(self.dim, size)
+        return self._steps[size]
+
+
+def _first_sizes(traces: _Traces, what: str, now: int) -> tuple[int, ...]:
+    """The sizes whose graphs are those at any size, as lines through two of them or parabolas through three.
 
     Batches are doubled. Sequences are halved, since a longer one may have more positions than the model.
     """
+    tracer = traces.tracer
     if what == "sequence" and now > 1:
-        return AffineGraph(tracer.traced(dim, now // 2).graph, now // 2, step.graph, now)
-    double = tracer.traced(dim, 2 * now).graph
+        half, quarter = now // 2, now // 4
+        traces.whole(half)
+        wanted = 1 < quarter < half and tracer.has_time_for(_PARAMETERS.solve_s + 2 * tracer.trace_s)
+        return (quarter, half, now) if wanted else (half, now)
     try:
-        return AffineGraph(step.graph, now, double, 2 * now)
+        check_same_structure(traces.whole(now), now, traces.whole(2 * now), 2 * now)
     except GraphError:
         # Size 1 is special: torch broadcasts it, and its stride is arbitrary, so that the graph may differ from all others.
         if now > 1 or not tracer.has_time_for(_PARAMETERS.solve_s + tracer.trace_s):
             raise
-        return AffineGraph(double, 2, tracer.traced(dim, 4).graph, 4)
+        return 2, 4
+    return now, 2 * now
+
+
+def _curve(sizes: Sequence[int], graph_at: Callable[[int], Graph]) -> AffineGraph | QuadraticGraph:
+    """The graph at any size: a parabola through three sizes, or a line through two."""
+    *_, small, large = sizes
+    lines = AffineGraph(graph_at(small), small, graph_at(large), large)
+    return QuadraticGraph({size: graph_at(size) for size in sizes}, lines) if len(sizes) == 3 else lines
 
 
 class _SizeSearch:
-    """Sizes that were traced, and the search for the largest one that fits."""
+    """The search for the largest size that fits.
 
-    def __init__(self, tracer: DeviceTracer, available_bytes: int, dim: int, max_overhead: MaxOverhead) -> None:
-        self.tracer, self.available_bytes, self.dim = tracer, available_bytes, dim
-        self.max_overhead: MaxOverhead = max_overhead
-        self.traced: dict[int, Graph] = {}
+    Args:
+        traces: Traces of the step.
+        sizes: The sizes from which its graphs at other sizes are made.
+        available_bytes: The budget.
+    """
 
-    def on(self, lines: AffineGraph | QuadraticGraph) -> MaxBatch:
+    def __init__(self, traces: _Traces, sizes: Sequence[int], available_bytes: int) -> None:
+        self.traces, self.available_bytes = traces, available_bytes
+        self.curve = _curve(sizes, traces.planned)
+        self.whole = _curve(sizes, traces.whole) if traces.kinds else self.curve
+
+    def largest(self, max_overhead: MaxOverhead) -> MaxBatch:
         """The largest size if sizes are these lines or parabolas."""
-        limits = Limits(time_s=self.tracer.share_s(SHARES.largest_size))
-        return max_batch(lines, budget_bytes=self.available_bytes, limits=limits, max_overhead=self.max_overhead)
+        limits = Limits(time_s=self.traces.tracer.share_s(SHARES.largest_size))
+        return max_batch(
+            self.curve,
+            budget_bytes=self.available_bytes,
+            limits=limits,
+            max_overhead=max_overhead,
+            reference_at=self.whole if self.traces.kinds else None,
+        )
 
-    def with_traced_plan(self, found: MaxBatch) -> MaxBatch:
-        """The same size, with its plan on the trace at that size."""
-        result = result_of_order(self.traced[found.batch], found.plan.order)
-        return replace(found, plan=result.plan, result=result)
-
-    def peak_bytes(self, found: MaxBatch) -> int:
-        """Peak of the plan at its size, which is traced."""
-        if found.batch not in self.traced:
-            self.traced[found.batch] = self.tracer.traced(self.dim, found.batch).graph
-        graph = self.traced[found.batch]
-        return simulate(graph, Plan.from_order(graph, found.plan.order)).peak_bytes
+    def on_curve(self, found: MaxBatch) -> MaxBatch:
+        """The same size, with the figures of its plan that lines or parabolas give."""
+        size, kinds = found.batch, self.traces.kinds
+        return self._with_plan(found, self.curve(size), self.whole(size), kinds) if kinds else found
 
     def confirmed(self, found: MaxBatch) -> MaxBatch | None:
         """Confirm a size by a trace; reduce it a little if kernels round sizes up.
@@ -170,12 +256,19 @@ class _SizeSearch:
             The confirmed size, or None if sizes are not lines.
         """
         for _ in range(_PARAMETERS.confirmations):
-            peak = self.peak_bytes(found)
+            size = found.batch
+            graph = self.traces.planned(size)
+            peak = simulate(graph, Plan.from_order(graph, found.plan.order)).peak_bytes
             if peak <= self.available_bytes:
-                return self.with_traced_plan(found)
-            fewer = found.batch * self.available_bytes // peak
+                return self._with_plan(found, graph, self.traces.whole(size), self.traces.in_pieces(size).kinds)
+            fewer = size * self.available_bytes // peak
             if peak > _PARAMETERS.near * self.available_bytes or fewer < 1:
                 return None
             fewer -= fewer % _PARAMETERS.rows if fewer > _PARAMETERS.rows else 0
             found = replace(found, batch=fewer)
         return None
+
+    def _with_plan(self, found: MaxBatch, graph: Graph, whole: Graph, kinds: Sequence[Kind]) -> MaxBatch:
+        """The same size, with its plan on a graph at that size."""
+        result = with_pieces(result_of_order(graph, found.plan.order), whole, kinds)
+        return replace(found, plan=result.plan, result=result, why=why_in_pieces(found.why, kinds))

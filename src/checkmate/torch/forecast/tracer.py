@@ -17,14 +17,16 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.torch._compat.dispatch import FakeTensorMode
+from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
 from checkmate.torch.step.programs import Loss
-from checkmate.torch.step.recipe import Example, spec_of_step
-from checkmate.torch.step.tracing import trace_graph
+from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step
+from checkmate.torch.step.tracing import trace_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,8 @@ class TracedStep:
     """A step traced for a device.
 
     Attributes:
-        graph: The graph of the step.
+        captured: The step, whose regions can be run piece by piece.
+        spec: Its program, to which the updates in it refer: it has to exist as long as the step is captured again.
         whole: Whether the optimizer's updates are in the graph.
         resident_sizes: Bytes of each parameter and buffer, then of each tensor of the optimizer's state.
         parameter_bytes: Bytes of parameters and buffers.
@@ -74,13 +77,19 @@ class TracedStep:
         stateless: Name of the optimizer if its state is unknown and not counted; "" if it is known.
     """
 
-    graph: Graph
+    captured: ChunkableStep[Capture]
+    spec: StepSpec
     whole: bool
     resident_sizes: tuple[int, ...]
     parameter_bytes: int
     state_bytes: int
     update_bytes: int
     stateless: str
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the step, in which nothing runs piece by piece."""
+        return self.captured.whole.graph
 
     @property
     def keep_all_bytes(self) -> int:
@@ -169,15 +178,17 @@ class DeviceTracer:
             optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
             spec = spec_of_step(self.model, self.loss, optimizer, batch, self.whole, 1, self.clip_norm, self.autocast)
-            graph = trace_graph(spec, batch, Options(reserve=state, costs="measured" if target is None else "estimated"), target)
+            options = Options(reserve=state, costs="measured" if target is None else "estimated")
+            captured = trace_step(spec, batch, options, target)
             update = 0
             if optimizer is not None and not spec.whole:
                 kind = trained[0].device.type if target is None else target.device.kind
-                update = graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, kind)
+                update = captured.whole.graph.resident_bytes + sum(moved) + step_temporary_bytes(optimizer, kind)
             stateless = "" if optimizer is None or state_is_known(optimizer) else type(optimizer).__name__
         self.trace_s = time.perf_counter() - began
         return TracedStep(
-            graph=graph,
+            captured=captured,
+            spec=spec,
             whole=spec.whole,
             resident_sizes=(*sizes.values(), *moved * (state // max(1, sum(moved)))),
             parameter_bytes=sum(sizes.values()),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from checkmate.cost.device import Device, load_device
 from checkmate.cost.roofline import roofline_ns
 from checkmate.cost.store import OpCost
 from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
+from checkmate.torch.measure.piece_memory import pieces_workspace_bytes
 
 _log = logging.getLogger("checkmate.torch")
 _VIEW_NS = 100
@@ -24,8 +27,11 @@ _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 
 
 def estimated_costs(nodes: Sequence[fx.Node]) -> list[OpCost]:
-    """Estimated costs of nodes on the ``"CPU"`` device profile, without running any; their workspace counts as zero."""
-    return [OpCost(estimate_ns(n), 0) for n in nodes]
+    """Estimated costs of nodes on the ``"CPU"`` device profile, without running any.
+
+    Their workspace counts as zero; the temporary tensors of an op that runs piece by piece count.
+    """
+    return [OpCost(estimate_ns(n), pieces_workspace_bytes(n) if PIECES in n.meta else 0) for n in nodes]
 
 
 def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
@@ -36,19 +42,41 @@ def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
         device: The device profile; that of a generic CPU by default.
     """
     device = load_device("CPU") if device is None else device
+    if PIECES in node.meta:
+        return _pieces_ns(node, device)
     if makes_views(node):
         return _VIEW_NS
-    given, made = _given(node), _made(node)
-    moved = sum(given.values()) + sum(made.values())
+    read = (t for n in node.all_input_nodes for t in leaves(n.meta.get("val")))
+    moved = _moved_bytes(read) + _moved_bytes(leaves(node.meta.get("val")))
     return roofline_ns(device, flop=_flop(node), dtype=_dtype(node), moved_bytes=moved)
 
 
-def _given(node: fx.Node) -> dict[int, int]:
-    return {storage_key(t): storage_bytes(t) for n in node.all_input_nodes for t in leaves(n.meta.get("val"))}
+def _pieces_ns(node: fx.Node, device: Device) -> int:
+    """Time of the ops of all pieces; at the end sums in a wider type are cast to that of the results."""
+    pieces: Pieces = node.meta[PIECES]
+    of_piece = {id(graph): sum(estimate_ns(op, device) for op in _calls(graph)) for graph in pieces.graphs}
+    total = sum(of_piece[id(graph)] for graph in pieces.graphs)
+    terms = [value.meta["val"] for value in pieces.graphs[0].output_node().args[0]]  # type: ignore[union-attr]
+    results = [made for made, is_sum in zip(leaves(node.meta["val"]), pieces.sums, strict=True) if is_sum]
+    for term, made in zip(terms, results, strict=True):
+        if term.dtype is not made.dtype:
+            total += roofline_ns(device, flop=0, dtype="float32", moved_bytes=_moved_bytes([term, made]))
+    return total
 
 
-def _made(node: fx.Node) -> dict[int, int]:
-    return {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+
+
+def _moved_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that are read or written: those of a slice, and of what is expanded or given twice no more than there are."""
+    elements: dict[int, int] = {}
+    there: dict[int, int] = {}
+    for t in tensors:
+        key = storage_key(t)
+        there[key] = storage_bytes(t)
+        elements[key] = elements.get(key, 0) + concrete(t.numel()) * t.element_size()
+    return sum(min(size, elements[key]) for key, size in there.items())
 
 
 def _dtype(node: fx.Node) -> str:
@@ -63,7 +91,7 @@ def _dtype(node: fx.Node) -> str:
 
 
 def _flop(node: fx.Node) -> int:
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = flop_registry.get(_functional(getattr(node.target, "overloadpacket", None)))
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _shaped(n.meta.get("val")))
@@ -72,6 +100,12 @@ def _flop(node: fx.Node) -> int:
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         _log.warning("the floating-point operations of %s could not be counted and are taken as 0: %s", node.target, error)
         return 0
+
+
+def _functional(packet: Any) -> Any:
+    """The op that an op in place computes, such as ``addmm`` for ``addmm_``: torch has formulas for that one."""
+    name = getattr(packet, "__name__", "")
+    return getattr(torch.ops.aten, name[:-1], packet) if name.endswith("_") else packet
 
 
 def _shaped(value: Any) -> Any:

@@ -32,7 +32,7 @@ from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import Checkpoints, Chunking, Compiler, CostSource, Options, Outputs
 from checkmate.torch.step.programs import Loss, check_micro_batches
 from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step, validate_example
-from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_graph
+from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -249,7 +249,7 @@ def capture(
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs)
     with fake_inputs(validate_example(example, loss), model, loss, optimizer) as batch:
         spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
-        graph = trace_graph(spec, batch, options, target)
+        graph = trace_step(spec, batch, options, target).whole.graph
     return msgspec.structs.replace(graph, name=type(model).__name__)
 
 

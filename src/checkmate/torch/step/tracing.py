@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 import torch
 
 from checkmate.core.errors import CheckmateError, GraphError
-from checkmate.core.graph import Graph
 from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, dynamo_config
 from checkmate.torch.backend import compile_graph
+from checkmate.torch.chunking.choose import ChunkableStep
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.emulate.autocast import cuda_autocast_rules
 from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Options
 from checkmate.torch.step.recipe import Example, StepSpec
 
@@ -40,16 +41,16 @@ class CaptureStop:
     """The two places at which `stop_after_capture` can end its block.
 
     Attributes:
-        graph: The captured graph, once `before_planning` was called.
+        step: The captured step, once `before_planning` was called.
     """
 
     def __init__(self) -> None:
-        self.graph: Graph | None = None
+        self.step: ChunkableStep[Capture] | None = None
         self._active = True
 
-    def before_planning(self, graph: Graph) -> NoReturn:
-        """End the block as soon as there is a graph; a `Planner`, called by the backend inside Dynamo."""
-        self.graph = graph
+    def before_planning(self, step: ChunkableStep[Capture]) -> NoReturn:
+        """End the block as soon as the step is captured; called by the backend inside Dynamo."""
+        self.step = step
         raise DynamoTransparentError(_StopAfterCapture())
 
     def before_running(self) -> None:
@@ -70,8 +71,8 @@ def stop_after_capture() -> Iterator[CaptureStop]:
     call is therefore ended by an exception, before the first kernel of the step: model, optimizer and random state stay as they
     are. This context manager is the only place that raises and catches it.
 
-    The exception comes from one of two places. A graph alone needs no plan and no compiled code, so that the planner raises,
-    within Dynamo (`CaptureStop.before_planning`); Dynamo would wrap any exception of a backend, except one in a
+    The exception comes from one of two places. A graph alone needs no plan and no compiled code, so that it comes in place of
+    planning, within Dynamo (`CaptureStop.before_planning`); Dynamo would wrap any exception of a backend, except one in a
     `DynamoTransparentError`. A compiled step has to be complete, with its code in Dynamo's cache, so that its forward raises when
     Dynamo runs it for the first time (`CaptureStop.before_running`).
 
@@ -84,8 +85,8 @@ def stop_after_capture() -> Iterator[CaptureStop]:
     stop.close()
 
 
-def trace_graph(spec: StepSpec, batch: Example, options: Options, target: EmulatedDevice | None = None) -> Graph:
-    """The graph of a step; nothing runs.
+def trace_step(spec: StepSpec, batch: Example, options: Options, target: EmulatedDevice | None = None) -> ChunkableStep[Capture]:
+    """A captured step; nothing runs.
 
     Args:
         spec: The step.
@@ -99,14 +100,14 @@ def trace_graph(spec: StepSpec, batch: Example, options: Options, target: Emulat
     """
     rules = cuda_autocast_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
     with stop_after_capture() as stop, spec.tracing_context(), rules:
-        hooks = Hooks(planner=stop.before_planning, inference=False, whole=spec.whole, target=target)
+        hooks = Hooks(captured=stop.before_planning, inference=False, whole=spec.whole, target=target)
         backend = functools.partial(compile_graph, options=options, hooks=hooks)
         run_as_one_graph(torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=False), batch)
-    if stop.graph is None:
+    if stop.step is None:
         raise GraphError(
             "the step was not traced: torch.compile is off", hint="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
         )
-    return stop.graph
+    return stop.step
 
 
 def run_as_one_graph(run: Callable[..., Any], batch: Example) -> Any:

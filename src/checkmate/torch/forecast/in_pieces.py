@@ -1,0 +1,180 @@
+"""A step on another device or at another size, of which regions run piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+from torch import fx
+
+from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
+from checkmate.core.evaluate import evaluate
+from checkmate.core.graph import Graph
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, MinBudget, Result
+from checkmate.solvers.solve import solve
+from checkmate.torch.chunking.ahead import ahead_of
+from checkmate.torch.chunking.choose import (
+    ChunkableStep,
+    Chunks,
+    InPieces,
+    choose_chunks,
+    cuttable,
+    remarks_on,
+    with_smallest_peak,
+)
+from checkmate.torch.chunking.graph_values import outputs, producer
+from checkmate.torch.chunking.kinds import Kind
+from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
+from checkmate.torch.chunking.regions import Region, grow
+from checkmate.torch.chunking.replace import with_regions
+from checkmate.torch.chunking.rules.lookup import rules_of
+from checkmate.torch.chunking.rules.placements import Split
+from checkmate.torch.forecast.tracer import TracedStep
+from checkmate.torch.joint.capture import Capture
+from checkmate.torch.options import Chunking, Options
+
+_ANY = Chunks(lambda op: True, exact=False)
+
+
+def check_chunking(chunking: Chunking) -> None:
+    """Refuse what cannot be known where nothing runs.
+
+    Raises:
+        OptionError: ``chunking`` is ``"exact"``, or no such value is known.
+    """
+    Options(chunking=chunking)
+    if chunking == "exact":
+        raise OptionError(
+            "chunking='exact' cannot be answered for: which regions keep every bit is found out by running them on the device, "
+            "at the sizes of the step",
+            hint="set chunking='auto', which also runs regions in pieces that change the order of sums, or chunking='off'",
+        )
+
+
+def least_peak(step: TracedStep, chunking: Chunking) -> InPieces[Capture]:
+    """A step with the regions piece by piece that make its smallest peak lower.
+
+    Args:
+        step: The step.
+        chunking: ``"off"`` for none.
+    """
+    return InPieces(step.captured.whole, ()) if chunking == "off" else with_smallest_peak(step.captured, _ANY)
+
+
+def best_in_pieces(
+    step: TracedStep, least: InPieces[Capture], smallest: MinBudget, budget_bytes: int, time_limit_s: float
+) -> tuple[Graph, Result] | None:
+    """The cheapest plan found within a budget, with the graph that it is for; None if none was found.
+
+    Args:
+        step: The step.
+        least: The step with the smallest peak, which is the last resort.
+        smallest: Its plan.
+        budget_bytes: The budget.
+        time_limit_s: Seconds of wall time.
+    """
+
+    def plan(capture: Capture, time_s: float | None) -> Result:
+        return solve(Problem(capture.graph, budget_bytes), limits=Limits(time_s=time_s))
+
+    try:
+        found = choose_chunks(step.captured, _ANY, budget_bytes, time_limit_s, plan)
+    except (InfeasibleBudgetError, PlanNotFoundError):
+        found = None
+    if found is not None:
+        return found[0].graph, found[1]
+    if smallest.peak_bytes > budget_bytes:
+        return None
+    graph = least.captured.graph
+    return graph, with_pieces(evaluate(graph, smallest.plan, budget_bytes), step.graph, least.kinds)
+
+
+def with_pieces(result: Result, whole: Graph, kinds: Sequence[Kind]) -> Result:
+    """The figures of a plan with its overhead against the step in which nothing runs piece by piece.
+
+    Args:
+        result: The plan.
+        whole: That step.
+        kinds: What runs piece by piece.
+    """
+    return msgspec.structs.replace(result, overhead=result.cost / whole.cost, remarks=(*result.remarks, *remarks_on(kinds)))
+
+
+def why_in_pieces(why: str, kinds: Sequence[Kind]) -> str:
+    """The reason for a bound that holds for plans with some regions piece by piece.
+
+    Args:
+        why: The reason.
+        kinds: What runs piece by piece.
+    """
+    return ", ".join([why, *(f"with {kind.place} in pieces" for kind in kinds)])
+
+
+def with_same_regions(step: ChunkableStep[Capture], kinds: Sequence[Kind]) -> InPieces[Capture]:
+    """A step with the regions of another trace piece by piece, in as many pieces.
+
+    Sizes decide which regions are found in a trace. Those of one trace are therefore grown again from tensors of the same names.
+
+    Args:
+        step: The step, of one joint module.
+        kinds: Kinds of regions of the other trace.
+
+    Raises:
+        GraphError: At these sizes a region has other ops, or cannot run in as many pieces.
+    """
+    if not kinds:
+        return InPieces(step.whole, ())
+    (whole,) = step.joints
+    joint = cuttable(whole)
+    nodes = {node.name: node for node in joint.graph.nodes}
+    found = tuple(_same_kind(kind, joint.graph, nodes) for kind in kinds)
+    try:
+        return InPieces(step.captured([with_regions(joint, [part for kind in found for part in kind.parts])]), found)
+    except NotChunkable as error:
+        raise _differs(str(error)) from error
+
+
+def _same_kind(kind: Kind, graph: fx.Graph, nodes: dict[str, fx.Node]) -> Kind:
+    early = any(part.stage.ahead is not None for part in kind.parts)
+    regions = tuple(_grown(region, nodes) for region in kind.regions)
+    return replace(kind, regions=regions, parts=tuple(part for region in regions for part in _parts(region, graph, early)))
+
+
+def _grown(region: Region, nodes: dict[str, fx.Node]) -> Region:
+    """The region of the same ops around the tensor of the same name."""
+    seed = nodes.get(region.seed.name)
+    names = {op.name for op in region.rules}
+    if seed is None:
+        raise _differs(f"there is no {region.seed.name}")
+    for split in _splits(region, seed):
+        found = grow(seed, split, region.count, sums=region.sums)
+        if found is not None and {op.name for op in found.rules} == names:
+            return found
+    raise _differs(f"the region of {region.seed.name} has other ops")
+
+
+def _splits(region: Region, seed: fx.Node) -> list[Split]:
+    """Ways to cut a seed, first that of the region. Of one sequence it may be another dimension than of several."""
+    op = producer(seed)
+    place = outputs(op).index(seed)
+    placements = [rule.outputs[place] for rule in rules_of(op)]
+    return list(dict.fromkeys([region.splits[region.seed], *(p for p in placements if isinstance(p, Split))]))
+
+
+def _parts(region: Region, graph: fx.Graph, early: bool) -> list[Part]:
+    ahead = ahead_of(region, graph) if early else None
+    if early and ahead is None:
+        raise _differs(f"the gradients of {region.seed.name} cannot be computed ahead of the backward")
+    try:
+        return parts_of(region, graph, ahead)
+    except NotChunkable as error:
+        raise _differs(str(error)) from error
+
+
+def _differs(why: str) -> GraphError:
+    return GraphError(
+        f"what runs piece by piece at one size cannot at another: {why}",
+        hint="give an example whose sizes are multiples of 32, such as the number of tokens, and near the one that is looked for",
+    )

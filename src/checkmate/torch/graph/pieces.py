@@ -1,0 +1,27 @@
+"""What an op runs that computes its results piece by piece, from which its time and memory are estimated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import fx
+
+PIECES: Final = "checkmate_pieces"
+"""Key in a node's metadata: its `Pieces`, where it runs piece by piece."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pieces:
+    """The graphs that an op runs one after the other.
+
+    Attributes:
+        graphs: The graph of each piece; equal pieces have the same one. Its inputs are slices of operands and results, sums so
+            far, and buffers, which have no traced tensor. The first one returns the first terms of the sums.
+        buffers_bytes: Bytes of the buffers of each piece; they are kept for the next one.
+        sums: Whether each result is a sum over the pieces, and not assembled from slices.
+    """
+
+    graphs: tuple[fx.Graph, ...]
+    buffers_bytes: tuple[int, ...]
+    sums: tuple[bool, ...]

@@ -1,0 +1,123 @@
+"""What a step takes, and how large it may be, where regions of it run piece by piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import checkmate
+import checkmate.torch
+from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError
+from checkmate.core.units import parse_bytes
+from checkmate.studies.fit_report import Fits
+from checkmate.torch.chunking.regions import Region
+from checkmate.torch.forecast import in_pieces
+from checkmate.torch.forecast.tracer import DeviceTracer
+
+VOCABULARY, WIDTH, TOKENS = 65536, 512, 4096
+MEMORY = parse_bytes("2GiB")
+"""Less than two arrays of logits, which are 1 GiB each."""
+
+
+class Head(nn.Module):
+    """Embedding and head: the logits are by far the largest tensor."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.embedding(tokens).tanh()).flatten(0, 1), labels.flatten())
+
+
+def ask(**options: Any) -> Fits:
+    """Ask for a model on the meta device, on a GPU that is not there. Nothing can run, and nothing is allocated."""
+    torch._dynamo.reset()
+    given: dict[str, Any] = {"device": "H100", "headroom": 0.0, "time_limit_s": 6.0, **options}
+    with torch.device("meta"):
+        tokens = torch.zeros(2, TOKENS // 2, dtype=torch.long)
+        model = Head(VOCABULARY, WIDTH)
+        return checkmate.torch.fits(model, example={"tokens": tokens, "labels": tokens}, optimizer="sgd", **given)
+
+
+def test_a_device_below_the_floor_is_enough_in_pieces() -> None:
+    """The plan, its proof and the graph that they are for are those of the step in pieces, which the answer names."""
+    whole = ask()
+    refused, answer = ask(memory=MEMORY), ask(memory=MEMORY, chunking="auto")
+    assert refused.verdict == "does not fit"
+    assert answer.verdict == "fits with recomputation"
+    assert answer.keep_all_bytes == whole.keep_all_bytes > MEMORY
+    assert answer.floor_bytes <= answer.smallest_bytes < MEMORY
+    assert answer.why.endswith("with head + loss in pieces")
+    assert answer.result is not None
+    assert answer.result.plan is not None
+    assert checkmate.validate(answer.graph, answer.result.plan, answer.available_bytes) == ()
+    assert answer.result.overhead == answer.result.cost / whole.graph.cost > 1
+    assert "in pieces: head + loss, 32 pieces of 128" in answer.remarks
+    assert any(op.kind == "head + loss in 32 pieces" for op in answer.graph.ops)
+
+
+def test_what_keeps_everything_runs_nothing_in_pieces() -> None:
+    """Pieces cost time, and there is nothing to gain; the smallest peak is that in pieces all the same."""
+    whole, answer = ask(), ask(chunking="auto")
+    assert answer.verdict == "keeps everything"
+    assert answer.graph == whole.graph
+    assert answer.smallest_bytes < whole.smallest_bytes
+
+
+def test_longer_sequences_fit_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace at the longest one confirms it; the bound is one for the step in pieces."""
+    monkeypatch.setattr(DeviceTracer, "has_time_for", lambda *_: True)
+    whole, pieces = (ask(memory=MEMORY, sequence_dim=1, chunking=each).longest_sequence for each in ("off", "auto"))
+    assert whole is not None
+    assert pieces is not None
+    assert 3 * whole.upper_bound < pieces.batch <= pieces.upper_bound
+    assert whole.result.remarks == ()
+    assert pieces.result.remarks == (f"in pieces: head + loss, 32 pieces of {2 * pieces.batch // 32:,}",)
+    assert pieces.why.endswith("with head + loss in pieces")
+    assert pieces.result.peak_bytes <= MEMORY
+    assert pieces.result.overhead > 1
+
+
+def test_regions_that_are_others_at_other_sizes_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is then that with nothing in pieces, and says why."""
+    monkeypatch.setattr(DeviceTracer, "has_time_for", lambda *_: True)
+
+    def grown(region: Region, nodes: dict[str, torch.fx.Node]) -> Region:
+        raise GraphError(f"{region.seed.name} is another")
+
+    monkeypatch.setattr(in_pieces, "_grown", grown)
+    answer = ask(memory=MEMORY, sequence_dim=1, chunking="auto")
+    assert answer.longest_sequence is not None
+    assert answer.longest_sequence.result.remarks == ()
+    assert answer.longest_sequence.batch <= TOKENS // 4
+    assert any("the largest sequence was looked for with nothing in pieces: " in remark for remark in answer.remarks)
+
+
+@pytest.mark.parametrize("chunking", ["exact", "sometimes"])
+def test_what_cannot_be_known_without_the_device_is_refused(chunking: str) -> None:
+    """Which regions keep every bit is found out by running them."""
+    with pytest.raises(OptionError, match="chunking=") as refused:
+        ask(chunking=chunking)
+    assert "chunking='" in refused.value.hint
+
+
+def test_the_largest_batch_in_pieces_runs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device at hand, where times of pieces are measured; training at that batch keeps the budget."""
+    monkeypatch.setattr(DeviceTracer, "has_time_for", lambda *_: True)
+    model, tokens = Head(8192, 32), torch.zeros(2, 128, dtype=torch.long)
+    given: dict[str, Any] = {"budget": "40MiB", "max_overhead": 4.0, "time_limit_s": 6.0}  # times of small ops vary
+    whole = checkmate.torch.largest_batch(model, example={"tokens": tokens, "labels": tokens}, **given)
+    found = checkmate.torch.largest_batch(model, example={"tokens": tokens, "labels": tokens}, chunking="auto", **given)
+    assert whole.upper_bound < found.batch
+    assert "in pieces: head + loss" in str(found)
+    torch._dynamo.reset()
+    larger = tokens[:1].repeat(found.batch, 1)
+    step = checkmate.torch.compile(model, example={"tokens": larger, "labels": larger}, budget="40MiB", chunking="auto")
+    assert step.result.peak_bytes <= parse_bytes("40MiB")
+    with pytest.raises(InfeasibleBudgetError):
+        checkmate.torch.compile(model, example={"tokens": larger, "labels": larger}, budget="40MiB")

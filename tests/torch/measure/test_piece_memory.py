@@ -1,0 +1,73 @@
+"""Estimates of ops that run piece by piece, against measurements and against the ops that run whole."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from checkmate.cost.device import load_device
+from checkmate.torch.chunking.choose import cuttable
+from checkmate.torch.chunking.kinds import Kind, kinds_of
+from checkmate.torch.chunking.program import CHUNKED
+from checkmate.torch.chunking.replace import with_regions
+from checkmate.torch.emulate.device import EmulatedDevice
+from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
+from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.measure.profiler import Profiler
+from checkmate.torch.measure.roofline import estimate_ns, estimated_costs
+from tests.torch.chunking.test_chunked_steps import TOKENS, VOCABULARY, WIDTH, Language, batch
+from tests.torch.forecast.test_in_pieces import Head
+
+
+def traced(
+    model: torch.nn.Module, target: EmulatedDevice | None = None, optimizer: str | None = None, example: Any = None
+) -> TracedStep:
+    return DeviceTracer(model, None, example or batch(), optimizer, None, None, target, time.perf_counter() + 60).traced()
+
+
+def kinds_and_ops(step: TracedStep) -> list[tuple[Kind, list[fx.Node]]]:
+    """Each kind of regions, with the nodes that run it."""
+    (whole,) = step.captured.joints
+    joint = cuttable(whole)
+    found = [(kind, with_regions(joint, kind.parts)) for kind in kinds_of(joint.graph)]
+    return [(kind, [node for node in module.graph.nodes if node.target is CHUNKED]) for kind, module in found]
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_the_modelled_workspace_of_pieces_is_the_measured_one(optimizer: str | None) -> None:
+    """Temporary tensors, buffers that pieces share, and sums: to the byte, where no op has workspace."""
+    ops = [op for _, ops in kinds_and_ops(traced(Language(), optimizer=optimizer)) for op in ops]
+    assert len(ops) >= (1 if optimizer else 3)
+    for measured, modelled in zip(Profiler()(ops), estimated_costs(ops), strict=True):
+        assert measured.workspace_bytes == modelled.workspace_bytes > 0
+
+
+def test_sums_in_half_precision_take_memory_in_float32() -> None:
+    """The gradient of the head is added up in float32 and cast at the end, when both exist; a term of it is in half precision."""
+    h100 = EmulatedDevice(load_device("H100"), cpu_costs=Profiler())
+    with torch.device("meta"):
+        model = Language().to(torch.bfloat16)
+    ((kind, (op,)),) = kinds_and_ops(traced(model, h100, "sgd"))
+    assert kind.place == "head + loss"
+    gradient = 2 * VOCABULARY * WIDTH
+    count = kind.regions[0].count
+    logits = 4 * TOKENS // count * VOCABULARY
+    (cost,) = h100.costs([op])
+    assert 2 * gradient <= cost.workspace_bytes <= 2 * gradient + 3 * logits
+
+
+def test_pieces_take_no_less_time_than_the_whole_ops() -> None:
+    """Each piece has its launches, and reads the weights again; what is cut is read once, and no product is free."""
+    device = load_device("H100")
+    with torch.device("meta"):
+        model = Head(65536, 512)
+        tokens = torch.zeros(2, 2048, dtype=torch.long)
+    example = {"tokens": tokens, "labels": tokens}
+    ((kind, (op,)),) = kinds_and_ops(traced(model, EmulatedDevice(device, cpu_costs=Profiler()), "sgd", example))
+    (region,) = kind.regions
+    whole = sum(estimate_ns(node, device) for node in region.rules if not makes_views(node))
+    assert whole < estimate_ns(op, device) < 1.3 * whole
