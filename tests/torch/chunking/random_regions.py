@@ -126,7 +126,7 @@ def random_regions(rng: random.Random, graph: fx.Graph) -> list[Region]:
             count,
             least_share=rng.choice([0.05, 0.25, 0.5, 1.0]),
             allows=lambda op, excluded=excluded: op not in excluded,
-            sums=rng.random() < 0.6,
+            exact=rng.random() > 0.6,
         )
         if region is not None:
             found.append(region)

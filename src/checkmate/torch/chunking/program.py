@@ -12,6 +12,7 @@ to it in place; a matrix product adds its own term (``addmm_``), without a tempo
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from checkmate.torch._compat.aot import BoxedRun, boxed
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.ahead import Ahead
 from checkmate.torch.chunking.buffers import Buffer, out_variant, share_buffers, write_to
-from checkmate.torch.chunking.graph_values import outputs, producer, tensor
+from checkmate.torch.chunking.graph_values import outputs, producer, shape_only, tensor
 from checkmate.torch.chunking.regions import Region, slices_of
 from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shape_of_piece
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
@@ -200,11 +201,11 @@ def assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph
     Raises:
         NotChunkable: A result is a view.
     """
-    views = [value.name for value in stage.results if makes_views(producer(value))]
+    views = [value.name for value in stage.results if makes_views(producer(value)) and value not in stage.copies]
     if views:  # a separate tensor would be counted as the one that it is a view of, and elements of an expanded one are one
         raise NotChunkable(f"{views[0]} is a view that an op reads whole")
     sums = tuple(placement == SUM for placement in stage.results.values())
-    layouts = tuple(Layout.of(tensor(value)) for value in stage.results)
+    layouts = tuple(Layout.of(stage.returned(value)) for value in stage.results)
     modules = tuple(body.module for body in bodies)
     given = tuple(Layout.of(tensor(value)) for value, _ in stage.operands)
     text = repr((given, layouts, sums, pieces, [_text(module.graph) for module in modules]))
@@ -313,7 +314,7 @@ class PieceGraph:
                 for operand, slices in zip(stage.operands, operands, strict=True)
             }
             self.targets = {
-                value: self._placeholder(_sliced(_summed(value) if placement == SUM else tensor(value), slices))
+                value: self._placeholder(_sliced(_summed(value) if placement == SUM else stage.returned(value), slices))
                 for (value, placement), slices in zip(stage.results.items(), results, strict=True)
                 if placement != SUM or not self.first
             }
@@ -345,12 +346,15 @@ class PieceGraph:
         """Emit an op on slices, and what becomes of its outputs that are results."""
         rule = self.stage.region.rules[op]
         placements = iter(rule.inputs)
+        positions, unread = itertools.count(), shape_only(op)
 
         def mapped(argument: fx.Node) -> fx.Node:
             if not isinstance(argument.meta.get("val"), torch.Tensor):
                 raise NotChunkable(f"{op.name} reads a size that is known at run time only")
             placement = next(placements)
-            if placement != WHOLE and producer(argument) in self.ops:
+            if next(positions) in unread and argument not in self.made and (argument, placement) not in self.given:
+                return self._empty(argument, placement)
+            if placement != WHOLE and argument in self.made:
                 return self.made[argument]
             return self.given[argument, placement]
 
@@ -378,6 +382,14 @@ class PieceGraph:
                 self.made[value] = target
             else:
                 self._call(aten.add_.Tensor if value in self.sums else aten.copy_.default, (target, made), {})
+
+    def _empty(self, value: fx.Node, placement: Placement) -> fx.Node:
+        """A tensor without numbers, of the shape of a slice."""
+        with self.mode:
+            slices = _slices(value, placement, self.stage.region.count)[self.piece]
+            like = Layout.of(torch.empty_like(_sliced(tensor(value), slices)))
+        given = {"dtype": like.dtype, "device": like.device}
+        return self._call(aten.empty_strided.default, (list(like.shape), list(like.stride)), given)
 
     def _can_write(self, node: fx.Node, target: fx.Node) -> bool:
         return out_variant(node.target) is not None and Layout.of(tensor(node)) == Layout.of(tensor(target))

@@ -35,6 +35,7 @@ class Region:
         rules: The ops, each with the rule by which it runs.
         splits: The tensors that are cut, made in the region or given to it.
         least_bytes: A tensor of as many bytes or more is large.
+        exact: Whether results have to be those of the whole ops to the bit, so that no sum is cut and no view is copied.
     """
 
     seed: fx.Node
@@ -42,6 +43,7 @@ class Region:
     rules: Mapping[fx.Node, Rule]
     splits: Mapping[fx.Node, Split]
     least_bytes: int
+    exact: bool = False
 
     @property
     def sums(self) -> bool:
@@ -56,7 +58,7 @@ def grow(
     *,
     least_share: float = 0.5,
     allows: Callable[[fx.Node], bool] = lambda op: True,
-    sums: bool = True,
+    exact: bool = False,
 ) -> Region | None:
     """The region around a tensor.
 
@@ -66,7 +68,7 @@ def grow(
         count: Into how many pieces.
         least_share: Share of the seed's bytes from which a tensor is large.
         allows: Whether an op may belong to the region.
-        sums: Whether ops may return sums over pieces.
+        exact: Whether results have to be those of the whole ops to the bit, so that no op may return sums over pieces.
 
     Returns:
         The region; None if the seed cannot be cut in this way, or the region would be too large.
@@ -74,7 +76,7 @@ def grow(
     if slices_of(seed, split, count) is None:
         return None
     length = split.length(tensor(seed).shape)
-    growth = _Growth(count, length, max(1, int(least_share * size_bytes(seed))), allows, sums)
+    growth = _Growth(count, length, max(1, int(least_share * size_bytes(seed))), allows, not exact)
     growth.place(seed, split)
     while growth.todo and len(growth.rules) <= _MOST_OPS:
         value = growth.todo.popleft()
@@ -82,7 +84,7 @@ def grow(
             growth.visit(op)
     if not 0 < len(growth.rules) <= _MOST_OPS:
         return None
-    return Region(seed, count, growth.rules, growth.splits, growth.least_bytes)
+    return Region(seed, count, growth.rules, growth.splits, growth.least_bytes, exact)
 
 
 class _Growth:

@@ -5,20 +5,34 @@ gradients that depend on the forward's. A stage makes again what an earlier stag
 reads small ones, which the earlier stage returns. A region whose tangents do not depend on its own results, as those of the head
 in a whole step, has one stage: forward and backward of a piece follow each other and nothing is computed twice. So has one whose
 gradients are computed ahead of the backward (`checkmate.torch.chunking.ahead`).
+
+Ops between which nothing comes, but which have nothing in common either, are stages of one *level*: those that make the gradients
+of a convolution's input and of its weight, for example, need less memory one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from checkmate.torch._compat.aot import is_tangent
+from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch.chunking.ahead import Ahead
-from checkmate.torch.chunking.graph_values import inputs, outputs, producer, readers, size_bytes
+from checkmate.torch.chunking.graph_values import (
+    inputs,
+    outputs,
+    own_bytes,
+    producer,
+    readers,
+    shape_only,
+    size_bytes,
+    tensor,
+)
 from checkmate.torch.chunking.regions import Region
-from checkmate.torch.chunking.rules.placements import WHOLE, Placement
+from checkmate.torch.chunking.rules.placements import WHOLE, Placement, Split
 from checkmate.torch.graph.op_properties import makes_views
 
 
@@ -28,19 +42,31 @@ class Stage:
 
     Attributes:
         region: The region.
+        level: How many levels of the region have to run before it, at least.
         own: The ops that belong to this stage alone, in the order of the graph.
         ops: Those and the ops of earlier stages that it computes again, in the order of the graph.
         operands: What it reads from outside, each with how that is cut: an op may read whole what another reads in slices.
         results: What it returns, and whether that is assembled from slices or a sum.
+        copies: The views among those, which are returned as tensors without what they are views of.
         ahead: How the region depends on a tangent, if it takes it to be one.
     """
 
     region: Region
     ahead: Ahead | None
+    level: int
     own: tuple[fx.Node, ...]
     ops: tuple[fx.Node, ...] = ()
     operands: dict[tuple[fx.Node, Placement], None] = field(default_factory=dict)
     results: dict[fx.Node, Placement] = field(default_factory=dict)
+    copies: set[fx.Node] = field(default_factory=set)
+
+    def returned(self, value: fx.Node) -> torch.Tensor:
+        """A result as it is traced; each time another tensor where it is the copy of a view."""
+        traced = tensor(value)
+        if value not in self.copies:
+            return traced
+        with traced.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            return torch.empty_like(traced)
 
 
 def stages_of(region: Region, graph: fx.Graph, ahead: Ahead | None = None) -> list[Stage]:
@@ -55,25 +81,44 @@ def stages_of(region: Region, graph: fx.Graph, ahead: Ahead | None = None) -> li
 
 
 def kept_outside(region: Region) -> set[fx.Node]:
-    """Tensors made in a region that ops outside of it read, or that ops of it read whole; of a view, what it is a view of."""
+    """Tensors made in a region that ops outside of it read, or that ops of it read whole.
+
+    Of a view, what it is a view of; but the view itself where all such views of a tensor have fewer bytes than that and are
+    only computed with, so that copies can take their place.
+    """
     found: set[fx.Node] = set()
-    todo = [
-        value
-        for op in region.rules
-        for value, user in readers(op)
-        if user not in region.rules or _placement(region, user, value) == WHOLE
-    ]
-    seen = set(todo)
-    while todo:
-        value = todo.pop()
-        op = producer(value)
-        if makes_views(op):
-            bases = [base for base in inputs(op) if producer(base) in region.rules and base not in seen]
-            seen.update(bases)
-            todo += bases
-        else:
-            found.add(value)
+    views: dict[fx.Node, set[fx.Node]] = {}  # by what they are views of
+    for op in region.rules:
+        for value, user in readers(op):
+            if user in region.rules and not _reads_whole(region, user, value):
+                continue
+            base = _base(value, region)
+            if base is None:
+                continue
+            if base is value or region.exact or not _can_copy(value, user, region):
+                found.add(base)
+            views.setdefault(base, set()).add(value)
+    for base, copied in views.items():
+        if base not in found:
+            found |= copied if sum(map(own_bytes, copied)) < size_bytes(base) else {base}
     return found
+
+
+def _base(value: fx.Node, region: Region) -> fx.Node | None:
+    """What a tensor made in a region is a view of, or the tensor itself; None for a view of what is not made in the region."""
+    while makes_views(producer(value)):
+        (value, *_) = inputs(producer(value))
+        if producer(value) not in region.rules:
+            return None
+    return value
+
+
+def _can_copy(view: fx.Node, user: fx.Node, region: Region) -> bool:
+    """Whether an op outside of a region can read a copy of a view instead."""
+    made = outputs(producer(view))
+    split = isinstance(region.rules[producer(view)].outputs[made.index(view)], Split)
+    pure = isinstance(user.target, OpOverload) and not user.target._schema.is_mutable
+    return split and pure and not makes_views(user)
 
 
 class _Stages:
@@ -85,13 +130,15 @@ class _Stages:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.level = self._levels(graph)
         self.whole = kept_outside(region)
-        levels = sorted({self.level[op] for op in region.rules})
-        self.by_level = {
-            level: Stage(region, ahead, self._sorted(op for op in region.rules if self.level[op] == level)) for level in levels
-        }
-        for stage in self.by_level.values():
+        self.stages: list[Stage] = []
+        self.stage_of: dict[fx.Node, Stage] = {}
+        for level in sorted({self.level[op] for op in region.rules}):
+            for own in self._apart([op for op in region.rules if self.level[op] == level]):
+                self.stages.append(Stage(region, ahead, level, self._sorted(own)))
+                self.stage_of.update(dict.fromkeys(own, self.stages[-1]))
+        for stage in self.stages:
             self._fill(stage)
-        self.found = [stage for stage in self.by_level.values() if stage.results]
+        self.found = [stage for stage in self.stages if stage.results]
 
     def _sorted(self, ops: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         return tuple(sorted(ops, key=self.position.__getitem__))
@@ -119,10 +166,57 @@ class _Stages:
     def _through(self, read: fx.Node, node: fx.Node, level: dict[fx.Node, int]) -> int:
         """Level of a node by one of its inputs."""
         made, rules = producer(read), self.region.rules
+        if node in rules and read not in dict(_read(self.region, node)):
+            return 0
         if made not in rules or node is made or (read is not node and producer(node) is made):
             return level[read]
-        inside = node in rules and _placement(self.region, node, read) != WHOLE
+        inside = node in rules and not _reads_whole(self.region, node, read)
         return level[made] if inside else level[made] + 1
+
+    def _apart(self, ops: Sequence[fx.Node]) -> list[list[fx.Node]]:
+        """The ops of a level in groups that compute nothing in common, but for what takes no time to compute again."""
+        level = self.level[ops[0]]
+        group: dict[fx.Node, fx.Node] = {}
+
+        def first(op: fx.Node) -> fx.Node:
+            while group.setdefault(op, op) is not op:
+                op = group[op]
+            return op
+
+        todo, seen = list(ops), set(ops)
+        while todo:
+            op = todo.pop()
+            for made in self._computed_with(op, level):
+                if not self._is_quick(made, level):
+                    group[first(op)] = first(made)
+                if made not in seen:
+                    seen.add(made)
+                    todo.append(made)
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for op in ops:
+            groups.setdefault(first(op), []).append(op)
+        return list(groups.values())
+
+    def _is_quick(self, op: fx.Node, level: int) -> bool:
+        """Whether a stage of some level computes an op again, and that is one elementwise op on what it is given."""
+        pointwise = isinstance(op.target, OpOverload) and torch.Tag.pointwise in op.target.tags
+        return pointwise and self.level[op] < level and not self._computed_with(op, level)
+
+    def _computed_with(self, op: fx.Node, level: int) -> list[fx.Node]:
+        """The ops, views aside, that make what an op reads and that a stage of some level computes itself."""
+        found: list[fx.Node] = []
+        for value, _ in _read(self.region, op):
+            if not self._is_operand(value, op, level):
+                made = producer(value)
+                found += self._computed_with(made, level) if makes_views(made) else [made]
+        return found
+
+    def _is_operand(self, value: fx.Node, op: fx.Node, level: int) -> bool:
+        """Whether a stage of some level is given what an op reads, instead of making it."""
+        made = producer(value)
+        if made not in self.region.rules or _reads_whole(self.region, op, value):
+            return True
+        return self.level[made] < level and self._returned(value, made)
 
     def _fill(self, stage: Stage) -> None:
         """Find out what a stage computes again, reads and returns."""
@@ -130,13 +224,12 @@ class _Stages:
         todo = list(stage.own)
         while todo:
             op = todo.pop()
-            for value, placement in zip(inputs(op), self.region.rules[op].inputs, strict=True):
+            for value, placement in _read(self.region, op):
                 made = producer(value)
-                if made not in self.region.rules:
+                if self._is_operand(value, op, stage.level):
                     stage.operands[value, placement] = None
-                elif placement == WHOLE or (self._earlier(made, stage) and self._returned(value, made)):
-                    stage.operands[value, placement] = None
-                    self.by_level[self.level[made]].results[value] = self._made_as(value)
+                    if made in self.region.rules:
+                        self.stage_of[made].results[value] = self._made_as(value)
                 elif made not in ops:
                     ops.add(made)
                     todo.append(made)
@@ -146,9 +239,8 @@ class _Stages:
                 if value in self.whole:
                     assert value is not None
                     stage.results[value] = self._made_as(value)
-
-    def _earlier(self, op: fx.Node, stage: Stage) -> bool:
-        return self.level[op] < self.level[stage.own[0]]
+                    if makes_views(op):
+                        stage.copies.add(value)
 
     def _returned(self, value: fx.Node, made: fx.Node) -> bool:
         """Whether an earlier stage returns a tensor, so that it need not be made again: it has to, or the tensor is small."""
@@ -161,9 +253,13 @@ class _Stages:
         return placement
 
 
-def _placement(region: Region, op: fx.Node, value: fx.Node) -> Placement | None:
-    """How an op of a region reads a tensor; WHOLE if it reads any copy of it whole, and None for an op outside."""
-    if op not in region.rules:
-        return None
-    placements: list[Placement] = [p for v, p in zip(inputs(op), region.rules[op].inputs, strict=True) if v is value]
-    return WHOLE if not placements or WHOLE in placements else placements[0]
+def _read(region: Region, op: fx.Node) -> list[tuple[fx.Node, Placement]]:
+    """The tensors that an op of a region reads, and how; with repetitions."""
+    pairs = zip(inputs(op), region.rules[op].inputs, strict=True)
+    unread = shape_only(op)
+    return [pair for i, pair in enumerate(pairs) if i not in unread]
+
+
+def _reads_whole(region: Region, op: fx.Node, value: fx.Node) -> bool:
+    """Whether an op of a region reads any copy of a tensor whole."""
+    return (value, WHOLE) in _read(region, op)
