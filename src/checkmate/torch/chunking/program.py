@@ -206,12 +206,12 @@ def assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph
         raise NotChunkable(f"{views[0]} is a view that an op reads whole")
     sums = tuple(placement == SUM for placement in stage.results.values())
     layouts = tuple(Layout.of(stage.returned(value)) for value in stage.results)
-    modules = tuple(body.module for body in bodies)
+    modules = [(body.module, share_buffers(body.module.graph)) for body in bodies]
     given = tuple(Layout.of(tensor(value)) for value, _ in stage.operands)
-    text = repr((given, layouts, sums, pieces, [_text(module.graph) for module in modules]))
+    text = repr((given, layouts, sums, pieces, [_text(module.graph) for module, _ in modules]))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     if key not in _PROGRAMS:
-        runs = tuple(_compiled(module) for module in modules)
+        runs = tuple(Body(boxed(module), buffers) for module, buffers in modules)
         _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs, _description(stage))
     return _PROGRAMS[key]
 
@@ -239,11 +239,6 @@ def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
             bodies[kind] = PieceGraph(stage, operands, results, t)
         pieces.append(Piece(operands, results, list(bodies).index(kind)))
     return pieces, list(bodies.values())
-
-
-def _compiled(module: fx.GraphModule) -> Body:
-    buffers = share_buffers(module.graph)
-    return Body(boxed(module), buffers)
 
 
 def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:

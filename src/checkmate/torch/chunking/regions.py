@@ -3,7 +3,8 @@
 A region grows from one large tensor that is cut along some axis. Every op that makes or reads a large tensor of the region
 belongs to it if it has a rule that agrees with what is cut so far; other tensors of the op are then cut, whole or sums as the
 rule says. Growth goes on through large tensors only, and ends by itself where tensors are small: at the hidden states around a
-head with its logits, for example. An op without such a rule reads the tensor whole, which is then assembled.
+head with its logits, for example. Tensors that are concatenated count as one: with the gradients of queries, keys and values,
+attention and the product before it are one region. An op without such a rule reads the tensor whole, which is then assembled.
 
 The pieces of a region are the same shares of every tensor in it: piece 2 of 8 is the third eighth of each axis that is cut.
 """
@@ -14,15 +15,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from checkmate.torch.chunking.graph_values import inputs, outputs, producer, size_bytes, tensor
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.pieces import cuts
 from checkmate.torch.chunking.rules.placements import SUM, Placement, Rule, Split
+from checkmate.torch.graph.op_properties import makes_views
 
 _MOST_OPS = 128
 """A region of more ops is not offered: where tensors of one size follow each other without end, it would be the whole network."""
+
+_JOINING = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
+"""Ops that only put tensors side by side."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -99,7 +105,7 @@ class _Growth:
 
     def place(self, value: fx.Node, split: Split) -> None:
         self.splits[value] = split
-        if size_bytes(value) >= self.least_bytes:
+        if size_bytes(value) >= self.least_bytes or _joined_bytes(value) >= self.least_bytes:
             self.todo.append(value)
 
     def visit(self, op: fx.Node) -> None:
@@ -138,6 +144,14 @@ class _Growth:
 
     def _split_bytes(self, rule: Rule, made: list[fx.Node | None], read: list[fx.Node]) -> int:
         return sum({v: size_bytes(v) for v, p in _placed(rule, made, read) if isinstance(p, Split)}.values())
+
+
+def _joined_bytes(value: fx.Node) -> int:
+    """Bytes of the largest tensor that a tensor, or a view of it, is concatenated to."""
+    users = list(value.users)
+    return max(
+        [0, *(size_bytes(u) for u in users if u.target in _JOINING), *(_joined_bytes(u) for u in users if makes_views(u))]
+    )
 
 
 def _placed(rule: Rule, made: list[fx.Node | None], read: list[fx.Node]) -> list[tuple[fx.Node, Placement]]:
