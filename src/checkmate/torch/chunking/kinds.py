@@ -11,7 +11,8 @@ from torch import fx
 from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.exactness import keeps_bits
 from checkmate.torch.chunking.graph_values import inputs, outputs, own_bytes, producer, size_bytes, tensor
-from checkmate.torch.chunking.program import NotChunkable, Part, parts_of, program_for
+from checkmate.torch.chunking.operands import with_private_operands
+from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
 from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import SUM, Split
@@ -156,12 +157,14 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], boo
             found.append(((_saved_bytes(region), not region.sums, not forward_sums), region, stages))
     # Only what is looked at is traced, because that takes far longer than to find it.
     for (saved, *_), region, stages in sorted(found, key=lambda each: each[0], reverse=True):
-        try:
-            parts = [Part(stage, program_for(stage)) for stage in stages]
-        except NotChunkable:
-            continue
-        if not exact or all(map(keeps_bits, parts)):
-            return _Found(region, parts, saved)
+        wider = region if exact else with_private_operands(region, stages, graph, allows)
+        for one in dict.fromkeys((wider, region)):
+            try:
+                parts = parts_of(one, graph)
+            except NotChunkable:
+                continue
+            if not exact or all(map(keeps_bits, parts)):
+                return _Found(one, parts, saved)
     return None
 
 

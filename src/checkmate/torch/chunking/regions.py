@@ -12,8 +12,8 @@ The pieces of a region are the same shares of every tensor in it: piece 2 of 8 i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -93,6 +93,25 @@ def grow(
     return Region(seed, count, growth.rules, growth.splits, growth.least_bytes, exact)
 
 
+def extended(region: Region, ops: Iterable[fx.Node], allows: Callable[[fx.Node], bool]) -> Region | None:
+    """A region with more ops, of which none returns a sum; None if one has no rule that agrees with the region.
+
+    Args:
+        region: The region.
+        ops: The ops, each next to one of the region or before it.
+        allows: Whether an op may belong to the region.
+    """
+    length = region.splits[region.seed].length(tensor(region.seed).shape)
+    growth = _Growth(region.count, length, region.least_bytes, allows, sums=False)
+    growth.rules.update(region.rules)
+    growth.splits.update(region.splits)
+    for op in ops:
+        growth.visit(op)
+        if op not in growth.rules:
+            return None
+    return replace(region, rules=growth.rules, splits=growth.splits)
+
+
 class _Growth:
     """A region in the making. The arguments are those of `grow`; ``length`` is that of the seed's axis."""
 
@@ -149,9 +168,7 @@ class _Growth:
 def _joined_bytes(value: fx.Node) -> int:
     """Bytes of the largest tensor that a tensor, or a view of it, is concatenated to."""
     users = list(value.users)
-    return max(
-        [0, *(size_bytes(u) for u in users if u.target in _JOINING), *(_joined_bytes(u) for u in users if makes_views(u))]
-    )
+    return max([0, *(size_bytes(u) for u in users if u.target in _JOINING), *(_joined_bytes(u) for u in users if makes_views(u))])
 
 
 def _placed(rule: Rule, made: list[fx.Node | None], read: list[fx.Node]) -> list[tuple[fx.Node, Placement]]:

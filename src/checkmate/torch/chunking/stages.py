@@ -104,6 +104,17 @@ def kept_outside(region: Region) -> set[fx.Node]:
     return found
 
 
+def widens(op: fx.Node) -> bool:
+    """Whether an op makes, element by element, a tensor of more bytes than what it is made of."""
+    read = {value: own_bytes(value) for value in inputs(op)}
+    made = sum(own_bytes(value) for value in outputs(op) if value is not None)
+    return _is_pointwise(op) and sum(read.values()) < made
+
+
+def _is_pointwise(op: fx.Node) -> bool:
+    return isinstance(op.target, OpOverload) and torch.Tag.pointwise in op.target.tags
+
+
 def _base(value: fx.Node, region: Region) -> fx.Node | None:
     """What a tensor made in a region is a view of, or the tensor itself; None for a view of what is not made in the region."""
     while makes_views(producer(value)):
@@ -199,8 +210,7 @@ class _Stages:
 
     def _is_quick(self, op: fx.Node, level: int) -> bool:
         """Whether a stage of some level computes an op again, and that is one elementwise op on what it is given."""
-        pointwise = isinstance(op.target, OpOverload) and torch.Tag.pointwise in op.target.tags
-        return pointwise and self.level[op] < level and not self._computed_with(op, level)
+        return _is_pointwise(op) and self.level[op] < level and not self._computed_with(op, level)
 
     def _computed_with(self, op: fx.Node, level: int) -> list[fx.Node]:
         """The ops, views aside, that make what an op reads and that a stage of some level computes itself."""
@@ -244,7 +254,8 @@ class _Stages:
 
     def _returned(self, value: fx.Node, made: fx.Node) -> bool:
         """Whether an earlier stage returns a tensor, so that it need not be made again: it has to, or the tensor is small."""
-        return not makes_views(made) and (value in self.whole or size_bytes(value) < self.region.least_bytes)
+        small = size_bytes(value) < self.region.least_bytes and not widens(made)
+        return not makes_views(made) and (value in self.whole or small)
 
     def _made_as(self, value: fx.Node) -> Placement:
         op = producer(value)
