@@ -27,13 +27,12 @@ from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.choose import _rewritten
 from checkmate.torch.chunking.exactness import keeps_bits
 from checkmate.torch.chunking.graph_values import outputs
-from checkmate.torch.chunking.operands import with_private_operands
 from checkmate.torch.chunking.program import CHUNKED, NotChunkable, parts_of
 from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
-from checkmate.torch.chunking.stages import stages_of
+from checkmate.torch.chunking.stages import stages_of, with_private_operands
 from checkmate.torch.graph.op_properties import makes_views, op_properties
 from checkmate.torch.passes.prepare import prepare
 from tests.torch.chunking.random_networks import random_network
@@ -131,7 +130,7 @@ def random_regions(rng: random.Random, graph: fx.Graph) -> list[Region]:
             exact=rng.random() > 0.6,
         )
         if region is not None:
-            if not region.exact and rng.random() < 0.5:
+            if not region.exact and len(region.rules) % 2:
                 region = with_private_operands(region, stages_of(region, graph), graph, lambda op, e=excluded: op not in e)
             found.append(region)
             taken.update(region.rules)

@@ -11,12 +11,11 @@ from torch import fx
 from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.exactness import keeps_bits
 from checkmate.torch.chunking.graph_values import inputs, outputs, own_bytes, producer, size_bytes, tensor
-from checkmate.torch.chunking.operands import with_private_operands
 from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
 from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import SUM, Split
-from checkmate.torch.chunking.stages import Stage, kept_outside, stages_of
+from checkmate.torch.chunking.stages import Stage, kept_outside, stages_of, with_private_operands
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.storages import storage_key
 
