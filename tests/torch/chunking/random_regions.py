@@ -32,6 +32,7 @@ from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
+from checkmate.torch.chunking.stages import stages_of, with_private_operands
 from checkmate.torch.graph.op_properties import makes_views, op_properties
 from checkmate.torch.passes.prepare import prepare
 from tests.torch.chunking.random_networks import random_network
@@ -141,9 +142,11 @@ def random_regions(rng: random.Random, graph: fx.Graph) -> list[Region]:
             count,
             least_share=rng.choice([0.05, 0.25, 0.5, 1.0]),
             allows=lambda op, excluded=excluded: op not in excluded,
-            sums=rng.random() < 0.6,
+            exact=rng.random() > 0.6,
         )
         if region is not None:
+            if not region.exact and len(region.rules) % 2:
+                region = with_private_operands(region, stages_of(region, graph), graph, lambda op, e=excluded: op not in e)
             found.append(region)
             taken.update(region.rules)
     return found

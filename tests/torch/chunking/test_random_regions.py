@@ -74,9 +74,9 @@ def test_a_tail_that_is_computed_one_by_one_is_not_exact() -> None:
     """The vector and the scalar function of a sigmoid differ for one number in thousands: random data seldom shows it."""
     step = step_of(lambda x: x.sigmoid().square().sum(), parameter(64, 64))
     graph = step.joint.graph
-    by_rows = parts_of(region_at(step, aten.sigmoid.default, (0,), 4, sums=False), graph)
+    by_rows = parts_of(region_at(step, aten.sigmoid.default, (0,), 4, exact=True), graph)
     assert all(map(keeps_bits, by_rows))
-    by_columns = parts_of(region_at(step, aten.sigmoid.default, (1,), 32, sums=False), graph)
+    by_columns = parts_of(region_at(step, aten.sigmoid.default, (1,), 32, exact=True), graph)
     assert not all(map(keeps_bits, by_columns))
 
 
@@ -84,7 +84,7 @@ def test_a_clamp_hides_no_difference() -> None:
     """On random data all products may be outside the range that a clamp leaves, and real ones inside."""
     x, y = parameter(3, 512), parameter(512, 64)
     step = step_of(lambda x, y: F.relu6(1e6 * (x @ y)).sum(), x, y)
-    stage = parts_of(region_at(step, aten.mm.default, (0,), 3, sums=False), step.joint.graph)[0]
+    stage = parts_of(region_at(step, aten.mm.default, (0,), 3, exact=True), step.joint.graph)[0]
     # Whether this device has another kernel for a product of one row.
     assert keeps_bits(stage) == torch.equal(x[:1] @ y, (x @ y)[:1])
 
@@ -92,7 +92,7 @@ def test_a_clamp_hides_no_difference() -> None:
 def test_expanded_operands_can_be_tested() -> None:
     """Elements of an expanded tensor share memory, and PyTorch refuses to write to them."""
     step = step_of(lambda x, y: (x.expand(4, 3, 64) * y).sum(), parameter(1, 3, 64), parameter(4, 3, 64))
-    region = region_at(step, aten.mul.Tensor, (0,), 2, sums=False, allows=lambda op: op.target is aten.mul.Tensor)
+    region = region_at(step, aten.mul.Tensor, (0,), 2, exact=True, allows=lambda op: op.target is aten.mul.Tensor)
     assert all(map(keeps_bits, parts_of(region, step.joint.graph)))
 
 
@@ -100,7 +100,7 @@ def test_indices_that_are_computed_from_random_numbers_are_no_error() -> None:
     """They are out of range, so that such a region cannot be tested, and is not exact."""
     x = torch.rand(64)
     step = step_of(lambda x, table: (table[(x * 3).long()] * 2).sum(), x, parameter(3, 16))
-    region = region_at(step, aten.index.Tensor, (0,), 2, least_share=0.01, sums=False)
+    region = region_at(step, aten.index.Tensor, (0,), 2, least_share=0.01, exact=True)
     assert any(n.target is aten._to_copy.default for n in region.rules)
     assert not all(map(keeps_bits, parts_of(region, step.joint.graph)))
 
@@ -109,7 +109,7 @@ def test_zeros_have_a_sign() -> None:
     """Zero and minus zero are other bits: kernels for one row and for several differ in them, where this device has both."""
     x, y = torch.tensor([[0.0], [-0.0]] * 5), torch.tensor([[1.0, -1.0, 2.0, -2.0, 0.5]])
     step = step_of(lambda x, y: (x @ y * 2).sum(), x.requires_grad_(), y.requires_grad_())
-    region = region_at(step, aten.mm.default, (0,), 10, sums=False, allows=lambda op: op.target is aten.mm.default)
+    region = region_at(step, aten.mm.default, (0,), 10, exact=True, allows=lambda op: op.target is aten.mm.default)
     assert outcome_of(step, [region], 0).wrong == ()
 
 
@@ -183,14 +183,15 @@ def test_a_mask_of_one_element_does_not_hide_a_difference(monkeypatch: pytest.Mo
 
 
 def test_regions_that_wait_for_each_other_are_refused() -> None:
-    """Two branches in each of which one region reads what the other makes: neither can run first."""
+    """Each of two regions computes with what the other makes: neither can run first."""
 
     def crossing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (x.exp().sin() * 2).sum() + (y.cos().tan() * 2).sum()
+        a, b = x.exp(), y.cos()
+        return (torch.hypot(a, b) * 2).sum() + (torch.maximum(a, b) * 2).sum()
 
     step = step_of(crossing, parameter(8, 4), parameter(8, 4))
     graph = step.joint.graph
-    one, other = ({aten.exp.default, aten.tan.default}, {aten.cos.default, aten.sin.default})
+    one, other = ({aten.exp.default, aten.hypot.default}, {aten.cos.default, aten.maximum.default})
     regions = []
     for ops in (one, other):
         seed = next(n for n in graph.nodes if n.target in ops)

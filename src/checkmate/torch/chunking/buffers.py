@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import fx
@@ -90,6 +91,7 @@ def out_variant(op: object) -> tuple[OpOverload, str] | None:
 
     Those that torch generates are left out: they compute a new tensor and copy it.
     """
+    op = _WITH_NUMBER.get(op, op)
     if not isinstance(op, OpOverload) or op.namespace != "aten" or len(op._schema.returns) != 1:
         return None
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
@@ -103,6 +105,15 @@ def out_variant(op: object) -> tuple[OpOverload, str] | None:
         if writes and [(a.name, str(a.type)) for a in rest] == wanted and torch.Tag.generated not in overload.tags:
             return overload, last.name
     return None
+
+
+_WITH_NUMBER: Final[dict[object, OpOverload]] = {
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+}
+"""Ops of a tensor and a number by those of tensors, as which torch computes them, and which take a number too."""
 
 
 def _writes_elsewhere(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
-from checkmate.core.units import format_at_least
+from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.planner import near_smallest
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch.chunking.kinds import Kind, kinds_of
@@ -152,7 +152,7 @@ def choose_chunks(
         keeping everything keeps the budget.
 
     Raises:
-        InfeasibleBudgetError: No plan of any of the graphs keeps the budget.
+        InfeasibleBudgetError: No plan of any of the graphs was found that keeps the budget; its floor holds for all of them.
         PlanNotFoundError: No plan of any of the graphs was found in time.
     """
     if keep_all_bytes(step.whole.graph) <= budget_bytes:
@@ -195,7 +195,10 @@ def choose_chunks(
         # Its refusal names a budget, for which this set is chosen again if no other has a plan.
         best = planned(variants.smallest(), trial_s)
         tried.append(best)
-    result = solve(best.captured, _share(_LAST_SHARE, time_limit_s))
+    try:
+        result = solve(best.captured, _share(_LAST_SHARE, time_limit_s))
+    except InfeasibleBudgetError as error:
+        raise _refusal(error, variants.floors()) from None
     bounds = [variant.result.bound for variant in tried if variant.result is not None and variant is not best]
     return best.captured, _with_chunks(result, best.kinds, [*bounds, result.bound], step.whole.graph)
 
@@ -347,6 +350,10 @@ class _Variants(Generic[CapturedT]):
                     lowest = peak
         return tuple(chosen)
 
+    def floors(self) -> list[int]:
+        """The floors of all steps that were captured."""
+        return [floor(captured.graph).peak_bytes for captured in self._known.values()]
+
     def _quick_bytes(self, kinds: Sequence[Kind]) -> int:
         return self._bytes(kinds, lambda graph: near_smallest(graph, _SMALLEST_S).peak_bytes)
 
@@ -380,6 +387,21 @@ def cuttable(joint: fx.GraphModule) -> fx.GraphModule:
     make_ones_without_input(graph)
     graph.lint()
     return fx.GraphModule(joint, graph)
+
+
+def _refusal(error: InfeasibleBudgetError, floors: Sequence[int]) -> InfeasibleBudgetError:
+    """The refusal of one set of regions in pieces, with a floor that holds for all sets that were tried."""
+    least = min(floors)
+    if least >= error.floor_bytes:
+        return error
+    return InfeasibleBudgetError(
+        f"{error.message}; other regions in pieces, for which no such plan was found, take at least {format_bytes(least)}",
+        hint=error.hint,
+        budget_bytes=error.budget_bytes,
+        floor_bytes=least,
+        smallest_bytes=error.smallest_bytes,
+        binding_op=error.binding_op,
+    )
 
 
 def _with_chunks(result: Result, kinds: Sequence[Kind], bounds: Sequence[float], whole: Graph) -> Result:

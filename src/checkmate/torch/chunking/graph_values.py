@@ -34,6 +34,16 @@ def inputs(op: fx.Node) -> list[fx.Node]:
     return [a for a in flat if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
 
 
+def shape_only(op: fx.Node) -> frozenset[int]:
+    """Positions in `inputs` of the tensors of which an op uses the shape and not the numbers.
+
+    The gradient of a convolution's input depends on the other gradient and the weight alone, but torch's op takes the input.
+    """
+    if op.target is torch.ops.aten.convolution_backward.default and op.args[10] == [True, False, False]:
+        return frozenset({1})
+    return frozenset()
+
+
 def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each output of an op with each op that reads it; the graph's output node is one of them."""
     for value in outputs(op):
@@ -65,3 +75,8 @@ def tensor(value: fx.Node) -> torch.Tensor:
 def size_bytes(value: fx.Node) -> int:
     """Bytes of the storage that a tensor keeps alive."""
     return storage_bytes(tensor(value))
+
+
+def own_bytes(value: fx.Node) -> int:
+    """Bytes of the elements of a tensor, which are fewer than those of its storage where it is a slice."""
+    return tensor(value).numel() * tensor(value).element_size()

@@ -10,12 +10,12 @@ from torch import fx
 
 from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.bits.comparison import keeps_bits
-from checkmate.torch.chunking.graph_values import inputs, outputs, producer, size_bytes, tensor
+from checkmate.torch.chunking.graph_values import inputs, outputs, own_bytes, producer, size_bytes, tensor
 from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
 from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import SUM, Split
-from checkmate.torch.chunking.stages import kept_outside
+from checkmate.torch.chunking.stages import Stage, kept_outside, stages_of, with_private_operands
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.provenance import common_place, place_of
 from checkmate.torch.graph.storages import storage_key
@@ -32,7 +32,7 @@ class Worth:
         pieces_per_ratio: Pieces for each time that the seed is larger than that: with two the large tensors of a piece, two or
             three in a backward, take about as much as what is around the region.
         most_pieces: Most pieces.
-        most_stages: Most stages: each makes large tensors of those before it again.
+        most_levels: Most levels of stages: each makes large tensors of those before it again.
         least_elements: Fewest elements of the seed in a piece. Smaller ops take no less time.
     """
 
@@ -40,7 +40,7 @@ class Worth:
     least_ratio: float = 2.0
     pieces_per_ratio: float = 2.0
     most_pieces: int = 32
-    most_stages: int = 3
+    most_levels: int = 3
     least_elements: int = 1 << 14
 
 
@@ -158,30 +158,34 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], boo
         return None
     place = outputs(op).index(seed)
     splits = {rule.outputs[place] for rule in rules_of(op) if isinstance(rule.outputs[place], Split)}
-    found: list[tuple[tuple[int, bool, bool], _Found]] = []
+    found: list[tuple[tuple[int, bool, bool], Region, list[Stage]]] = []
     for split in splits:
         assert isinstance(split, Split)
-        region = _region(seed, split, allows, sums=not exact)
-        if region is None:
-            continue
-        try:
-            parts = parts_of(region, graph)
-        except NotChunkable:
-            continue
-        if len(parts) <= _WORTH.most_stages and (not exact or all(map(keeps_bits, parts))):
+        region = _region(seed, split, allows, exact)
+        stages = [] if region is None else stages_of(region, graph)
+        if region is not None and len({stage.level for stage in stages}) <= _WORTH.most_levels:
             # Sums of gradients are better than sums in the forward, whose bits the loss shows.
-            forward_sums = SUM in parts[0].stage.results.values() and len(parts) > 1
-            saved = _saved_bytes(region)
-            found.append(((saved, not region.sums, not forward_sums), _Found(region, parts, saved)))
-    return max(found, key=lambda each: each[0])[1] if found else None
+            forward_sums = len(stages) > 1 and SUM in stages[0].results.values()
+            found.append(((_saved_bytes(region), not region.sums, not forward_sums), region, stages))
+    # Only what is looked at is traced, because that takes far longer than to find it.
+    for (saved, *_), region, stages in sorted(found, key=lambda each: each[0], reverse=True):
+        wider = region if exact else with_private_operands(region, stages, graph, allows)
+        for one in dict.fromkeys((wider, region)):
+            try:
+                parts = parts_of(one, graph)
+            except NotChunkable:
+                continue
+            if not exact or all(map(keeps_bits, parts)):
+                return _Found(one, parts, saved)
+    return None
 
 
-def _region(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], *, sums: bool) -> Region | None:
+def _region(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], exact: bool) -> Region | None:
     """The region around a tensor in as many pieces as are worth it; None if it is not worth running in pieces.
 
     The number depends on the graph alone and not on a budget, so that the order of sums is the same at every budget.
     """
-    trial = grow(seed, split, 2, allows=allows, sums=sums)
+    trial = grow(seed, split, 2, allows=allows, exact=exact)
     if trial is None or len(trial.rules) < 2:
         return None
     around = _largest_around(trial)
@@ -193,7 +197,7 @@ def _region(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], *, s
     while count < wanted and 2 * count <= most:
         count *= 2
     while count > 1:
-        region = grow(seed, split, count, allows=allows, sums=sums)
+        region = grow(seed, split, count, allows=allows, exact=exact)
         if region is not None and len(region.rules) >= len(trial.rules):
             return region  # with more pieces fewer ops would belong to it: a batch of 8 has no 16 pieces
         count //= 2
@@ -206,12 +210,12 @@ def _largest_around(region: Region) -> int:
     # The seed itself may be returned to the caller, as logits are: what is made of it is then large, and what is around is not.
     own = storage_key(tensor(region.seed))
     cut = [value for value in read | kept_outside(region) if value in region.splits and storage_key(tensor(value)) != own]
-    return max(map(size_bytes, cut), default=1)
+    return max((own_bytes(value) if makes_views(producer(value)) else size_bytes(value) for value in cut), default=1)
 
 
 def _saved_bytes(region: Region) -> int:
     """Bytes of the large tensors that the region's ops allocate and that never exist whole."""
-    returned = {storage_key(tensor(value)) for value in kept_outside(region)}
+    returned = {storage_key(tensor(value)) for value in kept_outside(region) if not makes_views(producer(value))}
     inside: dict[int, int] = {}
     for op in region.rules:
         if makes_views(op):

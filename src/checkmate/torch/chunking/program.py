@@ -12,6 +12,7 @@ to it in place; a matrix product adds its own term (``addmm_``), without a tempo
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from checkmate.torch._compat.aot import BoxedRun, boxed
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.ahead import Ahead
 from checkmate.torch.chunking.buffers import Buffer, out_variant, share_buffers, write_to
-from checkmate.torch.chunking.graph_values import outputs, producer, tensor
+from checkmate.torch.chunking.graph_values import outputs, producer, shape_only, tensor
 from checkmate.torch.chunking.regions import Region, slices_of
 from checkmate.torch.chunking.rules.pieces import arguments_of_piece, cuts, shape_of_piece
 from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rule, Split
@@ -214,7 +215,7 @@ def _content(stage: Stage) -> str:
         args = fx.map_arg((op.args, op.kwargs), lambda read: numbers.get(read, read.name))
         made = [None if value is None else numbers.setdefault(value, f"%{len(numbers)}") for value in outputs(op)]
         lines.append(f"{made} {op.target} {args} {stage.region.rules[op]} {_layouts(op.meta.get('val'))}")
-    lines += [f"{numbers[value]} {placement}" for value, placement in stage.results.items()]
+    lines += [f"{numbers[value]} {placement} {value in stage.copies}" for value, placement in stage.results.items()]
     return "\n".join(lines)
 
 
@@ -229,17 +230,17 @@ def assembled(stage: Stage, pieces: Sequence[Piece], bodies: Sequence[PieceGraph
     Raises:
         NotChunkable: A result is a view.
     """
-    views = [value.name for value in stage.results if makes_views(producer(value))]
+    views = [value.name for value in stage.results if makes_views(producer(value)) and value not in stage.copies]
     if views:  # a separate tensor would be counted as the one that it is a view of, and elements of an expanded one are one
         raise NotChunkable(f"{views[0]} is a view that an op reads whole")
     sums = tuple(placement == SUM for placement in stage.results.values())
-    layouts = tuple(Layout.of(tensor(value)) for value in stage.results)
-    modules = tuple(body.module for body in bodies)
+    layouts = tuple(Layout.of(stage.returned(value)) for value in stage.results)
+    modules = [(body.module, share_buffers(body.module.graph)) for body in bodies]
     given = tuple(Layout.of(tensor(value)) for value, _ in stage.operands)
-    text = repr((given, layouts, sums, pieces, [_text(module.graph) for module in modules]))
+    text = repr((given, layouts, sums, pieces, [_text(module.graph) for module, _ in modules]))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     if key not in _PROGRAMS:
-        runs = tuple(_compiled(module) for module in modules)
+        runs = tuple(Body(boxed(module), module.graph, buffers) for module, buffers in modules)
         _PROGRAMS[key] = ChunkedProgram(key, layouts, sums, tuple(pieces), runs)
     return _PROGRAMS[key]
 
@@ -267,11 +268,6 @@ def pieces_of(stage: Stage) -> tuple[list[Piece], list[PieceGraph]]:
             bodies[kind] = PieceGraph(stage, operands, results, t)
         pieces.append(Piece(operands, results, list(bodies).index(kind)))
     return pieces, list(bodies.values())
-
-
-def _compiled(module: fx.GraphModule) -> Body:
-    buffers = share_buffers(module.graph)
-    return Body(boxed(module), module.graph, buffers)
 
 
 def _slices(value: fx.Node, placement: Placement, count: int) -> list[Slices]:
@@ -334,7 +330,7 @@ class PieceGraph:
                 for operand, slices in zip(stage.operands, operands, strict=True)
             }
             self.targets = {
-                value: self._placeholder(_sliced(_summed(value) if placement == SUM else tensor(value), slices))
+                value: self._placeholder(_sliced(_summed(value) if placement == SUM else stage.returned(value), slices))
                 for (value, placement), slices in zip(stage.results.items(), results, strict=True)
                 if placement != SUM or not self.first
             }
@@ -366,12 +362,15 @@ class PieceGraph:
         """Emit an op on slices, and what becomes of its outputs that are results."""
         rule = self.stage.region.rules[op]
         placements = iter(rule.inputs)
+        positions, unread = itertools.count(), shape_only(op)
 
         def mapped(argument: fx.Node) -> fx.Node:
             if not isinstance(argument.meta.get("val"), torch.Tensor):
                 raise NotChunkable(f"{op.name} reads a size that is known at run time only")
             placement = next(placements)
-            if placement != WHOLE and producer(argument) in self.ops:
+            if next(positions) in unread and argument not in self.made and (argument, placement) not in self.given:
+                return self._empty(argument, placement)
+            if placement != WHOLE and argument in self.made:
                 return self.made[argument]
             return self.given[argument, placement]
 
@@ -399,6 +398,14 @@ class PieceGraph:
                 self.made[value] = target
             else:
                 self._call(aten.add_.Tensor if value in self.sums else aten.copy_.default, (target, made), {})
+
+    def _empty(self, value: fx.Node, placement: Placement) -> fx.Node:
+        """A tensor without numbers, of the shape of a slice."""
+        with self.mode:
+            slices = _slices(value, placement, self.stage.region.count)[self.piece]
+            like = Layout.of(torch.empty_like(_sliced(tensor(value), slices)))
+        given = {"dtype": like.dtype, "device": like.device}
+        return self._call(aten.empty_strided.default, (list(like.shape), list(like.stride)), given)
 
     def _can_write(self, node: fx.Node, target: fx.Node) -> bool:
         return out_variant(node.target) is not None and Layout.of(tensor(node)) == Layout.of(tensor(target))

@@ -3,7 +3,8 @@
 A region grows from one large tensor that is cut along some axis. Every op that makes or reads a large tensor of the region
 belongs to it if it has a rule that agrees with what is cut so far; other tensors of the op are then cut, whole or sums as the
 rule says. Growth goes on through large tensors only, and ends by itself where tensors are small: at the hidden states around a
-head with its logits, for example. An op without such a rule reads the tensor whole, which is then assembled.
+head with its logits, for example. Tensors that are concatenated count as one: with the gradients of queries, keys and values,
+attention and the product before it are one region. An op without such a rule reads the tensor whole, which is then assembled.
 
 The pieces of a region are the same shares of every tensor in it: piece 2 of 8 is the third eighth of each axis that is cut.
 """
@@ -12,18 +13,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from checkmate.torch.chunking.graph_values import inputs, outputs, producer, size_bytes, tensor
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.pieces import cuts
 from checkmate.torch.chunking.rules.placements import SUM, Placement, Rule, Split
+from checkmate.torch.graph.op_properties import makes_views
 
 _MOST_OPS = 128
 """A region of more ops is not offered: where tensors of one size follow each other without end, it would be the whole network."""
+
+_JOINING = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
+"""Ops that only put tensors side by side."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,6 +42,7 @@ class Region:
         rules: The ops, each with the rule by which it runs.
         splits: The tensors that are cut, made in the region or given to it.
         least_bytes: A tensor of as many bytes or more is large.
+        exact: Whether results have to be those of the whole ops to the bit, so that no sum is cut and no view is copied.
     """
 
     seed: fx.Node
@@ -43,6 +50,7 @@ class Region:
     rules: Mapping[fx.Node, Rule]
     splits: Mapping[fx.Node, Split]
     least_bytes: int
+    exact: bool = False
 
     @property
     def sums(self) -> bool:
@@ -64,7 +72,7 @@ def grow(
     *,
     least_share: float = 0.5,
     allows: Callable[[fx.Node], bool] = lambda op: True,
-    sums: bool = True,
+    exact: bool = False,
 ) -> Region | None:
     """The region around a tensor.
 
@@ -74,7 +82,7 @@ def grow(
         count: Into how many pieces.
         least_share: Share of the seed's bytes from which a tensor is large.
         allows: Whether an op may belong to the region.
-        sums: Whether ops may return sums over pieces.
+        exact: Whether results have to be those of the whole ops to the bit, so that no op may return sums over pieces.
 
     Returns:
         The region; None if the seed cannot be cut in this way, or the region would be too large.
@@ -82,7 +90,7 @@ def grow(
     if slices_of(seed, split, count) is None:
         return None
     length = split.length(tensor(seed).shape)
-    growth = _Growth(count, length, max(1, int(least_share * size_bytes(seed))), allows, sums)
+    growth = _Growth(count, length, max(1, int(least_share * size_bytes(seed))), allows, not exact)
     growth.place(seed, split)
     while growth.todo and len(growth.rules) <= _MOST_OPS:
         value = growth.todo.popleft()
@@ -90,7 +98,26 @@ def grow(
             growth.visit(op)
     if not 0 < len(growth.rules) <= _MOST_OPS:
         return None
-    return Region(seed, count, growth.rules, growth.splits, growth.least_bytes)
+    return Region(seed, count, growth.rules, growth.splits, growth.least_bytes, exact)
+
+
+def extended(region: Region, ops: Iterable[fx.Node], allows: Callable[[fx.Node], bool]) -> Region | None:
+    """A region with more ops, of which none returns a sum; None if one has no rule that agrees with the region.
+
+    Args:
+        region: The region.
+        ops: The ops, each next to one of the region or before it.
+        allows: Whether an op may belong to the region.
+    """
+    length = region.splits[region.seed].length(tensor(region.seed).shape)
+    growth = _Growth(region.count, length, region.least_bytes, allows, sums=False)
+    growth.rules.update(region.rules)
+    growth.splits.update(region.splits)
+    for op in ops:
+        growth.visit(op)
+        if op not in growth.rules:
+            return None
+    return replace(region, rules=growth.rules, splits=growth.splits)
 
 
 class _Growth:
@@ -105,7 +132,7 @@ class _Growth:
 
     def place(self, value: fx.Node, split: Split) -> None:
         self.splits[value] = split
-        if size_bytes(value) >= self.least_bytes:
+        if size_bytes(value) >= self.least_bytes or _joined_bytes(value) >= self.least_bytes:
             self.todo.append(value)
 
     def visit(self, op: fx.Node) -> None:
@@ -144,6 +171,12 @@ class _Growth:
 
     def _split_bytes(self, rule: Rule, made: list[fx.Node | None], read: list[fx.Node]) -> int:
         return sum({v: size_bytes(v) for v, p in _placed(rule, made, read) if isinstance(p, Split)}.values())
+
+
+def _joined_bytes(value: fx.Node) -> int:
+    """Bytes of the largest tensor that a tensor, or a view of it, is concatenated to."""
+    users = list(value.users)
+    return max([0, *(size_bytes(u) for u in users if u.target in _JOINING), *(_joined_bytes(u) for u in users if makes_views(u))])
 
 
 def _placed(rule: Rule, made: list[fx.Node | None], read: list[fx.Node]) -> list[tuple[fx.Node, Placement]]:

@@ -105,8 +105,8 @@ class _Writer:
         operands = [env[value] for value, _ in stage.operands]
         like = stage.own[0].meta
         node = self.graph.call_function(CHUNKED, (operands, program.key))
-        made = [tensor(value) for value in stage.results]
-        node.meta = {**like, "val": made, DESCRIPTION: stage.description, PIECES: program.runs}
+        returned = [stage.returned(value) for value in stage.results]
+        node.meta = {**like, "val": returned, DESCRIPTION: stage.description, PIECES: program.runs}
         if ahead is not None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # what it returned is scaled in place
             for read in ancestors([node]):  # none of which depends on a tangent
@@ -114,10 +114,10 @@ class _Writer:
                     read.meta["partitioner_tag"] = "is_forward"
         for i, value in enumerate(stage.results):
             item = self.graph.call_function(operator.getitem, (node, i))
-            item.meta = {**like, "val": tensor(value)}
+            item.meta = {**like, "val": returned[i]}
             if ahead is not None and value in ahead.scaled:
                 item = self.graph.call_function(SCALE, (item, self.env[ahead.tangent]))
-                item.meta = {**producer(value).meta, "val": tensor(value)}
+                item.meta = {**producer(value).meta, "val": returned[i]}
             self.env[value] = item
 
     def _with_tangent_of_one(self, ahead: Ahead) -> dict[fx.Node, fx.Node]:

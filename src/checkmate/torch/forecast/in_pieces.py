@@ -31,6 +31,7 @@ from checkmate.torch.chunking.regions import Region, grow
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
+from checkmate.torch.chunking.stages import stages_of, with_private_operands
 from checkmate.torch.forecast.tracer import TracedStep
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Chunking, Options
@@ -138,20 +139,23 @@ def with_same_regions(step: ChunkableStep[Capture], kinds: Sequence[Kind]) -> In
 
 def _same_kind(kind: Kind, graph: fx.Graph, nodes: dict[str, fx.Node]) -> Kind:
     early = any(part.stage.ahead is not None for part in kind.parts)
-    regions = tuple(_grown(region, nodes) for region in kind.regions)
+    regions = tuple(_grown(region, graph, nodes) for region in kind.regions)
     return replace(kind, regions=regions, parts=tuple(part for region in regions for part in _parts(region, graph, early)))
 
 
-def _grown(region: Region, nodes: dict[str, fx.Node]) -> Region:
+def _grown(region: Region, graph: fx.Graph, nodes: dict[str, fx.Node]) -> Region:
     """The region of the same ops around the tensor of the same name."""
     seed = nodes.get(region.seed.name)
     names = {op.name for op in region.rules}
     if seed is None:
         raise _differs(f"there is no {region.seed.name}")
     for split in _splits(region, seed):
-        found = grow(seed, split, region.count, sums=region.sums)
-        if found is not None and {op.name for op in found.rules} == names:
-            return found
+        found = grow(seed, split, region.count, exact=region.exact)
+        if found is None:
+            continue
+        for one in (found, with_private_operands(found, stages_of(found, graph), graph, lambda op: True)):
+            if {op.name for op in one.rules} == names:
+                return one
     raise _differs(f"the region of {region.seed.name} has other ops")
 
 

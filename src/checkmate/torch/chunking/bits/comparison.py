@@ -133,7 +133,8 @@ def _equal(stage: Stage, program: ChunkedProgram, fill: Fill, constant: int | No
     pieces = program([given[value] for value, _ in stage.operands])
     made = dict(given)
     for op in stage.ops:
-        args, kwargs = fx.map_arg((op.args, op.kwargs), made.__getitem__)
+        # What is not given is used for its shape alone.
+        args, kwargs = fx.map_arg((op.args, op.kwargs), lambda n: made[n] if n in made else Layout.of(tensor(n)).empty())
         result = op.target(*args, **kwargs)  # type: ignore[operator]
         for i, value in enumerate(outputs(op)):
             if value is not None:
