@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def part() -> Part:
     """A sigmoid in four pieces."""
     step = step_of(lambda x: x.sigmoid().square().sum(), torch.randn(64, 64, requires_grad=True))
-    return parts_of(region_at(step, aten.sigmoid.default, (0,), 4, sums=False), step.joint.graph)[0]
+    return parts_of(region_at(step, aten.sigmoid.default, (0,), 4, exact=True), step.joint.graph)[0]
 
 
 def test_a_verdict_is_kept_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_regions_that_are_others_at_other_sizes_are_left_whole(monkeypatch: pyte
     """The answer is then that with nothing in pieces, and says why."""
     monkeypatch.setattr(DeviceTracer, "has_time_for", lambda *_: True)
 
-    def grown(region: Region, nodes: dict[str, torch.fx.Node]) -> Region:
+    def grown(region: Region, graph: torch.fx.Graph, nodes: dict[str, torch.fx.Node]) -> Region:
         raise GraphError(f"{region.seed.name} is another")
 
     monkeypatch.setattr(in_pieces, "_grown", grown)
