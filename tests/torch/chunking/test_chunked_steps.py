@@ -199,7 +199,7 @@ def test_explanations_name_what_runs_in_pieces() -> None:
     text = str(checkmate.torch.explain(step))
     assert text.startswith("in pieces: head + loss, 16 pieces of 16")
     assert "head_loss_in_16_pieces" in [op.name for op in step.graph.ops]
-    assert "chunked" not in text
+    assert "chunked_default" not in text
 
 
 def test_a_refusal_names_what_is_enough_in_pieces() -> None:
