@@ -33,7 +33,7 @@ class LargestSizeParameters:
             round up, and a smaller size is tried. Above it, sizes do not grow in a line, and the answer is "not known".
         rows: Reduced sizes above this are multiples of it: attention kernels round lengths up to 128 rows
             (`checkmate.torch.emulate.workspace`), so that sizes between cost as much as the next multiple. So are lengths of
-            sequences on a device that is not there, whose attention pads others to multiples of 8 by ops of its own, and of those
+            sequences on a device that is not there, whose attention pads others to multiples of 8 by separate ops, and of those
             that run piece by piece, since pieces are equal parts.
     """
 
