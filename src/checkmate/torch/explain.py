@@ -43,12 +43,14 @@ class StepExplanation:
         tangent_bytes: Bytes of the gradients of the forward's outputs other than scalars. AOTAutograd materialises them, as
             zeros, even for outputs that no loss depends on.
         peak: The values that are live at the peak, each with the reason.
+        remarks: Remarks on the plan of a step, such as what runs piece by piece.
     """
 
     saved: tuple[Saved, ...]
     remats: tuple[Remat, ...]
     tangent_bytes: int
     peak: Explanation
+    remarks: tuple[str, ...] = ()
 
     def render(self, most: int = 10) -> str:
         """The explanation as text.
@@ -57,7 +59,7 @@ class StepExplanation:
             most: Number of lines of each list; the rest is summed up.
         """
         total = sum(s.size_bytes for s in self.saved)
-        lines = [f"saved for the backward: {format_bytes(total)} in {len(self.saved)} tensors"]
+        lines = [*self.remarks, f"saved for the backward: {format_bytes(total)} in {len(self.saved)} tensors"]
         lines += [f"  {format_bytes(s.size_bytes):>11}  {s.name} ({s.kind}){_at(s.source)}" for s in self.saved[:most]]
         if len(self.saved) > most:
             rest = self.saved[most:]
@@ -113,6 +115,7 @@ def explain(step: Step | Graph, plan: Plan | None = None, *, curve: Curve | None
         remats=peak.remats,
         tangent_bytes=sum(size for size in sizes if size > SCALAR_TANGENT_BYTES),
         peak=peak,
+        remarks=step.result.remarks if isinstance(step, Step) else (),
     )
 
 

@@ -213,6 +213,16 @@ def test_an_unknown_value_is_refused() -> None:
         checkmate.torch.compile(Language(), example=batch(), budget="50%", chunking="sometimes")  # type: ignore[arg-type]
 
 
+def test_explanations_name_what_runs_in_pieces() -> None:
+    """By modules and numbers, not by the names of ops that are not there any more."""
+    model = Language()
+    step = checkmate.torch.compile(model, example=batch(), budget=int(0.6 * floor_of(model)), chunking="auto")
+    text = str(checkmate.torch.explain(step))
+    assert text.startswith("in pieces: head + loss, 16 pieces of 16")
+    assert "head_loss_in_16_pieces" in [op.name for op in step.graph.ops]
+    assert "chunked_default" not in text
+
+
 @pytest.mark.parametrize("chunking", ["off", "exact"])
 def test_a_refusal_names_what_is_enough_in_pieces(chunking: Any) -> None:
     """Whoever follows the hint has a plan within that budget, below the smallest one without pieces."""

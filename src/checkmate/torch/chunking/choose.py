@@ -225,7 +225,7 @@ def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_by
 
 
 def remarks_on(kinds: Sequence[Kind]) -> tuple[str, ...]:
-    """What runs piece by piece, for people.
+    """The kinds of regions that run piece by piece, for people.
 
     Args:
         kinds: Kinds of regions.

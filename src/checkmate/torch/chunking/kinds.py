@@ -68,7 +68,7 @@ class Kind:
 
     @property
     def description(self) -> str:
-        """What the regions are and how they run, for people."""
+        """The place of the regions, and how they run, for people."""
         ahead = ", gradients ahead of the backward" if any(part.stage.ahead is not None for part in self.parts) else ""
         region = self.regions[0]
         return f"{self.place}, {region.count} pieces of {region.piece_length:,}{ahead}"

@@ -112,7 +112,7 @@ class ChunkedProgram:
 
     @property
     def runs(self) -> Pieces:
-        """What it runs, for estimates."""
+        """The graphs that it runs, for estimates."""
         bodies = [self.bodies[piece.body] for piece in self.pieces]
         buffers = [sum(buffer.numel * buffer.dtype.itemsize for buffer in body.buffers) for body in bodies]
         return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums)

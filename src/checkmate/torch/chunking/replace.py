@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 
 import torch
@@ -104,7 +105,8 @@ class _Writer:
         env = self.env if ahead is None else {**self.env, **self._with_tangent_of_one(ahead)}
         operands = [env[value] for value, _ in stage.operands]
         like = stage.own[0].meta
-        node = self.graph.call_function(CHUNKED, (operands, program.key))
+        name = re.sub(r"\W+", "_", stage.description)  # messages, explanations and reports call ops by their names
+        node = self.graph.create_node("call_function", CHUNKED, (operands, program.key), name=name)
         returned = [stage.returned(value) for value in stage.results]
         node.meta = {**like, "val": returned, DESCRIPTION: stage.description, PIECES: program.runs}
         if ahead is not None:

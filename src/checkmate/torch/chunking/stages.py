@@ -76,7 +76,7 @@ class Stage:
 
     @property
     def description(self) -> str:
-        """What it runs, for people."""
+        """The place of its region, for people."""
         return f"{place_of(self.region.rules)} in {self.region.count} pieces"
 
 

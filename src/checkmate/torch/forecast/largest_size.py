@@ -33,7 +33,8 @@ class LargestSizeParameters:
             round up, and a smaller size is tried. Above it, sizes do not grow in a line, and the answer is "not known".
         rows: Reduced sizes above this are multiples of it: attention kernels round lengths up to 128 rows
             (`checkmate.torch.emulate.workspace`), so that sizes between cost as much as the next multiple. So are lengths of
-            sequences of which regions run piece by piece: pieces are equal parts.
+            sequences on a device that is not there, whose attention pads others to multiples of 8 by separate ops, and of those
+            that run piece by piece, since pieces are equal parts.
     """
 
     solve_s: float = 2.0
@@ -127,8 +128,10 @@ def _found(traces: _Traces, available_bytes: int, remarks: list[str], what: str,
     sizes = _first_sizes(traces, what, now)
     search = _SizeSearch(traces, sizes, available_bytes)
     found = search.largest(max_overhead)
-    if kinds:
-        found = replace(found, batch=_in_equal_pieces(found.batch, what, kinds))
+    if what == "sequence" and found.batch > _PARAMETERS.rows and (kinds or tracer.target is not None):
+        found = replace(found, batch=found.batch - found.batch % _PARAMETERS.rows)
+    elif what == "batch" and kinds:
+        found = replace(found, batch=_whole_sequences(found.batch, kinds))
     if found.batch not in sizes and not tracer.has_time_for(tracer.trace_s):
         where = f"lines through {sizes[-2]} and {sizes[-1]}"
         remarks.append(f"the largest {what} is from {where}, and was not traced itself")
@@ -142,14 +145,10 @@ def _found(traces: _Traces, available_bytes: int, remarks: list[str], what: str,
     return confirmed
 
 
-def _in_equal_pieces(size: int, what: str, kinds: Sequence[Kind]) -> int:
-    """The largest size up to this one of which pieces are equal parts: some tokens of one sequence, or whole sequences."""
+def _whole_sequences(batch: int, kinds: Sequence[Kind]) -> int:
+    """The largest batch up to this one of which each piece is some sequences or an equal part of one."""
     count = max(region.count for kind in kinds for region in kind.regions)
-    if what == "sequence":
-        step = _PARAMETERS.rows if size > _PARAMETERS.rows else 1
-    else:
-        step = count if size >= count else 1 << (size.bit_length() - 1)
-    return size - size % step
+    return batch - batch % (count if batch >= count else 1 << (batch.bit_length() - 1))
 
 
 class _Traces:

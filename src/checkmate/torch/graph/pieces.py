@@ -1,4 +1,4 @@
-"""What an op runs that computes its results piece by piece, from which its time and memory are estimated."""
+"""Graphs of an op that computes its results piece by piece: its time and memory are estimated from them."""
 
 from __future__ import annotations
 
