@@ -113,6 +113,8 @@ def extended(region: Region, ops: Iterable[fx.Node], allows: Callable[[fx.Node],
     growth = _Growth(region.count, length, region.least_bytes, allows, sums=False)
     growth.rules.update(region.rules)
     growth.splits.update(region.splits)
+    made = [pair for op, rule in region.rules.items() for pair in zip(outputs(op), rule.outputs, strict=True)]
+    growth.sum_values.update(value for value, placement in made if placement == SUM)
     for op in ops:
         growth.visit(op)
         if op not in growth.rules:
@@ -127,7 +129,7 @@ class _Growth:
         self.count, self.length, self.least_bytes, self.allows, self.sums = count, length, least_bytes, allows, sums
         self.rules: dict[fx.Node, Rule] = {}
         self.splits: dict[fx.Node, Split] = {}
-        self.sum_values: set[fx.Node] = set()
+        self.sum_values: set[fx.Node | None] = set()
         self.todo: deque[fx.Node] = deque()
 
     def place(self, value: fx.Node, split: Split) -> None:
