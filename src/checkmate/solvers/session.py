@@ -65,7 +65,6 @@ class Session:
         limits: The limits of the solve.
         plan: The best plan so far that keeps the budget, or None.
         cost: Its cost, or None.
-        smallest: Of the plans that exceed the budget the one with the smallest peak, or None.
         bound: The best proven lower bound so far; infinite if no plan keeps the budget.
         history: Improvements so far.
         remarks: Notes of the solver for the user.
@@ -76,8 +75,6 @@ class Session:
         self.limits = limits
         self.plan: Plan | None = None
         self.cost: int | None = None
-        self.smallest: Plan | None = None
-        self._smallest_peak_bytes = math.inf
         self.bound: float = float(problem.graph.cost)
         self.history: list[Progress] = []
         self.remarks: list[str] = []
@@ -147,8 +144,6 @@ class Session:
         # Whatever a solver claims, cost and peak are those of the simulated plan.
         timeline = simulate(self.problem.graph, plan)
         if timeline.peak_bytes > self.problem.budget_bytes:
-            if timeline.peak_bytes < self._smallest_peak_bytes:
-                self.smallest, self._smallest_peak_bytes = plan, timeline.peak_bytes
             return False
         if self.cost is not None and timeline.cost >= self.cost:
             return False

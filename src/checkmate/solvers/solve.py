@@ -196,13 +196,16 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
 
 
 def _smallest(problem: Problem, session: Session) -> MinBudget:
-    """The smallest peak that the session's time is enough for; in about a second where the floor refuses, or no time is left."""
+    """The smallest peak that the session's time is enough for; in about a second where the floor refuses, or no time is left.
+
+    It does not depend on the budget: a solve within the peak that a refusal names searches in the same way, and finds it again.
+    """
     left = min(session.left_s(), SMALLEST.time_s)
     if session.problem.budget_bytes < floor(problem.graph).peak_bytes or left <= SMALLEST.quick_s:
         quick = Limits(time_s=SMALLEST.quick_s, seed=session.limits.seed)
-        return quick_peak(problem, quick, known=session.smallest)
+        return quick_peak(problem, quick)
     limits = Limits(time_s=left, seed=session.limits.seed)
-    return smallest_peak(problem, limits, known=session.smallest)
+    return smallest_peak(problem, limits)
 
 
 def unit_question(budget_bytes: int) -> str:

@@ -72,16 +72,15 @@ def smallest_peak(
     return bisection.found()
 
 
-def quick_peak(problem: Problem, limits: Limits | None = None, *, known: Plan | None = None) -> MinBudget:
+def quick_peak(problem: Problem, limits: Limits | None = None) -> MinBudget:
     """A small peak that a plan is found for in about a second, with the same floor as `smallest_peak`.
 
     Args:
         problem: Graph and what a plan may do; its budget is ignored.
         limits: Time and seed; `SmallestParameters.quick_s` by default.
-        known: A plan that was found before.
     """
     limits = Limits(time_s=PARAMETERS.quick_s) if limits is None else limits
-    bisection = _Bisection(problem, limits, 0, known)
+    bisection = _Bisection(problem, limits, 0, None)
     bisection.from_the_middle(PARAMETERS.quick_s)
     return bisection.found()
 
