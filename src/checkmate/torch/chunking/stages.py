@@ -127,7 +127,7 @@ def _is_pointwise(op: fx.Node) -> bool:
 
 
 def _base(value: fx.Node, region: Region) -> fx.Node | None:
-    """The tensor that one made in a region is a view of, or the tensor itself; None for a view of what is not made in the region."""
+    """The tensor that one made in a region is a view of, or itself; None for a view of what is not made in the region."""
     while makes_views(producer(value)):
         (value, *_) = inputs(producer(value))
         if producer(value) not in region.rules:
