@@ -43,6 +43,10 @@ Fill: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _LEAST_NUMBERS, _MOST_ROUNDS = 1 << 14, 32
 """Numbers that are compared in all, and most comparisons."""
 
+_HALF = (torch.bfloat16, torch.float16)
+_LEAST_HALVES, _MOST_HALF_ROUNDS = 1 << 20, 2048
+"""The same for half precision: sums in another order, which are made in float32, are mostly rounded to the same number."""
+
 
 def keeps_bits(part: Part) -> bool:
     """Whether a part returns what its whole ops return, byte for byte.
@@ -106,8 +110,10 @@ def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
 
     Few numbers differ by luck only sometimes, so that they are compared more often. A mask of few elements may by luck hide all.
     """
-    compared = sum(tensor(value).numel() for value in stage.results)
-    rounds = max(1, min(_MOST_ROUNDS, _LEAST_NUMBERS // max(1, compared)))
+    halves = [value for value in stage.results if tensor(value).dtype in _HALF]
+    least, most = (_LEAST_HALVES, _MOST_HALF_ROUNDS) if halves else (_LEAST_NUMBERS, _MOST_ROUNDS)
+    compared = sum(tensor(value).numel() for value in halves or stage.results)
+    rounds = max(1, min(most, least // max(1, compared)))
     integers = [tensor(value).numel() for value, _ in stage.operands if not tensor(value).is_floating_point()]
     constant: list[tuple[Fill, int | None]] = [(_normal, 0), (_normal, 1)] if min(integers, default=_FEW) < _FEW else []
     return [(_normal, None), (_mixed, None)] * rounds + constant
