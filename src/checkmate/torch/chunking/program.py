@@ -208,11 +208,16 @@ _KEYS: dict[str, str] = {}
 def _content(stage: Stage) -> str:
     """All on which the program of a stage depends, without the names of nodes."""
     numbers: dict[fx.Node, str] = {}
+
+    def named(read: fx.Node) -> str:
+        """A value of the stage by its number, and one of which only the shape counts by its layout."""
+        return numbers[read] if read in numbers else str(_layouts(read.meta.get("val")) or read.name)
+
     lines = [f"{stage.region.count} {stage.ahead is not None}"]
     for value, placement in stage.operands:
         lines.append(f"{numbers.setdefault(value, f'%{len(numbers)}')} {placement} {Layout.of(tensor(value))}")
     for op in stage.ops:
-        args = fx.map_arg((op.args, op.kwargs), lambda read: numbers.get(read, read.name))
+        args = fx.map_arg((op.args, op.kwargs), named)
         made = [None if value is None else numbers.setdefault(value, f"%{len(numbers)}") for value in outputs(op)]
         lines.append(f"{made} {op.target} {args} {stage.region.rules[op]} {_layouts(op.meta.get('val'))}")
     lines += [f"{numbers[value]} {placement} {value in stage.copies}" for value, placement in stage.results.items()]
