@@ -255,14 +255,14 @@ def with_offer(
 
 
 def _offered_bytes(step: ChunkableStep[CapturedT], chunks: Chunks) -> int | None:
-    """The smallest peak found with regions piece by piece; None if that takes too long."""
+    """The smallest peak found with regions piece by piece; None if that takes too long, or cannot be measured now."""
     until = time.perf_counter() + _OFFER_S
     if _RUNS * step.whole.graph.cost > _OFFER_S * 1e9:
         return None
     try:
         variants = _Variants(step, chunks, until)
         return near_smallest(variants.captured(variants.smallest()).graph, _SMALLEST_S).peak_bytes
-    except TimeoutError:
+    except (TimeoutError, ProfilerBusyError):
         return None
 
 
