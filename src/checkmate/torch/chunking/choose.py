@@ -224,13 +224,16 @@ def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_by
     return InPieces(variants.captured(kinds), kinds)
 
 
-def remarks_on(kinds: Sequence[Kind]) -> tuple[str, ...]:
-    """The kinds of regions that run piece by piece, for people.
+def with_pieces(result: Result, whole: Graph, kinds: Sequence[Kind]) -> Result:
+    """The figures of a plan with its overhead against the step in which nothing runs piece by piece.
 
     Args:
-        kinds: Kinds of regions.
+        result: The plan.
+        whole: That step.
+        kinds: What runs piece by piece.
     """
-    return tuple(f"in pieces: {kind.description}" for kind in kinds)
+    remarks = [f"in pieces: {kind.description}" for kind in kinds]
+    return msgspec.structs.replace(result, overhead=result.cost / whole.cost, remarks=(*result.remarks, *remarks))
 
 
 def with_offer(
@@ -406,14 +409,13 @@ def _refusal(error: InfeasibleBudgetError, floors: Sequence[int]) -> InfeasibleB
 
 def _with_chunks(result: Result, kinds: Sequence[Kind], bounds: Sequence[float], whole: Graph) -> Result:
     """The result of a variant, with figures that refer to the graph without chunks and to all graphs that were planned."""
-    remarks = list(remarks_on(kinds))
+    result = with_pieces(result, whole, kinds)
+    covered = f"the bound covers the {len(bounds)} sets of regions in pieces for which a plan was found"
     if kinds:
-        remarks.append(f"the bound covers the {len(bounds)} sets of regions in pieces for which a plan was found")
-        _log.info("%s", "; ".join(remarks))
+        _log.info("%s", "; ".join([*result.remarks[-len(kinds) :], covered]))
     return msgspec.structs.replace(
         result,
-        overhead=result.cost / whole.cost,
         bound=min(bounds),
         gap=max(0.0, (result.cost - min(bounds)) / result.cost),
-        remarks=(*result.remarks, *remarks),
+        remarks=(*result.remarks, covered) if kinds else result.remarks,
     )

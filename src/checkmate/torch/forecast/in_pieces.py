@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 from torch import fx
 
 from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
@@ -21,7 +20,7 @@ from checkmate.torch.chunking.choose import (
     InPieces,
     choose_chunks,
     cuttable,
-    remarks_on,
+    with_pieces,
     with_smallest_peak,
 )
 from checkmate.torch.chunking.graph_values import outputs, producer
@@ -90,17 +89,6 @@ def best_in_pieces(
         return None
     graph = least.captured.graph
     return graph, with_pieces(evaluate(graph, smallest.plan, budget_bytes), step.graph, least.kinds)
-
-
-def with_pieces(result: Result, whole: Graph, kinds: Sequence[Kind]) -> Result:
-    """The figures of a plan with its overhead against the step in which nothing runs piece by piece.
-
-    Args:
-        result: The plan.
-        whole: That step.
-        kinds: What runs piece by piece.
-    """
-    return msgspec.structs.replace(result, overhead=result.cost / whole.cost, remarks=(*result.remarks, *remarks_on(kinds)))
 
 
 def why_in_pieces(why: str, kinds: Sequence[Kind]) -> str:

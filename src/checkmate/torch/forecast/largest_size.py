@@ -13,9 +13,9 @@ from checkmate.core.simulate import simulate
 from checkmate.frontend.planner import result_of_order
 from checkmate.studies.affine import AffineGraph, check_same_structure
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead, max_batch
-from checkmate.torch.chunking.choose import InPieces
+from checkmate.torch.chunking.choose import InPieces, with_pieces
 from checkmate.torch.chunking.kinds import Kind
-from checkmate.torch.forecast.in_pieces import why_in_pieces, with_pieces, with_same_regions
+from checkmate.torch.forecast.in_pieces import why_in_pieces, with_same_regions
 from checkmate.torch.forecast.quadratic import QuadraticGraph
 from checkmate.torch.forecast.tracer import SHARES, DeviceTracer, TracedStep
 from checkmate.torch.joint.capture import Capture
