@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 import checkmate.torch
 from checkmate.core.errors import InfeasibleBudgetError
 from checkmate.torch import measure_peak
-from checkmate.torch.chunking.kinds import Kind, kinds_of
+from checkmate.torch.chunking.kinds import kinds_of
 from checkmate.torch.passes.loss_picks import pick_before_reducing
 
 TOKENS, WIDTH, VOCABULARY = 256, 64, 4096
@@ -38,15 +38,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(TOKENS, WIDTH, generator=generator), torch.randint(VOCABULARY, (TOKENS,), generator=generator)
 
 
-def is_ahead(kind: Kind) -> bool:
-    return any(part.stage.ahead is not None for part in kind.parts)
-
-
 @pytest.fixture
 def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The costs of these small ops do not decide."""
     monkeypatch.setattr(
-        "checkmate.torch.chunking.choose.kinds_of", lambda *given, **options: list(filter(is_ahead, kinds_of(*given, **options)))
+        "checkmate.torch.chunking.choose.kinds_of", lambda *given, **options: [k for k in kinds_of(*given, **options) if k.ahead]
     )
 
 
@@ -162,10 +158,10 @@ def test_other_losses(loss: Callable[..., Any]) -> None:
 
 
 def kinds(function: Callable[..., Any], *inputs: torch.Tensor) -> list[bool]:
-    """For each kind of regions of a function of (x, weight, labels), whether its gradients are ahead."""
+    """For each kind of regions of a function of (x, weight, labels), in the most pieces, whether its gradients are ahead."""
     joint = aot_export_joint_simple(function, inputs, trace_joint=True)
     pick_before_reducing(joint.graph)
-    return list(map(is_ahead, kinds_of(joint.graph)))
+    return [kind.ahead for kind in kinds_of(joint.graph) if kind.most_pieces]
 
 
 def inputs(dtype: torch.dtype) -> list[torch.Tensor]:

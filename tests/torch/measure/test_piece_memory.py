@@ -51,7 +51,8 @@ def test_sums_in_half_precision_take_memory_in_float32() -> None:
     h100 = EmulatedDevice(load_device("H100"), cpu_costs=Profiler())
     with torch.device("meta"):
         model = Language().to(torch.bfloat16)
-    ((kind, (op,)),) = kinds_and_ops(traced(model, h100, "sgd"))
+    (kind, (op,)), *fewer = kinds_and_ops(traced(model, h100, "sgd"))
+    assert all(other.is_fewer_pieces_of(kind) for other, _ in fewer)
     assert kind.place == "head + loss"
     gradient = 2 * VOCABULARY * WIDTH
     count = kind.regions[0].count
@@ -67,7 +68,8 @@ def test_pieces_take_no_less_time_than_the_whole_ops() -> None:
         model = Head(65536, 512)
         tokens = torch.zeros(2, 2048, dtype=torch.long)
     example = {"tokens": tokens, "labels": tokens}
-    ((kind, (op,)),) = kinds_and_ops(traced(model, EmulatedDevice(device, cpu_costs=Profiler()), "sgd", example))
-    (region,) = kind.regions
+    found = kinds_and_ops(traced(model, EmulatedDevice(device, cpu_costs=Profiler()), "sgd", example))
+    (region,) = found[0][0].regions
     whole = sum(estimate_ns(node, device) for node in region.rules if not makes_views(node))
-    assert whole < estimate_ns(op, device) < 1.3 * whole
+    most, *fewer = [estimate_ns(op, device) for _, (op,) in found]
+    assert whole < min(fewer) < most < 1.3 * whole

@@ -185,7 +185,8 @@ def choose_chunks(
     best = planned(variants.below(budget_bytes), trial_s)
     tried = [best]
     for kind in kinds:
-        if kind not in best.kinds:
+        # Fewer pieces of a region take more memory: they are for one that runs in pieces anyway.
+        if kind not in best.kinds and (kind.most_pieces or any(map(kind.is_fewer_pieces_of, best.kinds))):
             tried.append(planned((*(other for other in best.kinds if not other.excludes(kind)), kind), trial_s))
             best = tried[-1] if tried[-1].is_better_than(best) else best
     for kind in best.kinds if len(best.kinds) > 1 else ():
@@ -296,6 +297,11 @@ class _Variants(Generic[CapturedT]):
         _log.debug("found %d kinds of regions in %.1f s", len(found), time.perf_counter() - began)
         return _first_kinds(sorted(found, key=lambda kind: kind.saved_bytes, reverse=True))
 
+    @property
+    def _smallest_kinds(self) -> list[Kind]:
+        """Those with which memory gets smallest."""
+        return [kind for kind in self.kinds if kind.most_pieces]
+
     @cached_property
     def _joints(self) -> list[fx.GraphModule]:
         return [cuttable(joint) for joint in self._step.joints]
@@ -332,7 +338,7 @@ class _Variants(Generic[CapturedT]):
         chosen: list[Kind] = []
         lowest = self._floor_bytes(chosen)
         while lowest > budget_bytes:
-            left = [kind for kind in self.kinds if not any(kind.excludes(other) for other in chosen)]
+            left = [kind for kind in self._smallest_kinds if not any(kind.excludes(other) for other in chosen)]
             floors = {kind: self._floor_bytes([*chosen, kind]) for kind in left}
             best = min(left, key=floors.__getitem__, default=None)
             if best is None or floors[best] >= lowest:
@@ -345,7 +351,7 @@ class _Variants(Generic[CapturedT]):
         """Kinds with which the smallest peak is low: those that lower the floor, and then the peak of a quick search."""
         chosen = list(self.below(0))
         lowest = self._quick_bytes(chosen)
-        for kind in self.kinds:
+        for kind in self._smallest_kinds:
             if not any(kind.excludes(other) for other in chosen):
                 peak = self._quick_bytes([*chosen, kind])
                 if peak < (1 - _LEAST_GAIN) * lowest:

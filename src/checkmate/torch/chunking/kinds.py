@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -32,6 +32,9 @@ class Worth:
         pieces_per_ratio: Pieces for each time that the seed is larger than that: with two the large tensors of a piece, two or
             three in a backward, take about as much as what is around the region.
         most_pieces: Most pieces.
+        fewer: A region with sums is offered in so many times fewer pieces as well, which take more memory and less time: each
+            piece reads and writes all of a sum and reads all of a weight, and small products are slow.
+        fewest_pieces: Fewest pieces that are offered besides.
         most_levels: Most levels of stages: each makes large tensors of those before it again.
         least_elements: Fewest elements of the seed in a piece. Smaller ops take no less time.
     """
@@ -40,6 +43,8 @@ class Worth:
     least_ratio: float = 2.0
     pieces_per_ratio: float = 2.0
     most_pieces: int = 32
+    fewer: tuple[int, ...] = (2, 4)
+    fewest_pieces: int = 4
     most_levels: int = 3
     least_elements: int = 1 << 14
 
@@ -55,11 +60,13 @@ class Kind:
         regions: The regions.
         parts: The parts of all regions.
         saved_bytes: Bytes of large tensors in one region that never exist whole.
+        most_pieces: Whether no other kind has these regions in more pieces.
     """
 
     regions: tuple[Region, ...]
     parts: tuple[Part, ...]
     saved_bytes: int
+    most_pieces: bool = True
 
     @property
     def place(self) -> str:
@@ -69,13 +76,24 @@ class Kind:
     @property
     def description(self) -> str:
         """The place of the regions, and how they run, for people."""
-        ahead = ", gradients ahead of the backward" if any(part.stage.ahead is not None for part in self.parts) else ""
         region = self.regions[0]
-        return f"{self.place}, {region.count} pieces of {region.piece_length:,}{ahead}"
+        how = ", gradients ahead of the backward" if self.ahead else ""
+        return f"{self.place}, {region.count} pieces of {region.piece_length:,}{how}"
+
+    @property
+    def ahead(self) -> bool:
+        """Whether gradients are computed ahead of the backward."""
+        return any(part.stage.ahead is not None for part in self.parts)
 
     def excludes(self, other: Kind) -> bool:
-        """Whether another kind is another way to run the same regions, or is this one."""
-        return not set(self.regions).isdisjoint(other.regions)
+        """Whether another kind is another way to run the same ops, or is this one."""
+        return not {op for region in self.regions for op in region.rules}.isdisjoint(
+            op for region in other.regions for op in region.rules
+        )
+
+    def is_fewer_pieces_of(self, other: Kind) -> bool:
+        """Whether it runs the same ops as another kind in the same way, but for the number of pieces."""
+        return not self.most_pieces and self.ahead == other.ahead and self.excludes(other)
 
 
 def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: True, *, exact: bool = False) -> list[Kind]:
@@ -96,30 +114,47 @@ def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: Tru
     taken: set[fx.Node] = set()
     worthless: set[Hashable] = set()  # layers repeat
     found: dict[Hashable, list[_Found]] = {}
+
+    def free(op: fx.Node) -> bool:
+        return op not in taken and allows(op)
+
     for seed in sized:
         if size_bytes(seed) < least:
             break
         if producer(seed) in taken or _call(producer(seed)) in worthless:
             continue
-        best = _best_region(graph, seed, lambda op: op not in taken and allows(op), exact)
+        best = _best_region(graph, seed, free, exact)
         if best is None:
             worthless.add(_call(producer(seed)))
         else:
+            for way in (best, *_in_fewer_pieces(best, graph, free)):
+                found.setdefault(_signature(way.region), []).append(way)
+                early = None if exact else _with_gradients_ahead(way, graph)
+                if early is not None:
+                    found.setdefault((*_signature(way.region), "ahead"), []).append(early)
             taken.update(best.region.rules)
-            found.setdefault(_signature(best.region), []).append(best)
-            early = None if exact else _with_gradients_ahead(best, graph)
-            if early is not None:
-                found.setdefault((*_signature(best.region), "ahead"), []).append(early)
     return sorted(map(_kind, found.values()), key=lambda kind: kind.saved_bytes, reverse=True)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Found:
-    """A region that is worth it, with its parts and the bytes of large tensors that never exist whole."""
+    """A region that is worth it; the rest as in `Kind`."""
 
     region: Region
     parts: list[Part]
     saved_bytes: int
+    most_pieces: bool = True
+
+
+def _in_fewer_pieces(found: _Found, graph: fx.Graph, allows: Callable[[fx.Node], bool]) -> Iterator[_Found]:
+    """A region with sums in fewer pieces, where it has the same ops then."""
+    many = found.region
+    counts = [many.count // fewer for fewer in _WORTH.fewer if many.count // fewer >= _WORTH.fewest_pieces]
+    for count in counts if many.sums else ():
+        few = grow(many.seed, many.splits[many.seed], count, allows=allows)
+        parts = None if few is None else _parts(few, stages_of(few, graph), graph, allows)
+        if parts is not None and parts[0].rules.keys() == many.rules.keys():
+            yield _Found(*parts, found.saved_bytes, most_pieces=False)
 
 
 def _with_gradients_ahead(found: _Found, graph: fx.Graph) -> _Found | None:
@@ -131,11 +166,12 @@ def _with_gradients_ahead(found: _Found, graph: fx.Graph) -> _Found | None:
         parts = parts_of(found.region, graph, ahead)
     except NotChunkable:
         return None
-    return _Found(found.region, parts, found.saved_bytes) if len(parts) < len(found.parts) else None
+    return replace(found, parts=parts) if len(parts) < len(found.parts) else None
 
 
 def _kind(alike: list[_Found]) -> Kind:
-    return Kind(tuple(each.region for each in alike), tuple(part for each in alike for part in each.parts), alike[0].saved_bytes)
+    first, parts = alike[0], tuple(part for each in alike for part in each.parts)
+    return Kind(tuple(each.region for each in alike), parts, first.saved_bytes, first.most_pieces)
 
 
 def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -169,14 +205,22 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], boo
             found.append(((_saved_bytes(region), not region.sums, not forward_sums), region, stages))
     # Only what is looked at is traced, because that takes far longer than to find it.
     for (saved, *_), region, stages in sorted(found, key=lambda each: each[0], reverse=True):
-        wider = region if exact else with_private_operands(region, stages, graph, allows)
-        for one in dict.fromkeys((wider, region)):
-            try:
-                parts = parts_of(one, graph)
-            except NotChunkable:
-                continue
-            if not exact or all(map(keeps_bits, parts)):
-                return _Found(one, parts, saved)
+        parts = _parts(region, stages, graph, allows)
+        if parts is not None and (not exact or all(map(keeps_bits, parts[1]))):
+            return _Found(*parts, saved)
+    return None
+
+
+def _parts(
+    region: Region, stages: list[Stage], graph: fx.Graph, allows: Callable[[fx.Node], bool]
+) -> tuple[Region, list[Part]] | None:
+    """The parts of a region, which makes its private operands itself where it can; None if it cannot run piece by piece."""
+    wider = region if region.exact else with_private_operands(region, stages, graph, allows)
+    for one in dict.fromkeys((wider, region)):
+        try:
+            return one, parts_of(one, graph)
+        except NotChunkable:
+            continue
     return None
 
 
