@@ -25,6 +25,11 @@ def no_model():
     return 3, nn.MSELoss(), (torch.ones(4, 8), torch.zeros(4, 2))
 
 
+def large_loss():
+    torch.manual_seed(0)
+    return nn.Linear(16, 1024), nn.CrossEntropyLoss(), (torch.ones(256, 16), torch.zeros(256, dtype=torch.long))
+
+
 def frozen():
     return nn.Linear(8, 2).requires_grad_(False), nn.MSELoss(), (torch.ones(4, 8), torch.zeros(4, 2))
 """
@@ -46,6 +51,17 @@ def test_captured_graph_is_planned_and_verified(run, model, target):
     assert {op.phase for op in graph.ops} >= {"forward", "backward"}
     assert run("plan", "tiny.graph.json", "--budget", "100%", "--out", "tiny.plan.json").code == 0
     assert run("verify", "tiny.graph.json", "tiny.plan.json", "--budget", "100%").code == 0
+
+
+def test_a_graph_in_pieces_needs_less(run, model):
+    """`min-budget` and `report` take it as any other."""
+    assert run("capture", "tiny_model.py:large_loss", "--out", "whole.graph.json").code == 0
+    assert run("capture", "tiny_model.py:large_loss", "--chunking", "auto", "--out", "pieces.graph.json").code == 0
+    smallest = [run("min-budget", f"{name}.graph.json", "--json").json["smallest_bytes"] for name in ("whole", "pieces")]
+    assert smallest[1] < 0.7 * smallest[0]
+    assert run("plan", "pieces.graph.json", "--budget", str(smallest[1]), "--out", "pieces.plan.json").code == 0
+    reported = run("report", "pieces.graph.json", "pieces.plan.json", "--out", "pieces.html")
+    assert reported.code == 0
 
 
 def test_capture_says_what_it_wrote_and_what_is_next(run, model):

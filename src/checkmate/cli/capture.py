@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from checkmate.cli import amounts, files, targets, terminal
 from checkmate.cli.extras import needs
@@ -10,12 +11,21 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.units import format_bytes, format_cost
 
 
-def capture(target: str, /, *, batch: int | None = None, out: Path | None = None, json: terminal.Json = False) -> int:
+def capture(
+    target: str,
+    /,
+    *,
+    batch: int | None = None,
+    chunking: Literal["off", "exact", "auto"] = "off",
+    out: Path | None = None,
+    json: terminal.Json = False,
+) -> int:
     """Write the graph of a PyTorch model's training step to a file. Only single ops run, to measure their costs.
 
     Args:
         target: FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example) and example is (x, y).
         batch: Call FUNCTION(batch) instead of FUNCTION(); `checkmate max-batch` finds the largest batch from two captures.
+        chunking: Run those ops piece by piece that make the smallest peak lower: where no bit changes, or also with sums.
         out: Graph file to write; by default the name comes from the file or module.
         json: Print one JSON object on stdout.
 
@@ -33,7 +43,7 @@ def capture(target: str, /, *, batch: int | None = None, out: Path | None = None
     outputs.check(path)
     model, loss, example = targets.built(target, function if batch is None else lambda: function(batch))
     with targets.tracing(target):
-        graph = checkmate.torch.capture(model, loss, example=example)
+        graph = checkmate.torch.capture(model, loss, example=example, chunking=chunking)
     outputs.save((graph, path))
     keep_all = keep_all_bytes(graph)
     if json:

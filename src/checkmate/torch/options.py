@@ -145,3 +145,18 @@ class Options:
                     hint=f"use one of the options {', '.join(known)}",
                 )
         return cls(**given)
+
+
+def check_chunking(chunking: Chunking) -> None:
+    """Refuse what cannot be known where nothing runs.
+
+    Raises:
+        OptionError: ``chunking`` is ``"exact"``, or no such value is known.
+    """
+    Options(chunking=chunking)
+    if chunking == "exact":
+        raise OptionError(
+            "chunking='exact' cannot be answered for: which regions keep every bit is found out by running them on the device, "
+            "at the sizes of the step",
+            hint="set chunking='auto', which also runs regions in pieces that change the order of sums, or chunking='off'",
+        )

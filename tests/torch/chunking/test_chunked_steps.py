@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import checkmate
 import checkmate.torch
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
@@ -114,11 +115,11 @@ def test_fewer_pieces_are_taken_where_memory_allows() -> None:
     """Each piece of a region with sums adds to all of a sum. The numbers that there are depend on the model alone."""
     model = Language()
     with pytest.raises(InfeasibleBudgetError) as refused:
-        checkmate.torch.compile(model, example=batch(), budget=1, chunking="auto")
+        checkmate.torch.compile(model, example=batch(), budget=1, chunking="auto", costs="estimated")
     counts: list[int] = []
-    for budget in (refused.value.smallest_bytes, floor_of(model) - 1):
+    for budget in (refused.value.smallest_bytes, floor_of(model, costs="estimated") - 1):
         assert budget is not None
-        step = checkmate.torch.compile(model, example=batch(), budget=budget, chunking="auto")
+        step = checkmate.torch.compile(model, example=batch(), budget=budget, chunking="auto", costs="estimated")
         counts += [int(found) for remark in step.result.remarks for found in re.findall(r"head \+ loss, (\d+) pieces", remark)]
     assert counts == [16, 4]
 
@@ -203,6 +204,26 @@ def test_exact_cuts_no_sum() -> None:
         assert torch.equal(parameter.grad, expected)  # type: ignore[arg-type]
     with pytest.raises((InfeasibleBudgetError, PlanNotFoundError)):
         checkmate.torch.compile(model, example=batch(), budget=int(0.25 * least), chunking="exact")
+
+
+@pytest.mark.parametrize("chunking", ["exact", "auto"])
+def test_studies_know_pieces(chunking: Any) -> None:
+    """A captured graph in pieces has the smallest budget of `compile`, and a curve."""
+    model = Language()
+    whole, graph = (checkmate.torch.capture(model, example=batch(), chunking=each) for each in ("off", chunking))
+    assert "head_loss_in" in " ".join(op.name for op in graph.ops)
+    smallest = checkmate.min_budget(graph)
+    assert smallest.peak_bytes < 0.7 * checkmate.min_budget(whole).floor_bytes
+    curve = checkmate.pareto(graph, points=3)
+    assert curve.points[0].budget_bytes < whole.resident_bytes + 0.7 * keep_all_bytes(whole)
+    step = checkmate.torch.compile(model, example=batch(), budget=smallest.peak_bytes, chunking=chunking)
+    assert step.result.peak_bytes <= smallest.peak_bytes
+
+
+def test_exact_pieces_cannot_be_captured_where_nothing_runs() -> None:
+    for given in ({"costs": "estimated"}, {"device": "H100"}):
+        with pytest.raises(OptionError, match="chunking='exact' cannot be answered"):
+            checkmate.torch.capture(Language(), example=batch(), chunking="exact", **given)  # type: ignore[arg-type]
 
 
 def test_inductor_is_refused() -> None:

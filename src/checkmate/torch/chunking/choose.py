@@ -84,12 +84,12 @@ class Chunks:
     """Which ops may run piece by piece.
 
     Attributes:
-        allows: Whether an op may.
         exact: Whether results have to be those of the whole ops to the bit.
+        allows: Whether an op may; all may by default.
     """
 
-    allows: Callable[[fx.Node], bool]
     exact: bool
+    allows: Callable[[fx.Node], bool] = lambda op: True
 
 
 @dataclass(frozen=True, eq=False, slots=True)

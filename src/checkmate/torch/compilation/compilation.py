@@ -292,7 +292,7 @@ class Compilation:
         if self.ranks is not None or options.checkpoints != "hints" or options.compiler != "eager" or options.plan is not None:
             return None
         excluded = frozenset(options.no_recompute)
-        chunks = Chunks(lambda op: excluded.isdisjoint(op_names(op)), exact=exact)
+        chunks = Chunks(exact, lambda op: excluded.isdisjoint(op_names(op)))
         return None if options.budget is None else chunks
 
     def _in_pieces(self, step: ChunkableStep[Capture], chunks: Chunks) -> tuple[Capture, Result] | None:

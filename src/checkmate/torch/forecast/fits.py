@@ -21,12 +21,12 @@ from checkmate.studies.min_budget import min_budget
 from checkmate.studies.reserved import reserved_bytes
 from checkmate.torch.chunking.choose import InPieces
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.forecast.in_pieces import best_in_pieces, check_chunking, least_peak, why_in_pieces
+from checkmate.torch.forecast.in_pieces import best_in_pieces, least_peak, why_in_pieces
 from checkmate.torch.forecast.largest_size import largest_size
 from checkmate.torch.forecast.tracer import SHARES, DeviceTracer, TracedStep
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import Chunking
+from checkmate.torch.options import Chunking, check_chunking
 from checkmate.torch.step.programs import Loss
 from checkmate.torch.step.recipe import Example, validate_example
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
+from checkmate.core.errors import GraphError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
@@ -33,24 +33,9 @@ from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.chunking.stages import stages_of, with_private_operands
 from checkmate.torch.forecast.tracer import TracedStep
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.options import Chunking, Options
+from checkmate.torch.options import Chunking
 
-_ANY = Chunks(lambda op: True, exact=False)
-
-
-def check_chunking(chunking: Chunking) -> None:
-    """Refuse what cannot be known where nothing runs.
-
-    Raises:
-        OptionError: ``chunking`` is ``"exact"``, or no such value is known.
-    """
-    Options(chunking=chunking)
-    if chunking == "exact":
-        raise OptionError(
-            "chunking='exact' cannot be answered for: which regions keep every bit is found out by running them on the device, "
-            "at the sizes of the step",
-            hint="set chunking='auto', which also runs regions in pieces that change the order of sums, or chunking='off'",
-        )
+_ANY = Chunks(exact=False)
 
 
 def least_peak(step: TracedStep, chunking: Chunking) -> InPieces[Capture]:

@@ -13,10 +13,10 @@ from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_at_least, format_bytes, parse_bytes
 from checkmate.frontend import progress
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead
-from checkmate.torch.forecast.in_pieces import check_chunking, least_peak
+from checkmate.torch.forecast.in_pieces import least_peak
 from checkmate.torch.forecast.largest_size import find_largest_size
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
-from checkmate.torch.options import Chunking
+from checkmate.torch.options import Chunking, check_chunking
 from checkmate.torch.step.programs import Loss
 from checkmate.torch.step.recipe import Example, validate_example
 

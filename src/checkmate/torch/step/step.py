@@ -22,6 +22,7 @@ from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import PlanSource
 from checkmate.solvers.session import Solver
 from checkmate.torch.backend import compile_graph
+from checkmate.torch.chunking.choose import Chunks, with_smallest_peak
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice
@@ -29,7 +30,7 @@ from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import Checkpoints, Chunking, Compiler, CostSource, Options, Outputs
+from checkmate.torch.options import Checkpoints, Chunking, Compiler, CostSource, Options, Outputs, check_chunking
 from checkmate.torch.step.programs import Loss, check_micro_batches
 from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step, validate_example
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
@@ -218,6 +219,7 @@ def capture(
     outputs: Outputs = "held",
     reserve: Amount = 0,
     costs: CostSource = "measured",
+    chunking: Chunking = "off",
     device: Device | str | os.PathLike[str] | None = None,
 ) -> Graph:
     """The graph of a training step. Nothing runs and nothing is allocated, except to measure costs.
@@ -235,6 +237,8 @@ def capture(
         reserve: Memory to leave free.
         costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, and the graph then has no
             workspace (``"flops"``, the earlier name, means the same).
+        chunking: ``"auto"`` or ``"exact"`` for the graph in which those regions run piece by piece that make the smallest peak
+            lower: for `min_budget`, `pareto` and reports. `compile` takes no plan of it: it chooses regions by the budget.
         device: A device that need not be present: a name (``"H100"``), a profile or the path of a file with one. The step is
             traced on the CPU and then changed into what that device would run: its attention kernels and its allocator's
             block sizes, each op with the least time that the device's arithmetic and memory traffic allow. Model and batch may
@@ -242,14 +246,18 @@ def capture(
 
     Raises:
         GraphBreakError: The step cannot be traced as one graph.
-        OptionError: No such device is known.
+        OptionError: No such device is known, or exact pieces are asked for where nothing runs.
     """
     target = None if device is None else EmulatedDevice(load_device(device), cpu_costs=Profiler())
+    if target is not None or costs != "measured":
+        check_chunking(chunking)
     granule = 1 if target is None else target.device.granule_bytes
-    options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs)
+    options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs, chunking=chunking)
     with fake_inputs(validate_example(example, loss), model, loss, optimizer) as batch:
         spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
-        graph = trace_step(spec, batch, options, target).whole.graph
+        step = trace_step(spec, batch, options, target)
+        chunks = Chunks(exact=chunking == "exact")
+        graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0).captured).graph
     return msgspec.structs.replace(graph, name=type(model).__name__)
 
 
