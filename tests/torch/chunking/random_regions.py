@@ -25,7 +25,6 @@ from checkmate.torch._compat.dispatch import no_dispatch
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.bits.comparison import keeps_bits
-from checkmate.torch.chunking.choose import cuttable
 from checkmate.torch.chunking.graph_values import outputs
 from checkmate.torch.chunking.program import CHUNKED, NotChunkable, parts_of
 from checkmate.torch.chunking.regions import Region, grow
@@ -33,6 +32,7 @@ from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.chunking.stages import stages_of, with_private_operands
+from checkmate.torch.chunking.variants import cuttable
 from checkmate.torch.graph.op_properties import makes_views, op_properties
 from checkmate.torch.passes.prepare import prepare
 from tests.torch.chunking.random_networks import random_network

@@ -16,7 +16,7 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.units import parse_bytes
 from checkmate.torch import measure_peak
-from checkmate.torch.chunking import choose
+from checkmate.torch.chunking import choose, variants
 from checkmate.torch.measure.errors import ProfilerBusyError
 
 TOKENS, WIDTH, VOCABULARY = 256, 16, 1024
@@ -189,7 +189,7 @@ def test_exact_pieces_are_the_default() -> None:
 
 def test_cheap_plans_of_whole_ops_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """To look for regions and to test their bits takes seconds, and would gain little."""
-    monkeypatch.setattr(choose, "kinds_of", lambda *args, **options: pytest.fail("regions were looked for"))
+    monkeypatch.setattr(variants, "kinds_of", lambda *args, **options: pytest.fail("regions were looked for"))
     step = checkmate.torch.compile(Language(), example=batch(), budget="97%")
     assert 1 < step.result.overhead <= 1.1
 
@@ -272,7 +272,7 @@ def test_a_profiler_of_the_user_hides_no_refusal(chunking: Any, monkeypatch: pyt
     def busy(*args: Any) -> Any:
         raise ProfilerBusyError("another torch profiler is active")
 
-    monkeypatch.setattr(choose._Variants, "_capture", busy)
+    monkeypatch.setattr(variants.Variants, "_capture", busy)
     with pytest.raises(InfeasibleBudgetError, match='chunking="auto" may need less'):
         checkmate.torch.compile(Language(), example=batch(), budget=1, chunking=chunking)
 

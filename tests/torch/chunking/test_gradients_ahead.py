@@ -42,7 +42,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The costs of these small ops do not decide."""
     monkeypatch.setattr(
-        "checkmate.torch.chunking.choose.kinds_of", lambda *given, **options: [k for k in kinds_of(*given, **options) if k.ahead]
+        "checkmate.torch.chunking.variants.kinds_of",
+        lambda *given, **options: [k for k in kinds_of(*given, **options) if k.ahead],
     )
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from checkmate.cost.device import load_device
-from checkmate.torch.chunking.choose import cuttable
 from checkmate.torch.chunking.kinds import Kind, kinds_of
 from checkmate.torch.chunking.program import CHUNKED
 from checkmate.torch.chunking.replace import with_regions
+from checkmate.torch.chunking.variants import cuttable
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.graph.op_properties import makes_views

@@ -23,7 +23,8 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame
-from checkmate.torch.chunking.choose import ChunkableStep, Chunks, choose_chunks, with_offer, with_smallest_peak
+from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
+from checkmate.torch.chunking.variants import ChunkableStep, Chunks
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.distributed.consensus import job_ranks

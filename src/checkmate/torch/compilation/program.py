@@ -20,7 +20,7 @@ from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, boxed, is_tangent, saved_symbols
-from checkmate.torch.chunking.choose import Chunks
+from checkmate.torch.chunking.variants import Chunks
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import content_inputs, random_op
 from checkmate.torch.graph.rng import generators_restored

@@ -17,7 +17,8 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.frontend.step_graph import StepGraph, step_graph
-from checkmate.torch.chunking.choose import ChunkableStep, choose_chunks, with_offer
+from checkmate.torch.chunking.choose import choose_chunks, with_offer
+from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.compilation.observation import observed_step
 from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.compilation.recorder import StepRecorder

@@ -14,15 +14,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.solvers.solve import solve
 from checkmate.torch.chunking.ahead import ahead_of
-from checkmate.torch.chunking.choose import (
-    ChunkableStep,
-    Chunks,
-    InPieces,
-    choose_chunks,
-    cuttable,
-    with_pieces,
-    with_smallest_peak,
-)
+from checkmate.torch.chunking.choose import InPieces, choose_chunks, with_pieces, with_smallest_peak
 from checkmate.torch.chunking.graph_values import outputs, producer
 from checkmate.torch.chunking.kinds import Kind
 from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
@@ -31,6 +23,7 @@ from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.chunking.stages import stages_of, with_private_operands
+from checkmate.torch.chunking.variants import ChunkableStep, Chunks, cuttable
 from checkmate.torch.forecast.tracer import TracedStep
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Chunking

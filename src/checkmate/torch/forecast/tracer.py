@@ -17,7 +17,7 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.torch._compat.dispatch import FakeTensorMode
-from checkmate.torch.chunking.choose import ChunkableStep
+from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.storages import storage_key

@@ -22,7 +22,8 @@ from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import PlanSource
 from checkmate.solvers.session import Solver
 from checkmate.torch.backend import compile_graph
-from checkmate.torch.chunking.choose import Chunks, with_smallest_peak
+from checkmate.torch.chunking.choose import with_smallest_peak
+from checkmate.torch.chunking.variants import Chunks
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice

@@ -13,7 +13,7 @@ import torch
 from checkmate.core.errors import CheckmateError, GraphError
 from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, dynamo_config
 from checkmate.torch.backend import compile_graph
-from checkmate.torch.chunking.choose import ChunkableStep
+from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.emulate.autocast import cuda_autocast_rules
 from checkmate.torch.emulate.device import EmulatedDevice
