@@ -33,6 +33,7 @@ from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Placement, Rul
 from checkmate.torch.chunking.stages import Stage, stages_of
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.pieces import Pieces
+from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import leaves
 
 aten = torch.ops.aten
@@ -428,10 +429,8 @@ class PieceGraph:
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        real, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         try:
-            with self.mode, torch.no_grad():
-                node.meta["val"] = target(*real, **named)
+            node.meta["val"] = retraced(node, self.mode)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise NotChunkable(f"{target} does not take slices: {error}") from error
         return node

@@ -15,6 +15,7 @@ from checkmate.torch.chunking.graph_values import ancestors, producer, tensor
 from checkmate.torch.chunking.program import CHUNKED, NotChunkable, Part
 from checkmate.torch.graph.op_properties import DESCRIPTION
 from checkmate.torch.graph.pieces import PIECES
+from checkmate.torch.graph.retrace import retraced
 
 aten = torch.ops.aten
 
@@ -124,13 +125,11 @@ class _Writer:
 
     def _with_tangent_of_one(self, ahead: Ahead) -> dict[fx.Node, fx.Node]:
         """Copies of the ops between a tangent and a region, by original, with a tangent of one."""
-        traced = tensor(ahead.tangent)
-        made = {"dtype": traced.dtype, "device": traced.device}
-        copies = {ahead.tangent: self.graph.call_function(aten.full.default, (list(traced.shape), 1), made)}
+        like = tensor(ahead.tangent)
+        made = {"dtype": like.dtype, "device": like.device}
+        copies = {ahead.tangent: self.graph.call_function(aten.full.default, (list(like.shape), 1), made)}
         for node in ahead.between:
             copies[node] = self.graph.node_copy(node, lambda n: copies[n] if n in copies else self.env[n])
         for node, copy in copies.items():
-            args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-            with traced.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-                copy.meta = {**node.meta, "val": copy.target(*args, **kwargs)}  # type: ignore[operator]
+            copy.meta = {**node.meta, "val": retraced(copy, like.fake_mode)}  # type: ignore[attr-defined]
         return copies

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload, detect_fake_mode
 from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
@@ -61,11 +63,10 @@ def with_channels_last(graph: fx.Graph) -> fx.Graph:
     if mode is None or not _activations_outweigh_weights(graph):
         return graph
     copy = copy_graph(graph)
-    writer = _LayoutPropagation(copy)
+    writer = _LayoutPropagation(copy, mode)
     try:
-        with mode, torch.no_grad():
-            for node in list(copy.nodes):
-                writer.visit(node)
+        for node in list(copy.nodes):
+            writer.visit(node)
     except (RuntimeError, ValueError) as failed:
         _log.debug("convolutions keep the layout that was traced: %s", failed)
         return graph
@@ -83,10 +84,11 @@ class _LayoutPropagation:
 
     Args:
         graph: The graph; changed in place.
+        mode: The fake mode of its tensors.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, mode: AbstractContextManager[Any]) -> None:
+        self.graph, self.mode = graph, mode
         self.traced: dict[fx.Node, Any] = {}  # node whose value changed -> its value in the original trace
         self.copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
 
@@ -105,11 +107,11 @@ class _LayoutPropagation:
 
     def _make(self, node: fx.Node) -> None:
         try:
-            value = _run(node)
+            value = retraced(node, self.mode)
         except (RuntimeError, ValueError):  # a view, such as `view`, that is impossible with the new strides
             for source in [n for n in node.all_input_nodes if n in self.traced]:
                 self._read(node, source, torch.contiguous_format)
-            value = _run(node)
+            value = retraced(node, self.mode)
         if _is_view(node) or _strides(value) != _strides(node.meta.get("val")):
             self.traced[node] = node.meta.get("val")
             node.meta["val"] = value
@@ -141,7 +143,7 @@ class _LayoutPropagation:
             seen = reader.op == "output"
             with self.graph.inserting_after(source) if seen else self.graph.inserting_before(reader):
                 copy = self.graph.call_function(_CLONE, (source,), {"memory_format": layout})
-            copy.meta = {**(source if seen else reader).meta, "val": _run(copy)}
+            copy.meta = {**(source if seen else reader).meta, "val": retraced(copy, self.mode)}
             self.copies[source, layout] = copy
         reader.replace_input_with(source, self.copies[source, layout])
 
@@ -158,11 +160,6 @@ def _activations_outweigh_weights(graph: fx.Graph) -> bool:
         made += unique_bytes(leaves(node.meta["val"]))
         weights |= {storage_key(t): storage_bytes(t) for t in leaves(node.args[1].meta["val"])}
     return made > sum(weights.values())
-
-
-def _run(node: fx.Node) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _strides(value: Any) -> list[tuple[int, ...]]:

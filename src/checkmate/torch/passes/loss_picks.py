@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from checkmate.torch.graph.retrace import retraced
+
 aten = torch.ops.aten
 _NLL = aten.nll_loss_forward.default
 _NONE = 0  # at::Reduction::None
@@ -86,9 +88,7 @@ def _caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
     def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = graph.call_function(target, args, kwargs)
         node.meta = {key: value for key, value in like.meta.items() if key != "val"}
-        traced = fx.map_arg(args, lambda n: n.meta["val"])
-        with mode, torch.no_grad():
-            node.meta["val"] = target(*traced, **kwargs)
+        node.meta["val"] = retraced(node, mode)
         return node
 
     return call
