@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from checkmate.torch.graph.storages import storage_bytes
 
@@ -30,8 +29,9 @@ def outputs(op: fx.Node) -> list[fx.Node | None]:
 
 def inputs(op: fx.Node) -> list[fx.Node]:
     """The nodes of the tensors among the arguments of an op, in the order of its arguments, with repetitions."""
-    flat = pytree.tree_leaves((tuple(op.args), dict(op.kwargs)), is_leaf=lambda leaf: isinstance(leaf, fx.Node))
-    return [a for a in flat if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+    found: list[fx.Node] = []
+    fx.map_arg((op.args, op.kwargs), found.append)
+    return [a for a in found if isinstance(a.meta.get("val"), torch.Tensor)]
 
 
 def shape_only(op: fx.Node) -> frozenset[int]:

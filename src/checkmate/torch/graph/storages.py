@@ -27,6 +27,8 @@ backward returns, while the gradient of any other output is freed after its last
 
 def leaves(value: object) -> list[torch.Tensor]:
     """Tensors in a nested value such as the result of an op, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
