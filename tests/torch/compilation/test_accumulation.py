@@ -106,8 +106,7 @@ class Accumulated:
                     micro(x, y)
                 else:
                     self.peaks.append(measure_peak(lambda x=x, y=y: micro(x, y)))  # type: ignore[misc]
-                    inputs = x.nbytes + (y.nbytes if model.inside else 0)
-                    self.planned.append((COORDINATOR.step_bytes or 0) - resident - inputs)
+                    self.planned.append((COORDINATOR.step_bytes or 0) - resident - x.nbytes - y.nbytes)
                 assert all(p.grad.data_ptr() == before.get(id(p), p.grad.data_ptr()) for p in parameters if p.grad is not None)
         self.gradients = [p.grad.clone() for p in parameters if p.grad is not None]
         model.zero_grad(set_to_none=True)
