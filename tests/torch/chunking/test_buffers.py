@@ -41,6 +41,15 @@ def test_a_chain_of_pointwise_ops_takes_one_buffer() -> None:
     assert shared(lambda x: (x.exp() * 2).tanh().sum(), SHAPE)[0] == 1
 
 
+def test_strides_of_dimensions_with_one_element_count() -> None:
+    """Contiguous, in the same places, and refused by torch (found by random regions)."""
+    assert shared(lambda x: x.exp().permute(2, 1, 0).sigmoid().sum(), (4, 1, 1))[0] == 2
+
+
+def test_a_reshaped_tensor_is_written_over() -> None:
+    assert shared(lambda x: x.exp().view(24, 32).sigmoid().sum(), SHAPE)[0] == 1
+
+
 @pytest.mark.parametrize(
     "function",
     [

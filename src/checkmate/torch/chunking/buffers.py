@@ -55,24 +55,32 @@ def share_buffers(graph: fx.Graph) -> tuple[Buffer, ...]:
         made = node.meta["val"]
         wanted = Buffer(made.dtype, made.numel())
         alike = [slot for slot in slots if slot.buffer == wanted]
-        slot = next((slot for slot in alike if ends[slot.held] == position and _may_overwrite(node, slot.held)), None)
+        slot = next((slot for slot in alike if ends[slot.held] == position and _may_overwrite(node, slot)), None)
         slot = slot or next((slot for slot in alike if ends[slot.held] < position), None)
         if slot is None:
             with graph.inserting_after(last_input):
                 last_input = graph.placeholder(f"buffer_{len(slots)}")
-            slot = _Slot(wanted, last_input, key)
+            slot = _Slot(wanted, last_input, node, key)
             slots.append(slot)
-        slot.held = key
+        slot.writer, slot.held = node, key
         write_to(node, slot.given, shape=tuple(made.shape))
     return tuple(slot.buffer for slot in slots)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A buffer, the input of the graph that it is, and the storage that is in it at a point of the graph."""
+    """A buffer at a point of the graph.
+
+    Attributes:
+        buffer: The buffer.
+        given: The input of the graph that it is.
+        writer: The op that has written to it.
+        held: The traced storage that it stands for.
+    """
 
     buffer: Buffer
     given: fx.Node
+    writer: fx.Node
     held: int
 
 
@@ -87,19 +95,27 @@ _BY_ROWS: Final = frozenset(
 """Ops whose kernels reduce a row and then compute it number by number from the same row."""
 
 
-def _may_overwrite(node: fx.Node, held: int) -> bool:
-    """Whether an op may write over a storage: that of its first operand, number by number in the same places, and of no other."""
+_RESHAPES: Final = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default})
+"""Ops that return all of a contiguous tensor in its order, as another contiguous one."""
+
+
+def _may_overwrite(node: fx.Node, slot: _Slot) -> bool:
+    """Whether an op may write over a buffer: that of its first operand, number by number in the same places, and of no other.
+
+    Strides have to be the same even where a dimension has one element, or torch takes the two for overlapping. Those of a buffer
+    are not those that were traced, so that the operand has to be what was written or a plain reshape of it.
+    """
     op = _WITH_NUMBER.get(node.target, node.target)
     if not isinstance(op, OpOverload) or not (op in _BY_ROWS or torch.Tag.pointwise in op.tags):
         return False
     first = node.args[0]
-    holders = [each for each in node.all_input_nodes if held in map(storage_key, leaves(each.meta["val"]))]
-    return holders == [first] and _same_places(first.meta["val"], node.meta["val"])  # type: ignore[union-attr]
-
-
-def _same_places(a: torch.Tensor, b: torch.Tensor) -> bool:
-    begin = a.storage_offset() == b.storage_offset() == 0
-    return begin and a.dtype is b.dtype and a.shape == b.shape and a.is_contiguous() and b.is_contiguous()
+    holders = [each for each in node.all_input_nodes if slot.held in map(storage_key, leaves(each.meta["val"]))]
+    if holders != [first]:
+        return False
+    read, written = holders[0], holders[0]
+    while written is not slot.writer and written.target in _RESHAPES:
+        written = written.all_input_nodes[0]
+    return written is slot.writer and read.meta["val"].shape == node.meta["val"].shape
 
 
 def write_to(node: fx.Node, target: fx.Node, shape: tuple[int, ...] | None = None) -> None:
