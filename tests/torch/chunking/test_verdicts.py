@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from checkmate.torch import measure_peak
 from checkmate.torch.chunking.bits import comparison
 from checkmate.torch.chunking.bits.verdicts import known_verdict, verdict_key
 from checkmate.torch.chunking.program import Part, parts_of
@@ -58,3 +61,25 @@ def test_without_memory_there_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(comparison, "keep_verdict", lambda key, same: pytest.fail("it was kept"))
     monkeypatch.setattr(comparison, "free_bytes", lambda device: 1000)
     assert not comparison.keeps_bits(made)
+
+
+def test_a_comparison_takes_the_memory_that_it_says() -> None:
+    """Whole tensors are freed when no later op reads them: arrays are as large as memory allows."""
+
+    def loss(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logs = torch.log_softmax(torch.tanh(30 * (x @ weight)), 1)
+        return logs.exp().gather(1, y.unsqueeze(1)).sum()
+
+    given = torch.randn(256, 32, requires_grad=True), torch.randn(32, 2048, requires_grad=True), torch.randint(2048, (256,))
+    step = step_of(loss, *given)
+    region = region_at(step, aten._log_softmax.default, (0,), 8, exact=True)
+    logits = 4 * 256 * 2048
+    for each in parts_of(region, step.joint.graph):
+        stage = comparison._watched(each.stage)
+        program = comparison.assembled(stage, *comparison.pieces_of(stage))
+        data = comparison._data_sets(stage)[1]
+        peak = measure_peak(partial(comparison._equal, stage, program, *data))
+        needed = comparison._needed_bytes(stage)
+        assert len(stage.results) >= 4
+        assert peak <= needed + logits / 2  # pieces, and small temporaries
+        assert needed <= peak + logits

@@ -27,6 +27,7 @@ from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.rng import generators_restored
+from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.measure.resident import free_bytes
 
 _log = logging.getLogger("checkmate.torch")
@@ -100,9 +101,27 @@ def _watched(stage: Stage) -> Stage:
 
 
 def _needed_bytes(stage: Stage) -> int:
-    """Bytes of operands, of results and of results in pieces, and of as many temporaries."""
-    made = sum(map(size_bytes, stage.results))
-    return 3 * made + sum(size_bytes(value) for value, _ in stage.operands)
+    """Bytes of operands, and of the results in pieces and the whole tensors that exist at once; or while an operand is filled."""
+    given = {storage_key(tensor(value)): size_bytes(value) for value, _ in stage.operands}
+    ends = {storage_key(tensor(value)): op for op in stage.ops for value in (*inputs(op), *filter(None, outputs(op)))}
+    live, most = dict[int, int](), 0
+    pieces = sum(map(size_bytes, stage.results))
+    for op in stage.ops:
+        made = [value for value in outputs(op) if value is not None]
+        live.update({storage_key(tensor(value)): size_bytes(value) for value in made})
+        most = max(most, pieces + sum(size for key, size in live.items() if key not in given))
+        pieces -= sum(size_bytes(value) for value in made if value in stage.results)
+        live = {key: size for key, size in live.items() if ends[key] is not op}
+    return sum(given.values()) + max(most, _FILLING * max(given.values(), default=0))
+
+
+_FILLING = 3
+"""Temporaries of `_mixed`, of the size of what it fills."""
+
+
+def _last_readers(stage: Stage) -> dict[fx.Node, fx.Node]:
+    """The last op of a stage that reads a value."""
+    return {value: op for op in stage.ops for value in inputs(op)}
 
 
 def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
@@ -135,25 +154,32 @@ def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGra
 
 
 def _equal(stage: Stage, program: ChunkedProgram, fill: Fill, constant: int | None) -> bool:
-    given = {value: _random(Layout.of(tensor(value)), fill, _integers(value, stage), constant) for value, _ in stage.operands}
-    pieces = program([given[value] for value, _ in stage.operands])
-    made = dict(given)
+    made = {value: _random(Layout.of(tensor(value)), fill, _integers(value, stage), constant) for value, _ in stage.operands}
+    pieces = dict(zip(stage.results, program([made[value] for value, _ in stage.operands]), strict=True))
+    last = _last_readers(stage)
     for op in stage.ops:
         # What is not given is used for its shape alone.
         args, kwargs = fx.map_arg((op.args, op.kwargs), lambda n: made[n] if n in made else Layout.of(tensor(n)).empty())
         result = op.target(*args, **kwargs)  # type: ignore[operator]
         for i, value in enumerate(outputs(op)):
-            if value is not None:
-                made[value] = result if value is op else result[i]
-    return all(
-        _same_bytes(made[value], piece) and _strides(made[value]) == _strides(piece)
-        for value, piece in zip(stage.results, pieces, strict=True)
-    )
+            if value is None:
+                continue
+            made[value] = result if value is op else result[i]
+            if value in pieces and not _same(made[value], pieces.pop(value)):
+                return False
+        del args, kwargs, result
+        for value in [value for value in made if last.get(value, op) is op]:
+            del made[value]  # arrays are as large as memory allows
+    return not pieces
 
 
 def _strides(value: torch.Tensor) -> list[int]:
     """Strides that say where an element is: ops that read a result of other strides sum in another order."""
     return [stride for stride, n in zip(value.stride(), value.shape, strict=True) if n > 1]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return _strides(a) == _strides(b) and _same_bytes(a, b)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
