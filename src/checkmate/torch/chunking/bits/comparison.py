@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from checkmate.frontend import progress
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.bits.kernel_paths import flat_storage, same_path
@@ -62,7 +63,8 @@ def keeps_bits(part: Part) -> bool:
     if key not in _KNOWN:
         verdict = known_verdict(key)
         if verdict is None:
-            verdict = _compared(part.stage)
+            with progress.shown(f"comparing the bits of {len(part.stage.own)} ops in pieces"):
+                verdict = _compared(part.stage)
             if verdict is not None:
                 keep_verdict(key, verdict)
         _KNOWN[key] = bool(verdict)
