@@ -10,7 +10,7 @@ from torch import fx
 
 
 def retraced(node: fx.Node, mode: AbstractContextManager[Any]) -> Any:
-    """What an op returns for the traced values of its arguments: tensors with storages of its own.
+    """Trace an op: its result for the traced values of its arguments, with separate storages.
 
     Args:
         node: The op, whose arguments have values in their metadata.
