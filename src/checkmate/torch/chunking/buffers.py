@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload
+from checkmate.torch.graph.op_properties import is_pointwise
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
 
 aten = torch.ops.aten
@@ -94,7 +95,6 @@ _BY_ROWS: Final = frozenset(
 )
 """Ops whose kernels reduce a row and then compute it number by number from the same row."""
 
-
 _RESHAPES: Final = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.detach.default})
 """Ops that return all of a contiguous tensor in its order, as another contiguous one."""
 
@@ -105,8 +105,7 @@ def _may_overwrite(node: fx.Node, slot: _Slot) -> bool:
     Strides have to be the same even where a dimension has one element, or torch takes the two for overlapping. Those of a buffer
     are not those that were traced, so that the operand has to be what was written or a plain reshape of it.
     """
-    op = _WITH_NUMBER.get(node.target, node.target)
-    if not isinstance(op, OpOverload) or not (op in _BY_ROWS or torch.Tag.pointwise in op.tags):
+    if node.target not in _BY_ROWS and not is_pointwise(node):
         return False
     first = node.args[0]
     holders = [each for each in node.all_input_nodes if slot.held in map(storage_key, leaves(each.meta["val"]))]

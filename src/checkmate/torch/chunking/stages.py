@@ -37,7 +37,7 @@ from checkmate.torch.chunking.graph_values import (
 )
 from checkmate.torch.chunking.regions import Region, extended
 from checkmate.torch.chunking.rules.placements import WHOLE, Placement, Split
-from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.graph.op_properties import is_pointwise, makes_views
 from checkmate.torch.graph.provenance import place_of
 from checkmate.torch.graph.storages import storage_key
 
@@ -119,11 +119,7 @@ def widens(op: fx.Node) -> bool:
     """Whether an op makes, element by element, a tensor of more bytes than what it is made of."""
     read = {value: own_bytes(value) for value in inputs(op)}
     made = sum(own_bytes(value) for value in outputs(op) if value is not None)
-    return _is_pointwise(op) and sum(read.values()) < made
-
-
-def _is_pointwise(op: fx.Node) -> bool:
-    return isinstance(op.target, OpOverload) and torch.Tag.pointwise in op.target.tags
+    return is_pointwise(op) and sum(read.values()) < made
 
 
 def _base(value: fx.Node, region: Region) -> fx.Node | None:
@@ -297,7 +293,7 @@ class _Stages:
 
     def _is_quick(self, op: fx.Node, level: int) -> bool:
         """Whether a stage of some level computes an op again, and that is one elementwise op on what it is given."""
-        return _is_pointwise(op) and self.level[op] < level and not self._computed_with(op, level)
+        return is_pointwise(op) and self.level[op] < level and not self._computed_with(op, level)
 
     def _computed_with(self, op: fx.Node, level: int) -> list[fx.Node]:
         """The ops, views aside, that make what an op reads and that a stage of some level computes itself."""

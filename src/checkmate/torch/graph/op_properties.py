@@ -124,6 +124,11 @@ def makes_views(node: torch.fx.Node) -> bool:
     return bool(made) and made <= given and not mutable
 
 
+def is_pointwise(node: torch.fx.Node) -> bool:
+    """Whether an op computes each number of its result from those in the same places of its inputs."""
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
 def trains_batch_norm(node: torch.fx.Node) -> bool:
     """Whether a node is a BatchNorm in training, which updates running statistics."""
     return node.target is BATCH_NORM and node.args[5] is True

@@ -121,11 +121,6 @@ _FILLING = 3
 """Temporaries of `_mixed`, of the size of what it fills."""
 
 
-def _last_readers(stage: Stage) -> dict[fx.Node, fx.Node]:
-    """The last op of a stage that reads a value."""
-    return {value: op for op in stage.ops for value in inputs(op)}
-
-
 def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
     """How the operands are filled for each comparison: the numbers, and what all integers are if they are not random.
 
@@ -158,7 +153,7 @@ def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGra
 def _equal(stage: Stage, program: ChunkedProgram, fill: Fill, constant: int | None) -> bool:
     made = {value: _random(Layout.of(tensor(value)), fill, _integers(value, stage), constant) for value, _ in stage.operands}
     pieces = dict(zip(stage.results, program([made[value] for value, _ in stage.operands]), strict=True))
-    last = _last_readers(stage)
+    last = {value: op for op in stage.ops for value in inputs(op)}
     for op in stage.ops:
         # What is not given is used for its shape alone.
         args, kwargs = fx.map_arg((op.args, op.kwargs), lambda n: made[n] if n in made else Layout.of(tensor(n)).empty())
