@@ -44,7 +44,8 @@ def fitted(graph: Graph, budget: int, compiler: Compiler) -> tuple[Trial | None,
     while True:
         _, result = search.plan(graph)
         peak = compiler(result.peak_bytes, result.plan.order)
-        search.record(StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=peak, gradient_bytes=0))
+        memory = StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=peak, gradient_bytes=0)
+        search.record(memory, measured=True)
         if not search.next_candidate():
             break
     best = search.best()

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
 from torch._inductor import config as inductor_config
+from torch._inductor import ir
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen import wrapper as lines
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import get_dtype_size
 from torch._inductor.virtualized import V
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 __all__ = [
+    "Alias",
+    "Allocate",
     "CustomPartitionerFn",
+    "Free",
+    "GeneratedModule",
     "InductorChoices",
+    "Run",
     "compile_fx",
     "compile_fx_inner",
     "inductor_config",
     "prefers_channels_last",
     "use_inductor_choices",
+    "watch_generated_modules",
 ]
 
 use_inductor_choices = V.set_choices_handler
@@ -27,3 +43,214 @@ use_inductor_choices = V.set_choices_handler
 def prefers_channels_last(gm: GraphModule) -> bool:
     """Whether Inductor's own heuristic (device, sizes, configuration) would convert convolutions to channels last."""
     return GraphLowering.decide_layout_opt(gm, is_inference=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """A name is bound to new storages.
+
+    Attributes:
+        name: The name.
+        sizes_bytes: Size of each: one of a tensor, several of a tuple of tensors.
+        device: Type of their device.
+    """
+
+    name: str
+    sizes_bytes: tuple[int, ...]
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name is bound to what another name is bound to.
+
+    Attributes:
+        name: The name.
+        of: The other one.
+        position: Which tensor of a tuple; None for all.
+    """
+
+    name: str
+    of: str
+    position: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A name is deleted.
+
+    Attributes:
+        name: The name.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An op of another library runs, and may allocate inside.
+
+    Attributes:
+        node: The node of the graph that it computes, where it is one.
+    """
+
+    node: Node | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GeneratedModule:
+    """A module that Inductor has generated, before its kernels are built.
+
+    Attributes:
+        is_backward: Whether it is a backward.
+        events: What it does to memory, in order.
+        inputs: Bytes of each of its inputs, by name.
+        outputs: What its outputs are bound to; None for one that is no tensor of the module.
+        output_nodes: Names of the nodes that its outputs are; None for one that is no node. AOTAutograd names the inputs of a
+            backward as the nodes of the forward that it saves.
+        uncounted: Lines that may allocate and are not understood.
+    """
+
+    is_backward: bool
+    events: tuple[Allocate | Alias | Free | Run, ...]
+    inputs: Mapping[str, int]
+    outputs: tuple[str | None, ...]
+    output_nodes: tuple[str | None, ...]
+    uncounted: tuple[str, ...]
+
+
+@contextmanager
+def watch_generated_modules(seen: Callable[[GeneratedModule], None]) -> Iterator[None]:
+    """Call a function with every module that this thread generates, before the module's kernels are built.
+
+    Args:
+        seen: The function.
+    """
+    generate, thread = GraphLowering.codegen, threading.get_ident()
+
+    def codegen(graph: GraphLowering) -> Any:
+        text = generate(graph)
+        if threading.get_ident() == thread:
+            seen(_generated(graph))
+        return text
+
+    with patch.object(GraphLowering, "codegen", codegen):
+        yield
+
+
+def _generated(graph: GraphLowering) -> GeneratedModule:
+    events: list[Allocate | Alias | Free | Run] = []
+    uncounted: list[str] = []
+    kept = set(graph.get_output_names())
+    for line in graph.wrapper_code.lines:
+        found = _events(graph, line, kept)
+        if found is None:
+            uncounted.append(type(line).__name__)
+        else:
+            events += found
+    nodes = graph.orig_gm.graph.output_node().args[0]
+    return GeneratedModule(
+        is_backward=graph.is_backward,
+        events=tuple(events),
+        inputs={name: _input_bytes(graph, node) for name, node in graph.graph_inputs.items()},
+        outputs=tuple(_bound_to(o) for o in graph.graph_outputs),
+        output_nodes=tuple(n.name if isinstance(n, Node) else None for n in nodes),  # type: ignore[union-attr]
+        uncounted=tuple(uncounted),
+    )
+
+
+_WITHOUT_MEMORY = frozenset(
+    {
+        "AssertDivByZeroLine",
+        "AssertSizeStrideLine",
+        "CommentLine",
+        "EnterDeviceContextManagerLine",
+        "EnterDeviceContextManagerWithStreamInfoLine",
+        "ExitDeviceContextManagerLine",
+        "ExitDeviceContextManagerWithStreamInfoLine",
+        "KernelCallLine",
+        "KernelDefinitionLine",
+        "LineContext",
+        "NullLine",
+        "SymbolicCallArgLine",
+        "UnbackedSymbolDefsLine",
+        "str",
+    }
+)
+"""Lines that allocate and free nothing, by name: not every version of PyTorch has all of them."""
+
+
+def _events(graph: GraphLowering, line: Any, kept: set[str]) -> list[Allocate | Alias | Free | Run] | None:
+    """What a line does to memory; None if that is not known."""
+    match line:
+        case lines.AllocateLine():
+            return [Allocate(line.node.get_name(), (_storage_bytes(graph, line.node),), _device(line.node))]
+        case lines.ReuseLine():
+            old, new = line.node.get_name(), line.reused_as.get_name()
+            return [Alias(new, old), *([Free(old)] if line.delete_old and old not in kept else [])]
+        case lines.ReinterpretLine():
+            return [Alias(line.reused_as.get_name(), line.node.get_name())]
+        case lines.FreeIfNotReusedLine():
+            return [] if line.is_reused else [Free(line.node.get_name())]
+        case lines.FreeLine():
+            return [Free(line.node.get_name())]
+        case lines.ExternKernelAllocLine():
+            return [*_results(graph, line.node), Run(line.node.get_origin_node())]
+        case lines.ExternKernelOutLine() | lines.ScatterFallbackLine() | lines.IndexPutFallbackLine():
+            return [Run(line.node.get_origin_node())]
+        case lines.MultiOutputLine():
+            return [Alias(line.result_name, line.arg_name, _position(graph, line.arg_name, line.result_name))]
+        case _:
+            return [] if type(line).__name__ in _WITHOUT_MEMORY else None
+
+
+def _results(graph: GraphLowering, node: Any) -> list[Allocate | Alias]:
+    """What a kernel that allocates its results binds its name to."""
+    name = node.get_name()
+    if isinstance(node.layout, ir.MultiOutputLayout):
+        parts = _parts(graph, name)
+        return [Allocate(name, tuple(_storage_bytes(graph, p) for p in parts), _device(parts[0]) if parts else "cpu")]
+    if sources := node.get_inputs_that_alias_output():
+        return [Alias(name, sources[0])]
+    if isinstance(node.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
+        return []
+    return [Allocate(name, (_storage_bytes(graph, node),), _device(node))]
+
+
+def _parts(graph: GraphLowering, name: str) -> list[Any]:
+    """The tensors of the tuple that a kernel returns, also those that nothing reads."""
+    return [b for b in graph.buffers if isinstance(b, ir.MultiOutput) and any(i.get_name() == name for i in b.inputs)]
+
+
+def _position(graph: GraphLowering, name: str, part: str) -> int | None:
+    names = [b.get_name() for b in _parts(graph, name)]
+    return names.index(part) if part in names else None
+
+
+def _storage_bytes(graph: GraphLowering, node: Any) -> int:
+    """Bytes of the storage that a buffer is allocated with."""
+    layout = node.get_output_spec() if isinstance(node, ir.Buffer) else node.get_layout()
+    if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
+        return 0
+    sizes = graph.sizevars
+    hint = sizes.optimization_hint if hasattr(sizes, "optimization_hint") else sizes.size_hint
+    return int(hint(graph.get_allocation_storage_size(node), fallback=0)) * get_dtype_size(node.get_dtype())
+
+
+def _input_bytes(graph: GraphLowering, node: Any) -> int:
+    buffer = node
+    while isinstance(buffer, (ir.TensorBox, ir.StorageBox)):
+        buffer = buffer.data
+    return _storage_bytes(graph, buffer) if isinstance(buffer, ir.Buffer) and not isinstance(buffer, ir.TorchBindObject) else 0
+
+
+def _device(node: Any) -> str:
+    device = node.get_device()
+    return "cpu" if device is None else device.type
+
+
+def _bound_to(output: Any) -> str | None:
+    """Name of the buffer that an output of a graph is, or views."""
+    while isinstance(output, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
+        output = output.unwrap_view() if isinstance(output, ir.BaseView) else output.data
+    return output.get_name() if isinstance(output, (ir.Buffer, ir.Operation)) else None

@@ -1,7 +1,8 @@
-"""Compile a graph by Inductor under a plan: plan, compile, measure two trial steps, and plan again with a corrected target.
+"""Compile a graph by Inductor under a plan: plan, generate code, count what it takes, and plan again with a corrected target.
 
-Inductor fuses ops and decides itself which values it stores, so that the planned peak is a prediction. The budget is kept by
-measuring: the compiled step that is returned was run on the real batch, and its measured peak was within the budget.
+Inductor fuses ops and decides itself which values it stores, so that the planned peak is a prediction. What the generated code
+takes is counted before its kernels are built, and only those of the chosen plan are. The budget is kept by measuring: the
+compiled step that is returned was run on the real batch, and its measured peak was within the budget.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, functorch_config
+from checkmate.torch._compat.cpp_kernels import PendingKernels
 from checkmate.torch._compat.dispatch import FakeTensor
 from checkmate.torch._compat.inductor import (
     CustomPartitionerFn,
@@ -36,6 +38,7 @@ from checkmate.torch._compat.inductor import (
 )
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.joint.capture import Capture
@@ -78,7 +81,9 @@ class Compiled:
         run: The compiled graph.
         forward: Its forward.
         backward: Its backward; the same object as ``forward`` for a graph without gradients.
+        kernels: Its C++ kernels; they have to be built before it runs.
         planned: The capture and its plan; None for a graph without gradients, which is not planned.
+        counted: The memory of its step as counted in its code; None if that is not known.
         joint: The captured joint graph; None for a graph without gradients.
         measured: The captured joint graph, its plan and the measured memory; None without a budget.
     """
@@ -86,7 +91,9 @@ class Compiled:
     run: Callable[..., Any]
     forward: ReplaceableCallable
     backward: ReplaceableCallable
+    kernels: PendingKernels
     planned: tuple[Capture, Result] | None
+    counted: StepMemory | None = None
     joint: CapturedJoint | None = None
     measured: tuple[CapturedJoint, Result, StepMemory] | None = None
 
@@ -157,18 +164,24 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
     _refuse_unmeasurable(example_inputs)
     task, options = compilation.task, compilation.options
     search = CalibratedSearch(compilation, _compiler_fingerprint(example_inputs, options))
+    compilations: list[Compiled] = []
     best: Compiled | None = None
     while True:
-        compiled = _compile_once(gm, example_inputs, dataclasses.replace(task, plan=functools.partial(_plan, search)), options)
+        compiled = _generate(gm, example_inputs, dataclasses.replace(task, plan=functools.partial(_plan, search)), options)
         if compiled.planned is None or not search.measures:
+            compiled.kernels.build()
             return compiled
-        step = measure_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
-        step = search.record(step)
+        compilations.append(compiled)
+        search.record(compiled.counted or _measure(compiled, example_inputs, task), measured=compiled.counted is None)
+        if search.next_candidate():
+            continue
         chosen = search.best()
-        if chosen == len(search.trials) - 1:
-            best = _with_measurement(compiled, search, step)
-        del compiled
-        if not search.next_candidate():
+        while chosen is not None and not search.trials[chosen].measured:
+            search.correct(chosen, _measure(compilations[chosen], example_inputs, task))
+            chosen = search.best()
+        if chosen is not None:
+            best = _with_measurement(compilations[chosen], search, chosen)
+        if chosen is not None or not search.next_candidate():
             break
     peaks = [t.outcome.memory.peak_bytes for t in search.trials]
     if best is None and options.plan is not None:
@@ -208,8 +221,8 @@ def _plan(search: CalibratedSearch, capture: Capture, recapture: Recapture) -> t
     return dataclasses.replace(capture, graph=graph), result
 
 
-def _compile_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options) -> Compiled:
-    """Compile the graph under the plan of a task, whatever its peak."""
+def _generate(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options) -> Compiled:
+    """Generate the code of the graph under the plan of a task, whatever its peak; its C++ kernels are not built."""
     callables: dict[str, ReplaceableCallable] = {}
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> ReplaceableCallable:
@@ -226,19 +239,34 @@ def _compile_once(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task,
     patches = {**INDUCTOR_CONFIG, "custom_partitioner_fn": partitioner}
     # The backward is compiled now, not at its first run: a trial step runs it while Dynamo is still compiling, and Dynamo's
     # metrics of a compilation can be recorded only once.
-    with functorch_config.patch(force_non_lazy_backward_lowering=True), use_inductor_choices(PlanChoices()):
+    early = functorch_config.patch(force_non_lazy_backward_lowering=True)
+    kernels, account = PendingKernels(), Account(lambda node: task.costs([node])[0].workspace_bytes)
+    with early, use_inductor_choices(PlanChoices()), kernels.collecting(), account.counting():
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
-    return Compiled(
-        run, callables["forward"], callables.get("backward", callables["forward"]), partitioner.planned, partitioner.joint
-    )
+    forward, joint = callables["forward"], partitioner.joint
+    counted = None
+    if joint is not None:
+        counted = account.memory(num_outputs=joint.capture.num_fwd_outputs, hold_outputs=task.hold_outputs)
+    backward = callables.get("backward", forward)
+    return Compiled(run, forward, backward, kernels, partitioner.planned, counted, joint)
 
 
-def _with_measurement(compiled: Compiled, search: CalibratedSearch, step: StepMemory) -> Compiled:
+def _measure(compiled: Compiled, example_inputs: Sequence[Any], task: Task) -> StepMemory:
+    """The measured memory of a compilation; its kernels are built for that."""
+    compiled.kernels.build()
+    step = measure_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
+    if compiled.counted is not None and step != compiled.counted:
+        _log.debug("counted in the generated code: %s; measured: %s", compiled.counted, step)
+    return step
+
+
+def _with_measurement(compiled: Compiled, search: CalibratedSearch, chosen: int) -> Compiled:
     """The compilation with its measured memory, as a remark of its result and for the checks of its runs."""
     assert compiled.planned is not None
     capture, result = compiled.planned
+    step = search.trials[chosen].outcome.memory
     peak = format_bytes(step.peak_bytes)
-    remark = f"compiled by Inductor (compilation {len(search.trials)}): measured peak {peak} above the resident bytes"
+    remark = f"compiled by Inductor (plan {len(search.trials)}): measured peak {peak} above the resident bytes"
     compiled.planned = (capture, msgspec.structs.replace(result, remarks=(*result.remarks, remark)))
     assert compiled.joint is not None
     compiled.measured = (compiled.joint, compiled.planned[1], step)

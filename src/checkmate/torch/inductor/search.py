@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -36,11 +36,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A plan of the contracted graph that was compiled and measured.
+    """A plan of the contracted graph that was compiled.
 
     Attributes:
         order: Ops of the contracted graph, in the order of their computations.
-        memory: Its measured memory.
+        memory: Its memory, measured or counted in its code.
     """
 
     order: tuple[int, ...]
@@ -50,9 +50,9 @@ class Compiled:
 class CalibratedSearch:
     """The plans of one graph that are compiled until a measured peak keeps the budget.
 
-    One round is `plan` (called by the compiler), `record`, `best` and `next_candidate`. Where several ranks plan together, rank 0
-    chooses for all of them, from the largest memory that any rank measured; each of these methods is then a message to all ranks,
-    so that every rank has to call them in the same order.
+    One round is `plan` (called by the compiler), `record` and `next_candidate`. Then `best` is measured, and `correct` replaces
+    what was counted. Where several ranks plan together, rank 0 chooses for all of them, from the largest memory of any rank;
+    each of these methods is then a message to all ranks, so that every rank has to call them in the same order.
 
     Args:
         compilation: Options, and the ranks that plan together.
@@ -123,16 +123,14 @@ class CalibratedSearch:
             return GivenPlan(self._options.plan)(graph)
         return result_of_order(graph, self.chains.invert(self._order))
 
-    def record(self, memory: StepMemory) -> StepMemory:
-        """Record the measured memory of the plan that was compiled last.
+    def record(self, memory: StepMemory, *, measured: bool) -> None:
+        """Record the memory of the plan that was compiled last: the largest of any rank.
 
         Args:
-            memory: Memory as measured on this rank.
-
-        Returns:
-            The largest memory that any rank measured.
+            memory: Memory on this rank.
+            measured: Whether it was measured, or counted in the code.
         """
-        memory = self._largest(memory)
+        memory, measured = self._largest(memory, measured)
         graph = self.chains.contracted
         timeline = simulate(graph, Plan.from_order(graph, self._order))
         planned = timeline.peak_bytes - graph.resident_bytes
@@ -141,13 +139,31 @@ class CalibratedSearch:
             planned_bytes=planned,
             needed_bytes=memory.peak_bytes,
             cost=timeline.cost,
+            measured=measured,
             outcome=Compiled(self._order, memory),
         )
         self._calibration.record(trial)
-        _log.info("compiled: planned %s, measured %s", *map(format_bytes, (planned, memory.peak_bytes)))
-        if self._options.plan is None and self._leads:
-            self._store.add(MeasuredPlan(self._order, memory.peak_bytes))
-        return memory
+        how = "measured" if measured else "counted in its code"
+        _log.info("compiled: planned %s, %s %s", format_bytes(planned), how, format_bytes(memory.peak_bytes))
+        self._remember(trial)
+
+    def correct(self, index: int, memory: StepMemory) -> None:
+        """Replace the memory that was counted for a plan by the measured one, the largest of any rank.
+
+        Args:
+            index: Which trial.
+            memory: Memory as measured on this rank.
+        """
+        memory, _ = self._largest(memory, measured=True)
+        trial = self.trials[index]
+        _log.info("measured %s, counted %s", *map(format_bytes, (memory.peak_bytes, trial.outcome.memory.peak_bytes)))
+        outcome = Compiled(trial.outcome.order, memory)
+        trial = self.trials[index] = replace(trial, needed_bytes=memory.peak_bytes, measured=True, outcome=outcome)
+        self._remember(trial)
+
+    def _remember(self, trial: Trial[Compiled]) -> None:
+        if trial.measured and self._options.plan is None and self._leads:
+            self._store.add(MeasuredPlan(trial.outcome.order, trial.outcome.memory.peak_bytes))
 
     def next_candidate(self) -> bool:
         """Whether another plan is worth compiling; if so, `plan` returns it from now on."""
@@ -173,7 +189,7 @@ class CalibratedSearch:
         peaks = [t.outcome.memory.peak_bytes for t in self.trials]
         monotone = [i for i in fitting if self._least_bytes <= peaks[i] <= self._calibration.limit_bytes]
         found = min(monotone or fitting, key=lambda i: (self.trials[i].cost, i), default=None)
-        if found is not None:
+        if found is not None and self.trials[found].measured:
             self._store.record_answer(self.limit_bytes, peaks[found])
         return found
 
@@ -187,16 +203,18 @@ class CalibratedSearch:
             return answer()
         return msgspec.msgpack.decode(self._ranks.decide(topic, b"", lambda said: msgspec.msgpack.encode(answer())))
 
-    def _largest(self, memory: StepMemory) -> StepMemory:
+    def _largest(self, memory: StepMemory, measured: bool) -> tuple[StepMemory, bool]:
+        """The largest memory of any rank, and whether every rank measured it."""
         if self._ranks is None:
-            return memory
+            return memory, measured
 
         def decide(said: Sequence[bytes]) -> bytes:
-            steps = [msgspec.msgpack.decode(each) for each in said]
-            return msgspec.msgpack.encode({key: max(s[key] for s in steps) for key in steps[0]})
+            steps, known = zip(*(msgspec.msgpack.decode(each) for each in said), strict=True)
+            return msgspec.msgpack.encode(({key: max(s[key] for s in steps) for key in steps[0]}, all(known)))
 
-        body = self._ranks.decide("what a compiled step takes", msgspec.msgpack.encode(asdict(memory)), decide)
-        return StepMemory(**msgspec.msgpack.decode(body))
+        body = self._ranks.decide("what a compiled step takes", msgspec.msgpack.encode((asdict(memory), measured)), decide)
+        largest, known = msgspec.msgpack.decode(body)
+        return StepMemory(**largest), known
 
     def _follow(self, graph: Graph, result: Result) -> None:
         """Take the order that rank 0 chose as that of the next trial."""

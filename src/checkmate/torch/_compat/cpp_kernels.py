@@ -1,0 +1,133 @@
+"""C++ kernels of Inductor, compiled many to a file.
+
+Inductor compiles each C++ kernel of a module by itself, when the module is loaded. Nearly all of that time is the same for any
+kernel: starting the compiler and reading headers. 130 kernels of a GPT-2 take 118 s one by one, and 16 s in one file. Inductor
+has no option for it, so that the two functions that a generated module calls are replaced while it is generated and loaded:
+``AsyncCompile.cpp_pybinding`` for each kernel, and ``AsyncCompile.wait`` after the last.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+__all__ = ["PendingKernels"]
+
+_MOST_PER_FILE = 48
+_LEAST_PER_FILE = 8
+"""Kernels in a file: the fixed time of a file is that of about ten kernels, so that fewer are not worth another file."""
+
+_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
+
+
+class PendingKernels:
+    """The C++ kernels of generated modules, until they are built.
+
+    A module whose kernels are not built is complete otherwise. A kernel that is called before that is built first.
+    """
+
+    def __init__(self) -> None:
+        self._scopes: list[dict[str, Any]] = []
+        self._kernels: list[_Kernel] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Collect the kernels of modules that this thread loads inside, instead of building them."""
+        build_one, wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, threading.get_ident()
+
+        def cpp_pybinding(self_: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+            if threading.get_ident() != thread:
+                return build_one(self_, argtypes, source_code)
+            kernel = _Kernel(tuple(argtypes), source_code, self)
+            self._kernels.append(kernel)
+            return kernel
+
+        def waited(self_: AsyncCompile, scope: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                self._scopes.append(scope)
+            wait(self_, scope)
+
+        with patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding), patch.object(AsyncCompile, "wait", waited):
+            yield
+
+    def build(self) -> None:
+        """Build the kernels, and put them where the modules look for them."""
+        with self._lock:
+            waiting = [k for k in self._kernels if k.run is None]
+            per_file = max(_LEAST_PER_FILE, min(_MOST_PER_FILE, -(-len(waiting) // get_compile_threads())))
+            files = [waiting[at : at + per_file] for at in range(0, len(waiting), per_file)]
+            with ThreadPoolExecutor(max(1, min(len(files), get_compile_threads()))) as pool:
+                list(pool.map(_build_file, files))  # compilers are processes of their own, so that threads suffice
+            for scope in self._scopes:
+                scope.update({name: value.run for name, value in scope.items() if isinstance(value, _Kernel) and value.run})
+            self._kernels, self._scopes = [], []
+
+
+@dataclass(slots=True, eq=False)
+class _Kernel:
+    """A kernel in the place of its function.
+
+    Attributes:
+        argtypes: C++ types of its arguments.
+        source: C++ source of a function ``kernel``.
+        pending: The kernels that it is built with.
+        run: Its function, once it is built.
+    """
+
+    argtypes: tuple[str, ...]
+    source: str
+    pending: PendingKernels
+    run: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Build the kernel and call it: a module that was not accepted is used after all."""
+        if self.run is None:
+            self.pending.build()
+        assert self.run is not None
+        return self.run(*args)
+
+
+def _build_file(kernels: Sequence[_Kernel]) -> None:
+    distinct = list(dict.fromkeys((k.argtypes, k.source) for k in kernels))
+    module = CppPythonBindingsCodeCache.load_async(_source(distinct))()
+    functions = {kernel: getattr(module, f"kernel_{i}") for i, kernel in enumerate(distinct)}
+    for kernel in kernels:
+        kernel.run = functions[kernel.argtypes, kernel.source]
+
+
+def _source(kernels: Sequence[tuple[tuple[str, ...], str]]) -> str:
+    """Source of a Python extension module with one function for each kernel: ``kernel_0``, ``kernel_1``, ..."""
+    template = CppPythonBindingsCodeCache.suffix_template.format(
+        arg_len=0, call_entry_func="Py_RETURN_NONE;", entry_func="kernel", extra_parse_arg=""
+    )
+    at, table = template.index("static PyObject* kernel_py"), template.index("static PyMethodDef py_methods")
+    head, binding, tail = template[:at], template[at:table], template[table:]
+    headers: dict[str, None] = {_HEADER: None}
+    bodies, bindings, methods = [], [], []
+    for i, (argtypes, source) in enumerate(kernels):
+        args = ", ".join(f"parse_arg<{t.replace('const ', '')}>(args, {n})" for n, t in enumerate(argtypes))
+        lines = source.splitlines()
+        headers.update(dict.fromkeys(line for line in lines if line.startswith("#include")))
+        body = "\n".join(line for line in lines if not line.startswith("#include"))
+        # Templates define functions beside the kernel, by the same names in each.
+        renamed = re.sub(r"\bkernel\b", f"kernel_{i}", body)
+        bodies.append(f"namespace file_{i} {{\n{renamed}\n}}")
+        bindings.append(
+            binding.replace("kernel_py", f"kernel_{i}_py")
+            .replace("!= 0", f"!= {len(argtypes)}")
+            .replace("requires 0 args", f"requires {len(argtypes)} args")
+            .replace("Py_RETURN_NONE;", f"file_{i}::kernel_{i}({args}); Py_RETURN_NONE;")
+        )
+        methods.append(f'{{"kernel_{i}", kernel_{i}_py, METH_VARARGS, ""}},')
+    tail = tail.replace('{"kernel", kernel_py, METH_VARARGS, ""},', "\n    ".join(methods))
+    return "\n".join([*headers, *bodies, head, *bindings, tail])
