@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,8 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.fx_passes.post_grad import addmm as fuse_addmm
+from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import get_dtype_size
 from torch._inductor.virtualized import V
@@ -32,6 +34,7 @@ __all__ = [
     "compile_fx_inner",
     "inductor_config",
     "prefers_channels_last",
+    "unfused_addmm",
     "use_inductor_choices",
     "watch_generated_modules",
 ]
@@ -43,6 +46,22 @@ use_inductor_choices = V.set_choices_handler
 def prefers_channels_last(gm: GraphModule) -> bool:
     """Whether Inductor's own heuristic (device, sizes, configuration) would convert convolutions to channels last."""
     return GraphLowering.decide_layout_opt(gm, is_inference=False)
+
+
+@contextmanager
+def unfused_addmm() -> Iterator[None]:
+    """Keep a matrix product apart from the sum that reads it.
+
+    Inductor's pattern replaces both by one ``addmm`` where the sum is. Where a plan computes the product earlier, what the
+    product reads then lives until the sum: in a BERT the gradient of the logits until that of the embedding, to which the tied
+    weight's gradient is added.
+    """
+    entries = [entry for passes in pass_patterns for found in passes.patterns.values() for entry in found]
+    with ExitStack() as stack:
+        for entry in entries:
+            if getattr(entry, "handler", None) is fuse_addmm:
+                stack.enter_context(patch.object(entry, "extra_check", lambda match: False))
+        yield
 
 
 @dataclass(frozen=True, slots=True)

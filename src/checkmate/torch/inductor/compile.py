@@ -34,6 +34,7 @@ from checkmate.torch._compat.inductor import (
     compile_fx_inner,
     inductor_config,
     prefers_channels_last,
+    unfused_addmm,
     use_inductor_choices,
 )
 from checkmate.torch.compilation.compilation import Compilation
@@ -241,7 +242,7 @@ def _generate(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, opt
     # metrics of a compilation can be recorded only once.
     early = functorch_config.patch(force_non_lazy_backward_lowering=True)
     kernels, account = PendingKernels(), Account(lambda node: task.costs([node])[0].workspace_bytes)
-    with early, use_inductor_choices(PlanChoices()), kernels.collecting(), account.counting():
+    with early, use_inductor_choices(PlanChoices()), unfused_addmm(), kernels.collecting(), account.counting():
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
     forward, joint = callables["forward"], partitioner.joint
     counted = None
