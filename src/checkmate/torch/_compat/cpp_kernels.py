@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 __all__ = ["PendingKernels"]
 
@@ -66,8 +67,10 @@ class PendingKernels:
             waiting = [k for k in self._kernels if k.run is None]
             per_file = max(_LEAST_PER_FILE, min(_MOST_PER_FILE, -(-len(waiting) // get_compile_threads())))
             files = [waiting[at : at + per_file] for at in range(0, len(waiting), per_file)]
+            if files:
+                pick_vec_isa()  # it probes the processor once, but once for each thread that asks at the same time
             with ThreadPoolExecutor(max(1, min(len(files), get_compile_threads()))) as pool:
-                list(pool.map(_build_file, files))  # compilers are processes of their own, so that threads suffice
+                list(pool.map(_build_file, files))  # compilers run in other processes, so that threads suffice
             for scope in self._scopes:
                 scope.update({name: value.run for name, value in scope.items() if isinstance(value, _Kernel) and value.run})
             self._kernels, self._scopes = [], []
