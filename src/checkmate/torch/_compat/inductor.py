@@ -252,7 +252,7 @@ def _storage_bytes(graph: GraphLowering, node: Any) -> int:
     if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
         return 0
     sizes = graph.sizevars
-    hint = sizes.optimization_hint if hasattr(sizes, "optimization_hint") else sizes.size_hint
+    hint = getattr(sizes, "optimization_hint", None) or getattr(sizes, "size_hint")  # noqa: B009
     return int(hint(graph.get_allocation_storage_size(node), fallback=0)) * get_dtype_size(node.get_dtype())
 
 
