@@ -40,6 +40,7 @@ from checkmate.torch._compat.inductor import (
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.account import Account
+from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.joint.capture import Capture
@@ -210,7 +211,7 @@ def _plan(search: CalibratedSearch, capture: Capture, recapture: Recapture) -> t
     Without the marks Inductor inlines a pointwise op into its readers and may compute it once for each. The memory would not be
     the planned one; and reductions would run over other loops from plan to plan, which changes the order of sums and the bits.
     """
-    graph, result = search.plan(capture.graph)
+    graph, result = search.plan(capture.graph, trailing_reductions(m.node for m in capture.members))
     for o in search.chains.stored:
         node = capture.members[o].node
         assert node is not None

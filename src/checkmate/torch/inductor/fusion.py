@@ -1,13 +1,19 @@
-"""The kinds of ATen and prims ops that Inductor fuses, and the contraction of a captured graph by them."""
+"""Which ops Inductor fuses: the contraction of a captured graph by them, and the peak of a plan with fused ops."""
 
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from torch import fx
 
 from checkmate.core.graph import Graph
+from checkmate.core.plan import Compute, Plan
 from checkmate.solvers.reductions.contract_chains import ContractChains, FusibleKinds
+from checkmate.studies.lifetimes import StorageLifetime, storage_lifetimes
 from checkmate.torch._compat.aot import fusible_packets
 
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "any", "argmax", "argmin", "prod")
@@ -24,21 +30,148 @@ def contract_fusible_chains(graph: Graph) -> ContractChains:
         graph: The graph of a step, with the names of FX ops as the kinds of its ops.
 
     Examples:
-        >>> from checkmate.core.graph import Op, Value
         >>> x, y, z = Value("x", 400), Value("y", 400), Value("z", 4, kept=True)
         >>> mul, exp = Op("mul", (0,), (1,), 10, kind="aten.mul.Tensor"), Op("sum", (1,), (2,), 10, kind="aten.sum.default")
         >>> chains = contract_fusible_chains(Graph((Op("mm", (), (0,), 50, kind="aten.mm.default"), mul, exp), (x, y, z)))
         >>> [op.name for op in chains.contracted.ops], chains.parts
         (['mm', 'sum'], ((0,), (1, 2)))
     """
+    return ContractChains.of(graph, _fusible_kinds(graph))
+
+
+def trailing_reductions(nodes: Iterable[fx.Node | None]) -> frozenset[int]:
+    """Positions of the nodes that reduce the last dimensions of a tensor, or all of them.
+
+    Their loops run over rows like those of the pointwise ops around them, so that Inductor fuses both.
+
+    Args:
+        nodes: A node of each op of a captured graph.
+    """
+    return frozenset(o for o, node in enumerate(nodes) if node is not None and _reduces_last(node))
+
+
+def predicted_peak(chains: ContractChains, order: Sequence[int], trailing: frozenset[int]) -> int:
+    """Peak that the code of a plan will have, above what is resident, before it is generated.
+
+    Beside what `simulate` counts, Inductor fuses ops that follow each other without another library's kernel between them:
+    what is made and read only inside such a run is not stored. And the result of a pointwise op is written over an operand of
+    the same size that dies there.
+
+    Args:
+        chains: The graph, its chains contracted.
+        order: Ops of ``chains.contracted`` in the order of their computations.
+        trailing: Ops of the original graph that reduce the last dimensions.
+
+    Examples:
+        >>> kinds = ("aten.mm.default", "aten.exp.default", "aten.mm.default")
+        >>> values = (Value("x", 400), Value("y", 400), Value("z", 4, kept=True))
+        >>> graph = Graph(tuple(Op(k, (i - 1,) if i else (), (i,), 10, kind=k) for i, k in enumerate(kinds)), values)
+        >>> predicted_peak(contract_fusible_chains(graph), (0, 1, 2), frozenset())
+        404
+    """
+    graph = chains.contracted
+    plan = Plan.from_order(graph, order)
+    kinds = _fusible_kinds(graph)
+    runs = _Runs(graph, plan, kinds)
+    rows = {o for o, part in enumerate(chains.parts) if part[-1] in trailing}
+    stored: list[StorageLifetime] = []
+    dying: dict[tuple[int, int], list[int]] = {}  # by the step that reads a storage last, and its size
+    for life in storage_lifetimes(graph, plan):
+        reads = runs.reads(life)
+        if not runs.contain(life, reads, rows):
+            if reads:
+                dying.setdefault((reads[-1], graph.values[life.value].size_bytes), []).append(len(stored))
+            stored.append(life)
+    for life in tuple(stored):
+        step = plan.steps[life.made_at]
+        assert isinstance(step, Compute)
+        over = dying.get((life.made_at, graph.values[life.value].size_bytes))
+        if graph.ops[step.op].kind in kinds.pointwise and over and stored[over[-1]].gone_at <= len(plan.steps):
+            at = over.pop()
+            stored[at] = stored[at]._replace(gone_at=life.made_at)
+    change = np.zeros(len(plan.steps) + 2, dtype=np.int64)
+    for life in stored:
+        change[life.made_at] += graph.values[life.value].size_bytes
+        change[life.gone_at] -= graph.values[life.value].size_bytes
+    workspace = [graph.ops[s.op].workspace_bytes if isinstance(s, Compute) else 0 for s in plan.steps]
+    return int((np.cumsum(change[: len(workspace)]) + workspace).max(initial=0))
+
+
+class _Runs:
+    """Computations that follow each other without a kernel of another library between them.
+
+    Args:
+        graph: The contracted graph.
+        plan: Its plan.
+        kinds: Kinds of ops that are fused.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, kinds: FusibleKinds) -> None:
+        self._graph, self._plan = graph, plan
+        self._reductions = kinds.reductions
+        self._run: dict[int, int] = {}  # step to the number of its run
+        self._reads: dict[int, list[int]] = {}  # storage's owner to the steps that read it
+        self._views: dict[int, list[int]] = {}
+        fusible, run = kinds.pointwise | kinds.reductions, 0
+        for p, step in enumerate(plan.steps):
+            if not isinstance(step, Compute):
+                continue
+            op = graph.ops[step.op]
+            view = op.outputs and all(graph.values[v].base is not None for v in op.outputs)
+            for root in {graph.root[v] for v in op.inputs}:
+                (self._views if view else self._reads).setdefault(root, []).append(p)
+            if op.kind in fusible:
+                self._run[p] = run
+            elif not view:
+                run += 1
+
+    def reads(self, life: StorageLifetime) -> list[int]:
+        """Steps that read a storage, views aside."""
+        return _between(self._reads.get(life.value, []), life)
+
+    def contain(self, life: StorageLifetime, reads: Sequence[int], rows: set[int]) -> bool:
+        """Whether a storage is made and read inside one run, by ops whose loops are fused.
+
+        Args:
+            life: The storage.
+            reads: Steps that read it.
+            rows: Ops that reduce the last dimensions.
+        """
+        run = self._run.get(life.made_at)
+        if run is None or not reads or life.gone_at > len(self._plan.steps):
+            return False
+        later = _between(self._views.get(life.value, []), life)
+        if any(self._run.get(p) != run for p in reads) or (later and later[-1] > reads[-1]):
+            return False
+        readers = [step.op for step in map(self._plan.steps.__getitem__, reads) if isinstance(step, Compute)]
+        return all(o in rows or self._graph.ops[o].kind not in self._reductions for o in readers)
+
+
+def _between(steps: Sequence[int], life: StorageLifetime) -> list[int]:
+    return list(steps[bisect_right(steps, life.made_at) : bisect_left(steps, life.gone_at)])
+
+
+def _reduces_last(node: fx.Node) -> bool:
+    source = next(iter(node.all_input_nodes), None)
+    tensor = None if source is None else source.meta.get("val")
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    dims = node.args[1] if len(node.args) > 1 else None
+    if dims is None or not tensor.ndim:
+        return True
+    chosen = [dims] if isinstance(dims, int) else dims
+    if not isinstance(chosen, Sequence) or not all(isinstance(d, int) for d in chosen):
+        return False
+    reduced = sorted({int(d) % tensor.ndim for d in chosen})  # type: ignore[call-overload]
+    return not reduced or reduced == list(range(tensor.ndim - len(reduced), tensor.ndim))
+
+
+def _fusible_kinds(graph: Graph) -> FusibleKinds:
     pointwise, reductions = _fusible_packets()
     kinds = {op.kind: op.kind.rsplit(".", 1)[0] for op in graph.ops}  # "aten.mul.Tensor", an overload of the packet "aten.mul"
-    return ContractChains.of(
-        graph,
-        FusibleKinds(
-            pointwise=frozenset(kind for kind, packet in kinds.items() if packet in pointwise),
-            reductions=frozenset(kind for kind, packet in kinds.items() if packet in reductions),
-        ),
+    return FusibleKinds(
+        pointwise=frozenset(kind for kind, packet in kinds.items() if packet in pointwise),
+        reductions=frozenset(kind for kind, packet in kinds.items() if packet in reductions),
     )
 
 

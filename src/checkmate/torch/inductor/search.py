@@ -27,11 +27,17 @@ from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, re
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.inductor.fusion import contract_fusible_chains
+from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
 
 _log = logging.getLogger("checkmate.torch")
 
 _T = TypeVar("_T")
+
+_LEAST_GAIN = 0.25
+"""Least number of bytes by which a step is assumed to shrink for each byte less that is predicted."""
+
+_MOST_PREDICTIONS = 6
+"""Plans that are made to choose one for which code is generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class CalibratedSearch:
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
         self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
         self._target_bytes = 0
+        self._trailing: frozenset[int] = frozenset()
         self._chains: ContractChains | None = None
         self._least_bytes = 0  # a smaller budget was answered with this peak; see the module on monotone bounds
         self._calibration: Calibration[Compiled] = Calibration(0, Proportional())
@@ -93,11 +100,12 @@ class CalibratedSearch:
         """Whether there is a budget, so that steps have to be measured."""
         return self._options.budget is not None
 
-    def plan(self, graph: Graph) -> tuple[Graph, Result]:
+    def plan(self, graph: Graph, trailing: frozenset[int] = frozenset()) -> tuple[Graph, Result]:
         """The plan for the present compilation.
 
         Args:
             graph: The graph as captured.
+            trailing: Its ops that reduce the last dimensions of a tensor.
 
         Returns:
             The captured graph, with the figures that the ranks agreed on, and its plan; not those of the contracted graph.
@@ -106,6 +114,7 @@ class CalibratedSearch:
             GraphError: The step traces to another graph than at the last compilation.
             WrongGraphError: The given plan was made for another graph.
         """
+        self._trailing = trailing
         graph, result = self._compilation.agreed(graph, self._current_plan)
         if not self._leads:
             self._follow(graph, result)
@@ -262,19 +271,58 @@ class CalibratedSearch:
 
     def _next_order(self) -> tuple[int, ...] | None:
         """The order of the next plan to compile; None if no other is worth a compilation."""
-        graph, limit = self.chains.contracted, self._calibration.limit_bytes
-        target = self._calibration.next_target()
-        if target is None:
+        limit = self._calibration.limit_bytes
+        if self._calibration.next_target() is None:
             return None
-        self._target_bytes = target
-        policy = Proportional(least_cost=graph.cost)
-        try:
-            found = self._replanner(graph.resident_bytes + target)
-            cost, order = found.cost, found.plan.order
-        except (InfeasibleBudgetError, PlanNotFoundError):
-            if any(t.within(limit) for t in self.trials):
-                return None
-            # No plan is known to fit and none is found within the target: the smallest plan is the last one worth a trial.
-            smallest = self._replanner.smallest()
-            cost, order = smallest.cost, smallest.plan.order
-        return None if cost > policy.worthwhile_cost(self.trials, limit) else order
+        found = self._predicted_to_fit(limit)
+        if found is None:
+            return None
+        self._target_bytes = found.target_bytes
+        policy = Proportional(least_cost=self.chains.contracted.cost)
+        return None if found.cost > policy.worthwhile_cost(self.trials, limit) else found.outcome
+
+    def _predicted_to_fit(self, limit_bytes: int) -> Trial[tuple[int, ...]] | None:
+        """The cheapest plan whose code is predicted to keep the limit, or the one that comes closest; None if none is found."""
+        graph = self.chains.contracted
+        policy = Proportional(least_cost=graph.cost, most_trials=_MOST_PREDICTIONS)
+        predictions: Calibration[tuple[int, ...]] = Calibration(limit_bytes, policy)
+        while (target := predictions.next_target()) is not None:
+            try:
+                found = self._replanner(graph.resident_bytes + target)
+            except (InfeasibleBudgetError, PlanNotFoundError):
+                if predictions.best() is not None or any(t.within(limit_bytes) for t in self.trials):
+                    break
+                # No plan is known to fit and none is found within the target: the smallest plan is the last one worth a trial.
+                found = self._replanner.smallest()
+                target = 0
+            order = found.plan.order
+            predictions.record(
+                Trial(
+                    target_bytes=target,
+                    planned_bytes=found.peak_bytes - graph.resident_bytes,
+                    needed_bytes=self._corrected(self._predicted(order)),
+                    cost=found.cost,
+                    measured=False,
+                    outcome=order,
+                )
+            )
+            if not target:
+                break
+        return predictions.best() or min(predictions.trials, key=lambda t: t.needed_bytes or 0, default=None)
+
+    def _corrected(self, predicted_bytes: int) -> int:
+        """A predicted peak, corrected by what the trials so far were found to need.
+
+        One trial says what the compiler adds to any plan. What it adds need not shrink with the plan: two say by how much a
+        step shrinks for each byte that is predicted.
+        """
+        known = [(self._predicted(t.outcome.order), t.outcome.memory.peak_bytes) for t in self.trials]
+        if not known:
+            return predicted_bytes
+        (at, needed), gain = known[-1], 1.0
+        if len(known) > 1 and known[-2][0] != at:
+            gain = (needed - known[-2][1]) / (at - known[-2][0])
+        return max(0, needed + round(max(_LEAST_GAIN, min(1.0, gain)) * (predicted_bytes - at)))
+
+    def _predicted(self, order: tuple[int, ...]) -> int:
+        return predicted_peak(self.chains, order, self._trailing)
