@@ -8,7 +8,7 @@ the contraction makes no cycle, and a plan of the contracted graph is a plan of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from checkmate.core.graph import Graph, Op, Value
@@ -43,7 +43,7 @@ class ContractChains:
     stored: tuple[int, ...]
 
     @classmethod
-    def of(cls, graph: Graph, kinds: FusibleKinds) -> ContractChains:
+    def of(cls, graph: Graph, kinds: FusibleKinds, rows: Collection[int] = ()) -> ContractChains:
         """Contract every chain of pointwise ops into its last op.
 
         A chain stays on one side of the boundary between forward and backward, and contains no op that may not run again, that
@@ -53,6 +53,7 @@ class ContractChains:
         Args:
             graph: Any graph.
             kinds: The kinds that are fused.
+            rows: Reductions over rows, as those of a softmax: a chain may contain them anywhere.
 
         Examples:
             >>> x, y, z = Value("x", 400), Value("y", 400), Value("z", 4, kept=True)
@@ -63,7 +64,7 @@ class ContractChains:
             >>> [op.name for op in chains.contracted.ops], chains.parts, chains.invert([0, 1])
             (['mm', 'sum'], ((0,), (1, 2)), (0, 1, 2))
         """
-        end = _chain_ends(graph, kinds)
+        end = _chain_ends(graph, kinds, rows)
         members: dict[int, list[int]] = {}
         for o, last in enumerate(end):
             members.setdefault(last, []).append(o)
@@ -90,7 +91,7 @@ class ContractChains:
         return tuple(part for o in order for part in self.parts[o])
 
 
-def _chain_ends(graph: Graph, kinds: FusibleKinds) -> list[int]:
+def _chain_ends(graph: Graph, kinds: FusibleKinds, rows: Collection[int]) -> list[int]:
     """Last op of the chain that each op is in; the op itself if it is in none."""
     ordered = {o for pair in graph.order if not any(graph.ops[p].phase == "loss" for p in pair) for o in pair}
     readers: list[set[int]] = [set() for _ in graph.values]
@@ -101,7 +102,8 @@ def _chain_ends(graph: Graph, kinds: FusibleKinds) -> list[int]:
     for o in reversed(range(len(graph.ops))):  # readers first: an op joins the one chain that all of its readers are in
         op = graph.ops[o]
         ends = {end[r] for v in op.outputs for r in readers[v]}
-        if len(ends) != 1 or o in ordered or not (op.kind in kinds.pointwise or _is_view(graph, op)) or not _inside(graph, op):
+        fused = op.kind in kinds.pointwise or o in rows or _is_view(graph, op)
+        if len(ends) != 1 or o in ordered or not fused or not _inside(graph, op):
             continue
         (last,) = ends
         closing = graph.ops[last]

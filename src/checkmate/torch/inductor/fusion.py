@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -23,11 +23,12 @@ _POINTWISE = ("prims.inductor_random", "prims.inductor_lookup_seed", "aten.const
 """Pointwise ops that Inductor fuses and that this list does not contain."""
 
 
-def contract_fusible_chains(graph: Graph) -> ContractChains:
+def contract_fusible_chains(graph: Graph, trailing: Collection[int] = ()) -> ContractChains:
     """Contract every chain of ops that Inductor computes in one kernel; see `ContractChains.of`.
 
     Args:
         graph: The graph of a step, with the names of FX ops as the kinds of its ops.
+        trailing: Its ops that reduce the last dimensions of a tensor.
 
     Examples:
         >>> x, y, z = Value("x", 400), Value("y", 400), Value("z", 4, kept=True)
@@ -36,7 +37,7 @@ def contract_fusible_chains(graph: Graph) -> ContractChains:
         >>> [op.name for op in chains.contracted.ops], chains.parts
         (['mm', 'sum'], ((0,), (1, 2)))
     """
-    return ContractChains.of(graph, _fusible_kinds(graph))
+    return ContractChains.of(graph, _fusible_kinds(graph), trailing)
 
 
 def trailing_reductions(nodes: Iterable[fx.Node | None]) -> frozenset[int]:

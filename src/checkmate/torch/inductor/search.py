@@ -36,6 +36,9 @@ _T = TypeVar("_T")
 _LEAST_GAIN = 0.25
 """Least number of bytes by which a step is assumed to shrink for each byte less that is predicted."""
 
+_AS_PREDICTED = 0.99
+"""A step that takes this share of what was predicted leaves no room that another search would use."""
+
 _MOST_PREDICTIONS = 6
 """Plans that are made to choose one for which code is generated."""
 
@@ -234,7 +237,7 @@ class CalibratedSearch:
             self._order = keep_everything(chains.contracted).plan.order
 
     def _contract(self, graph: Graph) -> ContractChains:
-        chains = self._chains = contract_fusible_chains(graph)
+        chains = self._chains = contract_fusible_chains(graph, self._trailing)
         contracted, budget = chains.contracted, self._options.budget
         self.limit_bytes = 0 if budget is None else budget.resolve(contracted) - contracted.resident_bytes
         self._calibration = Calibration(self.limit_bytes, Proportional(least_cost=contracted.cost))
@@ -272,7 +275,7 @@ class CalibratedSearch:
     def _next_order(self) -> tuple[int, ...] | None:
         """The order of the next plan to compile; None if no other is worth a compilation."""
         limit = self._calibration.limit_bytes
-        if self._calibration.next_target() is None:
+        if self._calibration.next_target() is None or self._as_predicted():
             return None
         found = self._predicted_to_fit(limit)
         if found is None:
@@ -296,6 +299,8 @@ class CalibratedSearch:
                 found = self._replanner.smallest()
                 target = 0
             order = found.plan.order
+            if any(order == t.outcome for t in predictions.trials):
+                break
             predictions.record(
                 Trial(
                     target_bytes=target,
@@ -309,6 +314,13 @@ class CalibratedSearch:
             if not target:
                 break
         return predictions.best() or min(predictions.trials, key=lambda t: t.needed_bytes or 0, default=None)
+
+    def _as_predicted(self) -> bool:
+        """Whether the last trial fits and is what was predicted, so that another search would choose the same plan."""
+        if not self.trials or not self.trials[-1].within(self._calibration.limit_bytes):
+            return False
+        last = self.trials[-1].outcome
+        return last.memory.peak_bytes >= _AS_PREDICTED * self._predicted(last.order)
 
     def _corrected(self, predicted_bytes: int) -> int:
         """A predicted peak, corrected by what the trials so far were found to need.
