@@ -31,6 +31,7 @@ def contract_fusible_chains(graph: Graph, trailing: Collection[int] = ()) -> Con
         trailing: Its ops that reduce the last dimensions of a tensor.
 
     Examples:
+        >>> from checkmate.core.graph import Op, Value
         >>> x, y, z = Value("x", 400), Value("y", 400), Value("z", 4, kept=True)
         >>> mul, exp = Op("mul", (0,), (1,), 10, kind="aten.mul.Tensor"), Op("sum", (1,), (2,), 10, kind="aten.sum.default")
         >>> chains = contract_fusible_chains(Graph((Op("mm", (), (0,), 50, kind="aten.mm.default"), mul, exp), (x, y, z)))
@@ -64,6 +65,7 @@ def predicted_peak(chains: ContractChains, order: Sequence[int], trailing: froze
         trailing: Ops of the original graph that reduce the last dimensions.
 
     Examples:
+        >>> from checkmate.core.graph import Op, Value
         >>> kinds = ("aten.mm.default", "aten.exp.default", "aten.mm.default")
         >>> values = (Value("x", 400), Value("y", 400), Value("z", 4, kept=True))
         >>> graph = Graph(tuple(Op(k, (i - 1,) if i else (), (i,), 10, kind=k) for i, k in enumerate(kinds)), values)
