@@ -16,8 +16,10 @@ from checkmate.core.errors import OptionError
 from checkmate.cost import CostStore, OpCost, cache_folder
 from checkmate.cost import database as databases
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
+from checkmate.frontend.step_memory import StepMemory
 
 MEASURED = {"mm": OpCost(1200, 8)}
+FOUR_BYTES = StepMemory(forward_peak_bytes=4, saved_bytes=0, backward_peak_bytes=2, gradient_bytes=1)
 
 
 def damage(fault: str, path: Path) -> sqlite3.Connection | None:
@@ -104,7 +106,7 @@ def test_a_faulty_folder_is_named_once_for_all_its_files(tmp_path, monkeypatch, 
     CostStore().add(MEASURED)
     assert CostStore().get(["mm"]) == {}
     plans = PlanStore("graph")
-    plans.add(MeasuredPlan((0, 1), 4))
+    plans.add(MeasuredPlan((0, 1), FOUR_BYTES))
     plans.record_answer(10, 4)
     assert (plans.all(), plans.monotone_bounds(8)) == ([], (0, 8))
     (warning,) = caplog.messages
@@ -118,9 +120,9 @@ def test_a_faulty_folder_is_named_once_for_all_its_files(tmp_path, monkeypatch, 
 def test_a_measured_plan_that_is_no_plan_is_not_used(tmp_path, caplog):
     """As any other damage."""
     plans = PlanStore("graph", tmp_path / "plans.sqlite")
-    plans.add(MeasuredPlan((0, 1), 4))
+    plans.add(MeasuredPlan((0, 1), FOUR_BYTES))
     with sqlite3.connect(tmp_path / "plans.sqlite") as connection:
-        connection.execute("UPDATE plans SET plan = 'garbage'")
+        connection.execute("UPDATE steps SET plan = 'garbage'")
     connection.close()
     assert plans.all() == []
     assert [str(tmp_path / "plans.sqlite") in message for message in caplog.messages] == [True]

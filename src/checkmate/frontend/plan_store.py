@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from checkmate.cost.database import Database, cache_folder
+from checkmate.frontend.step_memory import StepMemory
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS plans (key TEXT, plan TEXT, peak_bytes INTEGER NOT NULL, PRIMARY KEY (key, plan));
+CREATE TABLE IF NOT EXISTS steps (
+    key TEXT, plan TEXT, peak_bytes INTEGER NOT NULL, memory TEXT NOT NULL, PRIMARY KEY (key, plan)
+);
 CREATE TABLE IF NOT EXISTS answers (key TEXT, budget_bytes INTEGER, peak_bytes INTEGER NOT NULL, PRIMARY KEY (key, budget_bytes));
 """
 
@@ -28,11 +33,11 @@ class MeasuredPlan:
 
     Attributes:
         order: Ops in the order of their computations.
-        peak_bytes: Measured peak of the step above the resident bytes.
+        memory: Measured memory of the step.
     """
 
     order: tuple[int, ...]
-    peak_bytes: int
+    memory: StepMemory
 
 
 class PlanStore:
@@ -45,7 +50,10 @@ class PlanStore:
     Examples:
         >>> import tempfile
         >>> plans = PlanStore("graph", Path(tempfile.mkdtemp()) / "plans.sqlite")
-        >>> plans.add(MeasuredPlan((0, 1, 2), 900))
+        >>> memory = StepMemory(forward_peak_bytes=700, saved_bytes=600, backward_peak_bytes=900, gradient_bytes=100)
+        >>> plans.add(MeasuredPlan((0, 1, 2), memory))
+        >>> [plan.memory.peak_bytes for plan in plans.all()]
+        [900]
         >>> plans.record_answer(1000, 900)
         >>> plans.monotone_bounds(800), plans.monotone_bounds(1200)
         ((0, 800), (900, 1200))
@@ -61,18 +69,18 @@ class PlanStore:
 
     def all(self) -> list[MeasuredPlan]:
         """Every plan, the smallest peak first."""
-        query = "SELECT plan, peak_bytes FROM plans WHERE key = ? ORDER BY peak_bytes, plan"
+        query = "SELECT plan, memory FROM steps WHERE key = ? ORDER BY peak_bytes, plan"
 
         def read(connection: sqlite3.Connection) -> list[MeasuredPlan]:
             rows = connection.execute(query, (self.key,))
-            return [MeasuredPlan(tuple(json.loads(plan)), int(peak)) for plan, peak in rows]
+            return [MeasuredPlan(tuple(json.loads(plan)), msgspec.json.decode(memory, type=StepMemory)) for plan, memory in rows]
 
         return self._database.run(read, [])
 
     def add(self, plan: MeasuredPlan) -> None:
-        """Store a plan; a peak that was measured earlier for the same plan is replaced."""
-        row = (self.key, _text(plan.order), plan.peak_bytes)
-        self._rows("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", row)
+        """Store a plan; what was measured earlier for the same plan is replaced."""
+        row = (self.key, _text(plan.order), plan.memory.peak_bytes, msgspec.json.encode(plan.memory).decode())
+        self._rows("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", row)
 
     def record_answer(self, budget_bytes: int, peak_bytes: int) -> None:
         """Store the answer to a budget.

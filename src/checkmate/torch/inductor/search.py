@@ -135,6 +135,12 @@ class CalibratedSearch:
             return GivenPlan(self._options.plan)(graph)
         return result_of_order(graph, self.chains.invert(self._order))
 
+    def measured_before(self) -> StepMemory | None:
+        """Memory of the plan that was compiled last as an earlier run measured it; None if it is not known on every rank."""
+        if self._ranks is not None or self._fixed:
+            return None
+        return next((plan.memory for plan in self._store.all() if plan.order == self._order), None)
+
     def record(self, memory: StepMemory, *, measured: bool) -> None:
         """Record the memory of the plan that was compiled last: the largest of any rank.
 
@@ -175,7 +181,7 @@ class CalibratedSearch:
 
     def _remember(self, trial: Trial[Compiled]) -> None:
         if trial.measured and self._options.plan is None and self._leads:
-            self._store.add(MeasuredPlan(trial.outcome.order, trial.outcome.memory.peak_bytes))
+            self._store.add(MeasuredPlan(trial.outcome.order, trial.outcome.memory))
 
     def next_candidate(self) -> bool:
         """Whether another plan is worth compiling; if so, `plan` returns it from now on."""
@@ -265,7 +271,7 @@ class CalibratedSearch:
         graph = self.chains.contracted
         known: list[tuple[int, tuple[int, ...]]] = []
         for plan in self._store.all():
-            if self._least_bytes <= plan.peak_bytes <= self._calibration.limit_bytes:
+            if self._least_bytes <= plan.memory.peak_bytes <= self._calibration.limit_bytes:
                 try:
                     known.append((simulate(graph, Plan.from_order(graph, plan.order)).cost, plan.order))
                 except (CheckmateError, IndexError):
