@@ -77,19 +77,24 @@ def predicted_peak(chains: ContractChains, order: Sequence[int], trailing: froze
     kinds = _fusible_kinds(graph)
     runs = _Runs(graph, plan, kinds)
     rows = {o for o, part in enumerate(chains.parts) if part[-1] in trailing}
-    stored: list[StorageLifetime] = []
-    dying: dict[tuple[int, int], list[int]] = {}  # by the step that reads a storage last, and its size
+    stored, fused = [], []
     for life in storage_lifetimes(graph, plan):
+        (fused if runs.contain(life, rows) else stored).append(life)
+    until: dict[int, int] = {}  # steps that store nothing to the step of the kernel that they are part of
+    for life in sorted(fused, key=lambda life: -life.made_at):
+        last = runs.reads(life)[-1]
+        until[life.made_at] = max(until.get(life.made_at, 0), until.get(last, last))
+    dying: dict[tuple[int, int], list[int]] = {}  # by the step that reads a storage last, and its size
+    for at, life in enumerate(stored):
         reads = runs.reads(life)
-        if not runs.contain(life, reads, rows):
-            if reads:
-                dying.setdefault((reads[-1], graph.values[life.value].size_bytes), []).append(len(stored))
-            stored.append(life)
+        if life.gone_at <= len(plan.steps) and reads:
+            last = until.get(reads[-1], reads[-1])
+            stored[at] = life._replace(gone_at=max(life.gone_at, last + 1))
+            if last == reads[-1] or runs.pointwise(reads[-1]):  # a pointwise op that stores nothing is part of its readers
+                dying.setdefault((last, graph.values[life.value].size_bytes), []).append(at)
     for life in tuple(stored):
-        step = plan.steps[life.made_at]
-        assert isinstance(step, Compute)
         over = dying.get((life.made_at, graph.values[life.value].size_bytes))
-        if graph.ops[step.op].kind in kinds.pointwise and over and stored[over[-1]].gone_at <= len(plan.steps):
+        if over and runs.pointwise(life.made_at):
             at = over.pop()
             stored[at] = stored[at]._replace(gone_at=life.made_at)
     change = np.zeros(len(plan.steps) + 2, dtype=np.int64)
@@ -111,7 +116,7 @@ class _Runs:
 
     def __init__(self, graph: Graph, plan: Plan, kinds: FusibleKinds) -> None:
         self._graph, self._plan = graph, plan
-        self._reductions = kinds.reductions
+        self._kinds = kinds
         self._run: dict[int, int] = {}  # step to the number of its run
         self._reads: dict[int, list[int]] = {}  # storage's owner to the steps that read it
         self._views: dict[int, list[int]] = {}
@@ -132,22 +137,26 @@ class _Runs:
         """Steps that read a storage, views aside."""
         return _between(self._reads.get(life.value, []), life)
 
-    def contain(self, life: StorageLifetime, reads: Sequence[int], rows: set[int]) -> bool:
+    def pointwise(self, step: int) -> bool:
+        """Whether a step computes a pointwise op."""
+        run = self._plan.steps[step]
+        return isinstance(run, Compute) and self._graph.ops[run.op].kind in self._kinds.pointwise
+
+    def contain(self, life: StorageLifetime, rows: set[int]) -> bool:
         """Whether a storage is made and read inside one run, by ops whose loops are fused.
 
         Args:
             life: The storage.
-            reads: Steps that read it.
             rows: Ops that reduce the last dimensions.
         """
-        run = self._run.get(life.made_at)
+        run, reads = self._run.get(life.made_at), self.reads(life)
         if run is None or not reads or life.gone_at > len(self._plan.steps):
             return False
         later = _between(self._views.get(life.value, []), life)
         if any(self._run.get(p) != run for p in reads) or (later and later[-1] > reads[-1]):
             return False
         readers = [step.op for step in map(self._plan.steps.__getitem__, reads) if isinstance(step, Compute)]
-        return all(o in rows or self._graph.ops[o].kind not in self._reductions for o in readers)
+        return all(o in rows or self._graph.ops[o].kind not in self._kinds.reductions for o in readers)
 
 
 def _between(steps: Sequence[int], life: StorageLifetime) -> list[int]:

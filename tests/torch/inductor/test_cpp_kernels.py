@@ -1,0 +1,74 @@
+"""C++ kernels of generated modules, compiled many to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._inductor.async_compile import AsyncCompile
+
+from checkmate.torch._compat.cpp_kernels import PendingKernels
+from checkmate.torch._compat.inductor import inductor_config
+
+HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
+ARGUMENTS = ["const float*", "float*", "const int64_t"]
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process() -> Iterator[None]:
+    with inductor_config.patch(compile_threads=1):
+        yield
+
+
+def source(operation: str) -> str:
+    """A kernel that calls a function of the same name as that of every other kernel."""
+    return f"""
+{HEADER}
+#include <cmath>
+static float helper(float x) {{ return {operation}; }}
+extern "C" void kernel(const float* in_ptr, float* out_ptr, const int64_t size)
+{{ for (int64_t i = 0; i < size; i++) out_ptr[i] = helper(in_ptr[i]); }}
+"""
+
+
+def test_kernels_of_one_file_are_the_kernels_of_single_files() -> None:
+    """With their own functions beside them, and equal ones once."""
+    pending, scope = PendingKernels(), {}
+    operations = {"double": "2 * x", "root": "std::sqrt(x)", "twice": "2 * x"}
+    with pending.collecting():
+        compiler = AsyncCompile()
+        for name, operation in operations.items():
+            scope[name] = compiler.cpp_pybinding(ARGUMENTS, source(operation))
+        compiler.wait(scope)
+    waiting = dict(scope)
+    pending.build()
+    x, out = torch.tensor([1.0, 4.0]), torch.empty(2)
+    found = {}
+    for name, kernel in scope.items():
+        kernel(x, out, 2)
+        found[name] = out.tolist()
+    assert found == {"double": [2.0, 8.0], "root": [1.0, 2.0], "twice": [2.0, 8.0]}
+    assert scope["double"] is scope["twice"]
+    assert scope["double"] is not waiting["double"]
+    waiting["root"](x, out, 2)  # a module that kept the kernel before it was built
+    assert out.tolist() == [1.0, 2.0]
+
+
+def test_a_kernel_that_is_called_before_it_is_built_is_built() -> None:
+    """Code that was generated for a plan that was not chosen may run all the same."""
+    pending, scope = PendingKernels(), {}
+    with pending.collecting():
+        scope["kernel"] = AsyncCompile().cpp_pybinding(ARGUMENTS, source("x + 1"))
+    out = torch.empty(1)
+    scope["kernel"](torch.ones(1), out, 1)
+    assert out.item() == 2
+
+
+def test_kernels_outside_are_built_at_once() -> None:
+    """Inductor's own functions are back."""
+    with PendingKernels().collecting():
+        pass
+    out = torch.empty(1)
+    AsyncCompile().cpp_pybinding(ARGUMENTS, source("x - 1"))(torch.ones(1), out, 1)
+    assert out.item() == 0
