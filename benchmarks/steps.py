@@ -98,6 +98,7 @@ def observe(variant: Variant) -> None:
         loss = variant.step()
         gradients = [p.grad for p in variant.model.parameters()]
         variant.row["bits"] = variant.row["own_bits"] = digest(loss, *gradients, *variant.model.buffers())
+        del loss, gradients  # held until the next step is over they would count there
     variant.model.zero_grad(set_to_none=True)
     variant.step()
     variant.model.zero_grad(set_to_none=True)

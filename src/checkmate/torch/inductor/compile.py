@@ -37,6 +37,7 @@ from checkmate.torch._compat.inductor import (
     unfused_addmm,
     use_inductor_choices,
 )
+from checkmate.torch._compat.profiler import profiler_running
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.account import Account
@@ -180,7 +181,9 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
         if search.next_candidate():
             continue
         chosen = search.best()
-        while chosen is not None and not search.trials[chosen].measured:
+        # Under a profiler of the user's a step compiled anew is not measured; its count is what a measurement would confirm.
+        busy = compilation.ranks is None and profiler_running()
+        while chosen is not None and not search.trials[chosen].measured and not busy:
             search.correct(chosen, _measure(compilations[chosen], example_inputs, task))
             chosen = search.best()
         if chosen is not None:
@@ -266,12 +269,13 @@ def _measure(compiled: Compiled, example_inputs: Sequence[Any], task: Task) -> S
 
 
 def _with_measurement(compiled: Compiled, search: CalibratedSearch, chosen: int) -> Compiled:
-    """The compilation with its measured memory, as a remark of its result and for the checks of its runs."""
+    """The compilation with its memory, as a remark of its result and for the checks of its runs."""
     assert compiled.planned is not None
     capture, result = compiled.planned
     step = search.trials[chosen].outcome.memory
     peak = format_bytes(step.peak_bytes)
-    remark = f"compiled by Inductor (plan {len(search.trials)}): measured peak {peak} above the resident bytes"
+    how = "measured" if search.trials[chosen].measured else "counted"
+    remark = f"compiled by Inductor (plan {len(search.trials)}): {how} peak {peak} above the resident bytes"
     compiled.planned = (capture, msgspec.structs.replace(result, remarks=(*result.remarks, remark)))
     assert compiled.joint is not None
     compiled.measured = (compiled.joint, compiled.planned[1], step)
