@@ -181,7 +181,7 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
         if search.next_candidate():
             continue
         chosen = search.best()
-        # Under a profiler of the user's a step compiled anew is not measured; its count is what a measurement would confirm.
+        # While another profiler runs nothing can be measured; the count is what a measurement would confirm.
         busy = compilation.ranks is None and profiler_running()
         while chosen is not None and not search.trials[chosen].measured and not busy:
             search.correct(chosen, _measure(compilations[chosen], example_inputs, task))
