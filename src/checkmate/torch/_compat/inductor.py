@@ -200,7 +200,7 @@ _WITHOUT_MEMORY = frozenset(
 
 
 def _events(graph: GraphLowering, line: Any, kept: set[str]) -> list[Allocate | Alias | Free | Run] | None:
-    """What a line does to memory; None if that is not known."""
+    """The effect of a line on memory; None if that is not known."""
     match line:
         case lines.AllocateLine():
             return [Allocate(line.node.get_name(), (_storage_bytes(graph, line.node),), _device(line.node))]
@@ -224,7 +224,7 @@ def _events(graph: GraphLowering, line: Any, kept: set[str]) -> list[Allocate | 
 
 
 def _results(graph: GraphLowering, node: Any) -> list[Allocate | Alias]:
-    """What a kernel that allocates its results binds its name to."""
+    """The effect on memory of a kernel that allocates its results."""
     name = node.get_name()
     if isinstance(node.layout, ir.MultiOutputLayout):
         parts = _parts(graph, name)

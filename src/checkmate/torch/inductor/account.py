@@ -62,7 +62,7 @@ class Heap:
             self.bind(name, storages)
 
     def __getitem__(self, name: str) -> tuple[Storage, ...]:
-        """What a name keeps alive: one storage for a tensor, several for a tuple, none for what exists outside."""
+        """The storages that a name keeps alive: one for a tensor, several for a tuple, none for what exists outside."""
         return self._names.get(name, ())
 
     def bind(self, name: str, storages: tuple[Storage, ...]) -> None:
@@ -116,7 +116,7 @@ def run_on(heap: Heap, module: GeneratedModule, workspace: Workspace) -> None:
 
 
 class Account:
-    """What a forward and a backward take, counted while Inductor generates them.
+    """The memory of a forward and a backward, counted while Inductor generates them.
 
     Args:
         workspace: Workspace of ops of other libraries.
