@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
@@ -36,7 +36,7 @@ def checkmate(
     Args:
         gm: The graph that Dynamo traced.
         example_inputs: Its inputs, as Dynamo traced them.
-        mode: The ``mode`` of ``torch.compile``; any value but None is refused.
+        mode: The ``mode`` of ``torch.compile``, the same as the option of that name.
         options: The options, by name; see `Options`.
         kwargs: Options as keywords.
 
@@ -57,16 +57,11 @@ def _parsed(
     mode: str | None = None, options: Mapping[str, Any] | None = None, keywords: Mapping[str, Any] | None = None
 ) -> Options:
     """The options of a call of ``torch.compile``; parsed once for its calls and all of its graphs."""
-    given = {**(options or {}), **(keywords or {})}
+    given = {**(options or {}), **(keywords or {}), **({} if mode is None else {"mode": mode})}
     known = [p for o, copy, p in _PARSED if o is options and copy == given]
     parsed = known[0] if known else Options.of(given)
     if not known and options is not None:
         _PARSED.append((options, given, parsed))
-    if mode is not None:
-        raise OptionError(
-            f"mode={mode!r} has no meaning for backend 'checkmate'",
-            hint="leave out mode; torch.compile(..., backend='checkmate', options={'budget': '8GiB'}) sets the options",
-        )
     return parsed
 
 

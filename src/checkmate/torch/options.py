@@ -15,6 +15,7 @@ from checkmate.frontend.options import PlanningOptions, PlanSource
 from checkmate.solvers.session import Solver
 
 Compiler = Literal["eager", "inductor"]
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Outputs = Literal["held", "released"]
 CostSource = Literal["measured", "estimated", "flops"]
 """Where costs come from; ``"flops"`` is the earlier name of ``"estimated"``."""
@@ -62,6 +63,10 @@ class Options:
             data of their sizes on this device; they are looked for where whole ops have no plan, or an overhead above 10 %.
             With ``"auto"`` also those with sums over the pieces, which have another order than in the plain step, so that
             gradients are not bitwise the same. With ``compiler="inductor"`` and with several ranks all ops run whole.
+        mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``. CUDA graphs, which ``"reduce-overhead"`` and
+            ``"max-autotune"`` ask for, have no effect on a CPU, and are refused on a GPU under a budget.
+        inductor_options: Settings of ``torch._inductor.config`` by name, for ``compiler="inductor"``; they override those of the
+            mode. Settings that would undo the plan are refused.
     """
 
     budget: Amount | Budget | None = None
@@ -80,6 +85,8 @@ class Options:
     costs: CostSource = "measured"
     unplanned: Unplanned = "error"
     chunking: Chunking = "exact"
+    mode: Mode = "default"
+    inductor_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds = {
@@ -90,6 +97,7 @@ class Options:
             "ranks": RanksMode,
             "unplanned": Unplanned,
             "chunking": Chunking,
+            "mode": Mode,
         }
         for name, kind in kinds.items():
             if getattr(self, name) not in get_args(kind):
@@ -102,6 +110,19 @@ class Options:
                 "chunking='auto' needs compiler='eager': Inductor fuses ops and chooses their order itself",
                 hint="leave out compiler, or chunking",
             )
+        if self.compiler == "eager" and (self.mode != "default" or self.inductor_options):
+            given = "inductor_options" if self.mode == "default" else f"mode={self.mode!r}"
+            raise OptionError(
+                f"{given} needs compiler='inductor': compiler='eager' runs the ops of the plan as they are",
+                hint=f"set compiler='inductor', or leave out {given}; torch.compile takes either mode or options, so that with "
+                "a budget the mode is one of its options: options={'budget': ..., 'compiler': 'inductor', 'mode': ...}",
+            )
+        if not isinstance(self.inductor_options, Mapping):
+            raise OptionError(
+                f"inductor_options={self.inductor_options!r} is not a mapping",
+                hint="give settings by name, such as inductor_options={'epilogue_fusion': True}",
+            )
+        object.__setattr__(self, "inductor_options", {str(name): value for name, value in self.inductor_options.items()})
         planning = self.planning  # parsed now, so that an unreadable budget is refused before anything is traced
         for name in ("budget", "solver", "plan"):
             object.__setattr__(self, name, getattr(planning, name))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.choices import InductorChoices
@@ -34,6 +35,7 @@ __all__ = [
     "compile_fx_inner",
     "inductor_config",
     "prefers_channels_last",
+    "stock_patches",
     "unfused_addmm",
     "use_inductor_choices",
     "watch_generated_modules",
@@ -46,6 +48,20 @@ use_inductor_choices = V.set_choices_handler
 def prefers_channels_last(gm: GraphModule) -> bool:
     """Whether Inductor's own heuristic (device, sizes, configuration) would convert convolutions to channels last."""
     return GraphLowering.decide_layout_opt(gm, is_inference=False)
+
+
+def stock_patches(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that ``torch.compile(backend="inductor")`` would compile with.
+
+    Args:
+        mode: Its ``mode``.
+        options: Its ``options``; they override those of the mode. (`torch.compile` itself takes one of the two, the class that
+            it hands them to takes both.)
+
+    Raises:
+        RuntimeError: An option is unknown, or its value has another type.
+    """
+    return dict(torch._TorchCompileInductorWrapper(mode, dict(options), None).config)
 
 
 @contextmanager

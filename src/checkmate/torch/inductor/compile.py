@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
+from checkmate.torch.inductor.settings import config_patches
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.trial_step import measure_step
 from checkmate.torch.options import Options
@@ -51,12 +52,6 @@ from checkmate.torch.partition.split import CapturedJoint, Recapture, Task, part
 from checkmate.torch.passes.channels_last import with_channels_last
 
 _log = logging.getLogger("checkmate.torch")
-
-INDUCTOR_CONFIG: dict[str, Any] = {
-    "reorder_for_peak_memory": False,  # it would undo the order of the plan
-    "allow_buffer_reuse": False,  # it keeps dead buffers for later ones of equal size: up to 15 % above the planned peak
-}
-"""Decisions of Inductor that are left to the plan."""
 
 
 class ReplaceableCallable:
@@ -166,11 +161,13 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
     """
     _refuse_unmeasurable(example_inputs)
     task, options = compilation.task, compilation.options
-    search = CalibratedSearch(compilation, _compiler_fingerprint(example_inputs, options))
+    patches = config_patches(options, {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
+    search = CalibratedSearch(compilation, _compiler_fingerprint(example_inputs, options, patches))
     compilations: list[Compiled] = []
     best: Compiled | None = None
     while True:
-        compiled = _generate(gm, example_inputs, dataclasses.replace(task, plan=functools.partial(_plan, search)), options)
+        planning = dataclasses.replace(task, plan=functools.partial(_plan, search))
+        compiled = _generate(gm, example_inputs, planning, options, patches)
         if compiled.planned is None or not search.measures:
             compiled.kernels.build()
             return compiled
@@ -229,7 +226,9 @@ def _plan(search: CalibratedSearch, capture: Capture, recapture: Recapture) -> t
     return dataclasses.replace(capture, graph=graph), result
 
 
-def _generate(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options) -> Compiled:
+def _generate(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options, settings: Mapping[str, Any]
+) -> Compiled:
     """Generate the code of the graph under the plan of a task, whatever its peak; its C++ kernels are not built."""
     callables: dict[str, ReplaceableCallable] = {}
 
@@ -244,7 +243,7 @@ def _generate(gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, opt
     partitioner = PlanPartitioner(task, options)
     copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes its graph in place, and the next trial needs it unchanged
     copy.meta = dict(gm.meta)
-    patches = {**INDUCTOR_CONFIG, "custom_partitioner_fn": partitioner}
+    patches = {**settings, "custom_partitioner_fn": partitioner}
     # The backward is compiled now, not at its first run: a trial step runs it while Dynamo is still compiling, and Dynamo's
     # metrics of a compilation can be recorded only once.
     early = functorch_config.patch(force_non_lazy_backward_lowering=True)
@@ -303,7 +302,7 @@ def _refuse_unmeasurable(inputs: Sequence[Any]) -> None:
             )
 
 
-def _compiler_fingerprint(inputs: Sequence[Any], options: Options) -> str:
+def _compiler_fingerprint(inputs: Sequence[Any], options: Options, patches: Mapping[str, Any]) -> str:
     """Hash of everything except the graph that decides on the measured memory of a compiled plan."""
     devices = {t.device for t in inputs if isinstance(t, torch.Tensor)}
     settings = {
@@ -317,6 +316,7 @@ def _compiler_fingerprint(inputs: Sequence[Any], options: Options) -> str:
             k: v if isinstance(v, (int, float, str, type(None))) else repr(type(v))
             for k, v in inductor_config.save_config_portable().items()
         },
+        "patches": {name: repr(value) for name, value in patches.items()},
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import Checkpoints, Chunking, Compiler, CostSource, Options, Outputs, check_chunking
+from checkmate.torch.options import Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
 from checkmate.torch.step.programs import Loss, check_micro_batches
 from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step, validate_example
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
@@ -121,6 +121,8 @@ def compile(  # noqa: A001 - named like torch.compile
     costs: CostSource = "measured",
     chunking: Chunking = "exact",
     dynamic: bool = False,
+    mode: Mode = "default",
+    inductor_options: Mapping[str, Any] | None = None,
 ) -> Step:
     """A training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
 
@@ -159,6 +161,8 @@ def compile(  # noqa: A001 - named like torch.compile
         chunking: Whether ops on large tensors may run piece by piece: where no bit changes, also with sums, or never.
         dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
             every shape is compiled and planned separately.
+        mode: The ``mode`` of `torch.compile`, with ``compiler="inductor"``.
+        inductor_options: Settings of ``torch._inductor.config`` by name, with ``compiler="inductor"``.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -187,6 +191,8 @@ def compile(  # noqa: A001 - named like torch.compile
         checkpoints=checkpoints,
         costs=costs,
         chunking=chunking,
+        mode=mode,
+        inductor_options=inductor_options or {},
     )
     if checkpoints == "respected":
         if whole:

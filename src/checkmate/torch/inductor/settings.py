@@ -1,0 +1,85 @@
+"""Inductor's configuration for a compilation: what the user asked for, and the decisions that are left to the plan.
+
+``mode`` and ``inductor_options`` mean what ``mode`` and ``options`` mean to ``torch.compile`` with its own backend: both are patches
+of Inductor's configuration, and an option overrides the same one of the mode.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from typing import Any
+
+from checkmate.core.errors import OptionError
+from checkmate.torch._compat.inductor import inductor_config, stock_patches
+from checkmate.torch.options import Options
+
+_log = logging.getLogger("checkmate.torch")
+
+PLANNED_SETTINGS: dict[str, Any] = {
+    "reorder_for_peak_memory": False,  # it would undo the order of the plan
+    "allow_buffer_reuse": False,  # it keeps dead buffers for later ones of equal size: up to 15 % above the planned peak
+    "memory_planning": False,  # it allocates pools, which live longer than what is in them
+}
+"""Decisions of Inductor that are left to the plan."""
+
+_INSTALLED = {
+    "custom_partitioner_fn": "the plan enters there",
+    "inductor_choices_class": "the choices that keep ops apart in time are installed there",
+}
+"""Options whose place is taken, with the reason."""
+
+_CUDA_GRAPHS = "triton.cudagraphs"
+
+
+def config_patches(options: Options, device_types: set[str]) -> dict[str, Any]:
+    """Patches of Inductor's configuration for a compilation under a plan, without its partitioner.
+
+    Args:
+        options: The user's options.
+        device_types: Types of the devices that the inputs are on.
+
+    Returns:
+        Values by the names of `torch._inductor.config`.
+
+    Raises:
+        OptionError: An option is unknown or has a value of another type, would undo the plan, or asks for CUDA graphs under a
+            budget.
+    """
+    for given, value in options.inductor_options.items():
+        _refuse(given.replace("-", "_"), given, value)
+    try:
+        patches = stock_patches(options.mode, dict(options.inductor_options))
+    except RuntimeError as error:  # a value of another type
+        raise OptionError(f"inductor_options: {error}", hint="see torch._inductor.config for the type of each option") from None
+    wanted = patches.get(_CUDA_GRAPHS, inductor_config.triton.cudagraphs)
+    if wanted and "cuda" not in device_types:
+        if _CUDA_GRAPHS in patches:
+            how = f"mode={options.mode!r}" if _CUDA_GRAPHS not in options.inductor_options else "triton.cudagraphs"
+            _log.warning("%s asks for CUDA graphs, which have no effect on a CPU: the step is compiled without them", how)
+        patches[_CUDA_GRAPHS] = False
+    elif wanted and options.budget is not None:
+        raise OptionError(
+            "CUDA graphs cannot be used under a budget: what a replayed graph uses stays in a memory pool of its own, and a trial "
+            "step, which measures what is allocated while it runs, does not count that pool",
+            hint="set mode='max-autotune-no-cudagraphs', or inductor_options={'triton.cudagraphs': False}",
+        )
+    return {**patches, **PLANNED_SETTINGS}
+
+
+def _refuse(name: str, given: str, value: Any) -> None:
+    """Refuse an option that is unknown, or that would undo the plan."""
+    known = inductor_config.get_config_copy()
+    if name not in known:
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+        raise OptionError(
+            f"unknown option {given!r} in inductor_options; the nearest known one is {near!r}",
+            hint="use names of torch._inductor.config, as torch._inductor.list_options() lists them",
+        )
+    if name in _INSTALLED:
+        raise OptionError(f"inductor_options={{{given!r}: ...}} cannot be: {_INSTALLED[name]}", hint=f"leave out {given!r}")
+    if name in PLANNED_SETTINGS and value != PLANNED_SETTINGS[name]:
+        raise OptionError(
+            f"inductor_options={{{given!r}: {value!r}}} would undo the plan, which decides what is in memory at each time",
+            hint=f"leave out {given!r}; it is {PLANNED_SETTINGS[name]!r} under a plan",
+        )
