@@ -185,7 +185,7 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation:
         compilation.refuse_inference()
         return compiled.run
     if compiled.measured is not None:
-        compilation.guard(*compiled.measured, replaceable=False)
+        compilation.guard(*compiled.measured, replaceable=False, num_symbols=compiled.num_symbols)
     compiled.forward.run = compilation.forward(compiled.forward.run)
     compiled.backward.run = compilation.backward(compiled.backward.run)
     compilation.hooks.planned(*compiled.planned)

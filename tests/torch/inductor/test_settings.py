@@ -67,7 +67,9 @@ def test_cuda_graphs_on_a_cpu_are_left_out_and_said(mode: str, caplog: pytest.Lo
 
 def test_cuda_graphs_are_refused_under_a_budget_only() -> None:
     """The trial step does not count what their memory pool holds, so that the promise could not be checked."""
-    with pytest.raises(OptionError, match="(?s)CUDA graphs cannot be used under a budget.*max-autotune-no-cudagraphs") as refused:
+    with pytest.raises(
+        OptionError, match=r"(?s)CUDA graphs cannot be used under a budget.*max-autotune-no-cudagraphs"
+    ) as refused:
         settings("cuda", mode="max-autotune", budget="1GiB")
     assert "inductor_options={'triton.cudagraphs': False}" in refused.value.hint
     assert not settings("cuda", mode="max-autotune", budget="1GiB", inductor_options={"triton.cudagraphs": False})[
@@ -121,7 +123,7 @@ def test_eager_has_no_modes_and_other_values_are_refused(options: dict[str, Any]
 def test_a_mode_without_options_says_how_to_give_both() -> None:
     """`torch.compile` refuses mode and options together, before any backend sees them."""
     run = torch.compile(mlp(), backend="checkmate", mode="max-autotune")
-    with pytest.raises(OptionError, match="torch.compile takes either mode or options") as refused:
+    with pytest.raises(OptionError, match=r"torch\.compile takes either mode or options") as refused:
         run(input_of("dropout"))
     assert "options={'budget': ..., 'compiler': 'inductor', 'mode': ...}" in refused.value.hint
 
@@ -150,7 +152,8 @@ def test_a_mode_keeps_the_budget_and_the_bits(caplog: pytest.LogCaptureFixture) 
     """ "reduce-overhead" on a CPU: the same bits and the same peak as without it, and a word that says so."""
     model, x = mlp(depth=2), input_of("dropout", 512)
     seen = []
-    for options in ({}, {"mode": "reduce-overhead"}):
+    ways: tuple[dict[str, Any], ...] = ({}, {"mode": "reduce-overhead"})
+    for options in ways:
         torch._dynamo.reset()
         run, _ = compiled(lambda: model(x).square().mean(), budget="80%", compiler="inductor", time_limit_s=3, **options)
         left = observe(model, run)

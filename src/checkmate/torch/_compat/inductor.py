@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import wrapper as lines
+from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.fx_passes.post_grad import addmm as fuse_addmm
@@ -22,6 +23,8 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import get_dtype_size
 from torch._inductor.virtualized import V
 from torch.fx import GraphModule, Node
+
+from checkmate.torch._compat.symbolic import at_upper_bounds, largest_value
 
 __all__ = [
     "Alias",
@@ -36,6 +39,7 @@ __all__ = [
     "inductor_config",
     "prefers_channels_last",
     "stock_patches",
+    "sums_for_every_size",
     "unfused_addmm",
     "use_inductor_choices",
     "watch_generated_modules",
@@ -77,6 +81,30 @@ def unfused_addmm() -> Iterator[None]:
         for entry in entries:
             if getattr(entry, "handler", None) is fuse_addmm:
                 stack.enter_context(patch.object(entry, "extra_check", lambda match: False))
+        yield
+
+
+@contextmanager
+def sums_for_every_size() -> Iterator[None]:
+    """Have a C++ kernel add in the way of its largest size where sizes are symbolic, instead of guarding on one way.
+
+    Inductor adds more than 4096 numbers in cascades, which are right for fewer as well. Where it guarded on that, code for up to
+    512 rows of 64 numbers would serve no fewer than 65 rows, and ``mark_dynamic`` with a range beyond that would be an error.
+    """
+    decide = CppKernel.need_use_acc_helper
+
+    def decided(kernel: CppKernel, *args: Any, **kwargs: Any) -> bool:
+        sizes = V.graph.sizevars
+        guard = sizes.guard_or_false
+
+        def at_largest(condition: Any) -> bool:
+            largest = at_upper_bounds(condition, sizes.shape_env)
+            return guard(condition) if largest is None else largest
+
+        with patch.object(sizes, "guard_or_false", at_largest):
+            return decide(kernel, *args, **kwargs)
+
+    with patch.object(CppKernel, "need_use_acc_helper", decided):
         yield
 
 
@@ -263,13 +291,17 @@ def _position(graph: GraphLowering, name: str, part: str) -> int | None:
 
 
 def _storage_bytes(graph: GraphLowering, node: Any) -> int:
-    """Bytes of the storage that a buffer is allocated with."""
+    """Bytes of the storage that a buffer is allocated with; symbolic sizes count as the largest that they can be."""
     layout = node.get_output_spec() if isinstance(node, ir.Buffer) else node.get_layout()
     if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
         return 0
-    sizes = graph.sizevars
+    sizes, extent = graph.sizevars, graph.get_allocation_storage_size(node)
+    if getattr(extent, "free_symbols", None):
+        # Inductor names some expressions by symbols of their own.
+        largest = largest_value(extent.xreplace(sizes.inv_precomputed_replacements), sizes.shape_env)
+        extent = extent if largest is None else largest
     hint = getattr(sizes, "optimization_hint", None) or getattr(sizes, "size_hint")  # noqa: B009
-    return int(hint(graph.get_allocation_storage_size(node), fallback=0)) * get_dtype_size(node.get_dtype())
+    return int(hint(extent, fallback=0)) * get_dtype_size(node.get_dtype())
 
 
 def _input_bytes(graph: GraphLowering, node: Any) -> int:

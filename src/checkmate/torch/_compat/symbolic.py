@@ -17,9 +17,12 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 __all__ = [
+    "at_upper_bounds",
     "bound_by_hint",
     "emit_expression",
+    "guards_against_upper_bounds",
     "is_automatic_dynamic",
+    "largest_value",
     "upper_bound",
     "user_upper_bound",
     "value_at_upper_bounds",
@@ -78,11 +81,20 @@ def upper_bound(number: torch.SymInt) -> int | None:
     Interval arithmetic decides where its bound is attained with every symbol at its upper bound. Elsewhere, as in
     ``1024 - n``, the expression is sampled along the range of each symbol.
     """
-    node = number.node
-    ranges = {s: node.shape_env.var_to_range[s] for s in node.expr.free_symbols}
+    return largest_value(number.node.expr, number.node.shape_env)
+
+
+def largest_value(expression: Any, env: Any) -> int | None:
+    """Largest value of an expression of sympy over the ranges of its symbols; None if one of them has no upper bound.
+
+    Args:
+        expression: The expression.
+        env: The ``ShapeEnv`` of its symbols.
+    """
+    ranges = {s: env.var_to_range[s] for s in expression.free_symbols}
     if any(r.upper is int_oo for r in ranges.values()):
         return None
-    return _largest(node.expr, tuple(sorted(((s, int(r.lower), int(r.upper)) for s, r in ranges.items()), key=str)))
+    return _largest(expression, tuple(sorted(((s, int(r.lower), int(r.upper)) for s, r in ranges.items()), key=str)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,6 +110,20 @@ def _largest(expression: Any, ranges: tuple[tuple[Any, int, int], ...]) -> int:
                 value = expression.xreplace({**corner, symbol: sympy.Integer(size)})
                 found += [int(value)] if value.is_Integer else []
     return max(found)
+
+
+def at_upper_bounds(condition: Any, env: Any) -> bool | None:
+    """Whether a condition of sympy holds where every symbol is at its upper bound; None if a symbol has none."""
+    upper = {s: env.var_to_range[s].upper for s in condition.free_symbols if s in env.var_to_range}
+    if len(upper) < len(condition.free_symbols) or int_oo in upper.values():
+        return None
+    return {sympy.true: True, sympy.false: False}.get(condition.xreplace(upper))
+
+
+def guards_against_upper_bounds(env: Any) -> list[str]:
+    """Guards of a ``ShapeEnv`` that do not hold where every symbol that has an upper bound is at it, as text."""
+    upper = {s: r.upper for s, r in env.var_to_range.items() if r.upper is not int_oo}
+    return [str(g.expr) for g in env.guards if g.expr.xreplace(upper) == sympy.false]
 
 
 def emit_expression(graph: fx.Graph, number: torch.SymInt, known: Mapping[sympy.Expr, fx.Node]) -> fx.Node | None:

@@ -177,7 +177,7 @@ class Compilation:
 
         return observed
 
-    def guard(self, joint: CapturedJoint, result: Result, memory: StepMemory, *, replaceable: bool) -> None:
+    def guard(self, joint: CapturedJoint, result: Result, memory: StepMemory, *, replaceable: bool, num_symbols: int = 0) -> None:
         """Have the coordinator run a graph.
 
         Args:
@@ -185,12 +185,13 @@ class Compilation:
             result: Its plan.
             memory: Memory of the plan, predicted or measured.
             replaceable: Whether a program of another plan can take the place of this one without compiling again.
+            num_symbols: How many symbolic sizes the forward saves for the backward, where that is known already.
         """
         graph = joint.capture.graph
         gradients = self.resident.gradients_bytes + self._wrapped.bucket_view_bytes
         self.planned = PlannedGraph(
             joint=joint,
-            own=Program(result, memory, accumulated=accumulated_inputs(joint.capture.joint)),
+            own=Program(result, memory, accumulated=accumulated_inputs(joint.capture.joint), num_symbols=num_symbols),
             alone=self._alone(graph) or self.shared_order(graph) is not None,
             options=self.options.planning,
             resident=self.resident,
@@ -201,6 +202,7 @@ class Compilation:
             recompile=self._recompile,
             searched_s=self._searched_s,
             replaceable=replaceable,
+            num_symbols=num_symbols,
             chunks=self._chunks,
             offered=self._offered,
         )

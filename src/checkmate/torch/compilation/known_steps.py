@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from checkmate.core.budget import Budget
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.torch.compilation.accumulation import Origins
@@ -165,6 +165,7 @@ class KnownSteps:
         Raises:
             InfeasibleBudgetError: No plan keeps the budget.
             PlanNotFoundError: No plan was found in time.
+            OptionError: Inductor compiled several graphs for sizes that change.
         """
         known = self._known.get(id(first)) or self._compiled_before(first, args)
         return self._plan_of(self._followed.get((id(self._newest), id(first)), known[-1])) if known else None
@@ -211,26 +212,32 @@ class KnownSteps:
         for room in rooms if step.ranks is None else []:  # other ranks may have no reason to plan
             with contextlib.suppress(InfeasibleBudgetError, PlanNotFoundError):
                 return replace(self._planned(step, gradients, gradient_bytes, room), grown=before.grown + 1)
+        self._warn_once(
+            step,
+            "tensors of earlier steps, such as outputs that are held, take %s more than when the step was planned, and no "
+            "plan was found that keeps the budget of %s beside them: the plan before is used, and may exceed it by as much",
+            format_bytes(more),
+            step.recorder.runs[0].planned.budget,
+        )
+        return _Planned(before.plan, carried, grown=before.grown + 1)
+
+    def _warn_once(self, step: _KnownStep, message: str, *args: Any) -> None:
         if id(step) not in self._warned:
             self._warned.add(id(step))
-            _log.warning(
-                "tensors of earlier steps, such as outputs that are held, take %s more than when the step was planned, and no "
-                "plan was found that keeps the budget of %s beside them: the plan before is used, and may exceed it by as much",
-                format_bytes(more),
-                step.recorder.runs[0].planned.budget,
-            )
-        return _Planned(before.plan, carried, grown=before.grown + 1)
+            _log.warning(message, *args)
 
     def _planned(self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int, carried: tuple[int, ...]) -> _Planned:
         runs = step.recorder.runs
         if any(run.planned.options.plan is not None for run in runs):
             return _Planned(None, carried)  # a plan that the user gave is for one of the graphs
-        alone = len(runs) == 1 and runs[0].planned.alone and not runs[0].undefined
+        fixed = any(run.planned.dynamic and not run.planned.replaceable for run in runs)
+        alone = len(runs) == 1 and (runs[0].planned.alone or fixed) and not runs[0].undefined
         alone = alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes
         if alone and _same_accumulation(runs[0].planned.own, gradients):
             own = runs[0].planned.own
             eager_bytes = step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
-            free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
+            # What the plan was predicted to take is not what it takes where a compiler fused its ops, and that was measured.
+            free = own.result.budget_bytes - runs[0].planned.joint.capture.graph.resident_bytes
             free -= eager_bytes if _matters(eager_bytes) else 0
             free += runs[0].planned.unread_bytes  # which are carried, and in the peak of the plan
             if own.memory.forward_peak_bytes + carried[1] <= free and own.memory.backward_peak_bytes + carried[2] <= free:
@@ -238,6 +245,21 @@ class KnownSteps:
         compiled_again = [run.planned.key for run in runs if not run.planned.replaceable]
         if compiled_again and all(key in self._shares for key in compiled_again):
             return _Planned(None, carried)  # they were compiled for the plan of this step
+        if fixed:
+            # Compiled again it would be for the sizes of the next batch, whatever sizes were announced.
+            if len(runs) > 1:
+                raise OptionError(
+                    f"this step runs {len(runs)} graphs, and compiler='inductor' plans only one graph for sizes that change",
+                    hint="compile the model with its loss as one graph, or compile with dynamic=False, or with compiler='eager'",
+                )
+            self._warn_once(
+                step,
+                "gradients and outputs of earlier steps, or eager code, take more than a step compiled by Inductor leaves room for; "
+                "with dynamic sizes it is not compiled again, and may exceed its budget of %s: accumulate=True leaves room for "
+                "gradients, reserve for everything else",
+                runs[0].planned.budget,
+            )
+            return _Planned(None, carried)
         plan = plan_step(step.recorder, gradient_bytes, gradients.existing, gradients.accumulated, carried)
         _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
         if all(planned.replaceable for planned in plan.graphs):

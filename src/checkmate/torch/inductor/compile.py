@@ -25,7 +25,7 @@ from checkmate.core.errors import OptionError
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.aot import BoxedRun, functorch_config
+from checkmate.torch._compat.aot import BoxedRun, functorch_config, saved_symbols
 from checkmate.torch._compat.cpp_kernels import PendingKernels
 from checkmate.torch._compat.dispatch import FakeTensor
 from checkmate.torch._compat.inductor import (
@@ -34,14 +34,17 @@ from checkmate.torch._compat.inductor import (
     compile_fx_inner,
     inductor_config,
     prefers_channels_last,
+    sums_for_every_size,
     unfused_addmm,
     use_inductor_choices,
 )
 from checkmate.torch._compat.profiler import profiler_running
+from checkmate.torch._compat.symbolic import guards_against_upper_bounds
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.fusion import trailing_reductions
+from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensions, largest_inputs, traced_values
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.inductor.settings import config_patches
@@ -84,6 +87,7 @@ class Compiled:
         counted: The memory of its step as counted in its code; None if that is not known.
         joint: The captured joint graph; None for a graph without gradients.
         measured: The captured joint graph, its plan and the measured memory; None without a budget.
+        num_symbols: How many symbolic sizes the forward saves for the backward.
     """
 
     run: Callable[..., Any]
@@ -94,6 +98,7 @@ class Compiled:
     counted: StepMemory | None = None
     joint: CapturedJoint | None = None
     measured: tuple[CapturedJoint, Result, StepMemory] | None = None
+    num_symbols: int = 0
 
 
 class PlanPartitioner(CustomPartitionerFn):
@@ -156,13 +161,17 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
         The cheapest compilation whose measured peak keeps the budget; None if no compilation that was tried keeps it.
 
     Raises:
-        OptionError: The graph has symbolic sizes, or the given plan needs more than the budget.
+        OptionError: The graph was traced without real tensors, does not run at its largest sizes, or the given plan needs more
+            than the budget.
         CheckmateError: No plan was found.
     """
     _refuse_unmeasurable(example_inputs)
+    traced = traced_values(gm)
+    bound_sizes(traced)
     task, options = compilation.task, compilation.options
+    dynamic = dynamic_dimensions(traced)
     patches = config_patches(options, {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
-    search = CalibratedSearch(compilation, _compiler_fingerprint(example_inputs, options, patches))
+    search = CalibratedSearch(compilation, _compiler_fingerprint(example_inputs, options, patches, dynamic))
     compilations: list[Compiled] = []
     best: Compiled | None = None
     while True:
@@ -171,9 +180,10 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
         if compiled.planned is None or not search.measures:
             compiled.kernels.build()
             return compiled
+        _refuse_other_sizes(traced)
         compilations.append(compiled)
         # Inductor generates no code for what it has in its cache: then an earlier run has measured it.
-        memory = compiled.counted or search.measured_before() or _measure(compiled, example_inputs, task)
+        memory = compiled.counted or search.measured_before() or _measure(compiled, example_inputs, traced, task)
         search.record(memory, measured=compiled.counted is None)
         if search.next_candidate():
             continue
@@ -181,7 +191,7 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
         # While another profiler runs nothing can be measured; the count is what a measurement would confirm.
         busy = compilation.ranks is None and profiler_running()
         while chosen is not None and not search.trials[chosen].measured and not busy:
-            search.correct(chosen, _measure(compilations[chosen], example_inputs, task))
+            search.correct(chosen, _measure(compilations[chosen], example_inputs, traced, task))
             chosen = search.best()
         if chosen is not None:
             compilations[chosen].kernels.build()
@@ -231,9 +241,12 @@ def _generate(
 ) -> Compiled:
     """Generate the code of the graph under the plan of a task, whatever its peak; its C++ kernels are not built."""
     callables: dict[str, ReplaceableCallable] = {}
+    symbols: list[int] = []
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> ReplaceableCallable:
         which = "backward" if kwargs.get("is_backward") else "forward"
+        if which == "forward" and partitioner.joint is not None:
+            symbols.append(saved_symbols(module, partitioner.joint.capture.num_fwd_outputs))
         # A planned graph has its layouts already (`with_channels_last`); other layouts would be other bytes.
         choose_layouts = inductor_config.layout_optimization and bool(kwargs.get("is_inference"))
         with inductor_config.patch(layout_optimization=choose_layouts):
@@ -248,23 +261,64 @@ def _generate(
     # metrics of a compilation can be recorded only once.
     early = functorch_config.patch(force_non_lazy_backward_lowering=True)
     kernels, account = PendingKernels(), Account(lambda node: task.costs([node])[0].workspace_bytes)
-    with early, use_inductor_choices(PlanChoices()), unfused_addmm(), kernels.collecting(), account.counting():
+    choices = use_inductor_choices(PlanChoices())
+    with early, choices, unfused_addmm(), sums_for_every_size(), kernels.collecting(), account.counting():
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
     forward, joint = callables["forward"], partitioner.joint
     counted = None
     if joint is not None:
         counted = account.memory(num_outputs=joint.capture.num_fwd_outputs, hold_outputs=task.hold_outputs)
     backward = callables.get("backward", forward)
-    return Compiled(run, forward, backward, kernels, partitioner.planned, counted, joint)
+    return Compiled(run, forward, backward, kernels, partitioner.planned, counted, joint, num_symbols=sum(symbols))
 
 
-def _measure(compiled: Compiled, example_inputs: Sequence[Any], task: Task) -> StepMemory:
-    """The measured memory of a compilation; its kernels are built for that."""
+def _measure(compiled: Compiled, example_inputs: Sequence[Any], traced: Sequence[Any], task: Task) -> StepMemory:
+    """The measured memory of a compilation; its kernels are built for that.
+
+    With dynamic sizes it is that of a step of the largest sizes, and at least what was counted: some sizes, such as ``1024 - n``,
+    are largest in smaller steps.
+    """
     compiled.kernels.build()
-    step = measure_step(compiled.run, example_inputs, hold_outputs=task.hold_outputs)
-    if compiled.counted is not None and step != compiled.counted:
+    inputs = largest_inputs(example_inputs, traced)
+    enlarged = any(a is not b for a, b in zip(inputs, example_inputs, strict=True) if isinstance(a, torch.Tensor))
+    try:
+        step = measure_step(compiled.run, inputs, hold_outputs=task.hold_outputs)
+    except (RuntimeError, IndexError, AssertionError) as error:
+        if not enlarged:
+            raise
+        raise OptionError(
+            f"a step of the largest sizes, {_shapes(inputs, traced)}, does not run: {error}",
+            hint="give torch._dynamo.mark_dynamic(x, dim, min=2, max=...) the largest size that the model takes, or compile with "
+            "dynamic=False, or with compiler='eager'",
+        ) from error
+    if compiled.counted is None:
+        return step
+    if step != compiled.counted:
         _log.debug("counted in the generated code: %s; measured: %s", compiled.counted, step)
-    return step
+    counted = dataclasses.asdict(compiled.counted)
+    return (
+        StepMemory(**{k: max(v, counted[k]) for k, v in dataclasses.asdict(step).items()}) if dynamic_dimensions(traced) else step
+    )
+
+
+def _shapes(inputs: Sequence[Any], traced: Sequence[Any]) -> str:
+    """Shapes of the inputs with dynamic sizes."""
+    return ", ".join(str(tuple(inputs[i].shape)) for i in dict.fromkeys(i for i, _ in dynamic_dimensions(traced)))
+
+
+def _refuse_other_sizes(traced: Sequence[Any]) -> None:
+    """Refuse code that was generated for fewer sizes than it is planned for.
+
+    Raises:
+        OptionError: Guards of the code exclude the largest sizes.
+    """
+    numbers = [n for value in traced if isinstance(value, torch.Tensor) for n in value.shape if isinstance(n, torch.SymInt)]
+    excluded = guards_against_upper_bounds(numbers[0].node.shape_env) if numbers else []
+    if excluded:
+        raise OptionError(
+            f"the compiled code does not serve the largest of the dynamic sizes: it needs {', '.join(excluded)}",
+            hint="let the first batch have the largest sizes, compile with dynamic=False, or with compiler='eager'",
+        )
 
 
 def _with_measurement(compiled: Compiled, search: CalibratedSearch, chosen: int) -> Compiled:
@@ -285,24 +339,19 @@ def _refuse_unmeasurable(inputs: Sequence[Any]) -> None:
     """Refuse inputs on which no trial step can run.
 
     Raises:
-        OptionError: An input has a symbolic size, or is a fake tensor.
+        OptionError: An input is a fake tensor.
     """
-    for value in inputs:
-        sizes = [value] if isinstance(value, torch.SymInt) else list(value.shape) if isinstance(value, torch.Tensor) else []
-        if any(isinstance(size, torch.SymInt) for size in sizes):
-            raise OptionError(
-                "compiler='inductor' plans for sizes that do not change: the peak of a compiled plan is measured, for one size",
-                hint="compile with dynamic=False, which compiles and plans every shape separately, or with compiler='eager'",
-            )
-        if isinstance(value, FakeTensor):
-            raise OptionError(
-                "compiler='inductor' measures the compiled step, and this one was traced without real tensors",
-                hint="under DistributedDataParallel set torch._dynamo.config.optimize_ddp = False; otherwise compile outside "
-                "FakeTensorMode, or use compiler='eager'",
-            )
+    if any(isinstance(value, FakeTensor) for value in inputs):
+        raise OptionError(
+            "compiler='inductor' measures the compiled step, and this one was traced without real tensors",
+            hint="under DistributedDataParallel set torch._dynamo.config.optimize_ddp = False; otherwise compile outside "
+            "FakeTensorMode, or use compiler='eager'",
+        )
 
 
-def _compiler_fingerprint(inputs: Sequence[Any], options: Options, patches: Mapping[str, Any]) -> str:
+def _compiler_fingerprint(
+    inputs: Sequence[Any], options: Options, patches: Mapping[str, Any], dynamic: Sequence[tuple[int, int]] = ()
+) -> str:
     """Hash of everything except the graph that decides on the measured memory of a compiled plan."""
     devices = {t.device for t in inputs if isinstance(t, torch.Tensor)}
     settings = {
@@ -316,6 +365,7 @@ def _compiler_fingerprint(inputs: Sequence[Any], options: Options, patches: Mapp
             k: v if isinstance(v, (int, float, str, type(None))) else repr(type(v))
             for k, v in inductor_config.save_config_portable().items()
         },
+        "dynamic": dynamic,
         "patches": {name: repr(value) for name, value in patches.items()},
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Inductor's configuration for a compilation: what the user asked for, and the decisions that are left to the plan.
 
-``mode`` and ``inductor_options`` mean what ``mode`` and ``options`` mean to ``torch.compile`` with its own backend: both are patches
-of Inductor's configuration, and an option overrides the same one of the mode.
+``mode`` and ``inductor_options`` mean what ``mode`` and ``options`` mean to ``torch.compile`` with its own backend: both are
+patches of Inductor's configuration, and an option overrides the same one of the mode.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def config_patches(options: Options, device_types: set[str]) -> dict[str, Any]:
         patches[_CUDA_GRAPHS] = False
     elif wanted and options.budget is not None:
         raise OptionError(
-            "CUDA graphs cannot be used under a budget: what a replayed graph uses stays in a memory pool of its own, and a trial "
-            "step, which measures what is allocated while it runs, does not count that pool",
+            "CUDA graphs cannot be used under a budget: what a replayed graph uses stays in a memory pool of its own, and a "
+            "trial step, which measures what is allocated while it runs, does not count that pool",
             hint="set mode='max-autotune-no-cudagraphs', or inductor_options={'triton.cudagraphs': False}",
         )
     return {**patches, **PLANNED_SETTINGS}
