@@ -202,13 +202,6 @@ def test_a_whole_step_is_refused() -> None:
         )
 
 
-def test_sizes_that_may_change_are_refused() -> None:
-    """What a compiled step takes is measured, at one size."""
-    run, _ = compiled(lambda x: nn.functional.gelu(x).sum(), dynamic=True, compiler="inductor", budget="1GiB")
-    with pytest.raises(OptionError, match="sizes that do not change"):
-        run(torch.ones(4, 8, requires_grad=True))
-
-
 def test_an_unknown_compiler_is_refused() -> None:
     """With the known ones in the message."""
     with pytest.raises(OptionError, match="eager, inductor"):

@@ -254,9 +254,9 @@ class KnownSteps:
                 )
             self._warn_once(
                 step,
-                "gradients and outputs of earlier steps, or eager code, take more than a step compiled by Inductor leaves room for; "
-                "with dynamic sizes it is not compiled again, and may exceed its budget of %s: accumulate=True leaves room for "
-                "gradients, reserve for everything else",
+                "gradients and outputs of earlier steps, or eager code, take more than a step compiled by Inductor leaves room "
+                "for; with dynamic sizes it is not compiled again, and may exceed its budget of %s: accumulate=True leaves room "
+                "for gradients, reserve for everything else",
                 runs[0].planned.budget,
             )
             return _Planned(None, carried)
