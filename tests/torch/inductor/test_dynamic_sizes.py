@@ -134,9 +134,10 @@ def test_a_larger_size_is_compiled_for_itself() -> None:
 def test_sizes_that_shrink_as_the_batch_grows_count_at_their_most() -> None:
     """Padding to a fixed length: there is the more of it, the shorter the batch; a trial step of the largest sees the least."""
     model = mlp(1)
+    weight = next(model.parameters())
 
     def padded(x: torch.Tensor) -> torch.Tensor:
-        pad = (x.new_ones(1024 - x.shape[0], 64) * 2).matmul(model[0].weight)
+        pad = (x.new_ones(1024 - x.shape[0], 64) * 2).matmul(weight)
         return model(x).square().mean() + pad.exp().square().mean()
 
     x = torch.randn(200, 64)
