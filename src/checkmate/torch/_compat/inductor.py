@@ -99,10 +99,10 @@ def sums_for_every_size() -> Iterator[None]:
 
         def at_largest(condition: Any) -> bool:
             largest = at_upper_bounds(condition, sizes.shape_env)
-            return guard(condition) if largest is None else largest
+            return bool(guard(condition)) if largest is None else largest
 
         with patch.object(sizes, "guard_or_false", at_largest):
-            return decide(kernel, *args, **kwargs)
+            return bool(decide(kernel, *args, **kwargs))
 
     with patch.object(CppKernel, "need_use_acc_helper", decided):
         yield

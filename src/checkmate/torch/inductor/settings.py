@@ -60,7 +60,7 @@ def config_patches(options: Options, device_types: set[str]) -> dict[str, Any]:
         patches[_CUDA_GRAPHS] = False
     elif wanted and options.budget is not None:
         raise OptionError(
-            "CUDA graphs cannot be used under a budget: what a replayed graph uses stays in a memory pool of its own, and a "
+            "CUDA graphs cannot be used under a budget: what a replayed graph uses stays in a separate memory pool, and a "
             "trial step, which measures what is allocated while it runs, does not count that pool",
             hint="set mode='max-autotune-no-cudagraphs', or inductor_options={'triton.cudagraphs': False}",
         )
