@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,8 +45,11 @@ def left_by(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[bytes]:
 
 
 def peak_of(model: nn.Module, run: Callable[[], torch.Tensor]) -> int:
+    """Peak of a step; the model is as before."""
+    state = copy.deepcopy(model.state_dict())
     peak = measure_peak(lambda: run().backward())
     model.zero_grad(set_to_none=True)
+    model.load_state_dict(state)
     return peak
 
 
