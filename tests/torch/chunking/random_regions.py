@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
+from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
@@ -37,6 +39,7 @@ from checkmate.torch.graph.op_properties import makes_views, op_properties
 from checkmate.torch.passes.prepare import prepare
 from tests.torch.chunking.random_networks import random_network
 
+aten = torch.ops.aten
 DATABASE = [
     op
     for op in op_db
@@ -84,12 +87,12 @@ def traced(function: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]
     joint = cuttable(prepare(found[0][0], split_convolutions=True))
     tangents = [torch.full(n.meta["val"].shape, 1.5, dtype=n.meta["val"].dtype) for n in joint.graph.nodes if is_tangent(n)]
     inputs = [
-        _like(value.detach(), n)
+        _like(value.detach(), n) if isinstance(value, torch.Tensor) else value
         for value, n in zip([*called[0], *tangents], joint.graph.find_nodes(op="placeholder"), strict=True)
     ]
     step = Step(joint, inputs)
     try:
-        _Run(joint, 0)(inputs)
+        Run(joint, 0)(inputs)
     except RuntimeError:  # PyTorch traced other strides than its kernels return, and a view fails
         return None
     return step
@@ -184,9 +187,9 @@ def outcome_of(step: Step, regions: Sequence[Region], state: int) -> Outcome:
     except NotChunkable:
         return Outcome("refused")
     exact = not any(ahead) and not any(region.sums for region in regions) and all(map(keeps_bits, parts))
-    whole = _Run(step.joint, state)
+    whole = Run(step.joint, state)
     expected = whole(step.inputs)
-    run = _Run(pieces, state)
+    run = Run(pieces, state)
     got = run(step.inputs)
     # Kernels whose results have other strides than PyTorch traces for them have so in the whole step too.
     others = run.other_layouts.items() if not whole.other_layouts else ()
@@ -228,12 +231,14 @@ FACTOR, RUNS = 4.0, 3
 def _errors(step: Step, drawn: dict[str, Any], expected: list[torch.Tensor], got: list[torch.Tensor]) -> Iterator[str]:
     """Outputs whose error against float64 is larger than rounding explains.
 
-    That is judged by the errors of the whole step on inputs that differ by a rounding: one run alone may be right by luck.
+    That is judged by the errors of the whole step on inputs that differ by a rounding: one run alone may be right by luck. All
+    of them have the draws of one run, and compute from these: with the *results* of a dropout kept as well, no rounding before
+    it would be an error of the whole step, and each would be one of the pieces.
     """
-    exact = _Run(step.joint, 0, drawn, torch.float64)([_as(value, torch.float64) for value in step.inputs])
+    exact = Run(step.joint, 0, drawn, torch.float64)([_as(value, torch.float64) for value in step.inputs])
     near = [expected]
     for k in range(RUNS):
-        near.append(_Run(step.joint, 0, drawn)([_nudged(value, k) for value in step.inputs]))
+        near.append(Run(step.joint, 0, drawn)([_nudged(value, k) for value in step.inputs]))
     for i, (value, right) in enumerate(zip(got, exact, strict=True)):
         if not value.is_floating_point():
             if not torch.equal(value, expected[i]):
@@ -276,17 +281,36 @@ def _like_strides(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(value)
 
 
-class _Run(fx.Interpreter):
+def _dropout(args: Any, then: Any, result: Any) -> Any:
+    x, probability, _ = args
+    return x * result[1] * (1 / (1 - probability) if probability < 1 else 0.0), result[1]
+
+
+def _normal(args: Any, then: Any, result: Any) -> Any:
+    (mean, deviation), (mean_then, deviation_then) = args, then
+    return mean + (result - mean_then) / deviation_then * deviation
+
+
+_SAME_DRAWS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    aten.native_dropout.default: _dropout,
+    aten.normal.Tensor_Tensor: _normal,
+    aten.normal.Tensor_float: _normal,
+    aten.rrelu_with_noise_functional.default: lambda args, then, result: (args[0] * result[1], result[1]),
+}
+"""What random ops return for other values of their arguments, given those of a run and what they returned in it."""
+
+
+class Run(fx.Interpreter):
     """Runs a joint module.
 
     Args:
         module: The module.
         state: Seed of the random generator.
-        drawn: Results of random ops by name, which are then not drawn.
+        drawn: Arguments and results of random ops by name, which then compute with the same draws.
         dtype: Type of all floating-point tensors in place of their own.
 
     Attributes:
-        drawn: Results of the random ops.
+        drawn: Arguments and results of the random ops.
         other_layouts: By name of a node, its layout and that of its traced tensor, where they differ.
     """
 
@@ -309,10 +333,15 @@ class _Run(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         random_op = n.op == "call_function" and n.target is not CHUNKED and op_properties(n).random
         if random_op and self.given is not None:
-            return pytree.tree_map(lambda t: _as(t, self.dtype) if self.dtype else t, self.given[n.name])
+            then, result = pytree.tree_map(lambda t: _as(t, self.dtype) if self.dtype else t, self.given[n.name])
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            return _SAME_DRAWS[n.target](args, then, result) if n.target in _SAME_DRAWS else result
         result = super().run_node(n)
         if random_op:
-            self.drawn[n.name] = result
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            if n.target not in _SAME_DRAWS and any(isinstance(a, torch.Tensor) and a.is_floating_point() for a in args):
+                raise TypeError(f"{n.target}: how its results depend on its inputs is not known")
+            self.drawn[n.name] = args, result
         made, traced_as = result, n.meta.get("val")
         if self.dtype is None and isinstance(made, torch.Tensor) and isinstance(traced_as, torch.Tensor):
             layouts = _layout(made), _layout(traced_as)
@@ -369,8 +398,10 @@ def step_of_database(number: int) -> tuple[str, Step | None, random.Random]:
         return sum(t.tanh().square().sum() for t in made)  # type: ignore[return-value]
 
     name = f"{number} {op.name}.{op.variant_test_name}"
+    # What sets a seed before an op ends Dynamo's graph there: the op itself would not be tested.
+    unseeded = patch.object(common_methods_invocations, "wrapper_set_seed", lambda call, *args, **kwargs: call(*args, **kwargs))
     try:
-        with warnings.catch_warnings():
+        with unseeded, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return name, traced(loss, [flat[place].detach().requires_grad_(flat[place].requires_grad) for place in places]), rng
     except Exception:  # noqa: BLE001 - what Dynamo does not trace has no graph to test

@@ -24,6 +24,7 @@ from checkmate.torch.chunking.rules.placements import SUM, WHOLE, Rule, Split
 from tests.torch.chunking.random_networks import random_network
 from tests.torch.chunking.random_regions import (
     DATABASE,
+    Run,
     main,
     outcome_of,
     region_at,
@@ -219,6 +220,38 @@ def test_regions_that_wait_for_each_other_are_refused() -> None:
     parts = [part for region in regions for part in parts_of(region, graph)]
     with pytest.raises(NotChunkable, match="wait for each other"):
         with_regions(step.joint, parts)
+
+
+RANDOM = {
+    "dropout": lambda x, y: F.dropout(x, 0.3),
+    "normal": lambda x, y: torch.normal(x, y.exp()) * x,
+    "normal of one deviation": lambda x, y: torch.normal(x, 2.0) * x,
+    "rrelu": lambda x, y: F.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_run_with_the_draws_of_another_is_one_of_the_same_seed(name: str) -> None:
+    """Results of random ops depend on their inputs: kept with the draws, they had the roundings before them in the exact step."""
+    step = step_of(lambda x, y: RANDOM[name](x * 3, y).tanh().sum(), parameter(16, 16), parameter(16, 16))
+    first = Run(step.joint, 7)
+    first(step.inputs)
+    others = [2 * value for value in step.inputs]  # of the same signs, on which the number of draws depends
+    for dtype in (None, torch.float64):
+        typed = [value.to(dtype or value.dtype) for value in others]
+        for value, expected in zip(Run(step.joint, 0, first.drawn, dtype)(typed), Run(step.joint, 7)(others), strict=True):
+            torch.testing.assert_close(value.float(), expected)
+
+
+def test_a_sum_before_a_dropout_is_as_good_as_the_whole_one() -> None:
+    """It was said to be wrong for some masks, as long as the exact step read what the whole one had returned of the dropout."""
+    _, step, _ = step_of_seed(7134)
+    assert step is not None
+    seed = next(n for n in step.joint.graph.nodes if n.name == "div_1")
+    region = grow(seed, Split((0,)), 3)
+    assert region is not None and region.sums
+    for state in range(60, 70):
+        assert outcome_of(step, [region], state).wrong == ()
 
 
 BROKEN = [

@@ -70,9 +70,15 @@ def stepping(run: Callable[..., Any], model: nn.Module, batch: dict[str, Any], a
     return step
 
 
-@pytest.mark.parametrize(("accumulated", "arrays"), [(1, 2.9), pytest.param(2, 4.9, marks=pytest.mark.slow)])
-def test_a_stock_call_below_its_floor(accumulated: int, arrays: float) -> None:
-    """`model(**batch).loss.backward()`: only the logits, their gradient and what the script holds exist whole."""
+@pytest.mark.parametrize(
+    ("accumulated", "arrays", "enough"),
+    [(1, 2.9, "enough for this graph alone"), pytest.param(2, 3.9, "this budget is enough$", marks=pytest.mark.slow)],
+)
+def test_a_stock_call_below_its_floor(accumulated: int, arrays: float, enough: str) -> None:
+    """`model(**batch).loss.backward()`: only logits, their gradient and what is held of the batch before exist whole.
+
+    The outputs of the step before exist when a step begins, so that measured peaks do not count them.
+    """
     model, batch = language()
     plain = copy.deepcopy(model)
     expected, peaks = run_steps(stepping(plain, plain, batch, accumulated), plain)
@@ -83,7 +89,7 @@ def test_a_stock_call_below_its_floor(accumulated: int, arrays: float) -> None:
     assert budget < resident + keep_all
 
     whole = torch.compile(model, backend="checkmate", options={"budget": budget, "time_limit_s": 2, "chunking": "off"})
-    with pytest.raises(InfeasibleBudgetError, match="runs ops piece by piece, this budget is enough for this graph alone"):
+    with pytest.raises(InfeasibleBudgetError, match=f"runs ops piece by piece, .*{enough}"):
         run_steps(stepping(whole, model, batch, accumulated), model)
     model.load_state_dict(language()[0].state_dict())
     model.zero_grad()
