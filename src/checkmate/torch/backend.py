@@ -189,7 +189,7 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation:
     if compiled.planned is None:
         compilation.refuse_inference()
         return compiled.run
-    if compiled.measured is not None:
+    if compiled.measured is not None and compiled.whole is None:
         compilation.guard(*compiled.measured, replaceable=False)
     compiled.forward.run = compilation.forward(compiled.forward.run)
     compiled.backward.run = compilation.backward(compiled.backward.run)
