@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import optim
 
+from checkmate.torch.graph.storages import leaves
+
 # The `(a!)` in the schema of `update` tells every graph pass and the planner that it overwrites the parameter.
 _library = torch.library.Library("checkmate", "DEF")
 _library.define("gradient_ready(Tensor parameter, Tensor gradient, int optimizer, int which) -> Tensor")
@@ -261,6 +263,9 @@ def uncompiled_reason(optimizer: optim.Optimizer) -> str | None:
         return f"{name} is not among the optimizers whose updates are compiled: {known}"
     if any(group.get("dampening") for group in optimizer.param_groups):
         return f"{name} has dampening, so that its first step is another one than all that follow"
+    for group in optimizer.param_groups:
+        if tensors := [k for k, v in group.items() if k not in _NOT_COST and leaves(v)]:
+            return f"{tensors[0]!r} of {name} is a tensor, and would be a constant of the compiled step"
     return None
 
 

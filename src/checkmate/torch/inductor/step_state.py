@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,20 +34,26 @@ class ParameterState:
         """The state of a parameter, for tensors like the given ones."""
         return ParameterState(key, which, tuple(like), tuple(_signature(t) for t in like.values()))
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self, known: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The state as it is now; it is created if there is none yet.
+
+        Args:
+            known: The state at the last call; if it is the same, it need not be checked again.
 
         Raises:
             OptionError: It is not like that which the step was compiled for.
         """
         state = updates_of(self.key).state(self.which)
         tensors = [state.get(name) for name in self.names]
+        if len(known) == len(tensors) and all(a is b for a, b in zip(tensors, known, strict=True)):
+            return list(known)
         for name, tensor, like in zip(self.names, tensors, self.like, strict=True):
             if tensor is None or _signature(tensor) != like:
-                found = None if tensor is None else f"{tensor.dtype} on {tensor.device}"
+                found = "missing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
                 raise OptionError(
-                    f"the optimizer's state {name!r} is {found}, and the step was compiled for {like[2]} on {like[3]}",
-                    hint="compile the step again after loading a state of another type or device",
+                    f"the optimizer's state {name!r} is {found}; the step was compiled for {list(like[0])} {like[2]} on "
+                    f"{like[3]}",
+                    hint="compile the step again after loading a state of another type or layout, or on another device",
                 )
         return tensors  # type: ignore[return-value]
 
@@ -67,7 +73,8 @@ class StepState:
     def __init__(self, learning_rates: tuple[tuple[int, int], ...], parameters: tuple[ParameterState, ...]) -> None:
         self._parameters = parameters
         self._groups = learning_rates
-        self._options = [dict(self._constant(at)) for at in learning_rates]
+        self._options = [self._constant(at) for at in learning_rates]
+        self._known: list[list[torch.Tensor]] = [[] for _ in parameters]
 
     @functools.cached_property
     def _rates(self) -> list[torch.Tensor]:
@@ -84,12 +91,13 @@ class StepState:
             if now != compiled:
                 name = next(n for n in compiled if now.get(n) != compiled[n])
                 raise OptionError(
-                    f"{name}={compiled[name]!r} of the optimizer is a constant of the compiled step, and is now {now.get(name)!r}",
+                    f"{name}={compiled[name]!r} of the optimizer is a constant of the compiled step; it is now {now.get(name)!r}",
                     hint="compile the step again after the change, or with compiler='eager'; the learning rate can change freely",
                 )
             key, group = at
-            rate.fill_(updates_of(key).optimizer.param_groups[group]["lr"])
-        return [*self._rates, *(t for each in self._parameters for t in each.tensors())]
+            rate.fill_(float(updates_of(key).optimizer.param_groups[group]["lr"]))
+        self._known = [each.tensors(known) for each, known in zip(self._parameters, self._known, strict=True)]
+        return [*self._rates, *(t for known in self._known for t in known)]
 
     def zeros(self) -> list[torch.Tensor]:
         """New tensors like the inputs; the optimizer is left alone."""

@@ -1,29 +1,28 @@
 """A parameter's update as the ATen ops that its optimizer's own code traces to.
 
-``checkmate::update`` is one op, which Inductor could neither fuse with the op that makes the gradient nor compile. Here it is
-replaced, in a graph that already has the order of its plan: the optimizer's ``step`` is traced for one parameter, as `torch.compile`
-traces it, with state and learning rate as tensors. All that it overwrites it overwrites where its gradient is born.
+``checkmate::update`` is one op, which Inductor could neither compile nor fuse with the op that computes the gradient. Here it is
+replaced, in a graph that already has the order of its plan: the optimizer's ``step`` is traced for one parameter, as
+`torch.compile` traces it, with state and learning rate as tensors. Parameter and state are overwritten where the update was.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from checkmate.core.errors import OptionError
 from checkmate.torch._compat.dispatch import detect_fake_mode, no_modes
 from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
 from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, updates_of
 from checkmate.torch.graph.retrace import retraced
-from checkmate.torch.graph.storages import leaves
+from checkmate.torch.graph.storages import leaves, storage_key
 from checkmate.torch.inductor.step_state import ParameterState, StepState
 
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -40,8 +39,12 @@ def expand_updates(module: fx.GraphModule) -> tuple[fx.GraphModule, StepState, l
 
     Returns:
         The module, with more inputs at the end; what to pass for them; and fake tensors like them.
+
+    Raises:
+        OptionError: A parameter shares its storage with another input, which its update would overwrite.
     """
     graph = module.graph
+    _refuse_shared_storages(graph)
     mode = detect_fake_mode(leaves([n.meta.get("val") for n in graph.nodes]))
     assert mode is not None
     writer = _Writer(graph, mode)
@@ -52,15 +55,17 @@ def expand_updates(module: fx.GraphModule) -> tuple[fx.GraphModule, StepState, l
     return module, StepState(tuple(writer.learning_rates), tuple(writer.parameters)), writer.fakes
 
 
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """The traced update of one parameter.
-
-    Attributes:
-        graph: Its graph; the inputs are parameter, gradient, learning rate and state.
-    """
-
-    graph: fx.Graph
+def _refuse_shared_storages(graph: fx.Graph) -> None:
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    shared = Counter(key for n in inputs for key in {storage_key(t) for t in leaves(n.meta.get("val"))})
+    for update in graph.find_nodes(op="call_function", target=UPDATE):
+        parameter = update.args[0]
+        if any(shared[storage_key(t)] > 1 for t in leaves(parameter.meta["val"])):
+            raise OptionError(
+                f"the parameter {parameter.name!r} shares its storage with another input of the step, and Inductor orders reads "
+                "and writes of inputs as if they were separate",
+                hint="use compiler='eager', or give every parameter a storage of its own",
+            )
 
 
 class _Writer:
