@@ -136,7 +136,8 @@ def compile(  # noqa: A001 - named like torch.compile
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
         budget: See `Options`, like every argument that is not described here.
         compiler: ``"inductor"`` measures every compilation on the example: a step runs twice, and all that it changes is
-            restored. Whole steps are not available with it.
+            restored. With it the updates are in the step only where ``whole`` or ``micro_batches`` asks for that: they are then
+            compiled, for SGD, Adam, AdamW, Adagrad and RMSprop, which rounds them differently.
         whole: Whether the optimizer's updates are planned with the rest of the step, each right after its gradient is
             computed, so that the gradients never exist all at once. By default this is done wherever it is possible: for
             optimizers of torch that update each parameter separately, such as SGD, Adam and AdamW. Arithmetic, state and
