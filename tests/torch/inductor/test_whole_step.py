@@ -269,7 +269,8 @@ def test_parameters_of_one_storage_are_refused() -> None:
 
 def test_factors_may_be_tensors() -> None:
     """As under `torch.compile`: a learning rate that is a tensor is a factor in the updates of most optimizers."""
-    x, a, b, factor = torch.ones(3), torch.full((3,), 3.0), torch.full((3,), 2.0), torch.tensor(0.5)
+    x, a, b = torch.ones(3), torch.full((3,), 3.0), torch.full((3,), 2.0)
+    factor: Any = torch.tensor(0.5)
     with TensorFactors():
         assert torch.add(x, a).tolist() == [4.0] * 3
         assert x.add(a, alpha=factor).tolist() == [2.5] * 3

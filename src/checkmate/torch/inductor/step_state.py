@@ -63,7 +63,7 @@ class ParameterState:
 
 
 class StepState:
-    """What a compiled whole step reads and writes besides the inputs of its graph.
+    """Tensors that a compiled whole step reads and writes besides the inputs of its graph.
 
     Args:
         learning_rates: Key of the `Updates` and index of the group of each learning rate.

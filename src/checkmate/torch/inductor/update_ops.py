@@ -11,7 +11,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -90,7 +90,7 @@ class _Writer:
         self._rates: dict[tuple[int, int], fx.Node] = {}
         # Learning rates come first among the inputs: one for each group.
         for node in graph.find_nodes(op="call_function", target=UPDATE):
-            key, which = node.args[2:]
+            key, which = cast("tuple[int, int]", node.args[2:])
             at = key, updates_of(key).group_index(which)
             if at not in self._rates:
                 with mode:
@@ -104,7 +104,7 @@ class _Writer:
         Args:
             update: The node of the update.
         """
-        parameter, gradient, key, which = update.args
+        parameter, gradient, key, which = cast("tuple[fx.Node, fx.Node, int, int]", update.args)
         updates, group_index = updates_of(key), updates_of(key).group_index(which)
         with no_modes():
             like = updates.state_specification(which)
