@@ -25,7 +25,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nesterov": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, weight_decay=1e-2, maximize=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, 1e-2, lr_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.5, centered=True),
+    # With the default eps the update of a gradient near zero has the rounding of the gradient.
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, eps=1e-3, momentum=0.5, centered=True),
 }
 
 
@@ -75,7 +76,7 @@ def left_by(run: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Opt
     """Everything that some steps from a fixed seed leave."""
     torch.manual_seed(5)
     results = [r for _ in range(steps) for r in run()]
-    return [*results, *model.state_dict().values(), *states(optimizer), torch.get_rng_state()]
+    return copy.deepcopy([*results, *model.state_dict().values(), *states(optimizer), torch.get_rng_state()])
 
 
 def states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
