@@ -64,7 +64,7 @@ def _refuse_shared_storages(graph: fx.Graph) -> None:
             raise OptionError(
                 f"the parameter {parameter.name!r} shares its storage with another input of the step, and Inductor orders reads "
                 "and writes of inputs as if they were separate",
-                hint="use compiler='eager', or give every parameter a storage of its own",
+                hint="use compiler='eager', or give every parameter a separate storage",
             )
 
 
@@ -179,7 +179,7 @@ class TensorFactors(TorchFunctionMode):
     """Takes tensors for the factors ``alpha`` and ``value``, as `torch.compile` does; torch itself takes only numbers there."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Call a function of torch, with a product of its own for a factor that is a tensor."""
+        """Call a function of torch; a factor that is a tensor is multiplied separately."""
         kwargs = dict(kwargs or {})
         name = "alpha" if "alpha" in kwargs else "value"
         factor = kwargs.get(name)
