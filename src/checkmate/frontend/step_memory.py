@@ -31,6 +31,15 @@ class StepMemory:
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
     @classmethod
+    def of_whole_step(cls, peak_bytes: int) -> StepMemory:
+        """Memory of a step whose backward is not separate, and leaves no gradients.
+
+        Args:
+            peak_bytes: Its peak.
+        """
+        return cls(forward_peak_bytes=peak_bytes, saved_bytes=0, backward_peak_bytes=0, gradient_bytes=0)
+
+    @classmethod
     def of(cls, graph: Graph, plan: Plan, transient_gradient_bytes: int = 0) -> StepMemory:
         """Memory of a plan for a graph with a boundary between forward and backward, by `simulate`.
 

@@ -184,7 +184,7 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation:
     if compiled.planned is None:
         compilation.refuse_inference()
         return compiled.run
-    if compiled.measured is not None:
+    if compiled.measured is not None and compiled.whole is None:
         compilation.guard(*compiled.measured, replaceable=False, num_symbols=compiled.num_symbols)
     compiled.forward.run = compilation.forward(compiled.forward.run)
     compiled.backward.run = compilation.backward(compiled.backward.run)

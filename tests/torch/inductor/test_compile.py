@@ -192,16 +192,6 @@ def test_a_step_runs_its_plan_compiled() -> None:
     assert losses[0] > losses[-1]
 
 
-def test_a_whole_step_is_refused() -> None:
-    """The updates are the optimizer's own code, which Inductor does not see into."""
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(OptionError, match="whole"):
-        checkmate.torch.compile(
-            model, nn.functional.mse_loss, optimizer, example=(torch.ones(2, 4),) * 2, whole=True, compiler="inductor"
-        )
-
-
 def test_an_unknown_compiler_is_refused() -> None:
     """With the known ones in the message."""
     with pytest.raises(OptionError, match="eager, inductor"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,14 @@ from torch._inductor.codegen import wrapper as lines
 from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import addmm as fuse_addmm
 from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import get_dtype_size
 from torch._inductor.virtualized import V
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from checkmate.torch._compat.symbolic import at_upper_bounds, largest_value
 
@@ -34,12 +36,14 @@ __all__ = [
     "GeneratedModule",
     "InductorChoices",
     "Run",
+    "as_if_compiling",
     "compile_fx",
     "compile_fx_inner",
     "inductor_config",
     "prefers_channels_last",
     "stock_patches",
     "sums_for_every_size",
+    "trace_functionally",
     "unfused_addmm",
     "use_inductor_choices",
     "watch_generated_modules",
@@ -66,6 +70,27 @@ def stock_patches(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
         RuntimeError: An option is unknown, or its value has another type.
     """
     return dict(torch._TorchCompileInductorWrapper(mode, dict(options), None).config)
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Let torch's optimizers compute as under `torch.compile`: on tensors, and without reading them back."""
+    with patch.object(torch.compiler, "_is_compiling_flag", True):
+        yield
+
+
+def trace_functionally(function: Callable[..., None], inputs: Sequence[torch.Tensor]) -> Graph:
+    """The ops of a function that overwrites its inputs, as Inductor decomposes them.
+
+    Args:
+        function: The function.
+        inputs: Fake tensors to trace it on.
+
+    Returns:
+        A graph with one placeholder for each input; it overwrites them by ``copy_`` at its end.
+    """
+    functional = torch.func.functionalize(function, remove="mutations_and_views")
+    return make_fx(functional, decomposition_table=select_decomp_table())(*inputs).graph
 
 
 @contextmanager

@@ -8,6 +8,7 @@ parameter by calling the optimizer's own code: arithmetic, state and ``state_dic
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import weakref
 from collections import defaultdict
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import optim
+
+from checkmate.torch.graph.storages import leaves
 
 # The `(a!)` in the schema of `update` tells every graph pass and the planner that it overwrites the parameter.
 _library = torch.library.Library("checkmate", "DEF")
@@ -43,6 +46,9 @@ _PER_PARAMETER_OPTIMIZERS = (
 Subclasses are not accepted: a subclass may override ``step``.
 """
 
+_TRACED_OPTIMIZERS = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
+"""Optimizers whose updates are traced to ATen ops."""
+
 _NOT_COST = ("params", "lr", "initial_lr")
 """Options of a parameter group on which the time of an update does not depend."""
 
@@ -52,6 +58,11 @@ class Updates:
 
     Args:
         optimizer: One for which `unsupported_reason` returns None.
+
+    Attributes:
+        optimizer: As given.
+        key: A number that identifies it in graphs.
+        step: Its ``step``, without hooks and profiling: a function of an optimizer.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
@@ -63,13 +74,22 @@ class Updates:
         step = type(optimizer).step
         # `Optimizer.profile_hook_step` wraps `step`; the wrapper would run hooks and a profiler range per parameter. The
         # function inside keeps `_use_grad_for_differentiable`, which disables gradients.
-        self._step: Callable[[optim.Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+        self.step: Callable[[optim.Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
         _LIVE[self.key] = self
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Parameters that require a gradient, in the order of their updates."""
         return [self.optimizer.param_groups[g]["params"][i] for g, i in self._at]
+
+    def parameter(self, which: int) -> torch.Tensor:
+        """A parameter.
+
+        Args:
+            which: Index into `parameters`.
+        """
+        g, i = self._at[which]
+        return self.optimizer.param_groups[g]["params"][i]
 
     def run(self, which: int, gradient: torch.Tensor) -> None:
         """Update one parameter: run the optimizer's step with all other parameters removed from its groups.
@@ -85,7 +105,7 @@ class Updates:
         parameter.grad = gradient
         optimizer.param_groups, group["params"] = [group], [parameter]
         try:
-            self._step(optimizer)
+            self.step(optimizer)
         finally:
             optimizer.param_groups, group["params"] = groups, parameters
             parameter.grad = None
@@ -108,10 +128,58 @@ class Updates:
 
         def update(_: torch.Tensor, gradient: torch.Tensor) -> None:
             dummy.grad = gradient
-            self._step(shadow)
+            self.step(shadow)
             dummy.grad = None
 
         return update
+
+    def group_index(self, which: int) -> int:
+        """Index of the group of a parameter.
+
+        Args:
+            which: Index into `parameters`.
+        """
+        return self._at[which][0]
+
+    def group(self, which: int) -> dict[str, Any]:
+        """The group of a parameter.
+
+        Args:
+            which: Index into `parameters`.
+        """
+        return self.optimizer.param_groups[self._at[which][0]]
+
+    def constant_options(self, group_index: int) -> dict[str, Any]:
+        """Options of a group besides its learning rate and its parameters.
+
+        Args:
+            group_index: Which group.
+        """
+        return {k: v for k, v in self.optimizer.param_groups[group_index].items() if k not in _NOT_COST}
+
+    def state(self, which: int) -> dict[str, Any]:
+        """The state of a parameter; it is created if there is none yet, as the optimizer's first step would.
+
+        Args:
+            which: Index into `parameters`.
+        """
+        parameter = self.parameter(which)
+        known = self.optimizer.state.get(parameter)
+        return known if known else _initialise(self.optimizer, self.group(which), parameter)
+
+    def state_specification(self, which: int) -> dict[str, torch.Tensor]:
+        """Tensors like the state of a parameter, whether or not it exists; they may be on the meta device.
+
+        Args:
+            which: Index into `parameters`.
+        """
+        parameter = self.parameter(which)
+        known = self.optimizer.state.get(parameter)
+        if not known:
+            shadow = copy.copy(self.optimizer)
+            shadow.state = defaultdict(dict)
+            known = _initialise(shadow, self.group(which), parameter)
+        return {name: tensor for name, tensor in known.items() if isinstance(tensor, torch.Tensor)}
 
     def temporary_count(self, which: int) -> int | None:
         """Temporary tensors of a parameter's size in its update; see `temporary_count`."""
@@ -121,6 +189,26 @@ class Updates:
         """Text of all options on which the cost of an update depends besides shape and type."""
         group = self.optimizer.param_groups[self._at[which][0]]
         return f"{type(self.optimizer).__name__}{sorted((k, v) for k, v in group.items() if k not in _NOT_COST)}"
+
+
+def _initialise(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Create the state of a parameter as the optimizer's first step would, and return it.
+
+    SGD makes its momentum in that step, equal to the gradient: without dampening, what zeros become.
+    """
+    if type(optimizer) is optim.SGD:
+        if group["momentum"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return optimizer.state[parameter]
+    initialise = optimizer._init_group  # type: ignore[attr-defined]
+    lists = [[] for _ in list(inspect.signature(initialise).parameters)[1:]]
+    before = parameter.grad
+    parameter.grad = parameter.new_zeros(()).expand(parameter.shape)
+    try:
+        initialise({**group, "params": [parameter]}, *lists)
+    finally:
+        parameter.grad = before
+    return optimizer.state[parameter]
 
 
 _KEYS = itertools.count()
@@ -160,6 +248,24 @@ def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> st
     others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
     if others:
         return f"{name} does not update {others[0]!r}, whose gradient must therefore be kept"
+    return None
+
+
+def uncompiled_reason(optimizer: optim.Optimizer) -> str | None:
+    """Why an optimizer's updates cannot be traced to ATen ops for a compiler, or None if they can.
+
+    Args:
+        optimizer: One for which `unsupported_reason` returns None.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) not in _TRACED_OPTIMIZERS:
+        known = ", ".join(kind.__name__ for kind in _TRACED_OPTIMIZERS)
+        return f"{name} is not among the optimizers whose updates are compiled: {known}"
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        return f"{name} has dampening, so that its first step is another one than all that follow"
+    for group in optimizer.param_groups:
+        if tensors := [k for k, v in group.items() if k not in _NOT_COST and leaves(v)]:
+            return f"{tensors[0]!r} of {name} is a tensor, and would be a constant of the compiled step"
     return None
 
 

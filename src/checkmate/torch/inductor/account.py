@@ -167,3 +167,11 @@ class Account:
             backward_peak_bytes=peak_bytes,
             gradient_bytes=later.live_bytes,
         )
+
+    def memory_of_whole_step(self) -> StepMemory | None:
+        """Memory of a step that is one module; None where it is not known, as for `memory`."""
+        if [m.is_backward for m in self._modules] != [False] or self._modules[0].uncounted:
+            return None
+        heap = Heap()
+        run_on(heap, self._modules[0], self._workspace)
+        return StepMemory.of_whole_step(heap.peak_bytes)

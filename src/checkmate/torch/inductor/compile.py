@@ -48,8 +48,9 @@ from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensi
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.inductor.settings import config_patches
+from checkmate.torch.inductor.whole_step import WHOLE_STEP_CONFIG, WholeStep
 from checkmate.torch.joint.capture import Capture
-from checkmate.torch.measure.trial_step import measure_step
+from checkmate.torch.measure.trial_step import measure_step, measure_whole_step
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import CapturedJoint, Recapture, Task, partition
 from checkmate.torch.passes.channels_last import with_channels_last
@@ -83,6 +84,7 @@ class Compiled:
         forward: Its forward.
         backward: Its backward; the same object as ``forward`` for a graph without gradients.
         kernels: Its C++ kernels; they have to be built before it runs.
+        whole: The same as a whole step, if it is one.
         planned: The capture and its plan; None for a graph without gradients, which is not planned.
         counted: The memory of its step as counted in its code; None if that is not known.
         joint: The captured joint graph; None for a graph without gradients.
@@ -97,6 +99,7 @@ class Compiled:
     planned: tuple[Capture, Result] | None
     counted: StepMemory | None = None
     joint: CapturedJoint | None = None
+    whole: WholeStep | None = None
     measured: tuple[CapturedJoint, Result, StepMemory] | None = None
     num_symbols: int = 0
 
@@ -122,8 +125,15 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and backward modules of the plan."""
         kwargs.pop("compiler", None)
-        task = dataclasses.replace(self._task, layout_pass=with_channels_last) if prefers_channels_last(gm) else self._task
-        return partition(gm, joint_inputs, task=task, **kwargs)
+        return partition(gm, joint_inputs, task=self.task_for(gm), **kwargs)
+
+    def task_for(self, gm: fx.GraphModule) -> Task:
+        """How a graph is planned and split.
+
+        Args:
+            gm: The graph.
+        """
+        return dataclasses.replace(self._task, layout_pass=with_channels_last) if prefers_channels_last(gm) else self._task
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanPartitioner:
         """The same object: Inductor copies its configuration to make a cache key, and a captured graph cannot be copied."""
@@ -170,13 +180,19 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
     bound_sizes(traced)
     task, options = compilation.task, compilation.options
     dynamic = dynamic_dimensions(traced)
+    if dynamic and compilation.hooks.whole:
+        raise OptionError(
+            "compiler='inductor' compiles a whole step for sizes that do not change",
+            hint="compile with dynamic=False, which compiles and plans every shape separately, or with compiler='eager'",
+        )
     patches = config_patches(options, {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
     search = CalibratedSearch(compilation, _compiler_fingerprint(example_inputs, options, patches, dynamic))
     compilations: list[Compiled] = []
     best: Compiled | None = None
     while True:
+        whole = WholeStep() if compilation.hooks.whole else None
         planning = dataclasses.replace(task, plan=functools.partial(_plan, search))
-        compiled = _generate(gm, example_inputs, planning, options, patches)
+        compiled = _generate(gm, example_inputs, planning, options, patches, whole)
         if compiled.planned is None or not search.measures:
             compiled.kernels.build()
             return compiled
@@ -237,7 +253,12 @@ def _plan(search: CalibratedSearch, capture: Capture, recapture: Recapture) -> t
 
 
 def _generate(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], task: Task, options: Options, settings: Mapping[str, Any]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    task: Task,
+    options: Options,
+    settings: Mapping[str, Any],
+    whole: WholeStep | None = None,
 ) -> Compiled:
     """Generate the code of the graph under the plan of a task, whatever its peak; its C++ kernels are not built."""
     callables: dict[str, ReplaceableCallable] = {}
@@ -248,15 +269,21 @@ def _generate(
         if which == "forward" and partitioner.joint is not None:
             symbols.append(saved_symbols(module, partitioner.joint.capture.num_fwd_outputs))
         # A planned graph has its layouts already (`with_channels_last`); other layouts would be other bytes.
-        choose_layouts = inductor_config.layout_optimization and bool(kwargs.get("is_inference"))
+        choose_layouts = inductor_config.layout_optimization and bool(kwargs.get("is_inference")) and whole is None
+        if whole is not None:
+            module, more = whole.plan(module, partitioner.task_for(module))
+            inputs = [*inputs, *more]
         with inductor_config.patch(layout_optimization=choose_layouts):
-            callables[which] = ReplaceableCallable(compile_fx_inner(module, inputs, **kwargs))
+            run: Any = compile_fx_inner(module, inputs, **kwargs)
+        if whole is not None:
+            whole.run, run = run, whole
+        callables[which] = ReplaceableCallable(run)
         return callables[which]
 
     partitioner = PlanPartitioner(task, options)
     copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes its graph in place, and the next trial needs it unchanged
     copy.meta = dict(gm.meta)
-    patches = {**settings, "custom_partitioner_fn": partitioner}
+    patches = {**settings, **({} if whole is None else WHOLE_STEP_CONFIG), "custom_partitioner_fn": partitioner}
     # The backward is compiled now, not at its first run: a trial step runs it while Dynamo is still compiling, and Dynamo's
     # metrics of a compilation can be recorded only once.
     early = functorch_config.patch(force_non_lazy_backward_lowering=True)
@@ -266,10 +293,12 @@ def _generate(
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
     forward, joint = callables["forward"], partitioner.joint
     counted = None
-    if joint is not None:
+    if whole is not None:
+        counted = account.memory_of_whole_step()
+    elif joint is not None:
         counted = account.memory(num_outputs=joint.capture.num_fwd_outputs, hold_outputs=task.hold_outputs)
     backward = callables.get("backward", forward)
-    return Compiled(run, forward, backward, kernels, partitioner.planned, counted, joint, num_symbols=sum(symbols))
+    return Compiled(run, forward, backward, kernels, partitioner.planned, counted, joint, whole, num_symbols=sum(symbols))
 
 
 def _measure(compiled: Compiled, example_inputs: Sequence[Any], traced: Sequence[Any], task: Task) -> StepMemory:
@@ -282,7 +311,11 @@ def _measure(compiled: Compiled, example_inputs: Sequence[Any], traced: Sequence
     inputs = largest_inputs(example_inputs, traced)
     enlarged = any(a is not b for a, b in zip(inputs, example_inputs, strict=True) if isinstance(a, torch.Tensor))
     try:
-        step = measure_step(compiled.run, inputs, hold_outputs=task.hold_outputs)
+        if compiled.whole is None:
+            step = measure_step(compiled.run, inputs, hold_outputs=task.hold_outputs)
+        else:
+            with compiled.whole.on_trial():
+                step = measure_whole_step(compiled.run, inputs)
     except (RuntimeError, IndexError, AssertionError) as error:
         if not enlarged:
             raise

@@ -16,6 +16,7 @@ from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key, unique_bytes
 from checkmate.torch.measure.errors import ProfilerBusyError
+from checkmate.torch.measure.peak import measure_peak
 
 _log = logging.getLogger("checkmate.torch")
 _BACKWARD = "checkmate::backward"
@@ -38,11 +39,7 @@ def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs
     Raises:
         ProfilerBusyError: The inputs are on the CPU and another torch profiler is active.
     """
-    if profiler_running():
-        raise ProfilerBusyError(
-            "a compiled step has to be measured, and another torch profiler is active",
-            hint="call the compiled function once before you start the profiler",
-        )
+    _refuse_profiler()
     with _put_back(inputs), no_modes(), torch.enable_grad():
         try:
             _step(run, inputs, hold_outputs)
@@ -50,6 +47,43 @@ def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs
         except torch.OutOfMemoryError as error:  # a smaller plan may still fit
             _log.info("a measured step ran out of memory: %s", error)
         return _whole_device()
+
+
+def measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMemory:
+    """Run two whole steps, with their updates, and measure the second; see `measure_step`.
+
+    Args:
+        run: The compiled step.
+        inputs: The inputs it was compiled for: real tensors, and numbers. All are restored.
+
+    Returns:
+        Memory of the second step. If a step runs out of memory, all of the CUDA device's: more than any budget.
+
+    Raises:
+        ProfilerBusyError: The inputs are on the CPU and another torch profiler is active.
+    """
+    _refuse_profiler()
+    # AOTAutograd's metadata does not name parameters: updates were marks when it traced the step.
+    with _put_back(inputs, everything=True), no_modes(), torch.enable_grad():
+        try:
+            run(*inputs)
+            return StepMemory.of_whole_step(measure_peak(lambda: run(*inputs), device=_device(inputs)))
+        except torch.OutOfMemoryError as error:
+            _log.info("a measured step ran out of memory: %s", error)
+        return _whole_device()
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    found = (t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda")
+    return next(found, torch.device("cpu"))
+
+
+def _refuse_profiler() -> None:
+    if profiler_running():
+        raise ProfilerBusyError(
+            "a compiled step has to be measured, and another torch profiler is active",
+            hint="call the compiled function once before you start the profiler",
+        )
 
 
 def _whole_device() -> StepMemory:
@@ -125,9 +159,14 @@ def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, be
 
 
 @contextmanager
-def _put_back(inputs: Sequence[Any]) -> Iterator[None]:
-    """Restore, on leaving, the storages that a step overwrites and the state of every random generator."""
-    written = overwritten_inputs(len(inputs))
+def _put_back(inputs: Sequence[Any], *, everything: bool = False) -> Iterator[None]:
+    """Restore, on leaving, the storages that a step overwrites and the state of every random generator.
+
+    Args:
+        inputs: Inputs of the step.
+        everything: Whether any of them may be overwritten; otherwise those that AOTAutograd's metadata names.
+    """
+    written = None if everything else overwritten_inputs(len(inputs))
     chosen = [t for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and (written is None or i in written)]
     storages = {storage_key(t): t.untyped_storage() for t in chosen}
     saved = {key: storage.cpu() if storage.device.type == "cuda" else storage.clone() for key, storage in storages.items()}

@@ -212,7 +212,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
         SplitError: The module would take more memory than planned.
         CheckmateError: No plan was found.
     """
-    prepared = prepare(module, split_convolutions=task.split_convolutions)
+    prepared = prepare(module, split_convolutions=task.split_convolutions, layout_pass=task.layout_pass)
     apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
     recapture = task.captured(None)

@@ -28,6 +28,7 @@ from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
+from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
@@ -137,7 +138,8 @@ def compile(  # noqa: A001 - named like torch.compile
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
         budget: See `Options`, like every argument that is not described here.
         compiler: ``"inductor"`` measures every compilation on the example: a step runs twice, and all that it changes is
-            restored. Whole steps are not available with it.
+            restored. With it the updates are in the step only where ``whole`` or ``micro_batches`` asks for that: they are then
+            compiled, for SGD, Adam, AdamW, Adagrad and RMSprop, which rounds them differently.
         whole: Whether the optimizer's updates are planned with the rest of the step, each right after its gradient is
             computed, so that the gradients never exist all at once. By default this is done wherever it is possible: for
             optimizers of torch that update each parameter separately, such as SGD, Adam and AdamW. Arithmetic, state and
@@ -199,10 +201,7 @@ def compile(  # noqa: A001 - named like torch.compile
             raise OptionError("checkpoints='respected' cannot be in a whole step", hint="leave out whole=True")
         whole = False
     if compiler == "inductor":
-        # An update is one op that calls the optimizer; Inductor could fuse nothing across it.
-        if whole or micro_batches > 1:
-            raise OptionError("compiler='inductor' has no whole steps", hint="leave out whole=True and micro_batches")
-        whole = False
+        whole = _whole_by_inductor(optimizer, whole or (micro_batches > 1 and whole is None))
     example = validate_example(example, loss)
     if autocast is torch.float16 and optimizer is not None:
         raise OptionError(
@@ -266,6 +265,21 @@ def capture(
         chunks = Chunks(exact=chunking == "exact")
         graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0).captured).graph
     return msgspec.structs.replace(graph, name=type(model).__name__)
+
+
+def _whole_by_inductor(optimizer: torch.optim.Optimizer | None, asked: bool) -> bool:
+    """Whether Inductor compiles the updates: only where that is asked for, since they are then rounded in another way.
+
+    Raises:
+        OptionError: It is asked for, and the updates of the optimizer cannot be compiled.
+    """
+    reason = uncompiled_reason(optimizer) if asked and optimizer is not None else None
+    if reason is not None:
+        raise OptionError(
+            f"compiler='inductor' cannot compile the updates of a whole step: {reason}",
+            hint="leave out whole=True and micro_batches, or use compiler='eager', which calls the optimizer's own code",
+        )
+    return asked
 
 
 def _with_state(reserve: Amount, optimizer: torch.optim.Optimizer | None, granule: int = 1) -> int:

@@ -1,0 +1,87 @@
+"""Whole steps under Inductor: forward, backward and updates in one graph, in the order of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx
+
+from checkmate.cost.store import OpCost
+from checkmate.torch._compat.aot import BoxedRun
+from checkmate.torch.graph.optimizer_ops import UPDATE
+from checkmate.torch.inductor.step_state import StepState
+from checkmate.torch.inductor.update_ops import expand_updates
+from checkmate.torch.partition.split import Task, plan_whole_step
+
+WHOLE_STEP_CONFIG: dict[str, Any] = {
+    "reorder_for_locality": False,  # only done to graphs without a backward of their own; it would undo the order of the plan
+}
+"""Decisions of Inductor on whole steps that are left to the plan."""
+
+
+class WholeStep:
+    """A compiled whole step, with the optimizer's state as inputs.
+
+    Attributes:
+        run: The compiled module; it takes its arguments as one list, which it clears.
+        state: Its inputs besides those of the traced graph.
+    """
+
+    def __init__(self) -> None:
+        self.run: BoxedRun = _not_compiled
+        self.state = StepState((), ())
+        self._trial: list[Any] | None = None
+
+    def plan(self, module: fx.GraphModule, task: Task) -> tuple[fx.GraphModule, list[Any]]:
+        """The module that runs a plan, with all updates as ATen ops.
+
+        Args:
+            module: The whole step as AOTAutograd traced it, with marked gradients; it is not changed.
+            task: How to plan it.
+
+        Returns:
+            The module, and fake tensors for the inputs that it has in addition.
+
+        Raises:
+            CheckmateError: No plan was found.
+        """
+        planned = plan_whole_step(module, _with_fused_updates(task))
+        planned, self.state, fakes = expand_updates(planned)
+        return planned, fakes
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run the step.
+
+        Args:
+            args: Inputs of the traced graph; the list is cleared.
+
+        Raises:
+            OptionError: The optimizer is not as it was when the step was compiled.
+        """
+        args += self.state.tensors() if self._trial is None else self._trial
+        return self.run(args)
+
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Run on a state of zeros inside, so that the optimizer's stays as it is."""
+        self._trial = self.state.zeros()
+        try:
+            yield
+        finally:
+            self._trial = None
+
+
+def _not_compiled(args: list[Any]) -> Any:
+    raise AssertionError("the step is not compiled")
+
+
+def _with_fused_updates(task: Task) -> Task:
+    """The task with updates that allocate nothing: Inductor computes each in one loop, without temporary tensors."""
+
+    def costs(nodes: Sequence[fx.Node]) -> list[OpCost]:
+        return [c._replace(workspace_bytes=0) if n.target is UPDATE else c for n, c in zip(nodes, task.costs(nodes), strict=True)]
+
+    return dataclasses.replace(task, costs=costs)
