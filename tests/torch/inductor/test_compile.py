@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from checkmate import OptionError
 from checkmate.frontend.planner import keep_everything
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
-from checkmate.torch._compat.inductor import inductor_config
 from checkmate.torch._compat.profiler import memory_trace
 from tests.torch.networks import NETWORKS, input_of, mlp
 from tests.torch.steps import Planned, compiled, observe, recomputes
@@ -27,18 +25,6 @@ ROWS = 512
 SHARES = {"in_place": (1.0,), "views": (1.0,), "custom_function": (0.8, 0.7)}
 """Budgets, as shares of keeping everything, of networks of which nothing keeps 65 %: one op alone takes more, or nearly."""
 Run = Callable[[], Any]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests measured must not answer for these; op costs are shared, as everywhere."""
-    monkeypatch.setattr("checkmate.frontend.plan_store.cache_folder", lambda: tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process() -> Iterator[None]:
-    with inductor_config.patch(compile_threads=1):
-        yield
 
 
 def planned_loss(model: nn.Module, x: torch.Tensor, budget: int | str | None, **options: Any) -> tuple[Run, Planned]:

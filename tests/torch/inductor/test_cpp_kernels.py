@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
 from checkmate.torch._compat.cpp_kernels import PendingKernels
-from checkmate.torch._compat.inductor import inductor_config
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 ARGUMENTS = ["const float*", "float*", "const int64_t"]
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process() -> Iterator[None]:
-    with inductor_config.patch(compile_threads=1):
-        yield
 
 
 def source(operation: str) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import nn
 import checkmate
 from checkmate import OptionError
 from checkmate.torch import measure_peak
-from checkmate.torch._compat.inductor import inductor_config
 from checkmate.torch._compat.symbolic import guards_against_upper_bounds
 from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensions, largest_inputs, traced_values
 from tests.torch.networks import NETWORKS, Transformer, input_of, mlp
@@ -25,17 +23,6 @@ from tests.torch.steps import Planned, compiled, observe, recomputes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 FUSED: dict[str, Any] = {"compiler": "inductor", "time_limit_s": 3}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkmate.frontend.plan_store.cache_folder", lambda: tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process() -> Iterator[None]:
-    with inductor_config.patch(compile_threads=1):
-        yield
 
 
 def left_by(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[bytes]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,17 +21,6 @@ from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled, observe
 
 ON_CPU = {"cpu"}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkmate.frontend.plan_store.cache_folder", lambda: tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process() -> Iterator[None]:
-    with inductor_config.patch(compile_threads=1):
-        yield
 
 
 def settings(*devices: str, **options: Any) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 import checkmate.torch
 from checkmate import OptionError
 from checkmate.torch import Step, measure_peak
-from checkmate.torch._compat.inductor import inductor_config
 from checkmate.torch.inductor.update_ops import TensorFactors
 from tests.torch.networks import Cnn, input_of, mlp
 
@@ -28,18 +26,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # With the default eps the update of a gradient near zero has the rounding of the gradient.
     "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, eps=1e-3, momentum=0.5, centered=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests measured must not answer for these; op costs are shared, as everywhere."""
-    monkeypatch.setattr("checkmate.frontend.plan_store.cache_folder", lambda: tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process() -> Iterator[None]:
-    with inductor_config.patch(compile_threads=1):
-        yield
 
 
 class Network(nn.Module):

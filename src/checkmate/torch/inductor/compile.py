@@ -84,10 +84,10 @@ class Compiled:
         forward: Its forward.
         backward: Its backward; the same object as ``forward`` for a graph without gradients.
         kernels: Its C++ kernels; they have to be built before it runs.
-        whole: The same as a whole step, if it is one.
         planned: The capture and its plan; None for a graph without gradients, which is not planned.
         counted: The memory of its step as counted in its code; None if that is not known.
         joint: The captured joint graph; None for a graph without gradients.
+        whole: The same as a whole step, if it is one.
         measured: The captured joint graph, its plan and the measured memory; None without a budget.
         num_symbols: How many symbolic sizes the forward saves for the backward.
     """
