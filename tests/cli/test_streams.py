@@ -22,6 +22,7 @@ PLAN = ("plan", "chain.graph.json", "--budget", "5.5MiB", "--out", "p.json")
 STOPPED = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job under nohup ignores it
 import checkmate, checkmate.cli.plan, checkmate.cli.pareto, checkmate.solvers.evict.smallest
 from checkmate.cli import main
 
