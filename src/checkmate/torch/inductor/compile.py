@@ -198,9 +198,11 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
             return compiled
         _refuse_other_sizes(traced)
         compilations.append(compiled)
-        # Inductor generates no code for what it has in its cache: then an earlier run has measured it.
-        memory = compiled.counted or search.measured_before() or _measure(compiled, example_inputs, traced, task)
-        search.record(memory, measured=compiled.counted is None)
+        # Inductor generates no code for what it has in its cache: then an earlier run has measured it. Several ranks measure
+        # always: one that has the code in its cache, and measures alone, would wait in its collectives for the others.
+        counted = compiled.counted if compilation.ranks is None else None
+        memory = counted or search.measured_before() or _measure(compiled, example_inputs, traced, task)
+        search.record(memory, measured=counted is None)
         if search.next_candidate():
             continue
         chosen = search.best()
