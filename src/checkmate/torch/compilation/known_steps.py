@@ -236,8 +236,9 @@ class KnownSteps:
         if alone and _same_accumulation(runs[0].planned.own, gradients):
             own = runs[0].planned.own
             eager_bytes = step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
-            # What the plan was predicted to take is not what it takes where a compiler fused its ops, and that was measured.
-            free = own.result.budget_bytes - runs[0].planned.joint.capture.graph.resident_bytes
+            free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
+            if fixed:  # what the plan was predicted to take is not what fused ops take, and that was measured
+                free = own.result.budget_bytes - runs[0].planned.joint.capture.graph.resident_bytes
             free -= eager_bytes if _matters(eager_bytes) else 0
             free += runs[0].planned.unread_bytes  # which are carried, and in the peak of the plan
             if own.memory.forward_peak_bytes + carried[1] <= free and own.memory.backward_peak_bytes + carried[2] <= free:
