@@ -123,7 +123,7 @@ __all__ = [
 
 last_resort.install()
 
-_LAZY = ("torch", "tf2", "keras", "plot", "report", "cost")
+_LAZY = ("torch", "tf2", "jax", "keras", "plot", "report", "cost")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,64 @@
+"""All uses of JAX that differ between versions, or are not in its public API, as they are in JAX 0.10 to 0.12."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core, source_info_util
+
+
+def opened(closed: Any) -> tuple[Any, list[Any]]:
+    """The jaxpr of a parameter or of a trace, and its constants: JAX 0.11 merges ``ClosedJaxpr`` and ``Jaxpr``."""
+    return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()) or ())
+
+
+def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any]]:
+    """A function of the flat arguments of a trace, with other values for its constants.
+
+    Args:
+        closed: What `jax.make_jaxpr` returned.
+        constants: A value for each of its constants.
+    """
+    jaxpr, _ = opened(closed)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(constants)))
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The outputs of one equation, under the names and settings with which it was traced."""
+    primitive = eqn.primitive
+    with _context(eqn):
+        answer = primitive.bind(*values, **primitive.get_bind_params(eqn.params))
+    return list(answer) if primitive.multiple_results else [answer]
+
+
+def source_of(eqn: Any) -> str:
+    """File and line of the user's program from which an equation was traced, such as ``model.py:12 (attention)``; maybe ""."""
+    line = source_info_util.summarize(eqn.source_info)
+    return "" if line == "unknown" else line
+
+
+def scopes_of(eqn: Any) -> str:
+    """Names of the scopes and transformations around an equation, such as ``transpose(jvp(decoder))/mlp``."""
+    return str(eqn.source_info.name_stack)
+
+
+def save_only_names(names: Iterable[str]) -> Any:
+    """The policy of `jax.checkpoint` that saves what has one of some names: as data from JAX 0.11 on, else JAX's own callable.
+
+    Args:
+        names: Names given by `jax.ad_checkpoint.checkpoint_name`.
+    """
+    policies: Any = jax.checkpoint_policies
+    as_data = getattr(policies, "SaveOnlyTheseNames", None)
+    return policies.save_only_these_names(*names) if as_data is None else as_data(*names)
+
+
+@contextlib.contextmanager
+def _context(eqn: Any) -> Iterator[None]:
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield

@@ -1,0 +1,148 @@
+"""Calibration: plan, compile, read the bytes of temporary values, and plan again until the budget is kept. Nothing runs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.result import Result
+from checkmate.core.units import format_bytes
+from checkmate.frontend import progress
+from checkmate.frontend.calibration import Calibration, Proportional, Trial
+from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
+from checkmate.frontend.planner import Replanner, planner_for
+from checkmate.frontend.step_memory import StepMemory
+from checkmate.jax.apply_plan import PlannedProgram
+from checkmate.jax.capture import Capture
+from checkmate.jax.compiled import compiler_options, temp_bytes
+from checkmate.jax.profiler import environment, signature
+
+_log = logging.getLogger("checkmate.jax")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A captured function with its plan.
+
+    Attributes:
+        capture: The captured function.
+        result: The plan, with its proof.
+        budget_bytes: The budget in bytes, or None.
+        temp_bytes: Bytes of temporary values as XLA compiled the plan; None if it was not compiled.
+    """
+
+    capture: Capture
+    result: Result
+    budget_bytes: int | None
+    temp_bytes: int | None
+
+    @property
+    def program(self) -> PlannedProgram:
+        """The plan, ready to run."""
+        return PlannedProgram(self.capture, self.result.plan)
+
+
+class Compilation:
+    """Compiles plans of one capture, each once: what was compiled in earlier processes is read from a store.
+
+    Args:
+        capture: The captured function.
+        donated: Positions of arguments whose buffers results may reuse.
+    """
+
+    def __init__(self, capture: Capture, donated: Sequence[int] = ()) -> None:
+        self.capture, self.donated = capture, donated
+        self.store = PlanStore(_key(capture, donated))
+        self.known = {plan.order: plan.memory.peak_bytes for plan in self.store.all()}
+
+    def temp_bytes(self, result: Result) -> int:
+        """Bytes of temporary values of a plan."""
+        order = result.plan.order
+        if order not in self.known:
+            with progress.shown("compiling a plan"):
+                self.known[order] = temp_bytes(self._function(result), specs_of(self.capture), self.donated)
+            self.store.add(MeasuredPlan(order, StepMemory.of_whole_step(self.known[order])))
+        return self.known[order]
+
+    def _function(self, result: Result) -> Any:
+        program = PlannedProgram(self.capture, result.plan)
+        return lambda *arguments: program(arguments)
+
+
+def specs_of(capture: Capture) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and types of the arguments of a captured function."""
+    types = [capture.trace.types[v] for v in capture.trace.arguments]
+    return [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
+
+
+def without_calibration(capture: Capture, options: PlanningOptions) -> Planned:
+    """Plan a captured function, and compile nothing."""
+    result = planner_for(options)(capture.graph)
+    return Planned(capture, result, None if options.budget is None else result.budget_bytes, None)
+
+
+def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilation) -> Planned:
+    """The cheapest plan found whose compiled bytes keep the budget.
+
+    Args:
+        capture: The captured function.
+        options: Budget, solver and time limit, or the plan that is given.
+        compilation: Compiles plans.
+
+    Raises:
+        InfeasibleBudgetError: No plan was compiled that keeps the budget.
+    """
+    if options.plan is not None or options.budget is None:
+        result = planner_for(options)(capture.graph)
+        return Planned(capture, result, None if options.budget is None else result.budget_bytes, compilation.temp_bytes(result))
+    graph = capture.graph
+    budget = options.budget.resolve(graph)
+    replan = Replanner(graph, options)
+    # What is resident does not change with the plan: the ratio of compiled and planned bytes is that of the rest.
+    room = max(0, budget - graph.resident_bytes)
+    calibration: Calibration[Planned | None] = Calibration(room, Proportional(least_cost=graph.cost))
+    failure: CheckmateError | None = None
+    while failure is None and (target := calibration.next_target()) is not None:
+        try:
+            result = replan(graph.resident_bytes + target)
+        except (InfeasibleBudgetError, PlanNotFoundError) as error:
+            failure = error
+            if calibration.trials:
+                break
+            result = replan.smallest()  # XLA may need less than was planned
+        needed, planned = compilation.temp_bytes(result), result.peak_bytes - graph.resident_bytes
+        _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, (planned, needed, room)), result.overhead)
+        trial = Trial.of(target, result, needed, Planned(capture, result, budget, needed))
+        calibration.record(replace(trial, planned_bytes=planned))
+    best = calibration.best()
+    if best is None or best.outcome is None:
+        raise _refusal(calibration, graph.resident_bytes, budget, failure)
+    return best.outcome
+
+
+def _refusal(
+    calibration: Calibration[Planned | None], resident_bytes: int, budget_bytes: int, failure: CheckmateError | None
+) -> InfeasibleBudgetError:
+    """The error to raise where no compiled plan keeps the budget, in total bytes."""
+    needs = [t.needed_bytes for t in calibration.trials if t.needed_bytes is not None]
+    whole = Calibration[Planned | None](budget_bytes, calibration.policy)
+    for trial in calibration.trials:
+        if trial.needed_bytes == min(needs) and trial.outcome is not None:
+            whole.record(Trial.of(budget_bytes, trial.outcome.result, resident_bytes + trial.needed_bytes, trial.outcome))
+    refused = whole.refusal(failure)
+    assert isinstance(refused, InfeasibleBudgetError)
+    return refused
+
+
+def _key(capture: Capture, donated: Sequence[int]) -> str:
+    """Text of all that decides on the bytes of a plan as it is compiled."""
+    program = "\n".join(signature(chain) for chain in capture.members if chain)
+    settings = f"{capture.graph.digest} {tuple(donated)} {compiler_options()} {environment()}"
+    return hashlib.sha256(f"jax {settings}\n{program}".encode()).hexdigest()

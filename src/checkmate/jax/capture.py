@@ -1,0 +1,220 @@
+"""Translates a trace into a `checkmate.Graph`. Chains of equations that XLA fuses into one loop are one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from checkmate.core.graph import BOUNDARY, Graph, Op, Phase, Value
+from checkmate.cost.store import OpCost
+from checkmate.jax._compat import scopes_of, source_of
+from checkmate.jax.op_properties import BROADCASTS, FUSED, REDUCTIONS, has_effects, is_view, workspace_bytes
+from checkmate.jax.trace import Equation, Trace
+
+Costs = Callable[[Sequence[tuple[Equation, ...]], Trace], Sequence[OpCost]]
+"""Gives the cost of each of several ops, each the equations of one loop."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Capture:
+    """A graph together with the trace that it describes.
+
+    Attributes:
+        graph: The graph to plan.
+        trace: The trace.
+        members: Equations of each op, in order; none of the boundary. Shape ``[op]`` of tuples.
+        outputs: Numbers of the values of the trace that each op makes. Shape ``[op]`` of tuples.
+        inputs: Numbers of the values that each op reads, arguments and constants included. Shape ``[op]`` of tuples.
+        boundary: Where forward and backward meet; None for a whole step.
+    """
+
+    graph: Graph
+    trace: Trace
+    members: tuple[tuple[Equation, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    inputs: tuple[tuple[int, ...], ...]
+    boundary: Boundary | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boundary:
+    """Where forward and backward of a trace meet.
+
+    Attributes:
+        results: What the forward returns: the first results of the trace.
+        tangents: Arguments of the trace that only the backward is given.
+    """
+
+    results: int
+    tangents: tuple[int, ...]
+
+
+def capture_trace(
+    trace: Trace, costs: Costs, name: str = "", *, boundary: Boundary | None = None, donated_bytes: int = 0
+) -> Capture:
+    """The graph of a traced function.
+
+    XLA allocates arguments and results before a program runs, so that both are resident and results take no bytes of their own.
+
+    Args:
+        trace: The trace.
+        costs: Gives the cost of each op.
+        name: Name of the graph.
+        boundary: Where forward and backward meet; None for a whole step.
+        donated_bytes: Bytes of results that reuse the buffers of arguments.
+    """
+    return _Builder(trace, boundary).build(costs, name, donated_bytes)
+
+
+class _Builder:
+    def __init__(self, trace: Trace, boundary: Boundary | None) -> None:
+        self.trace, self.boundary = trace, boundary
+        self.results = {v for v in trace.results if isinstance(v, int)}
+        self.producer = {v: equation for equation in trace.equations for v in equation.outputs}
+        self.in_place = {v for result in self.results for v in self._bases(result)}
+        self.phases = _phases_of_joint(trace, boundary) if boundary is not None else _phases_of_step(trace)
+
+    def build(self, costs: Costs, name: str, donated_bytes: int) -> Capture:
+        members = self._chains()
+        phases: list[Phase] = [self.phases[id(chain[-1])] for chain in members]
+        measures = list(costs(members, self.trace))
+        reads = [_outside(chain) for chain in members]
+        writes = [chain[-1].outputs for chain in members]
+        if self.boundary is not None:
+            at = sum(phase == "forward" for phase in phases)
+            forward = (v for v in self.trace.results[: self.boundary.results] if isinstance(v, int))
+            members.insert(at, ())
+            phases.insert(at, "loss")
+            measures.insert(at, OpCost(0, 0))
+            reads.insert(at, tuple(dict.fromkeys(forward)))
+            writes.insert(at, self.boundary.tangents)
+        values, number = self._values(members, writes)
+        ops = [
+            self._op(chain, phase, measure, [number[v] for v in read if v in number], [number[v] for v in written])
+            for chain, phase, measure, read, written in zip(members, phases, measures, reads, writes, strict=True)
+        ]
+        resident = self._resident_bytes() - donated_bytes
+        graph = Graph(tuple(ops), tuple(values), resident_bytes=resident, name=name)
+        return Capture(graph, self.trace, tuple(members), tuple(writes), tuple(reads), self.boundary)
+
+    def _chains(self) -> list[tuple[Equation, ...]]:
+        """The equations of each op, forward first where there is a boundary, else in the order of their last equations."""
+        equations = self.trace.equations
+        readers: dict[int, list[int]] = {}
+        for i, equation in enumerate(equations):
+            for v in equation.read:
+                readers.setdefault(v, []).append(i)
+        heads: list[set[int]] = [set() for _ in equations]  # the ends of the chains that each equation is part of
+        for i in range(len(equations) - 1, -1, -1):
+            heads[i] = self._heads(i, readers, heads) or {i}
+        chains: dict[int, list[Equation]] = {}
+        for i, equation in enumerate(equations):
+            for head in heads[i]:
+                chains.setdefault(head, []).append(equation)
+        order = sorted(chains)
+        if self.boundary is not None:
+            order.sort(key=lambda head: self.phases[id(equations[head])] != "forward")
+        return [tuple(chains[head]) for head in order]
+
+    def _heads(self, i: int, readers: Mapping[int, Sequence[int]], heads: Sequence[set[int]]) -> set[int]:
+        """The chains that fuse an equation; none if its output is stored."""
+        equations, equation = self.trace.equations, self.trace.equations[i]
+        if equation.kind not in FUSED or has_effects(equation) or self.results.intersection(equation.outputs):
+            return set()
+        used = readers.get(equation.outputs[0], ())
+        if not all(equations[r].kind in FUSED | REDUCTIONS and not has_effects(equations[r]) for r in used):
+            return set()
+        ends = {head for r in used for head in heads[r]}
+        if equation.kind in BROADCASTS and self._smaller_input(equation):
+            return ends
+        same_side = all(self.phases[id(equations[end])] == self.phases[id(equation)] for end in ends)
+        return ends if len(ends) == 1 and same_side else set()
+
+    def _smaller_input(self, equation: Equation) -> bool:
+        return 2 * sum(map(self.trace.size_bytes, equation.read)) <= self.trace.size_bytes(equation.outputs[0])
+
+    def _bases(self, value: int) -> Iterator[int]:
+        """A value and those whose buffer it shares."""
+        yield value
+        equation = self.producer.get(value)
+        while equation is not None and is_view(equation, self.producer.get(equation.read[0])):
+            yield equation.read[0]
+            equation = self.producer.get(equation.read[0])
+
+    def _values(
+        self, members: Sequence[tuple[Equation, ...]], writes: Sequence[tuple[int, ...]]
+    ) -> tuple[list[Value], dict[int, int]]:
+        """A value for every output of every op. Results take no bytes: XLA allocates them before the program runs."""
+        values: list[Value] = []
+        number: dict[int, int] = {}
+        for chain, outputs in zip(members, writes, strict=True):
+            view = len(chain) == 1 and len(chain[0].read) == 1 and is_view(chain[0], self.producer.get(chain[0].read[0]))
+            for v in outputs:
+                base = number.get(chain[0].read[0]) if view else None
+                size = 0 if v in self.in_place or view else self.trace.size_bytes(v)
+                number[v] = len(values)
+                values.append(Value(str(self.trace.types[v]), size, base, kept=v in self.results))
+        return values, number
+
+    def _op(self, chain: Sequence[Equation], phase: Phase, measure: OpCost, inputs: Iterable[int], outputs: Iterable[int]) -> Op:
+        if not chain:
+            return Op(BOUNDARY, tuple(inputs), tuple(outputs), 0, recomputable=False, phase="loss", kind=BOUNDARY)
+        last = chain[-1]
+        return Op(
+            name=_name(chain),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            cost=measure.cost_ns,
+            workspace_bytes=max(measure.workspace_bytes, workspace_bytes(last.eqn)),
+            recomputable=not any(map(has_effects, chain)),
+            phase=phase,
+            kind=last.kind,
+            source=source_of(last.eqn),
+        )
+
+    def _resident_bytes(self) -> int:
+        """Bytes of arguments, constants and results, without those of tangents, which are values of the graph."""
+        tangents = () if self.boundary is None else self.boundary.tangents
+        there = {*self.trace.arguments, *self.trace.constants, *self.results}.difference(tangents)
+        return sum(map(self.trace.size_bytes, there))
+
+
+def _outside(chain: Sequence[Equation]) -> tuple[int, ...]:
+    """Numbers of the values that a chain reads and does not make."""
+    made = {v for equation in chain for v in equation.outputs}
+    return tuple(v for v in dict.fromkeys(v for equation in chain for v in equation.read) if v not in made)
+
+
+def _name(chain: Sequence[Equation]) -> str:
+    scopes = scopes_of(chain[-1].eqn)
+    kinds = list(dict.fromkeys(equation.kind for equation in chain))
+    shown = "+".join(kinds if len(kinds) <= 3 else [kinds[0], "...", kinds[-1]])
+    return f"{scopes}/{shown}" if scopes else shown
+
+
+def _phases_of_joint(trace: Trace, boundary: Boundary) -> dict[int, Phase]:
+    """Phase of each equation: backward if it depends on a tangent."""
+    late = set(boundary.tangents)
+    phases: dict[int, Phase] = {}
+    for equation in trace.equations:
+        backward = not late.isdisjoint(equation.read)
+        phases[id(equation)] = "backward" if backward else "forward"
+        if backward:
+            late.update(equation.outputs)
+    return phases
+
+
+def _phases_of_step(trace: Trace) -> dict[int, Phase]:
+    """Phase of each equation by the transformations around it: JAX's backward is a transposed function."""
+    transposed = ["transpose(" in scopes_of(equation.eqn) for equation in trace.equations]
+    if not any(transposed):
+        return {id(equation): "forward" for equation in trace.equations}
+    gradients = {v for equation, t in zip(trace.equations, transposed, strict=True) if t for v in equation.outputs}
+    phases: dict[int, Phase] = {}
+    updated: set[int] = set()
+    for equation, backward in zip(trace.equations, transposed, strict=True):
+        after = any(v in gradients or v in updated for v in equation.read)
+        phases[id(equation)] = "backward" if backward else "optimizer" if after else "forward"
+        if after and not backward:
+            updated.update(equation.outputs)
+    return phases

@@ -1,0 +1,210 @@
+"""Properties of JAX's primitives: which of them XLA fuses, arithmetic, and the bytes that loops and branches need inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import Literal
+
+from checkmate.jax._compat import opened
+from checkmate.jax.trace import Equation, type_bytes
+
+POINTWISE = frozenset(
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "clz",
+        "complex",
+        "conj",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "igamma",
+        "igammac",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "polygamma",
+        "population_count",
+        "pow",
+        "random_gamma_grad",
+        "real",
+        "reduce_precision",
+        "regularized_incomplete_beta",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "zeta",
+    ]
+)
+"""Primitives whose output has the shape of an input, computed element by element."""
+
+VIEWS = frozenset({"expand_dims", "name", "reshape", "squeeze"})
+"""Primitives whose output is the same bytes in the same order."""
+
+MOVES = VIEWS | {"rev", "slice", "transpose"}
+"""Primitives that only choose which element of their input an element of the output is."""
+
+BROADCASTS = frozenset({"broadcast_in_dim", "iota"})
+"""Primitives that XLA computes anew in every loop that reads them, since they read next to nothing."""
+
+REDUCTIONS = frozenset({f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")} | {"argmax", "argmin"})
+"""Primitives that XLA fuses with what they reduce."""
+
+FUSED = POINTWISE | MOVES | BROADCASTS
+"""Primitives that XLA fuses into the loop that reads them, so that their output is never stored if one loop reads it."""
+
+_LOOPS = frozenset({"scan", "while"})
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The jaxprs in the parameters of an equation, opened."""
+    for parameter in eqn.params.values():
+        for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+            if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                yield opened(item)[0]
+
+
+def workspace_bytes(eqn: Any) -> int:
+    """Bytes that the bodies of an equation need above their arguments, if every value is freed after its last reader.
+
+    Args:
+        eqn: An equation as JAX traced it. Branches need the largest of them; a loop needs those of one iteration.
+    """
+    return max((_peak_bytes(body) for body in bodies(eqn)), default=0)
+
+
+def flops(eqn: Any) -> int:
+    """Floating-point operations of an equation: products, convolutions and what is inside loops; one per element elsewhere."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        contracted = params["dimension_numbers"][0][0]
+        lhs = eqn.invars[0].aval.shape
+        return 2 * _elements(eqn) * math.prod(lhs[d] for d in contracted)
+    if name == "conv_general_dilated":
+        kernel, spec = eqn.invars[1].aval.shape, params["dimension_numbers"].rhs_spec
+        return 2 * _elements(eqn) * math.prod(kernel[d] for d in spec[1:])
+    inside = [sum(map(flops, body.eqns)) for body in bodies(eqn)]
+    if inside:
+        return max(inside) * _iterations(eqn)
+    return _elements(eqn) if name in POINTWISE | REDUCTIONS else 0
+
+
+def moved_bytes(eqn: Any) -> int:
+    """Bytes that an equation reads and writes; of a loop, those of all iterations."""
+    inside = [sum(map(moved_bytes, body.eqns)) for body in bodies(eqn)]
+    own = sum(type_bytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
+    return max([own, *(i * _iterations(eqn) for i in inside)])
+
+
+def has_effects(equation: Equation) -> bool:
+    """Whether an equation must run exactly once."""
+    return bool(equation.eqn.effects)
+
+
+def is_view(equation: Equation, producer: Equation | None) -> bool:
+    """Whether XLA gives the output of an equation the buffer of its input.
+
+    Args:
+        equation: The equation.
+        producer: The equation that makes its only input; None if that is an argument or a constant.
+    """
+    if len(equation.read) != 1:
+        return False
+    # XLA computes the transpose of a product of matrices as the product of their transposes.
+    folded = equation.kind == "transpose" and producer is not None and producer.kind == "dot_general"
+    return equation.kind in VIEWS or folded
+
+
+def _iterations(eqn: Any) -> int:
+    return eqn.params.get("length", 1) if eqn.primitive.name in _LOOPS else 1
+
+
+def _elements(eqn: Any) -> int:
+    arrays = eqn.invars if eqn.primitive.name in REDUCTIONS else eqn.outvars
+    return sum(math.prod(v.aval.shape) for v in arrays if hasattr(v.aval, "shape"))
+
+
+def _peak_bytes(jaxpr: Any) -> int:
+    """Peak of the values that a jaxpr makes, freed after their last reader; chains of pointwise equations store nothing between."""
+    last: dict[Any, int] = {}
+    readers: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                last[v] = i
+                readers[v] = readers.get(v, 0) + 1
+    for v in jaxpr.outvars:
+        if not isinstance(v, Literal):
+            last[v] = len(jaxpr.eqns)
+    ends: dict[int, list[Any]] = {}
+    for v, i in last.items():
+        ends.setdefault(i, []).append(v)
+    size: dict[Any, int] = {}
+    live = peak = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.outvars:
+            fused = eqn.primitive.name in FUSED and readers.get(v) == 1 and last[v] < len(jaxpr.eqns)
+            size[v] = 0 if fused or v not in last else type_bytes(v.aval)
+            live += size[v]
+        peak = max(peak, live + workspace_bytes(eqn))
+        live -= sum(size.get(v, 0) for v in ends.get(i, ()))
+    return peak

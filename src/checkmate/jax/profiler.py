@@ -1,0 +1,192 @@
+"""Times of ops: measured once on the device and stored, or estimated from arithmetic and memory traffic."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from checkmate.core.errors import OptionError
+from checkmate.cost.device import load_device
+from checkmate.cost.roofline import roofline_ns
+from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.frontend import progress
+from checkmate.frontend.measured_costs import MeasuredCosts
+from checkmate.frontend.options import CostSource
+from checkmate.jax._compat import bind
+from checkmate.jax.op_properties import flops, has_effects, moved_bytes
+from checkmate.jax.trace import Equation, Trace, type_bytes
+
+_log = logging.getLogger("checkmate.jax")
+
+_REPEATS: Final = 5
+_LIMIT_NS: Final = 40_000_000
+"""Most runs of an op, and time after which it is not run again: the fastest run counts."""
+
+_NOT_ALONE: Final = frozenset(
+    {"shard_map", "while", "psum", "all_gather", "all_to_all", "ppermute", "reduce_scatter", "pmax", "pmin"}
+)
+"""Primitives that cannot run alone on arbitrary arrays: loops may not end, collectives need an axis."""
+
+Chain = tuple[Equation, ...]
+
+
+class Profiler:
+    """Measured costs of ops.
+
+    Args:
+        store: Where measured costs are kept; the user's cost cache by default.
+    """
+
+    def __init__(self, store: CostStore | None = None) -> None:
+        here = environment()
+        self._costs = MeasuredCosts[Chain](
+            signature=lambda chain: _signature(chain, here), measure=_measure_all, estimate=estimate, store=store
+        )
+
+    def __call__(self, chains: Sequence[Chain], trace: Trace) -> list[OpCost]:
+        """Cost of each op; equal ops are measured once.
+
+        Args:
+            chains: The equations of each op.
+            trace: The trace that they belong to.
+        """
+        return self._costs(chains)
+
+
+def cost_source(costs: CostSource | str) -> Callable[[Sequence[Chain], Trace], list[OpCost]]:
+    """The function that gives the costs of ops.
+
+    Args:
+        costs: ``"measured"``, ``"estimated"``, or the name of a device, such as ``"H100"``, whose profile estimates them.
+
+    Raises:
+        OptionError: There is no such source.
+    """
+    if costs == "measured":
+        return Profiler()
+    if costs in get_args(CostSource):
+        return lambda chains, trace: list(map(estimate, chains))
+    try:
+        load_device(costs)
+    except OptionError as error:
+        raise OptionError(
+            f"costs={costs!r} is neither 'measured' nor 'estimated', and {error.message}",
+            hint="pass costs='measured', costs='estimated', or the name of a device, such as costs='H100'",
+        ) from None
+    return lambda chains, trace: [estimate(chain, costs) for chain in chains]
+
+
+def estimate(chain: Chain, device: str = "CPU") -> OpCost:
+    """Cost of an op from its arithmetic and the bytes that it reads and writes, on a device of which there is a profile.
+
+    Args:
+        chain: The equations of the op.
+        device: The name of the device.
+    """
+    made = {v for equation in chain for v in equation.outputs}
+    last = chain[-1].eqn
+    border = [v.aval for e in chain for v, s in zip(e.eqn.invars, e.inputs, strict=True) if isinstance(s, int) and s not in made]
+    moved = sum(map(type_bytes, border)) + sum(type_bytes(v.aval) for v in last.outvars)
+    if len(chain) == 1:
+        moved = moved_bytes(last)
+    kind = str(last.outvars[0].aval.dtype) if last.outvars and hasattr(last.outvars[0].aval, "dtype") else "float32"
+    total = sum(flops(equation.eqn) for equation in chain)
+    return OpCost(quantise(roofline_ns(load_device(device), flop=total, dtype=kind, moved_bytes=moved)), 0)
+
+
+def environment() -> str:
+    """Device, versions and settings on which the time of an op depends."""
+    device = jax.devices()[0]
+    return f"{device.platform} {device.device_kind} jax={jax.__version__} flags={os.environ.get('XLA_FLAGS', '')}"
+
+
+def signature(chain: Chain) -> str:
+    """Text of what an op computes: primitives, shapes, types, parameters, and which equation reads which.
+
+    Args:
+        chain: The equations of the op.
+    """
+    number: dict[int, int] = {}
+    lines: list[str] = []
+    for equation in chain:
+        inputs = [
+            f"{v.aval.str_short()}" + (f"={s.val}" if isinstance(s, Literal) else f"@{number.setdefault(s, len(number))}")
+            for v, s in zip(equation.eqn.invars, equation.inputs, strict=True)
+        ]
+        outputs = [f"@{number.setdefault(v, len(number))}" for v in equation.outputs]
+        lines.append(f"{','.join(outputs)}={equation.kind}({','.join(inputs)}){_parameters(equation.eqn)}")
+    return ";".join(lines)
+
+
+def _signature(chain: Chain, environment: str) -> str | None:
+    if not all(map(_runs_alone, chain)):
+        return None
+    return f"{signature(chain)} {environment}"
+
+
+def _runs_alone(equation: Equation) -> bool:
+    avals = [v.aval for v in (*equation.eqn.invars, *equation.eqn.outvars)]
+    arrays = all(hasattr(a, "dtype") and not jnp.issubdtype(a.dtype, jax.dtypes.extended) for a in avals)
+    return arrays and equation.kind not in _NOT_ALONE and not has_effects(equation)
+
+
+def _parameters(eqn: Any) -> str:
+    return ",".join(f"{k}={v}" for k, v in sorted(eqn.params.items()) if k not in ("name", "sharding", "out_sharding"))
+
+
+def _measure_all(chains: Mapping[str, Chain]) -> dict[str, OpCost]:
+    each = progress.counted(chains.items(), "measuring costs")
+    return {key: cost for key, chain in each if (cost := _measure(chain)) is not None}
+
+
+def _measure(chain: Chain) -> OpCost | None:
+    made = {v for equation in chain for v in equation.outputs}
+    types = {
+        s: v.aval for e in chain for v, s in zip(e.eqn.invars, e.inputs, strict=True) if isinstance(s, int) and s not in made
+    }
+
+    def run(*values: Any) -> list[Any]:
+        known: dict[int, Any] = dict(zip(types, values, strict=True))
+        for equation in chain:
+            inputs = [known[s] if isinstance(s, int) else s.val for s in equation.inputs]
+            known.update(zip(equation.outputs, bind(equation.eqn, inputs), strict=True))
+        return [known[v] for v in chain[-1].outputs]
+
+    try:
+        values = [_synthetic(aval) for aval in types.values()]
+        program = jax.jit(run).lower(*values).compile()
+        return OpCost(quantise(_time_ns(functools.partial(program, *values))), 0)
+    except Exception as error:  # noqa: BLE001 - whatever a backend raises for an op that cannot run alone
+        _log.info("%s could not be measured; its time is estimated: %s", chain[-1].kind, str(error).split("\n", 1)[0])
+        return None
+
+
+def _synthetic(aval: Any) -> np.ndarray[Any, Any]:
+    """An input to measure with: floats away from 0 and 1, else zeros, which are valid indices."""
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        flat = np.resize(np.linspace(0.1, 0.9, min(math.prod(aval.shape), 1021) or 1), aval.shape)
+        return flat.astype(aval.dtype)
+    return np.zeros(aval.shape, aval.dtype)
+
+
+def _time_ns(run: Callable[[], Any]) -> int:
+    jax.block_until_ready(run())
+    best, spent = math.inf, 0
+    for _ in range(_REPEATS):
+        began = time.perf_counter_ns()
+        jax.block_until_ready(run())
+        took = time.perf_counter_ns() - began
+        best, spent = min(best, took), spent + took
+        if spent > _LIMIT_NS:
+            break
+    return int(best)

@@ -1,0 +1,310 @@
+"""A function whose derivative runs a plan: a transformation that composes with JAX's own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkmate.core.budget import Budget
+from checkmate.core.errors import GraphError, OptionError, PlanError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.result import Result
+from checkmate.core.units import Amount
+from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
+from checkmate.jax._compat import as_function, opened
+from checkmate.jax.apply_plan import PlannedProgram
+from checkmate.jax.arguments import Arguments, FlatFunction
+from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
+from checkmate.jax.capture import Boundary, Capture, capture_trace
+from checkmate.jax.compiled import warn_of_undone_fences
+from checkmate.jax.profiler import cost_source
+from checkmate.jax.trace import flattened
+from checkmate.solvers.session import Solver
+
+_log = logging.getLogger("checkmate.jax")
+
+
+class PlannedFunction:
+    """A function whose derivative runs a plan. Create one with `checkmate.jax.remat`.
+
+    A plan is made when the function is first differentiated for arguments of new shapes and types.
+
+    Args:
+        function: The function.
+        options: Which plans to look for.
+        costs: Where costs come from.
+        verify: Whether plans are compiled.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: PlanningOptions, costs: CostSource | str, verify: bool) -> None:
+        self._function, self._options, self._verify = function, options, verify
+        self._costs = cost_source(costs)
+        self._planned: dict[Any, Planned] = {}
+        self._last: Planned | None = None
+        functools.update_wrapper(self, function)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the function and its derivative, as they were planned last."""
+        return self._newest.capture.graph
+
+    @property
+    def result(self) -> Result:
+        """The solver's result for the newest plan, with its proof."""
+        return self._newest.result
+
+    @property
+    def plan(self) -> Plan:
+        """The newest plan."""
+        return self._newest.result.plan
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget of the newest plan in bytes, or None."""
+        return self._newest.budget_bytes
+
+    @property
+    def temp_bytes(self) -> int | None:
+        """Bytes of temporary values of the function and its derivative as XLA compiled the newest plan; None if it was not."""
+        return self._newest.temp_bytes
+
+    @property
+    def _newest(self) -> Planned:
+        if self._last is None:
+            raise PlanError("nothing is planned yet", hint="differentiate the function first, such as by jax.value_and_grad")
+        return self._last
+
+    def __call__(self, *positional: Any, **keywords: Any) -> Any:
+        """What the function returns; its derivative runs the plan.
+
+        Args:
+            positional: The function's arguments. Numbers of Python and what is no array are constants.
+            keywords: The same.
+
+        Raises:
+            GraphError: The function cannot be planned.
+            InfeasibleBudgetError: No plan keeps the budget, when the function is differentiated.
+        """
+        arguments = Arguments.of(positional, keywords)
+        flat = FlatFunction(self._function, arguments)
+        closed = jax.make_jaxpr(flat)(*arguments.arrays)
+        _refuse_ordered_effects(closed)
+        jaxpr, constants = opened(closed)
+        # What the function closes over may be traced by a transformation outside, and differs from call to call.
+        arrays = [*constants, *arguments.arrays]
+        count = len(constants)
+
+        def pure(*values: Any) -> list[Any]:
+            return as_function(closed, values[:count])(*values[count:])
+
+        return flat.results(self._differentiable(pure)(*arrays))
+
+    def _differentiable(self, pure: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """A function with a derivative that runs a plan.
+
+        Args:
+            pure: A function of flat arrays that closes over none.
+        """
+
+        def forward(*primals: Any) -> tuple[list[Any], _Saved]:
+            values = [primal.value for primal in primals]
+            wanted = tuple(i for i, primal in enumerate(primals) if primal.perturbed and _is_inexact(primal.value))
+            program = self._program(pure, values, wanted)
+            results, saved = program.forward(values)
+            return results, _Saved(tuple(saved), program, wanted, len(values))
+
+        def backward(saved: _Saved, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+            tangents = [_instantiated(c) for c in cotangents if jnp.issubdtype(c.dtype, jnp.inexact)]
+            gradients = saved.program.backward(saved.values, tangents)
+            by_argument = dict(zip(saved.wanted, gradients, strict=True))
+            return tuple(by_argument.get(i) for i in range(saved.arguments))
+
+        differentiable = jax.custom_vjp(lambda *values: pure(*values))
+        differentiable.defvjp(forward, backward, symbolic_zeros=True)
+        return differentiable
+
+    def _program(self, pure: Callable[..., list[Any]], values: Sequence[Any], wanted: Sequence[int]) -> PlannedProgram:
+        captured = _capture_pair(pure, values, wanted, self._costs, getattr(self._function, "__name__", "function"))
+        planned = self._plan(captured)
+        self._last = planned
+        # The trace is of this call: its constants and tracers must not be those of an earlier one.
+        return PlannedProgram(captured, planned.result.plan)
+
+    def _plan(self, captured: Capture) -> Planned:
+        compilation = Compilation(captured) if self._verify else None
+        key = captured.graph.digest if compilation is None else compilation.store.key
+        if key not in self._planned:
+            if compilation is None or not _compiles_alone(captured):
+                planned = without_calibration(captured, self._options)
+            else:
+                planned = calibrate(captured, self._options, compilation)
+            if planned.result.overhead > 1:
+                warn_of_undone_fences()
+            self._planned[key] = planned
+        return self._planned[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Saved:
+    """What the forward leaves to the backward of one derivative.
+
+    Attributes:
+        values: Arrays.
+        program: The program of the derivative.
+        wanted: Positions of the arguments whose gradients it computes.
+        arguments: Number of arguments.
+    """
+
+    values: tuple[Any, ...]
+    program: PlannedProgram
+    wanted: tuple[int, ...]
+    arguments: int
+
+
+jax.tree_util.register_pytree_node(
+    _Saved,
+    lambda saved: (saved.values, (saved.program, saved.wanted, saved.arguments)),
+    lambda rest, values: _Saved(tuple(values), *rest),
+)
+
+
+@overload
+def remat(
+    function: Callable[..., Any],
+    *,
+    budget: Amount | Budget | None = None,
+    solver: Solver | str | None = None,
+    time_limit_s: float | None = 60.0,
+    plan: PlanSource | None = None,
+    costs: CostSource | str = "measured",
+    verify: bool = True,
+) -> Callable[..., Any]: ...
+@overload
+def remat(
+    function: None = None,
+    *,
+    budget: Amount | Budget | None = None,
+    solver: Solver | str | None = None,
+    time_limit_s: float | None = 60.0,
+    plan: PlanSource | None = None,
+    costs: CostSource | str = "measured",
+    verify: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+def remat(
+    function: Callable[..., Any] | None = None,
+    *,
+    budget: Amount | Budget | None = None,
+    solver: Solver | str | None = None,
+    time_limit_s: float | None = 60.0,
+    plan: PlanSource | None = None,
+    costs: CostSource | str = "measured",
+    verify: bool = True,
+) -> Any:
+    """A function whose derivative keeps a memory budget: a transformation, as `jax.checkpoint` is.
+
+    It composes with `jax.jit`, `jax.grad`, `jax.value_and_grad`, `jax.vmap` and `jax.lax.scan`, and can be a decorator. The budget is
+    that of the function and its derivative together: arguments, results, gradients and temporary values. When the function is
+    differentiated, it is traced and planned; the plan is compiled alone, at most four times, until its compiled bytes keep
+    the budget.
+
+    Args:
+        function: A function of arrays and nests of arrays, such as a loss.
+        budget: As in `plan`. None, without a plan, returns the function as it is.
+        solver: A solver or its name; `Auto` by default.
+        time_limit_s: Seconds of wall time for planning, or None for no limit.
+        plan: A plan, or its file, to run instead of solving.
+        costs: Where costs come from, as in `plan`.
+        verify: False skips the compilations.
+
+    Returns:
+        A `PlannedFunction`.
+
+    Raises:
+        OptionError: An option cannot be used.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     return jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+        >>> planned = remat(loss, budget="100%", costs="estimated")
+        >>> value, gradient = jax.value_and_grad(planned)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+        >>> planned.result.overhead
+        1.0
+    """
+    if function is None:
+        return functools.partial(
+            remat, budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan, costs=costs, verify=verify
+        )
+    if not callable(function):
+        raise OptionError(f"function={function!r} is not a function", hint="pass the function first: remat(loss, budget='8GiB')")
+    options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
+    if options.budget is None and options.plan is None:
+        return function
+    return PlannedFunction(function, options, costs, verify)
+
+
+def _capture_pair(pure: Callable[..., list[Any]], values: Sequence[Any], wanted: Sequence[int], costs: Any, name: str) -> Capture:
+    """The graph of a function together with its derivative: arguments and tangents in, results and gradients out."""
+    kinds = jax.eval_shape(pure, *values)
+    given = [spec for spec in kinds if jnp.issubdtype(spec.dtype, jnp.inexact)]
+
+    def pair(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        def of_wanted(*some: Any) -> list[Any]:
+            merged = list(primals)
+            for i, value in zip(wanted, some, strict=True):
+                merged[i] = value
+            return pure(*merged)
+
+        results, pull = jax.vjp(of_wanted, *(primals[i] for i in wanted))
+        remaining = iter(tangents)
+        cotangents = [
+            next(remaining) if jnp.issubdtype(r.dtype, jnp.inexact) else np.zeros(r.shape, jax.dtypes.float0) for r in results
+        ]
+        return [*results, *pull(cotangents)]
+
+    trace = flattened(jax.make_jaxpr(pair)(list(values), given))
+    boundary = Boundary(results=len(kinds), tangents=trace.arguments[len(values) :])
+    return capture_trace(trace, costs, name, boundary=boundary)
+
+
+def _compiles_alone(captured: Capture) -> bool:
+    """Whether a captured function can be compiled outside of the transformations around it; tells why not."""
+    collectives = sorted(
+        {
+            e.kind
+            for chain in captured.members
+            for e in chain
+            if "axis_name" in e.eqn.params or ("axes" in e.eqn.params and e.kind.startswith("p"))
+        }
+    )
+    if collectives:
+        _log.warning("the function has collectives (%s), and is planned without compiling it alone", ", ".join(collectives))
+    return not collectives
+
+
+def _instantiated(cotangent: Any) -> Any:
+    """A cotangent as an array; JAX passes a symbol for one that is zero."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _is_inexact(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _refuse_ordered_effects(closed: Any) -> None:
+    ordered = [str(effect) for effect in closed.effects if "rdered" in type(effect).__name__ or "Ref" in str(effect)]
+    if ordered:
+        raise GraphError(
+            f"the function has effects whose order counts ({', '.join(ordered)}), and its derivative cannot be planned",
+            hint="move io_callback(ordered=True), ordered debug prints and mutable references out of the function",
+        )

@@ -1,0 +1,225 @@
+"""A whole step, such as loss, gradients and an Optax update, planned from shapes: no array is needed and nothing runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkmate.core.budget import Budget
+from checkmate.core.errors import GraphError, OptionError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.result import Result
+from checkmate.core.units import Amount
+from checkmate.frontend import progress
+from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
+from checkmate.jax.arguments import Arguments, FlatFunction
+from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
+from checkmate.jax.capture import Capture, capture_trace
+from checkmate.jax.compiled import warn_of_undone_fences
+from checkmate.jax.profiler import cost_source
+from checkmate.jax.trace import trace_flat, type_bytes
+from checkmate.solvers.session import Solver
+
+
+class PlannedStep:
+    """A step that runs its plan. Create one with `checkmate.jax.plan`, and pass it to `jax.jit` in place of the step."""
+
+    def __init__(self, step: Callable[..., Any], arguments: Arguments, flat: FlatFunction, planned: Planned) -> None:
+        self._arguments, self._flat, self._planned = arguments, flat, planned
+        self._program = planned.program
+        functools.update_wrapper(self, step)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the step."""
+        return self._planned.capture.graph
+
+    @property
+    def result(self) -> Result:
+        """The solver's result, with its proof: overhead, bound and gap."""
+        return self._planned.result
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self._planned.result.plan
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes, or None."""
+        return self._planned.budget_bytes
+
+    @property
+    def planned_temp_bytes(self) -> int:
+        """Bytes of temporary values by the plan."""
+        return self.result.peak_bytes - self.graph.resident_bytes
+
+    @property
+    def temp_bytes(self) -> int | None:
+        """Bytes of temporary values as XLA compiled the plan; None if it was not compiled."""
+        return self._planned.temp_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Bytes of arguments, results and temporary values as XLA compiled the plan; None if it was not compiled."""
+        return None if self.temp_bytes is None else self.graph.resident_bytes + self.temp_bytes
+
+    def __call__(self, *positional: Any, **keywords: Any) -> Any:
+        """Run the step by its plan.
+
+        Args:
+            positional: Arguments of the shapes and types that were planned.
+            keywords: The same.
+
+        Raises:
+            OptionError: An argument has another structure, shape or type.
+        """
+        arguments = Arguments.of(positional, keywords)
+        planned = self._arguments
+        if arguments.tree != planned.tree or _types(arguments.arrays) != _types(planned.arrays):
+            raise OptionError(
+                "the step was planned for arguments of another structure, shape or type",
+                hint="plan another step for these arguments with checkmate.jax.plan",
+            )
+        return self._flat.results(self._program(arguments.arrays))
+
+
+def plan(
+    step: Callable[..., Any],
+    *specs: Any,
+    budget: Amount | Budget | None = None,
+    solver: Solver | str | None = None,
+    time_limit_s: float | None = 60.0,
+    plan: PlanSource | None = None,
+    costs: CostSource | str = "measured",
+    donate_argnums: int | Sequence[int] = (),
+    verify: bool = True,
+) -> PlannedStep:
+    """Plan a whole step from the shapes of its arguments; the step does not run.
+
+    The plan is compiled to read the bytes of its temporary values, and made again with a lower or higher target until they keep the
+    budget: at most four compilations.
+
+    Args:
+        step: A function of arrays and nests of arrays, such as loss, gradients and an Optax update.
+        specs: Its arguments: arrays, or `jax.ShapeDtypeStruct` in their place.
+        budget: The most bytes of arguments, results and temporary values together: ``"8GiB"``, a number of bytes, or a share of the
+            step, such as ``"70%"``: what no plan can change plus 70 % of what keeping everything needs above that. None keeps
+            everything.
+        solver: A solver or its name; `Auto` by default.
+        time_limit_s: Seconds of wall time for planning, or None for no limit.
+        plan: A plan, or its file, to run instead of solving.
+        costs: ``"measured"`` runs every distinct op alone a few times, once per machine; ``"estimated"`` runs nothing; the name of a
+            device, such as ``"H100"``, estimates for that device.
+        donate_argnums: Positions of arguments whose buffers the results may reuse, as in `jax.jit`.
+        verify: False skips the compilations, so that `PlannedStep.temp_bytes` is None.
+
+    Returns:
+        The planned step, a traceable function.
+
+    Raises:
+        OptionError: An option cannot be used.
+        GraphError: The step cannot be captured.
+        InfeasibleBudgetError: No plan keeps the budget.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> def step(w, x):
+        ...     loss, gradient = jax.value_and_grad(lambda w: jnp.tanh(jnp.tanh(x @ w) @ w).sum())(w)
+        ...     return w - 0.1 * gradient, loss
+        >>> spec = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        >>> planned = plan(step, spec, spec, budget="100%", costs="estimated")
+        >>> planned.result.overhead, planned.peak_bytes <= planned.budget_bytes
+        (1.0, True)
+        >>> new_w, loss = jax.jit(planned)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    """
+    options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
+    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    arguments, flat, captured, positions = _captured(step, specs, donated, costs)
+    if not verify:
+        planned = without_calibration(captured, options)
+    else:
+        planned = calibrate(captured, options, Compilation(captured, positions))
+    if planned.result.overhead > 1:
+        warn_of_undone_fences()
+    return PlannedStep(step, arguments, flat, planned)
+
+
+def capture(
+    step: Callable[..., Any], *specs: Any, costs: CostSource | str = "measured", donate_argnums: int | Sequence[int] = ()
+) -> Graph:
+    """The graph of a whole step; `checkmate.write` writes it to a file. The step does not run.
+
+    Args:
+        step: A function of arrays and nests of arrays, as in `plan`.
+        specs: Its arguments, as in `plan`.
+        costs: Where costs come from, as in `plan`.
+        donate_argnums: Positions of donated arguments, as in `plan`.
+
+    Raises:
+        OptionError: An option cannot be used.
+        GraphError: The step cannot be captured.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> spec = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        >>> graph = capture(lambda w, x: jnp.tanh(x @ w).sum(), spec, spec, costs="estimated")
+        >>> [op.kind for op in graph.ops]
+        ['dot_general', 'reduce_sum']
+    """
+    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    return _captured(step, specs, donated, costs)[2].graph
+
+
+def _captured(
+    step: Callable[..., Any], specs: Sequence[Any], donated: Sequence[int], costs: CostSource | str
+) -> tuple[Arguments, FlatFunction, Capture, tuple[int, ...]]:
+    """The arguments, the flat function, the captured step, and the positions of donated arrays."""
+    if not callable(step):
+        raise OptionError(f"step={step!r} is not a function", hint="pass the function that computes a step, then its arguments")
+    if any(not 0 <= number < len(specs) for number in donated):
+        raise OptionError(
+            f"donate_argnums={tuple(donated)} names an argument that is not there; there are {len(specs)}",
+            hint="count the positional arguments from 0",
+        )
+    source = cost_source(costs)
+    with progress.shown("tracing the step"):
+        arguments = Arguments.of(specs, {})
+        flat = FlatFunction(step, arguments)
+        _refuse_tracers(arguments.arrays)
+        trace = trace_flat(flat, *arguments.arrays)
+        counts = [len(Arguments.of((spec,), {}).arrays) for spec in specs]
+        starts = np.cumsum([0, *counts])
+        positions = tuple(p for number in donated for p in range(int(starts[number]), int(starts[number + 1])))
+        results = [trace.types[v] for v in trace.results if isinstance(v, int)]
+        donated_bytes = _reused_bytes([trace.types[trace.arguments[p]] for p in positions], results)
+        name = getattr(step, "__name__", "step")
+        return arguments, flat, capture_trace(trace, source, name, donated_bytes=donated_bytes), positions
+
+
+def _reused_bytes(donated: Sequence[Any], results: Sequence[Any]) -> int:
+    """Bytes of the results that take over a donated buffer: JAX pairs buffers of the same shape and type."""
+    free = [(t.shape, t.dtype) for t in donated]
+    total = 0
+    for result in results:
+        if (result.shape, result.dtype) in free:
+            free.remove((result.shape, result.dtype))
+            total += type_bytes(result)
+    return total
+
+
+def _refuse_tracers(arrays: Sequence[Any]) -> None:
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        raise GraphError(
+            "a whole step cannot be planned inside a transformation such as jax.jit or jax.grad",
+            hint="call checkmate.jax.plan outside, with jax.ShapeDtypeStruct; inside a transformation use checkmate.jax.remat",
+        )
+
+
+def _types(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return [(array.shape, array.dtype) for array in arrays]

@@ -1,0 +1,157 @@
+"""A traced function as one flat list of equations, with calls inlined and without what no result needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from checkmate.jax._compat import opened
+
+_CALLS: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+"""Primitives that only call a jaxpr, and the parameter that has it. Derivatives are taken before a function is traced."""
+
+Source = int | Literal
+"""What an equation reads: a value by its number, or a constant that is written in the equation."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Equation:
+    """One equation of a trace.
+
+    Attributes:
+        eqn: The equation as JAX traced it; its own variables are not used.
+        inputs: What it reads.
+        outputs: Numbers of the values that it writes.
+    """
+
+    eqn: Any
+    inputs: tuple[Source, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        """Name of its primitive, such as ``dot_general``."""
+        return self.eqn.primitive.name
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """Numbers of the values that it reads, each once."""
+        return tuple(dict.fromkeys(v for v in self.inputs if isinstance(v, int)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """A traced function. Its values are numbered; each is an argument, a constant or an output of one equation.
+
+    Attributes:
+        arguments: Numbers of the flat arguments.
+        constants: Constants by their numbers.
+        equations: The equations, in an order in which they can run.
+        results: What the function returns, flat.
+        types: Shape and type of each value.
+    """
+
+    arguments: tuple[int, ...]
+    constants: Mapping[int, Any]
+    equations: tuple[Equation, ...]
+    results: tuple[Source, ...]
+    types: Sequence[Any]
+
+    def size_bytes(self, value: int) -> int:
+        """Bytes of a value."""
+        return type_bytes(self.types[value])
+
+
+def trace_flat(function: Callable[..., Any], *arguments: Any) -> Trace:
+    """Trace a function and flatten the result.
+
+    Args:
+        function: A function of arrays and nests of arrays.
+        arguments: Arrays, tracers, or `jax.ShapeDtypeStruct`, in the same nests.
+    """
+    return flattened(jax.make_jaxpr(function)(*arguments))
+
+
+def flattened(closed: Any) -> Trace:
+    """The equations of a jaxpr with all calls inlined, without those that no result and no effect needs."""
+    flattener = _Flattener()
+    jaxpr, constants = opened(closed)
+    numbers = [flattener.constant(v, c) for v, c in zip(jaxpr.constvars, constants, strict=True)]
+    arguments = [flattener.number(v.aval) for v in jaxpr.invars]
+    results = flattener.inline(jaxpr, numbers, arguments)
+    equations = _needed(flattener.equations, results)
+    used = {v for e in equations for v in e.read} | {v for v in results if isinstance(v, int)}
+    return Trace(
+        tuple(arguments),
+        {v: c for v, c in flattener.constants.items() if v in used},
+        tuple(equations),
+        tuple(results),
+        flattener.types,
+    )
+
+
+def type_bytes(aval: Any) -> int:
+    """Bytes of an array of a shape and type; 0 for what is no array, such as a token."""
+    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+        return 0
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.types: list[Any] = []
+        self.constants: dict[int, Any] = {}
+        self.equations: list[Equation] = []
+
+    def number(self, aval: Any) -> int:
+        self.types.append(aval)
+        return len(self.types) - 1
+
+    def constant(self, variable: Any, value: Any) -> int:
+        number = self.number(variable.aval)
+        self.constants[number] = value
+        return number
+
+    def inline(self, jaxpr: Any, constants: Sequence[Source], arguments: Sequence[Source]) -> list[Source]:
+        """Append the equations of a jaxpr for some arguments; its results."""
+        known: dict[Any, Source] = dict(zip(jaxpr.constvars, constants, strict=True))
+        known.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def source(atom: Any) -> Source:
+            return atom if isinstance(atom, Literal) else known[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [source(v) for v in eqn.invars]
+            body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+            if body is not None:
+                inner, values = opened(body)
+                numbers = [self.constant(v, c) for v, c in zip(inner.constvars, values, strict=True)]
+                known.update(zip(eqn.outvars, self.inline(inner, numbers, inputs), strict=True))
+                continue
+            outputs = [self.number(v.aval) for v in eqn.outvars]
+            known.update(zip(eqn.outvars, outputs, strict=True))
+            self.equations.append(Equation(eqn, tuple(inputs), tuple(outputs)))
+        return [source(v) for v in jaxpr.outvars]
+
+
+def _needed(equations: Sequence[Equation], results: Iterable[Source]) -> list[Equation]:
+    needed = {v for v in results if isinstance(v, int)}
+    kept: list[Equation] = []
+    for equation in reversed(equations):
+        if equation.eqn.effects or not needed.isdisjoint(equation.outputs):
+            kept.append(equation)
+            needed.update(equation.read)
+    return kept[::-1]
