@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 
@@ -23,7 +24,16 @@ def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any
         constants: A value for each of its constants.
     """
     jaxpr, _ = opened(closed)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(constants)))
+    function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(constants)))
+
+    def with_arrays(*arguments: Any) -> list[Any]:
+        # A result that is written in the jaxpr comes back as a number.
+        return [
+            jnp.asarray(r, v.aval.dtype) if isinstance(v, core.Literal) else r
+            for r, v in zip(function(*arguments), jaxpr.outvars, strict=True)
+        ]
+
+    return with_arrays
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -43,6 +53,13 @@ def source_of(eqn: Any) -> str:
 def scopes_of(eqn: Any) -> str:
     """Names of the scopes and transformations around an equation, such as ``transpose(jvp(decoder))/mlp``."""
     return str(eqn.source_info.name_stack)
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Names of the axes of `jax.shard_map` along which a value differs; none outside of it."""
+    kind = jax.typeof(value)
+    manual = getattr(kind, "manual_axis_type", None) or getattr(kind, "mat", None)
+    return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", None) or ())
 
 
 def save_only_names(names: Iterable[str]) -> Any:

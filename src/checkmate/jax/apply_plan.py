@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from checkmate.core.plan import Plan
-from checkmate.jax._compat import bind
+from checkmate.jax._compat import bind, varying_axes
 from checkmate.jax.capture import Capture
 from checkmate.jax.trace import Equation, Source
 
@@ -59,7 +60,7 @@ class PlannedProgram:
         trace = self.capture.trace
         values = dict(zip(trace.arguments, arguments, strict=False)) | dict(trace.constants)
         self._run(values, 0, self._boundary)
-        return [_read(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved]
+        return [_result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved]
 
     def backward(self, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """The gradients: the results after those of the forward.
@@ -72,13 +73,13 @@ class PlannedProgram:
         numbers = () if self.capture.boundary is None else self.capture.boundary.tangents
         values = dict(zip(self.saved, saved, strict=True)) | dict(zip(numbers, tangents, strict=True)) | dict(trace.constants)
         self._run(values, self._boundary + 1, len(self.order))
-        return [_read(values, v) for v in trace.results[self._results :]]
+        return [_result(values, v) for v in trace.results[self._results :]]
 
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
         for p in range(start, stop):
             live = self._fences.get(p)
             if live:
-                values.update(zip(live, jax.lax.optimization_barrier(tuple(values[v] for v in live)), strict=True))
+                _fence(values, live)
             op = self.order[p]
             _compute(self.capture.members[op], self.capture.outputs[op], values)
 
@@ -105,8 +106,8 @@ class PlannedProgram:
 def _fenced(order: Sequence[int]) -> set[int]:
     """Positions at which a run of recomputations begins.
 
-    Only these: more fences keep XLA from fusing what it could. With a fence also before first computations that the plan delays, a
-    network of convolutions took 55 MB in place of 47, and more time.
+    Only these: more fences keep XLA from fusing what it could. With a fence also before first computations that the plan delays,
+    a network of convolutions took 55 MB in place of 47, and more time.
     """
     seen: set[int] = set()
     found: set[int] = set()
@@ -120,6 +121,18 @@ def _fenced(order: Sequence[int]) -> set[int]:
     return found
 
 
+def _fence(values: dict[int, Any], live: Sequence[int]) -> None:
+    """Put a barrier over values.
+
+    In `jax.shard_map` a barrier makes all its outputs differ along the axes along which one of its inputs does, which parameters
+    must not. They stay outside: every recomputation reads something that depends on the batch.
+    """
+    axes = {v: varying_axes(values[v]) for v in live}
+    most = max(axes.values(), key=len)
+    fenced = [v for v in live if axes[v] == most]
+    values.update(zip(fenced, jax.lax.optimization_barrier(tuple(values[v] for v in fenced)), strict=True))
+
+
 def _compute(chain: Sequence[Equation], outputs: Sequence[int], values: dict[int, Any]) -> None:
     local: dict[int, Any] = {}
     for equation in chain:
@@ -130,3 +143,8 @@ def _compute(chain: Sequence[Equation], outputs: Sequence[int], values: dict[int
 
 def _read(values: dict[int, Any], source: Source) -> Any:
     return values[source] if isinstance(source, int) else source.val
+
+
+def _result(values: dict[int, Any], source: Source) -> Any:
+    """A result, as an array also where it is written in the program."""
+    return values[source] if isinstance(source, int) else jnp.asarray(source.val, source.aval.dtype)

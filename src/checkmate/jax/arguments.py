@@ -71,8 +71,7 @@ class FlatFunction:
         """The arrays among the results."""
         positional, keywords = self._arguments.called_with(arrays)
         leaves, self._tree = jax.tree.flatten(self._function(*positional, **keywords))
-        numbers = (bool, int, float, complex)
-        self._rest = tuple(_HOLE if is_array(leaf) or isinstance(leaf, numbers) else leaf for leaf in leaves)
+        self._rest = tuple(_HOLE if is_array(leaf) else leaf for leaf in leaves)
         return [leaf for leaf, rest in zip(leaves, self._rest, strict=True) if rest is _HOLE]
 
     def results(self, arrays: Sequence[Any]) -> Any:

@@ -56,8 +56,8 @@ def warn_of_undone_fences() -> None:
 def _warn(backend: str) -> None:
     if _need_options(backend):
         _log.warning(
-            "XLA for %s in this jaxlib merges recomputations with the first computation, and a plan then saves nothing. Compile with "
-            "jax.jit(step, compiler_options=checkmate.jax.compiler_options()), or set the environment variable "
+            "XLA for %s in this jaxlib merges recomputations with the first computation, and a plan then saves nothing. Compile "
+            "with jax.jit(step, compiler_options=checkmate.jax.compiler_options()), or set the environment variable "
             "XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before JAX starts",
             backend,
         )

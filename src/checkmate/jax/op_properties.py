@@ -11,90 +11,16 @@ from jax.extend.core import Literal
 from checkmate.jax._compat import opened
 from checkmate.jax.trace import Equation, type_bytes
 
-POINTWISE = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "add_any",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "bessel_i0e",
-        "bessel_i1e",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "clz",
-        "complex",
-        "conj",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "igamma",
-        "igammac",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "lgamma",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "or",
-        "polygamma",
-        "population_count",
-        "pow",
-        "random_gamma_grad",
-        "real",
-        "reduce_precision",
-        "regularized_incomplete_beta",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-        "zeta",
-    ]
+_UNARY = (
+    "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj convert_element_type copy copy_p cos cosh "
+    "digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p logistic neg not population_count "
+    "real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan tanh"
 )
+_OTHERS = (
+    "add add_any and atan2 clamp div eq ge gt igamma igammac le lt max min mul ne nextafter or polygamma pow random_gamma_grad "
+    "regularized_incomplete_beta rem select_n shift_left shift_right_arithmetic shift_right_logical sub xor zeta"
+)
+POINTWISE = frozenset(f"{_UNARY} {_OTHERS}".split())
 """Primitives whose output has the shape of an input, computed element by element."""
 
 VIEWS = frozenset({"expand_dims", "name", "reshape", "squeeze"})
@@ -111,6 +37,24 @@ REDUCTIONS = frozenset({f"reduce_{name}" for name in ("and", "max", "min", "or",
 
 FUSED = POINTWISE | MOVES | BROADCASTS
 """Primitives that XLA fuses into the loop that reads them, so that their output is never stored if one loop reads it."""
+
+COLLECTIVES = frozenset(
+    {
+        "all_gather",
+        "all_to_all",
+        "axis_index",
+        "pbroadcast",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "psum",
+        "psum2",
+        "psum_invariant",
+        "pvary",
+    }
+    | {"all_gather_invariant", "psum_scatter", "pcast", "reduce_scatter"}
+)
+"""Primitives that need a named axis around them."""
 
 _LOOPS = frozenset({"scan", "while"})
 
@@ -184,7 +128,7 @@ def _elements(eqn: Any) -> int:
 
 
 def _peak_bytes(jaxpr: Any) -> int:
-    """Peak of the values that a jaxpr makes, freed after their last reader; chains of pointwise equations store nothing between."""
+    """Peak of the values that a jaxpr makes, each freed after its last reader; chains of pointwise equations store nothing."""
     last: dict[Any, int] = {}
     readers: dict[Any, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):

@@ -23,7 +23,7 @@ from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
 from checkmate.jax._compat import bind
-from checkmate.jax.op_properties import flops, has_effects, moved_bytes
+from checkmate.jax.op_properties import COLLECTIVES, flops, has_effects, moved_bytes
 from checkmate.jax.trace import Equation, Trace, type_bytes
 
 _log = logging.getLogger("checkmate.jax")
@@ -32,9 +32,7 @@ _REPEATS: Final = 5
 _LIMIT_NS: Final = 40_000_000
 """Most runs of an op, and time after which it is not run again: the fastest run counts."""
 
-_NOT_ALONE: Final = frozenset(
-    {"shard_map", "while", "psum", "all_gather", "all_to_all", "ppermute", "reduce_scatter", "pmax", "pmin"}
-)
+_NOT_ALONE: Final = COLLECTIVES | {"shard_map", "while"}
 """Primitives that cannot run alone on arbitrary arrays: loops may not end, collectives need an axis."""
 
 Chain = tuple[Equation, ...]

@@ -25,6 +25,8 @@ from checkmate.jax.arguments import Arguments, FlatFunction
 from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
 from checkmate.jax.capture import Boundary, Capture, capture_trace
 from checkmate.jax.compiled import warn_of_undone_fences
+from checkmate.jax.nnx_modules import call_with_modules, has_modules
+from checkmate.jax.op_properties import COLLECTIVES
 from checkmate.jax.profiler import cost_source
 from checkmate.jax.trace import flattened
 from checkmate.solvers.session import Solver
@@ -93,11 +95,16 @@ class PlannedFunction:
             GraphError: The function cannot be planned.
             InfeasibleBudgetError: No plan keeps the budget, when the function is differentiated.
         """
+        if has_modules((positional, keywords)):
+            return call_with_modules(lambda pure: functools.partial(self._call, pure), self._function, positional, keywords)
+        return self._call(self._function, *positional, **keywords)
+
+    def _call(self, function: Callable[..., Any], /, *positional: Any, **keywords: Any) -> Any:
         arguments = Arguments.of(positional, keywords)
-        flat = FlatFunction(self._function, arguments)
+        flat = FlatFunction(function, arguments)
         closed = jax.make_jaxpr(flat)(*arguments.arrays)
         _refuse_ordered_effects(closed)
-        jaxpr, constants = opened(closed)
+        _, constants = opened(closed)
         # What the function closes over may be traced by a transformation outside, and differs from call to call.
         arrays = [*constants, *arguments.arrays]
         count = len(constants)
@@ -210,10 +217,10 @@ def remat(
 ) -> Any:
     """A function whose derivative keeps a memory budget: a transformation, as `jax.checkpoint` is.
 
-    It composes with `jax.jit`, `jax.grad`, `jax.value_and_grad`, `jax.vmap` and `jax.lax.scan`, and can be a decorator. The budget is
-    that of the function and its derivative together: arguments, results, gradients and temporary values. When the function is
-    differentiated, it is traced and planned; the plan is compiled alone, at most four times, until its compiled bytes keep
-    the budget.
+    It composes with `jax.jit`, `jax.grad`, `jax.value_and_grad`, `jax.vmap` and `jax.lax.scan`, and can be a decorator. The
+    budget is that of the function and its derivative together: arguments, results, gradients and temporary values. When the
+    function is differentiated, it is traced and planned; the plan is compiled alone, at most four times, until its compiled
+    bytes keep the budget.
 
     Args:
         function: A function of arrays and nests of arrays, such as a loss.
@@ -276,18 +283,11 @@ def _capture_pair(pure: Callable[..., list[Any]], values: Sequence[Any], wanted:
 
 
 def _compiles_alone(captured: Capture) -> bool:
-    """Whether a captured function can be compiled outside of the transformations around it; tells why not."""
-    collectives = sorted(
-        {
-            e.kind
-            for chain in captured.members
-            for e in chain
-            if "axis_name" in e.eqn.params or ("axes" in e.eqn.params and e.kind.startswith("p"))
-        }
-    )
-    if collectives:
-        _log.warning("the function has collectives (%s), and is planned without compiling it alone", ", ".join(collectives))
-    return not collectives
+    """Whether a captured function can be compiled outside of the transformations around it; the log tells if not."""
+    found = sorted({e.kind for chain in captured.members for e in chain if e.kind in COLLECTIVES})
+    if found:
+        _log.warning("the function has collectives (%s): it is planned, and the plan is not compiled alone", ", ".join(found))
+    return not found
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -21,6 +21,7 @@ from checkmate.jax.arguments import Arguments, FlatFunction
 from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
 from checkmate.jax.capture import Capture, capture_trace
 from checkmate.jax.compiled import warn_of_undone_fences
+from checkmate.jax.nnx_modules import has_modules
 from checkmate.jax.profiler import cost_source
 from checkmate.jax.trace import trace_flat, type_bytes
 from checkmate.solvers.session import Solver
@@ -102,20 +103,20 @@ def plan(
 ) -> PlannedStep:
     """Plan a whole step from the shapes of its arguments; the step does not run.
 
-    The plan is compiled to read the bytes of its temporary values, and made again with a lower or higher target until they keep the
-    budget: at most four compilations.
+    The plan is compiled to read the bytes of its temporary values, and made again with a lower or higher target until they keep
+    the budget: at most four compilations.
 
     Args:
         step: A function of arrays and nests of arrays, such as loss, gradients and an Optax update.
         specs: Its arguments: arrays, or `jax.ShapeDtypeStruct` in their place.
-        budget: The most bytes of arguments, results and temporary values together: ``"8GiB"``, a number of bytes, or a share of the
-            step, such as ``"70%"``: what no plan can change plus 70 % of what keeping everything needs above that. None keeps
-            everything.
+        budget: The most bytes of arguments, results and temporary values together: ``"8GiB"``, a number of bytes, or a share of
+            the step, such as ``"70%"``: what no plan can change plus 70 % of what keeping everything needs above that. None
+            keeps everything.
         solver: A solver or its name; `Auto` by default.
         time_limit_s: Seconds of wall time for planning, or None for no limit.
         plan: A plan, or its file, to run instead of solving.
-        costs: ``"measured"`` runs every distinct op alone a few times, once per machine; ``"estimated"`` runs nothing; the name of a
-            device, such as ``"H100"``, estimates for that device.
+        costs: ``"measured"`` runs every distinct op alone a few times, once per machine; ``"estimated"`` runs nothing; the name
+            of a device, such as ``"H100"``, estimates for that device.
         donate_argnums: Positions of arguments whose buffers the results may reuse, as in `jax.jit`.
         verify: False skips the compilations, so that `PlannedStep.temp_bytes` is None.
 
@@ -186,6 +187,11 @@ def _captured(
         raise OptionError(
             f"donate_argnums={tuple(donated)} names an argument that is not there; there are {len(specs)}",
             hint="count the positional arguments from 0",
+        )
+    if has_modules(specs):
+        raise GraphError(
+            "a module of Flax NNX is among the arguments, which a step changes in place",
+            hint="plan a function of its state (nnx.split, nnx.merge), or plan the loss alone with checkmate.jax.remat",
         )
     source = cost_source(costs)
     with progress.shown("tracing the step"):
