@@ -48,7 +48,7 @@ def hint(name: str) -> str:
 
 def missing_extras() -> None:
     """A front end whose extra is missing says how to install it."""
-    for name in ("torch", "tf2", "plot"):
+    for name in ("torch", "tf2", "jax", "plot"):
         assert f'pip install "checkmate-remat[{name}]"' in hint(name)
 
 

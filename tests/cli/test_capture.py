@@ -83,3 +83,35 @@ def test_models_that_cannot_be_captured_are_bad_input(run, model, function, name
     assert outcome.code == 2, outcome
     assert named in outcome.err
     assert "Traceback" not in outcome.err
+
+
+JAX_STEP = """
+import jax
+import jax.numpy as jnp
+
+
+def build(batch=4):
+    def loss(w, x):
+        return jnp.tanh(x @ w).sum()
+
+    return jax.value_and_grad(loss), (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((batch, 8), jnp.float32))
+
+
+def misfit():
+    return jnp.dot, (jnp.ones((2, 3)), jnp.ones((2, 3)))
+"""
+
+
+def test_a_step_of_jax_is_recognised(run, tmp_path):
+    """By what the function returns: (step, arguments)."""
+    pytest.importorskip("jax")
+    (tmp_path / "jax_step.py").write_text(JAX_STEP)
+    captured = run("capture", "jax_step.py:build", "--batch", "16", "--json")
+    assert captured.code == 0, captured
+    graph = checkmate.read("jax_step-batch16.graph.json")
+    assert {op.phase for op in graph.ops} == {"forward", "backward"}
+    assert any("jax_step.py" in op.source for op in graph.ops)
+    assert run("plan", "jax_step-batch16.graph.json", "--budget", "100%").code == 0
+    refused = run("capture", "jax_step.py:misfit")
+    assert refused.code == 2, refused
+    assert "Traceback" not in refused.err

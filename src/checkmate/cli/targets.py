@@ -17,6 +17,9 @@ from checkmate.core.errors import CheckmateError, OptionError
 
 SHAPE = "give FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example)"
 
+_TRACERS = ("torch.", "jax.")
+"""Packages whose errors are errors of the traced program."""
+
 
 def resolve(target: str) -> Callable[..., object]:
     """The function that a command line names.
@@ -45,9 +48,31 @@ def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
     Raises:
         OptionError: The function raises, or returns something else.
     """
+    return checked(target, returned(target, function))
+
+
+def returned(target: str, function: Callable[[], object]) -> object:
+    """What the function returns.
+
+    Raises:
+        OptionError: The function raises.
+    """
+    return _call(target, function)
+
+
+def is_jax_step(found: object) -> bool:
+    """Whether a function returned (step, arguments), a function and the tuple of its arguments, as steps of JAX are given."""
+    return isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], tuple)
+
+
+def checked(target: str, found: object) -> tuple[Any, Any, Any]:
+    """What the function returned, if it is a model, a loss and an example.
+
+    Raises:
+        OptionError: It is something else.
+    """
     import torch
 
-    found = _call(target, function)
     if not isinstance(found, tuple) or len(found) != 3:
         raise OptionError(f"{target} returned {_describe(found)}, not (model, loss, example)", hint=SHAPE)
     if not isinstance(found[0], torch.nn.Module):
@@ -84,7 +109,7 @@ def tracing(target: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not type(error).__module__.startswith("torch."):
+        if not _is_of_tracer(error):
             raise
         text = " ".join(re.split(r"Hint:|from user code", str(error))[0].split())
         raise OptionError(
@@ -93,6 +118,14 @@ def tracing(target: str) -> Iterator[None]:
     finally:
         for logger in talking:
             logger.disabled = False
+
+
+def _is_of_tracer(error: Exception) -> bool:
+    """Whether a framework raised an error; JAX raises TypeError and ValueError from its own frames."""
+    if type(error).__module__.startswith(_TRACERS):
+        return True
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return not isinstance(error, CheckmateError) and any(f"/{name[:-1]}/_src/" in last for name in _TRACERS)
 
 
 def _function(where: str, name: str) -> Callable[..., object]:

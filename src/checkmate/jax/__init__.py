@@ -21,7 +21,7 @@ if find_spec("jax") is None:
     raise MissingExtraError("checkmate.jax needs JAX, which is not installed", hint='pip install "checkmate-remat[jax]"')
 
 from checkmate.jax.compiled import compiler_options
-from checkmate.jax.remat import PlannedFunction, remat
+from checkmate.jax.planned_function import PlannedFunction, remat
 from checkmate.jax.step import PlannedStep, capture, plan
 
 __all__ = ["PlannedFunction", "PlannedStep", "capture", "compiler_options", "plan", "remat"]

@@ -24,16 +24,19 @@ def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any
         constants: A value for each of its constants.
     """
     jaxpr, _ = opened(closed)
+    types = [v.aval if isinstance(v, core.Literal) else None for v in jaxpr.outvars]
     function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(constants)))
 
     def with_arrays(*arguments: Any) -> list[Any]:
         # A result that is written in the jaxpr comes back as a number.
-        return [
-            jnp.asarray(r, v.aval.dtype) if isinstance(v, core.Literal) else r
-            for r, v in zip(function(*arguments), jaxpr.outvars, strict=True)
-        ]
+        return [r if t is None else as_array(r, t) for r, t in zip(function(*arguments), types, strict=True)]
 
     return with_arrays
+
+
+def as_array(number: Any, aval: Any) -> jax.Array:
+    """A number that is written in a jaxpr, as an array of its type."""
+    return jnp.asarray(number, aval.dtype)
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -53,6 +56,11 @@ def source_of(eqn: Any) -> str:
 def scopes_of(eqn: Any) -> str:
     """Names of the scopes and transformations around an equation, such as ``transpose(jvp(decoder))/mlp``."""
     return str(eqn.source_info.name_stack)
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is an argument of a transformation that is being traced."""
+    return isinstance(value, jax.core.Tracer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def varying_axes(value: Any) -> frozenset[str]:

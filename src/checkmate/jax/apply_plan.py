@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from checkmate.core.plan import Plan
-from checkmate.jax._compat import bind, varying_axes
-from checkmate.jax.capture import Capture
+from checkmate.jax._compat import as_array, bind, varying_axes
+from checkmate.jax.graph import Capture
 from checkmate.jax.trace import Equation, Source
 
 
@@ -147,4 +146,4 @@ def _read(values: dict[int, Any], source: Source) -> Any:
 
 def _result(values: dict[int, Any], source: Source) -> Any:
     """A result, as an array also where it is written in the program."""
-    return values[source] if isinstance(source, int) else jnp.asarray(source.val, source.aval.dtype)
+    return values[source] if isinstance(source, int) else as_array(source.val, source.aval)

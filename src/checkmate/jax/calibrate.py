@@ -20,7 +20,7 @@ from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.planner import Replanner, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax.apply_plan import PlannedProgram
-from checkmate.jax.capture import Capture
+from checkmate.jax.graph import Capture
 from checkmate.jax.compiled import compiler_options, temp_bytes
 from checkmate.jax.profiler import environment, signature
 
@@ -134,7 +134,7 @@ def _refusal(
     needs = [t.needed_bytes for t in calibration.trials if t.needed_bytes is not None]
     whole = Calibration[Planned | None](budget_bytes, calibration.policy)
     for trial in calibration.trials:
-        if trial.needed_bytes == min(needs) and trial.outcome is not None:
+        if trial.needed_bytes is not None and trial.needed_bytes == min(needs) and trial.outcome is not None:
             whole.record(Trial.of(budget_bytes, trial.outcome.result, resident_bytes + trial.needed_bytes, trial.outcome))
     refused = whole.refusal(failure)
     assert isinstance(refused, InfeasibleBudgetError)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 _log = logging.getLogger("checkmate.jax")
 
 _BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""For compilers that remove barriers before their last pass that merges equal computations: jaxlib 0.10 and 0.11 on CPUs."""
+"""For compilers that remove barriers before their last pass that merges equal computations: jaxlib 0.10 on CPUs."""
 
 _PROBE_PRODUCTS = 2
 
@@ -43,7 +43,7 @@ def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: 
         donated: Positions of arguments whose buffers results may reuse.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated))
-    analysis = jitted.lower(*arguments).compile(compiler_options=dict(compiler_options())).memory_analysis()
+    analysis: Any = jitted.lower(*arguments).compile(compiler_options=dict(compiler_options())).memory_analysis()
     return int(analysis.temp_size_in_bytes)
 
 

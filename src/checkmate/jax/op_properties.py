@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.extend.core import Literal
@@ -12,8 +12,8 @@ from checkmate.jax._compat import opened
 from checkmate.jax.trace import Equation, type_bytes
 
 _UNARY = (
-    "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj convert_element_type copy copy_p cos cosh "
-    "digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p logistic neg not population_count "
+    "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj convert_element_type copy copy_p cos "
+    "cosh digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p logistic neg not population_count "
     "real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan tanh"
 )
 _OTHERS = (
@@ -104,16 +104,17 @@ def has_effects(equation: Equation) -> bool:
     return bool(equation.eqn.effects)
 
 
-def is_view(equation: Equation, producer: Equation | None) -> bool:
+def is_view(equation: Equation, producers: Mapping[int, Equation]) -> bool:
     """Whether XLA gives the output of an equation the buffer of its input.
 
     Args:
         equation: The equation.
-        producer: The equation that makes its only input; None if that is an argument or a constant.
+        producers: The equation that makes each value; none for arguments and constants.
     """
     if len(equation.read) != 1:
         return False
     # XLA computes the transpose of a product of matrices as the product of their transposes.
+    producer = producers.get(equation.read[0])
     folded = equation.kind == "transpose" and producer is not None and producer.kind == "dot_general"
     return equation.kind in VIEWS or folded
 

@@ -17,9 +17,10 @@ from checkmate.core.result import Result
 from checkmate.core.units import Amount
 from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
+from checkmate.jax._compat import is_tracer
 from checkmate.jax.arguments import Arguments, FlatFunction
 from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
-from checkmate.jax.capture import Capture, capture_trace
+from checkmate.jax.graph import Capture, capture_trace
 from checkmate.jax.compiled import warn_of_undone_fences
 from checkmate.jax.nnx_modules import has_modules
 from checkmate.jax.profiler import cost_source
@@ -220,7 +221,7 @@ def _reused_bytes(donated: Sequence[Any], results: Sequence[Any]) -> int:
 
 
 def _refuse_tracers(arrays: Sequence[Any]) -> None:
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+    if any(is_tracer(array) for array in arrays):
         raise GraphError(
             "a whole step cannot be planned inside a transformation such as jax.jit or jax.grad",
             hint="call checkmate.jax.plan outside, with jax.ShapeDtypeStruct; inside a transformation use checkmate.jax.remat",

@@ -137,7 +137,7 @@ class _Builder:
         """A value and those whose buffer it shares."""
         yield value
         equation = self.producer.get(value)
-        while equation is not None and is_view(equation, self.producer.get(equation.read[0])):
+        while equation is not None and is_view(equation, self.producer):
             yield equation.read[0]
             equation = self.producer.get(equation.read[0])
 
@@ -148,7 +148,7 @@ class _Builder:
         values: list[Value] = []
         number: dict[int, int] = {}
         for chain, outputs in zip(members, writes, strict=True):
-            view = len(chain) == 1 and len(chain[0].read) == 1 and is_view(chain[0], self.producer.get(chain[0].read[0]))
+            view = len(chain) == 1 and is_view(chain[0], self.producer)
             for v in outputs:
                 base = number.get(chain[0].read[0]) if view else None
                 size = 0 if v in self.in_place or view else self.trace.size_bytes(v)

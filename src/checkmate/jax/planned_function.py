@@ -23,7 +23,7 @@ from checkmate.jax._compat import as_function, opened
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction
 from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
-from checkmate.jax.capture import Boundary, Capture, capture_trace
+from checkmate.jax.graph import Boundary, Capture, capture_trace
 from checkmate.jax.compiled import warn_of_undone_fences
 from checkmate.jax.nnx_modules import call_with_modules, has_modules
 from checkmate.jax.op_properties import COLLECTIVES
@@ -293,7 +293,8 @@ def _compiles_alone(captured: Capture) -> bool:
 def _instantiated(cotangent: Any) -> Any:
     """A cotangent as an array; JAX passes a symbol for one that is zero."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
+        shape, dtype = cotangent.aval.shape, cotangent.aval.dtype
+        return jnp.zeros(shape, dtype)
     return cotangent
 
 

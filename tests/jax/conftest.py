@@ -1,0 +1,8 @@
+"""What the JAX tests share: two devices on the CPU, for `jax.shard_map`."""
+
+from __future__ import annotations
+
+import pytest
+
+jax = pytest.importorskip("jax")
+jax.config.update("jax_num_cpu_devices", 2)

@@ -1,0 +1,98 @@
+"""Losses as the documents of Flax NNX and Equinox write them, with Optax: training is that without a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import checkmate
+import checkmate.jax as cj
+from tests.jax.networks import difference
+
+remat = functools.partial(cj.remat, budget="70%", costs="estimated", time_limit_s=5, verify=False)
+X, Y = jax.random.normal(jax.random.key(0), (256, 8)), jnp.arange(256) % 4
+
+
+def train_nnx(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
+    """Losses of three steps, and the state afterwards: parameters, BatchNorm's statistics, counts of random draws."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.last = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+            self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.dropout(jnp.tanh(self.norm(self.first(x)))))
+
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def loss_fn(model, x, y):
+        logits = model(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits
+
+    planned = wrap(loss_fn)
+
+    @nnx.jit
+    def train_step(model, optimizer, x, y):
+        (loss, _), gradients = nnx.value_and_grad(planned, has_aux=True)(model, x, y)
+        optimizer.update(model, gradients)
+        return loss
+
+    losses = [float(train_step(model, optimizer, X, Y)) for _ in range(3)]
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
+    return losses, state
+
+
+def train_equinox(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
+    """Losses of three steps, and the parameters afterwards."""
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 4, 16, 3, activation=jax.nn.gelu, key=jax.random.key(0))
+    optimizer = optax.adam(1e-2)
+
+    def loss_fn(model, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y).mean()
+
+    planned = wrap(loss_fn)
+
+    @eqx.filter_jit
+    def make_step(model, state, x, y):
+        loss, gradients = eqx.filter_value_and_grad(planned)(model, x, y)
+        updates, state = optimizer.update(gradients, state)
+        return eqx.apply_updates(model, updates), state, loss
+
+    state, losses = optimizer.init(eqx.filter(model, eqx.is_array)), []
+    for _ in range(3):
+        model, state, loss = make_step(model, state, X, Y)
+        losses.append(float(loss))
+    return losses, eqx.filter(model, eqx.is_array)
+
+
+@pytest.mark.parametrize("train", [train_nnx, train_equinox])
+def test_training_is_the_same(train):
+    """Also where the loss changes its model in place, as BatchNorm and Dropout of NNX do."""
+    planned = []
+
+    def wrap(loss):
+        planned.append(remat(loss))
+        return planned[0]
+
+    expected, given = train(lambda loss: loss), train(wrap)
+    assert given[0] == pytest.approx(expected[0], rel=1e-5)
+    assert difference(expected[1], given[1]) < 1e-3
+    assert planned[0].graph.ops
+
+
+def test_a_whole_step_that_changes_modules_is_refused():
+    """Its changes would be lost."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(checkmate.GraphError, match="changes in place"):
+        cj.plan(lambda model, x: model(x), model, jnp.ones((1, 2)))

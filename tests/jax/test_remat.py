@@ -1,0 +1,286 @@
+"""A planned loss has the value and the gradients of the loss, under every transformation, and its derivative keeps the budget."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.sharding import AxisType, PartitionSpec
+
+import checkmate
+import checkmate.jax as cj
+from tests.jax.networks import difference, identical, mlp, mlp_loss, transformer, transformer_loss
+
+remat = functools.partial(cj.remat, costs="estimated", time_limit_s=5)
+unverified = functools.partial(remat, verify=False)
+ROUNDING = 1e-5
+
+
+@functools.cache
+def network():
+    return mlp()
+
+
+def value_and_grad(function):
+    return jax.jit(jax.value_and_grad(function), compiler_options=cj.compiler_options())
+
+
+@pytest.mark.parametrize("budget", ["60%", *(pytest.param(f"{share}%", marks=pytest.mark.slow) for share in (90, 80, 70, 50))])
+def test_compiled_bytes_keep_the_budget(budget):
+    """The whole program that a user compiles, loss and gradients; its temporary values are nearly those of the plan."""
+    params, tokens = transformer()
+    loss = remat(transformer_loss, budget=budget)
+    program = value_and_grad(loss).lower(params, tokens).compile()
+    memory = program.memory_analysis()
+    assert memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes <= loss.budget_bytes
+    assert loss.graph.resident_bytes + loss.temp_bytes <= loss.budget_bytes
+    assert loss.result.peak_bytes - loss.graph.resident_bytes == pytest.approx(loss.temp_bytes, rel=0.25)
+    assert difference(jax.jit(jax.value_and_grad(transformer_loss))(params, tokens), program(params, tokens)) < ROUNDING
+
+
+def test_op_by_op_every_bit_is_the_same():
+    """Without `jax.jit` every op is computed alone, so that a recomputation has the bits of the first computation."""
+    weights, x = network()
+    loss = unverified(mlp_loss, budget="60%")
+    assert identical(jax.value_and_grad(mlp_loss)(weights, x), jax.value_and_grad(loss)(weights, x))
+    assert loss.result.overhead > 1
+
+
+def test_without_a_budget_nothing_changes():
+    """The function itself."""
+    assert cj.remat(mlp_loss) is mlp_loss
+
+
+def test_decorator():
+    """As `jax.checkpoint` and `jax.jit` are used."""
+
+    @cj.remat(budget="60%", costs="estimated", verify=False)
+    def loss(weights, x):
+        return mlp_loss(weights, x)
+
+    assert loss.__name__ == "loss"
+    assert difference(value_and_grad(mlp_loss)(*network()), value_and_grad(loss)(*network())) < ROUNDING
+
+
+def test_vmap_of_grad_and_grad_of_vmap():
+    """A plan is for one example: `vmap` maps the planned computation."""
+    weights, x = network()
+    batches = x.reshape(2, -1, x.shape[1])
+    loss = unverified(mlp_loss, budget="70%")
+
+    def total(f):
+        return lambda weights: jax.vmap(f, (None, 0))(weights, batches).sum()
+
+    for transform in (lambda f: jax.vmap(jax.grad(f), (None, 0))(weights, batches), lambda f: jax.grad(total(f))(weights)):
+        assert difference(jax.jit(lambda t=transform: t(mlp_loss))(), jax.jit(lambda t=transform: t(loss))()) < ROUNDING
+
+
+def test_inside_a_scan():
+    """Accumulated gradients: the loss is differentiated in the body of a loop."""
+    weights, x = network()
+
+    def accumulated(f):
+        def body(total, part):
+            return jax.tree.map(jnp.add, total, jax.grad(f)(weights, part)), None
+
+        return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, weights), x.reshape(2, -1, x.shape[1]))[0]
+
+    loss = unverified(mlp_loss, budget="70%")
+    assert difference(jax.jit(lambda: accumulated(mlp_loss))(), jax.jit(lambda: accumulated(loss))()) < ROUNDING
+
+
+def test_grad_of_grad():
+    """Second derivatives are right; they are not planned."""
+    x = jnp.linspace(0.1, 1, 8)
+
+    def function(x):
+        return jnp.sin(jnp.tanh(x) * x).sum()
+
+    loss = unverified(function, budget="100%")
+
+    def second(f):
+        return jax.jit(jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()))(x)
+
+    assert difference(second(function), second(loss)) < ROUNDING
+
+
+def test_forward_mode_is_refused():
+    """By JAX itself: the derivative is a `jax.custom_vjp`."""
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(unverified(jnp.sum, budget="100%"), (jnp.ones(3),), (jnp.ones(3),))
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)])
+def test_dropout_draws_the_same_masks(make_key):
+    """Keys are values: a mask that is drawn again is the same mask."""
+    weights, x = network()
+
+    def dropout(weights, x, key):
+        for i, w in enumerate(weights[:3]):
+            mask = jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape)
+            x = jnp.where(mask, jnp.tanh(x @ w), 0)
+        return (x**2).sum()
+
+    loss = unverified(dropout, budget="60%")
+    key = make_key(1)
+    assert difference(value_and_grad(dropout)(weights, x, key), value_and_grad(loss)(weights, x, key)) < ROUNDING
+
+
+def test_custom_derivatives_are_honoured():
+    """A rule that is no derivative at all shows whether it is used."""
+
+    @jax.custom_vjp
+    def sevenfold(x):
+        return jnp.sin(x)
+
+    sevenfold.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (7 * g * jnp.cos(x),))
+
+    def function(x):
+        return jax.nn.relu(sevenfold(jnp.tanh(x))).sum()
+
+    x = jnp.linspace(0.1, 1, 64)
+    assert identical(jax.grad(function)(x), jax.grad(unverified(function, budget="100%"))(x))
+
+
+def test_mixed_precision():
+    """Parameters in float32, computation in bfloat16."""
+    weights, x = network()
+
+    def mixed(weights, x):
+        return mlp_loss([w.astype(jnp.bfloat16) for w in weights], x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    loss = unverified(mixed, budget="60%")
+    assert difference(value_and_grad(mixed)(weights, x), value_and_grad(loss)(weights, x)) < 2e-2
+
+
+def test_auxiliary_results_and_arguments_that_are_no_arrays():
+    """Strings, numbers of Python, functions and None go in and come out as they are."""
+
+    def function(weights, x, activation, scale, nothing):
+        y = activation(x @ weights[0])
+        return scale * (y**2).sum(), {"y": y, "name": "loss", "count": 3, "step": jnp.arange(3), "nothing": nothing}
+
+    weights, x = network()
+    loss = unverified(function, budget="100%")
+    arguments = (weights, x, jnp.tanh, 2, None)
+    (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(*arguments)
+    expected = jax.value_and_grad(function, has_aux=True)(*arguments)
+    assert aux["name"] == "loss"
+    assert aux["count"] == 3
+    assert identical((value, aux["y"], aux["step"], gradients), (expected[0][0], expected[0][1]["y"], jnp.arange(3), expected[1]))
+
+
+def test_closed_over_values_are_those_of_the_call():
+    """Also where a transformation outside traces them, and where they change between calls."""
+    weights, x = network()
+    gradient = jax.jit(jax.grad(lambda w: unverified(lambda x: mlp_loss(w, x), budget="80%")(x)))(weights)
+    assert difference(jax.jit(jax.grad(mlp_loss))(weights, x), gradient) < ROUNDING
+    scale = [jnp.float32(1)]
+    loss = unverified(lambda x: jnp.sin(scale[0] * x).sum(), budget="100%")
+    assert float(jax.grad(loss)(jnp.float32(0.0))) == 1
+    scale[0] = jnp.float32(3)
+    assert float(jax.grad(loss)(jnp.float32(0.0))) == 3
+
+
+def test_no_tracer_leaks():
+    """JAX checks that no tracer outlives its trace."""
+    weights, x = network()
+    with jax.checking_leaks():
+        value_and_grad(unverified(mlp_loss, budget="70%"))(weights, x)
+
+
+def test_a_second_call_does_not_plan_again(monkeypatch):
+    """A plan is found again by the graph, however often the function is traced."""
+    weights, x = network()
+    loss = unverified(mlp_loss, budget="70%")
+    jax.eval_shape(jax.grad(loss), weights, x)
+
+    def refuse(*_):
+        raise AssertionError("planned again")
+
+    monkeypatch.setattr("checkmate.jax.planned_function.without_calibration", refuse)
+    jax.eval_shape(jax.grad(loss), weights, x + 1)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_shard_map(checked):
+    """Each device runs the plan on its part of the batch."""
+    weights, x = network()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = PartitionSpec("data"), PartitionSpec()
+
+    def averaged(f):
+        def on_device(weights, x):
+            value, gradients = jax.value_and_grad(f)(weights, x)
+            return jax.lax.pmean((value, gradients), "data")
+
+        return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(whole, split), out_specs=whole, check_vma=checked))
+
+    loss = unverified(mlp_loss, budget="60%")
+    assert difference(averaged(mlp_loss)(weights, x), averaged(loss)(weights, x)) < ROUNDING
+
+
+def test_sharded_arrays_under_jit():
+    """Data parallelism that XLA arranges."""
+    weights, x = network()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    spread = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec("data")))
+    loss = unverified(mlp_loss, budget="60%")
+    assert difference(value_and_grad(mlp_loss)(weights, x), value_and_grad(loss)(weights, spread)) < ROUNDING
+
+
+def test_ordered_effects_are_refused():
+    """A plan changes the order of computations."""
+
+    def function(x):
+        io_callback(lambda a: None, None, x, ordered=True)
+        return jnp.sin(x).sum()
+
+    with pytest.raises(checkmate.GraphError, match="effects whose order counts"):
+        jax.grad(unverified(function, budget="100%"))(jnp.ones(3))
+
+
+def test_a_budget_below_the_floor_is_refused_before_anything_is_compiled(monkeypatch):
+    """The error names the smallest budget and the op that needs it."""
+    monkeypatch.setattr("checkmate.jax.calibrate.temp_bytes", lambda *_: 10**9)
+    weights, x = network()
+    with pytest.raises(checkmate.InfeasibleBudgetError, match="raise the budget to at least") as refused:
+        jax.eval_shape(jax.grad(remat(mlp_loss, budget="10%")), weights, x)
+    assert refused.value.binding_op
+
+
+def test_integer_arguments_are_no_variables():
+    """JAX refuses to differentiate by them; beside others they are constants."""
+    weights, x = network()
+
+    def function(weights, rows):
+        return mlp_loss(weights, x[rows])
+
+    loss = unverified(function, budget="70%")
+    rows = np.arange(128)
+    assert difference(value_and_grad(function)(weights, rows), value_and_grad(loss)(weights, rows)) < ROUNDING
+    with pytest.raises(TypeError, match="real- or complex-valued"):
+        jax.grad(loss, argnums=1)(weights, rows)
+
+
+def test_figures_before_the_first_derivative_are_refused():
+    """There are none yet."""
+    with pytest.raises(checkmate.PlanError, match="nothing is planned yet"):
+        _ = unverified(mlp_loss, budget="70%").result
+
+
+def test_undone_fences_are_told_once(caplog, monkeypatch):
+    """Who compiles without the options saves nothing, and is told what to pass."""
+    from checkmate.jax import compiled
+
+    monkeypatch.setattr(compiled, "_need_options", lambda backend: True)
+    compiled._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="checkmate.jax"):
+        compiled.warn_of_undone_fences()
+        compiled.warn_of_undone_fences()
+    assert [record.message.count("compiler_options=checkmate.jax.compiler_options()") for record in caplog.records] == [1]

@@ -1,0 +1,114 @@
+"""Whole steps: the compiled bytes keep the budget, and the results are those of the step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import checkmate
+import checkmate.jax as cj
+from checkmate.jax.apply_plan import PlannedProgram
+from checkmate.jax.calibrate import specs_of
+from checkmate.jax.compiled import temp_bytes
+from tests.jax.networks import difference, mlp, mlp_loss
+
+OPTIONS = {"costs": "estimated", "time_limit_s": 10}
+optimizer = optax.adamw(1e-2)
+
+
+def step(weights, state, x):
+    loss, gradients = jax.value_and_grad(mlp_loss)(weights, x)
+    updates, state = optimizer.update(gradients, state, weights)
+    return optax.apply_updates(weights, updates), state, loss
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    weights, x = mlp()
+    return weights, optimizer.init(weights), x
+
+
+@pytest.fixture(scope="module")
+def planned(arguments):
+    specs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
+    return cj.plan(step, *specs, budget="45%", donate_argnums=(0, 1), **OPTIONS)
+
+
+def test_compiled_bytes_keep_the_budget(planned, arguments):
+    """The promise: arguments, results and temporary values of the program that XLA compiled."""
+    jitted = jax.jit(planned, donate_argnums=(0, 1), compiler_options=cj.compiler_options())
+    memory = jitted.lower(*arguments).compile().memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    assert total <= planned.budget_bytes
+    assert planned.peak_bytes <= planned.budget_bytes
+    assert planned.result.overhead > 1
+
+
+def test_steps_train_the_same(planned, arguments):
+    """Three updates give the weights of the unplanned step, up to rounding of what XLA fuses otherwise."""
+    expected, given = arguments, arguments
+    run, plain = jax.jit(planned, compiler_options=cj.compiler_options()), jax.jit(step)
+    for _ in range(3):
+        expected = (*plain(*expected)[:2], arguments[2])
+        given = (*run(*given)[:2], arguments[2])
+    assert difference(expected[0], given[0]) < 1e-4
+
+
+def test_without_fences_nothing_is_saved(planned):
+    """The fences are necessary: without them XLA merges each recomputation with the first computation."""
+    capture, plan = planned._planned.capture, planned.plan
+    open_program = PlannedProgram(capture, plan, fences=False)
+    assert temp_bytes(lambda *a: open_program(a), specs_of(capture)) > 1.1 * planned.temp_bytes
+
+
+def test_a_second_plan_compiles_nothing(planned, arguments, monkeypatch):
+    """What a process compiled is in the store: the next one only looks it up."""
+
+    def refuse(*_):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr("checkmate.jax.calibrate.temp_bytes", refuse)
+    again = cj.plan(step, *arguments, budget="45%", donate_argnums=(0, 1), **OPTIONS)
+    assert again.plan == planned.plan
+    assert again.temp_bytes == planned.temp_bytes
+
+
+def test_a_refusal_names_a_budget_that_holds(arguments):
+    """The smallest budget of the error works as a budget, and the op that needs it is named."""
+    with pytest.raises(checkmate.InfeasibleBudgetError) as refused:
+        cj.plan(step, *arguments, budget="1%", **OPTIONS)
+    assert refused.value.binding_op
+    found = cj.plan(step, *arguments, budget=refused.value.smallest_bytes, **OPTIONS)
+    assert found.peak_bytes <= refused.value.smallest_bytes
+
+
+def test_a_plan_that_is_given_is_run(planned, arguments):
+    """A plan made elsewhere, such as by the command line, runs as it is."""
+    again = cj.plan(step, *arguments, plan=planned.plan, donate_argnums=(0, 1), costs="estimated")
+    assert again.plan == planned.plan
+
+
+def test_other_shapes_are_refused(planned, arguments):
+    """A plan is for one size."""
+    weights, state, x = arguments
+    with pytest.raises(checkmate.OptionError, match="another structure, shape or type"):
+        planned(weights, state, x[:3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"budget": "8 Gigs"}, "unknown unit"), ({"donate_argnums": 7}, "names an argument that is not there")],
+    ids=["budget", "donated"],
+)
+def test_bad_options_are_refused(arguments, options, message):
+    """Before anything is traced."""
+    with pytest.raises(checkmate.CheckmateError, match=message):
+        cj.plan(step, *arguments, **options)
+
+
+def test_what_is_no_function_is_refused():
+    """A model in place of a step is the likely mistake."""
+    with pytest.raises(checkmate.OptionError, match="is not a function"):
+        cj.plan(jnp.ones(3), jnp.ones(3), budget="50%")
