@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,11 +16,6 @@ from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.options import Options
 
 Compiler = Callable[[int, tuple[int, ...]], int]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
 
 
 def step_graph(layers: int = 8) -> Graph:

@@ -80,7 +80,7 @@ class Updates:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Parameters that require a gradient, in the order of their updates."""
-        return [self.optimizer.param_groups[g]["params"][i] for g, i in self._at]
+        return [self.parameter(which) for which in range(len(self._at))]
 
     def parameter(self, which: int) -> torch.Tensor:
         """A parameter.
@@ -120,7 +120,7 @@ class Updates:
         Returns:
             A function of (ignored, gradient), with the argument order of ``checkmate::update``.
         """
-        group = self.optimizer.param_groups[self._at[which][0]]
+        group = self.group(which)
         shadow = copy.copy(self.optimizer)
         dummy = torch.nn.Parameter(parameter)
         shadow.state = defaultdict(dict)
@@ -147,7 +147,7 @@ class Updates:
         Args:
             which: Index into `parameters`.
         """
-        return self.optimizer.param_groups[self._at[which][0]]
+        return self.optimizer.param_groups[self.group_index(which)]
 
     def constant_options(self, group_index: int) -> dict[str, Any]:
         """Options of a group besides its learning rate and its parameters.
@@ -183,12 +183,11 @@ class Updates:
 
     def temporary_count(self, which: int) -> int | None:
         """Temporary tensors of a parameter's size in its update; see `temporary_count`."""
-        return temporary_count(self.optimizer, self.optimizer.param_groups[self._at[which][0]])
+        return temporary_count(self.optimizer, self.group(which))
 
     def describe(self, which: int) -> str:
         """Text of all options on which the cost of an update depends besides shape and type."""
-        group = self.optimizer.param_groups[self._at[which][0]]
-        return f"{type(self.optimizer).__name__}{sorted((k, v) for k, v in group.items() if k not in _NOT_COST)}"
+        return f"{type(self.optimizer).__name__}{sorted(self.constant_options(self.group_index(which)).items())}"
 
 
 def _initialise(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -82,7 +82,6 @@ class CalibratedSearch:
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
         self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
         self._target_bytes = 0
-        self._trailing: frozenset[int] = frozenset()
         self._chains: ContractChains | None = None
         self._least_bytes = 0  # a smaller budget was answered with this peak; see the module on monotone bounds
         self._calibration: Calibration[Compiled] = Calibration(0, Proportional())
@@ -117,15 +116,14 @@ class CalibratedSearch:
             GraphError: The step traces to another graph than at the last compilation.
             WrongGraphError: The given plan was made for another graph.
         """
-        self._trailing = trailing
-        graph, result = self._compilation.agreed(graph, self._current_plan)
+        graph, result = self._compilation.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
         if not self._leads:
-            self._follow(graph, result)
+            self._follow(graph, result, trailing)
         return graph, result
 
-    def _current_plan(self, graph: Graph) -> Result:
+    def _current_plan(self, graph: Graph, trailing: frozenset[int]) -> Result:
         if self._chains is None:
-            self._begin(graph)
+            self._begin(graph, trailing)
         if graph.digest != self._original_digest:
             raise GraphError(
                 "the step traces to another graph at each compilation",
@@ -234,24 +232,24 @@ class CalibratedSearch:
         largest, known = msgspec.msgpack.decode(body)
         return StepMemory(**largest), known
 
-    def _follow(self, graph: Graph, result: Result) -> None:
+    def _follow(self, graph: Graph, result: Result, trailing: frozenset[int]) -> None:
         """Take the order that rank 0 chose as that of the next trial."""
-        chains = self._chains or self._contract(graph)
+        chains = self._chains or self._contract(graph, trailing)
         if self._options.plan is None:
             self._order = chains.apply_order(result.plan.order)
         else:
             self._order = keep_everything(chains.contracted).plan.order
 
-    def _contract(self, graph: Graph) -> ContractChains:
-        chains = self._chains = contract_fusible_chains(graph, self._trailing)
+    def _contract(self, graph: Graph, trailing: frozenset[int]) -> ContractChains:
+        chains = self._chains = contract_fusible_chains(graph, trailing)
         contracted, budget = chains.contracted, self._options.budget
         self.limit_bytes = 0 if budget is None else budget.resolve(contracted) - contracted.resident_bytes
         self._calibration = Calibration(self.limit_bytes, Proportional(least_cost=contracted.cost))
         return chains
 
-    def _begin(self, graph: Graph) -> None:
+    def _begin(self, graph: Graph, trailing: frozenset[int]) -> None:
         self._original_digest = graph.digest
-        contracted = self._contract(graph).contracted
+        contracted = self._contract(graph, trailing).contracted
         alone = msgspec.structs.replace(contracted, resident_bytes=0)
         self._store = PlanStore(f"{alone.digest} {self._fingerprint}")
         if self._options.budget is None or self._options.plan is not None:
@@ -343,4 +341,4 @@ class CalibratedSearch:
         return max(0, needed + round(max(_LEAST_GAIN, min(1.0, gain)) * (predicted_bytes - at)))
 
     def _predicted(self, order: tuple[int, ...]) -> int:
-        return predicted_peak(self.chains, order, self._trailing)
+        return predicted_peak(self.chains, order)
