@@ -27,6 +27,7 @@ from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, re
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.torch.compilation.compilation import Compilation
+from checkmate.torch.compilation.program import Share
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
 
 _log = logging.getLogger("checkmate.torch")
@@ -80,6 +81,7 @@ class CalibratedSearch:
         self._fingerprint = compiler_fingerprint
         self._original_digest = ""
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
+        self._share: Share | None = None  # whose order is compiled
         self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
         self._target_bytes = 0
         self._chains: ContractChains | None = None
@@ -200,8 +202,10 @@ class CalibratedSearch:
 
     def _best(self) -> int | None:
         fitting = [i for i, t in enumerate(self.trials) if t.within(self.limit_bytes)]
-        if self._fixed:  # the plan of a step of several graphs was checked with all of them
-            return 0 if self._options.plan is None or fitting else None
+        if self._share is not None:  # it has to leave room for the rest of its step
+            return 0 if self.trials[0].outcome.memory.within(self._share.limit) else None
+        if self._fixed:
+            return 0 if fitting else None
         peaks = [t.outcome.memory.peak_bytes for t in self.trials]
         monotone = [i for i in fitting if self._least_bytes <= peaks[i] <= self._calibration.limit_bytes]
         found = min(monotone or fitting, key=lambda i: (self.trials[i].cost, i), default=None)
@@ -256,11 +260,16 @@ class CalibratedSearch:
             self._fixed, self._order = True, keep_everything(contracted).plan.order
             return
         self._replanner = Replanner(contracted, self._options)
+        share = self._compilation.share(graph)
+        if share is not None:
+            self.limit_bytes = share.limit.peak_bytes
         self._least_bytes, most_bytes = self._store.monotone_bounds(self.limit_bytes)
         self._calibration = Calibration(most_bytes, Proportional(least_cost=contracted.cost))
-        shared = self._compilation.shared_order(graph)
-        self._fixed = shared is not None
-        order = self._remembered() or self._next_order() if shared is None else self.chains.apply_order(shared)
+        if share is not None and share.order is not None:
+            self._fixed, self._share = True, share
+            order = self.chains.apply_order(share.order)
+        else:
+            order = self._remembered() or self._next_order()
         assert order is not None
         self._order = order
 
