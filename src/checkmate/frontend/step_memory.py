@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
@@ -29,6 +29,14 @@ class StepMemory:
     def peak_bytes(self) -> int:
         """Peak of the step."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+    def plus(self, size_bytes: int) -> StepMemory:
+        """The memory if everything took so many bytes more."""
+        return StepMemory(**{name: value + size_bytes for name, value in asdict(self).items()})
+
+    def within(self, other: StepMemory) -> bool:
+        """Whether the step takes at most as much as another one, at any time."""
+        return all(value <= most for value, most in zip(astuple(self), astuple(other), strict=True))
 
     @classmethod
     def of_whole_step(cls, peak_bytes: int) -> StepMemory:

@@ -36,6 +36,7 @@ from tests.torch.chunking.random_regions import (
 )
 
 aten = torch.ops.aten
+pytestmark = pytest.mark.filterwarnings("ignore:(std|var).*degrees of freedom")  # of one number, in the network itself
 
 
 @settings(max_examples=12, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])

@@ -87,6 +87,32 @@ def test_held_outputs_of_eager_code_are_in_the_budget() -> None:
         assert peak <= plan.result.budget_bytes
 
 
+def test_outputs_that_are_held_until_the_next_step_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """``outputs = train(batch)``: the old ones are freed when the function returns. That is seen once, and then planned for."""
+    model, x = Classifier(6, classes=512), torch.randn(512, 64)
+    torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+    run = torch.compile(model, backend="checkmate", options={"budget": "60%", **QUICK})
+    held: list[torch.Tensor] = []
+
+    def train() -> torch.Tensor:
+        outputs = run(x)
+        outputs.square().mean().backward()
+        return outputs.detach()
+
+    def step() -> None:
+        held[:] = [train()]
+
+    for _ in range(3):
+        step()
+        model.zero_grad(set_to_none=True)
+    assert caplog.text.count("outputs of the step before were held until this step was over") == 1
+    peak, plan = resident_bytes(model, x) + held[0].nbytes + measure_peak(step), COORDINATOR.step
+    assert plan is not None
+    assert close(peak, plan.result.peak_bytes)
+    assert peak <= plan.result.budget_bytes
+
+
 class Recompiled(Classifier):
     """The first forward sets an attribute that Dynamo guards: it compiles the same graph once more for the second."""
 

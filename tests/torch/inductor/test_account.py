@@ -53,7 +53,7 @@ def test_only_the_chosen_plan_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     build = PendingKernels.build
     monkeypatch.setattr(PendingKernels, "build", lambda self: (built.append(self), build(self))[1])
     # A prediction that is far too low makes the first plan too large.
-    monkeypatch.setattr(search, "predicted_peak", lambda chains, order, trailing: 0)
+    monkeypatch.setattr(search, "predicted_peak", lambda chains, order: 0)
     model, x = NETWORKS["dropout"](), input_of("dropout", 512)
     run, planned = compiled(lambda: model(x).square().mean(), budget="80%", compiler="inductor", time_limit_s=3)
     run().backward()

@@ -164,6 +164,39 @@ def test_several_graphs_share_a_budget(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.slow
+def test_a_step_leaves_room_for_what_earlier_steps_hold() -> None:
+    """A loop that keeps the predictions of its last step: compiled again for what is left, still by Inductor."""
+    model, x = mlp(depth=6, dropout=0.0), input_of("dropout", 2048)
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        prediction = model(x)
+        return prediction.square().mean(), prediction.detach()
+
+    options = {"compiler": "inductor", "time_limit_s": 3}
+    torch._dynamo.reset()
+    run, planned = compiled(forward, budget=None, **options)
+    run()
+    everything = measure_peak(lambda: run()[0].backward())
+    budget = given_room(planned, 0.75 * everything)
+    torch._dynamo.reset()
+    run, planned = compiled(forward, budget=budget, **options)
+    held: list[torch.Tensor] = []
+
+    def step() -> None:
+        loss, prediction = run()
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        held[:] = [prediction]
+
+    for _ in range(4):
+        step()
+    kept = held[0].nbytes
+    assert measure_peak(step) <= budget - planned[0][0].graph.resident_bytes - kept
+    assert len(planned) > 1
+    assert any("compiled by Inductor" in remark for remark in planned[-1][1].remarks)
+
+
+@pytest.mark.slow
 def test_a_step_runs_its_plan_compiled() -> None:
     """`checkmate.torch.compile` traces, measures and stops at the door like with the eager compiler."""
     model, x, y = mlp(depth=3, dropout=0.0), input_of("dropout", ROWS), torch.zeros(ROWS, 64)

@@ -35,8 +35,8 @@ def chain(*kinds: str, sizes: tuple[int, ...]) -> Graph:
 
 
 def peak(graph: Graph, *trailing: int) -> int:
-    chains = contract_fusible_chains(graph)
-    return predicted_peak(chains, range(len(chains.contracted.ops)), frozenset(trailing))
+    chains = contract_fusible_chains(graph, trailing)
+    return predicted_peak(chains, range(len(chains.contracted.ops)))
 
 
 def test_a_pointwise_op_writes_over_an_operand_that_dies() -> None:

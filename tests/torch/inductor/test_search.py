@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
@@ -13,15 +13,11 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.frontend.calibration import Proportional, Trial
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch.compilation.compilation import Compilation, Hooks
+from checkmate.torch.compilation.program import Share
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.options import Options
 
 Compiler = Callable[[int, tuple[int, ...]], int]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
 
 
 def step_graph(layers: int = 8) -> Graph:
@@ -50,6 +46,22 @@ def fitted(graph: Graph, budget: int, compiler: Compiler) -> tuple[Trial | None,
             break
     best = search.best()
     return None if best is None else search.trials[best], len(search.trials)
+
+
+@pytest.mark.parametrize(("room", "chosen"), [(0, 0), (-1, None)])
+def test_the_part_of_a_step_leaves_room_for_the_rest(room: int, chosen: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One order is compiled; where it takes more than its share, at any time, eager ops have to run it."""
+    graph = step_graph()
+    compilation = Compilation((), Options(budget=keep_all_bytes(graph), compiler="inductor"), Hooks())
+    order = tuple(range(len(graph.ops)))
+    planned = StepMemory(forward_peak_bytes=500, saved_bytes=400, backward_peak_bytes=900, gradient_bytes=100)
+    share = Share(order, planned)
+    monkeypatch.setattr(compilation, "share", lambda graph: share)
+    search = CalibratedSearch(compilation, "some compiler")
+    assert search.plan(graph)[1].plan.order == order
+    search.record(replace(planned, saved_bytes=planned.saved_bytes - room), measured=True)
+    assert not search.next_candidate()
+    assert search.best() == chosen
 
 
 def fickle(seed: int) -> Compiler:

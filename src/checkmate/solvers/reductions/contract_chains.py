@@ -36,11 +36,13 @@ class ContractChains:
         parts: Ops of the original graph that each op of ``contracted`` stands for, in ascending order. Shape ``[op]``.
         stored: Pointwise ops of the original graph whose outputs a plan of ``contracted`` counts as stored: the last op of each
             chain, and pointwise ops in no chain.
+        rows: Ops of ``contracted`` that are, or end with, a reduction over rows.
     """
 
     contracted: Graph
     parts: tuple[tuple[int, ...], ...]
     stored: tuple[int, ...]
+    rows: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, graph: Graph, kinds: FusibleKinds, rows: Collection[int] = ()) -> ContractChains:
@@ -71,7 +73,8 @@ class ContractChains:
         ends = sorted(members)
         contracted = _contracted(graph, kinds, end, members)
         stored = tuple(last for last in ends if graph.ops[last].kind in kinds.pointwise)
-        return cls(contracted, tuple(tuple(members[last]) for last in ends), stored)
+        over_rows = frozenset(o for o, last in enumerate(ends) if last in rows)
+        return cls(contracted, tuple(tuple(members[last]) for last in ends), stored, over_rows)
 
     def apply_order(self, order: Iterable[int]) -> tuple[int, ...]:
         """Order of the contracted graph from which `invert` made an order.

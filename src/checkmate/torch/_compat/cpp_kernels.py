@@ -24,9 +24,11 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 __all__ = ["PendingKernels"]
 
-_MOST_PER_FILE = 48
 _LEAST_PER_FILE = 8
-"""Kernels in a file: the fixed time of a file is that of about ten kernels, so that fewer are not worth another file."""
+"""Least kernels in a file: its fixed time is that of about ten kernels, so that fewer are not worth another file."""
+
+_MOST_PER_FILE = 48
+"""Most kernels in a file: more would let the cores of a larger machine wait for one compiler."""
 
 _INLINING = ("--param=large-unit-insns=1000000",)
 """GCC inlines less where a file is large: kernels of a U-Net were 5 to 8 % slower than in files of their own."""

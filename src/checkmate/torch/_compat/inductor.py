@@ -230,8 +230,13 @@ def _generated(graph: GraphLowering) -> GeneratedModule:
     events: list[Allocate | Alias | Free | Run] = []
     uncounted: list[str] = []
     kept = set(graph.get_output_names())
+    parts: dict[str, list[Any]] = {}  # the tensors of each tuple that a kernel returns, also those that nothing reads
+    for buffer in graph.buffers:
+        if isinstance(buffer, ir.MultiOutput):
+            for source in buffer.inputs:
+                parts.setdefault(source.get_name(), []).append(buffer)
     for line in graph.wrapper_code.lines:
-        found = _events(graph, line, kept)
+        found = _events(graph, line, kept, parts)
         if found is None:
             uncounted.append(type(line).__name__)
         else:
@@ -268,8 +273,17 @@ _WITHOUT_MEMORY = frozenset(
 """Lines that allocate and free nothing, by name: not every version of PyTorch has all of them."""
 
 
-def _events(graph: GraphLowering, line: Any, kept: set[str]) -> list[Allocate | Alias | Free | Run] | None:
-    """The effect of a line on memory; None if that is not known."""
+def _events(
+    graph: GraphLowering, line: Any, kept: set[str], parts: Mapping[str, Sequence[Any]]
+) -> list[Allocate | Alias | Free | Run] | None:
+    """The effect of a line on memory; None if that is not known.
+
+    Args:
+        graph: The module.
+        line: A line of its code.
+        kept: Names of its outputs.
+        parts: The tensors of each tuple that a kernel returns.
+    """
     match line:
         case lines.AllocateLine():
             return [Allocate(line.node.get_name(), (_storage_bytes(graph, line.node),), _device(line.node))]
@@ -283,36 +297,26 @@ def _events(graph: GraphLowering, line: Any, kept: set[str]) -> list[Allocate | 
         case lines.FreeLine():
             return [Free(line.node.get_name())]
         case lines.ExternKernelAllocLine():
-            return [*_results(graph, line.node), Run(line.node.get_origin_node())]
+            return [*_results(graph, line.node, parts.get(line.node.get_name(), ())), Run(line.node.get_origin_node())]
         case lines.ExternKernelOutLine() | lines.ScatterFallbackLine() | lines.IndexPutFallbackLine():
             return [Run(line.node.get_origin_node())]
         case lines.MultiOutputLine():
-            return [Alias(line.result_name, line.arg_name, _position(graph, line.arg_name, line.result_name))]
+            names = [part.get_name() for part in parts.get(line.arg_name, ())]
+            return [Alias(line.result_name, line.arg_name, names.index(line.result_name) if line.result_name in names else None)]
         case _:
             return [] if type(line).__name__ in _WITHOUT_MEMORY else None
 
 
-def _results(graph: GraphLowering, node: Any) -> list[Allocate | Alias]:
+def _results(graph: GraphLowering, node: Any, parts: Sequence[Any]) -> list[Allocate | Alias]:
     """The effect on memory of a kernel that allocates its results."""
     name = node.get_name()
     if isinstance(node.layout, ir.MultiOutputLayout):
-        parts = _parts(graph, name)
         return [Allocate(name, tuple(_storage_bytes(graph, p) for p in parts), _device(parts[0]) if parts else "cpu")]
     if sources := node.get_inputs_that_alias_output():
         return [Alias(name, sources[0])]
     if isinstance(node.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
         return []
     return [Allocate(name, (_storage_bytes(graph, node),), _device(node))]
-
-
-def _parts(graph: GraphLowering, name: str) -> list[Any]:
-    """The tensors of the tuple that a kernel returns, also those that nothing reads."""
-    return [b for b in graph.buffers if isinstance(b, ir.MultiOutput) and any(i.get_name() == name for i in b.inputs)]
-
-
-def _position(graph: GraphLowering, name: str, part: str) -> int | None:
-    names = [b.get_name() for b in _parts(graph, name)]
-    return names.index(part) if part in names else None
 
 
 def _storage_bytes(graph: GraphLowering, node: Any) -> int:

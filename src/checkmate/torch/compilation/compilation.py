@@ -26,7 +26,7 @@ from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
 from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.compilation.program import PlannedGraph, Program
+from checkmate.torch.compilation.program import PlannedGraph, Program, Share
 from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
@@ -192,7 +192,7 @@ class Compilation:
         self.planned = PlannedGraph(
             joint=joint,
             own=Program(result, memory, accumulated=accumulated_inputs(joint.capture.joint), num_symbols=num_symbols),
-            alone=self._alone(graph) or self.shared_order(graph) is not None,
+            alone=self._alone(graph) or self.share(graph) is not None,
             options=self.options.planning,
             resident=self.resident,
             planned_gradient_bytes=gradients,
@@ -207,9 +207,9 @@ class Compilation:
             offered=self._offered,
         )
 
-    def shared_order(self, graph: Graph) -> tuple[int, ...] | None:
-        """The order of a graph in the plan of a step of several graphs, where one has been made for a graph like it."""
-        return COORDINATOR.steps.shared_order(graph, self.budget) if self.budget is not None else None
+    def share(self, graph: Graph) -> Share | None:
+        """The part of a graph in the plan of its step, where one has been made for a graph like it."""
+        return COORDINATOR.steps.share(graph, self.budget) if self.budget is not None else None
 
     def agreed(self, graph: Graph, plan: Callable[[Graph], Result]) -> tuple[Graph, Result]:
         """The plan of a graph. Where several ranks plan together, rank 0 makes it for all of them.

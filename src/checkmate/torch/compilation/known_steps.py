@@ -16,7 +16,7 @@ from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionE
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.torch.compilation.accumulation import Origins
-from checkmate.torch.compilation.program import PlannedGraph, Program, key_of
+from checkmate.torch.compilation.program import PlannedGraph, Program, Share, key_of
 from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.compilation.step_plan import StepPlan, plan_step
 from checkmate.torch.compilation.survivors import Survivors
@@ -116,7 +116,7 @@ class KnownSteps:
         self._known: dict[int, list[_KnownStep]] = {}  # by the identity of the first graph, the newest last
         self._newest: _KnownStep | None = None
         self._followed: dict[tuple[int, int], _KnownStep] = {}  # by the identities of the step before and of the first graph
-        self._shares: dict[str, tuple[int, ...]] = {}
+        self._shares: dict[str, Share] = {}
         self._warned: set[int] = set()
 
     def close(self, recorder: StepRecorder) -> None:
@@ -143,6 +143,7 @@ class KnownSteps:
         step = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
         if step is not None:
             known.remove(step)
+            self._note_outlived(step, recorder)
         if step is None or (recorder.watched and not step.recorder.watched):
             step = _KnownStep(recorder)
             if not all(run.planned.replaceable for run in recorder.runs):
@@ -151,6 +152,18 @@ class KnownSteps:
         self._followed[id(self._newest), first] = step
         self._newest = step
         return step.recorder.watched
+
+    def _note_outlived(self, step: _KnownStep, recorder: StepRecorder) -> None:
+        gradients = step.gradient_storages()
+        outlived = self._survivors.outlived(recorder, gradients)
+        if outlived > _FEW_SCALARS_BYTES:
+            self._warn_once(
+                step,
+                "outputs of the step before were held until this step was over, which may have exceeded its budget of %s by %s: "
+                "later steps leave room for them",
+                recorder.runs[0].planned.budget,
+                format_bytes(outlived),
+            )
 
     def plan(self, first: PlannedGraph, args: Sequence[Any]) -> StepPlan | None:
         """The plan of the step that probably begins with a graph: the kind that followed the same step before, or the newest.
@@ -170,8 +183,8 @@ class KnownSteps:
         known = self._known.get(id(first)) or self._compiled_before(first, args)
         return self._plan_of(self._followed.get((id(self._newest), id(first)), known[-1])) if known else None
 
-    def shared_order(self, graph: Graph, budget: Budget) -> tuple[int, ...] | None:
-        """The order of a graph in the plan of a step whose graphs have to be compiled again for it."""
+    def share(self, graph: Graph, budget: Budget) -> Share | None:
+        """The part of a graph in the plan of a step whose graphs have to be compiled again for it."""
         return self._shares.get(key_of(graph, budget))
 
     def _compiled_before(self, first: PlannedGraph, args: Sequence[Any]) -> list[_KnownStep]:
@@ -234,14 +247,10 @@ class KnownSteps:
         alone = len(runs) == 1 and (runs[0].planned.alone or fixed) and not runs[0].undefined
         alone = alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes
         if alone and _same_accumulation(runs[0].planned.own, gradients):
-            own = runs[0].planned.own
-            eager_bytes = step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
-            free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
-            if fixed:  # what the plan was predicted to take is not what fused ops take, and that was measured
-                free = own.result.budget_bytes - runs[0].planned.joint.capture.graph.resident_bytes
-            free -= eager_bytes if _matters(eager_bytes) else 0
-            free += runs[0].planned.unread_bytes  # which are carried, and in the peak of the plan
-            if own.memory.forward_peak_bytes + carried[1] <= free and own.memory.backward_peak_bytes + carried[2] <= free:
+            memory, free = runs[0].planned.own.memory, _free_bytes(step)
+            if memory.forward_peak_bytes + carried[1] <= free and memory.backward_peak_bytes + carried[2] <= free:
+                return _Planned(None, carried)
+            if not fixed and step.ranks is None and self._compiled_for_less(runs[0].planned, free - max(carried)):
                 return _Planned(None, carried)
         compiled_again = [run.planned.key for run in runs if not run.planned.replaceable]
         if compiled_again and all(key in self._shares for key in compiled_again):
@@ -268,10 +277,22 @@ class KnownSteps:
         for planned, program in zip(plan.graphs, plan.programs, strict=True):
             if program is None:
                 continue
-            self._shares[planned.key] = program.result.plan.order
+            self._shares[planned.key] = Share.of(program, plan.result.budget_bytes - plan.result.peak_bytes)
             if planned.recompile is not None:
                 planned.recompile()
         return _Planned(None, carried)
+
+    def _compiled_for_less(self, planned: PlannedGraph, most_bytes: int) -> bool:
+        """Whether the only graph of a step is compiled again by Inductor, to take at most so many bytes."""
+        known = self._shares.get(planned.key)
+        known_bytes = None if known is None else known.limit.peak_bytes
+        if planned.replaceable or most_bytes <= 0 or (known_bytes is not None and known_bytes <= most_bytes):
+            return False
+        _log.info("compiled again for %s beside what earlier steps hold", format_bytes(most_bytes))
+        self._shares[planned.key] = Share.of_only_graph(most_bytes)
+        if planned.recompile is not None:
+            planned.recompile()
+        return True
 
     def _compile_again(self, step: _KnownStep) -> None:
         """Plan a step now: those of its graphs that have to be compiled again are so when they are called next."""
@@ -279,6 +300,20 @@ class KnownSteps:
         nothing = (0,) * (len(step.recorder.windows) + 1)
         with contextlib.suppress(CheckmateError):  # raised when the step begins again
             step.plans[gradients] = self._planned(step, gradients, step.recorder.gradient_bytes, nothing)
+
+
+def _free_bytes(step: _KnownStep) -> int:
+    """What the only graph of a step and tensors of earlier steps may take, above what is resident."""
+    planned = step.recorder.runs[0].planned
+    own = planned.own
+    if planned.replaceable:
+        free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
+    else:  # what fused ops take was measured, and is not what the plan predicts
+        graph = planned.joint.capture.graph
+        free = planned.budget.resolve(graph) - graph.resident_bytes
+    eager_bytes = step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
+    free -= eager_bytes if _matters(eager_bytes) else 0
+    return free + planned.unread_bytes  # which are carried, and in the peak of the plan
 
 
 def _same_accumulation(program: Program, gradients: _Gradients) -> bool:

@@ -286,6 +286,35 @@ class PlannedGraph:
         return torch.get_rng_state().nbytes if self.random and on_cpu else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part that a graph has in its step.
+
+    Attributes:
+        order: Its ops in the order of their computations; None where it is the only graph of its step, and any order will do.
+        limit: The most that it may take, above its resident memory: as planned, and what the plan leaves of the budget.
+    """
+
+    order: tuple[int, ...] | None
+    limit: StepMemory
+
+    @classmethod
+    def of(cls, program: Program, free_bytes: int) -> Share:
+        """The share of a graph.
+
+        Args:
+            program: Its program in the plan of the step.
+            free_bytes: What the plan leaves of the budget.
+        """
+        return cls(program.result.plan.order, program.memory.plus(free_bytes))
+
+    @classmethod
+    def of_only_graph(cls, size_bytes: int) -> Share:
+        """The share of a graph that may take so many bytes at any time."""
+        nothing = StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=0, gradient_bytes=0)
+        return cls(None, nothing.plus(size_bytes))
+
+
 @dataclass(eq=False, slots=True)
 class Flight:
     """One forward whose backward has not run.

@@ -46,8 +46,9 @@ class Survivors:
     A loop that writes ``outputs = model(batch)`` holds the outputs of the step before until the new ones are assigned. So a
     storage that a step made, and that is alive when the same kind of step begins again, is expected to be freed there: one of
     a forward when the call returns, one of eager code where its successor is made. If any older ones of the same kind of step are
-    alive as well, such as a list of predictions, none is expected to be freed. Eager code is seen in the first step of a kind
-    only: what it left then, it is expected to leave in later steps.
+    alive as well, such as a list of predictions, none is expected to be freed. Nor is any where one was found alive when such a
+    step was over: a loop that writes ``loss, outputs = train(batch)`` holds the outputs of the step before until then. Eager code
+    is seen in the first step of a kind only: what it left then, it is expected to leave in later steps.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,7 @@ class Survivors:
         self._newest: dict[StepSequence, int] = {}  # number of the newest step of each kind
         self._eager: dict[StepSequence, list[_Left]] = {}  # what eager code left in the steps of each kind where it was seen
         self._unseen: dict[StepSequence, list[_Left]] = {}  # of that, what was not found after the newest step
+        self._held: set[StepSequence] = set()  # kinds of steps that are over before those storages are freed
 
     def add(self, recorder: StepRecorder) -> None:
         """Take over what a step leaves.
@@ -82,6 +84,28 @@ class Survivors:
         if recorder.watched:
             self._eager[sequence] = eager
 
+    def outlived(self, recorder: StepRecorder, gradients: Collection[int]) -> int:
+        """Bytes of the step before that are still alive when a step of the same kind is over, and were expected to be freed.
+
+        They are expected to live as long in later steps.
+
+        Args:
+            recorder: The step, which is over.
+            gradients: Keys of the storages of gradients.
+        """
+        sequence, newest, count = recorder.sequence, self._newest.get(recorder.sequence), len(recorder.windows)
+        if sequence in self._held:
+            return 0
+        alive = sum(
+            survivor.size_bytes
+            for key, survivor in self._found.items()
+            if survivor.sequence == sequence and survivor.number == newest and survivor.last < count and key not in gradients
+            if (storage := survivor.storage()) is not None and not recorder.is_given(key, storage)
+        )
+        if alive:
+            self._held.add(sequence)
+        return alive
+
     def _is_known(self, key: int, storage: Callable[[], torch.UntypedStorage | None]) -> bool:
         known = self._found.get(key)
         return known is not None and known.storage() is storage()
@@ -105,7 +129,7 @@ class Survivors:
             elif key not in gradients and not recorder.is_given(key, storage):
                 alive.append(survivor)
         newest = self._newest.get(sequence)
-        older = any(s.sequence == sequence and s.number != newest for s in alive)
+        older = sequence in self._held or any(s.sequence == sequence and s.number != newest for s in alive)
         freed = [0] * (count + 1)  # by the last gap at which a storage is alive
         freed[count] = sum(self._unread(recorder, gradients).values())
         for left in self._unseen.get(sequence, ()):

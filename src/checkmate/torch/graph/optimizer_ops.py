@@ -80,7 +80,7 @@ class Updates:
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Parameters that require a gradient, in the order of their updates."""
-        return [self.optimizer.param_groups[g]["params"][i] for g, i in self._at]
+        return [self.parameter(which) for which in range(len(self._at))]
 
     def parameter(self, which: int) -> torch.Tensor:
         """A parameter.
@@ -120,7 +120,7 @@ class Updates:
         Returns:
             A function of (ignored, gradient), with the argument order of ``checkmate::update``.
         """
-        group = self.optimizer.param_groups[self._at[which][0]]
+        group = self.group(which)
         shadow = copy.copy(self.optimizer)
         dummy = torch.nn.Parameter(parameter)
         shadow.state = defaultdict(dict)
@@ -147,7 +147,7 @@ class Updates:
         Args:
             which: Index into `parameters`.
         """
-        return self.optimizer.param_groups[self._at[which][0]]
+        return self.optimizer.param_groups[self.group_index(which)]
 
     def constant_options(self, group_index: int) -> dict[str, Any]:
         """Options of a group besides its learning rate and its parameters.
@@ -176,19 +176,29 @@ class Updates:
         parameter = self.parameter(which)
         known = self.optimizer.state.get(parameter)
         if not known:
-            shadow = copy.copy(self.optimizer)
-            shadow.state = defaultdict(dict)
-            known = _initialise(shadow, self.group(which), parameter)
+            known = initial_state(self.optimizer, self.group(which), parameter)
         return {name: tensor for name, tensor in known.items() if isinstance(tensor, torch.Tensor)}
 
     def temporary_count(self, which: int) -> int | None:
         """Temporary tensors of a parameter's size in its update; see `temporary_count`."""
-        return temporary_count(self.optimizer, self.optimizer.param_groups[self._at[which][0]])
+        return temporary_count(self.optimizer, self.group(which))
 
     def describe(self, which: int) -> str:
         """Text of all options on which the cost of an update depends besides shape and type."""
-        group = self.optimizer.param_groups[self._at[which][0]]
-        return f"{type(self.optimizer).__name__}{sorted((k, v) for k, v in group.items() if k not in _NOT_COST)}"
+        return f"{type(self.optimizer).__name__}{sorted(self.constant_options(self.group_index(which)).items())}"
+
+
+def initial_state(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """The state that an optimizer's first step would create for a parameter; the optimizer is left alone.
+
+    Args:
+        optimizer: One that updates each parameter separately; see `updates_parameters_separately`.
+        group: The group of the parameter.
+        parameter: A tensor like the parameter; it may be on the meta device.
+    """
+    shadow = copy.copy(optimizer)
+    shadow.state = defaultdict(dict)
+    return _initialise(shadow, group, parameter)
 
 
 def _initialise(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
@@ -230,6 +240,11 @@ def _update(parameter: torch.Tensor, gradient: torch.Tensor, optimizer: int, whi
     _LIVE[optimizer].run(which, gradient)
 
 
+def updates_parameters_separately(optimizer: optim.Optimizer) -> bool:
+    """Whether the update of a parameter is known not to depend on other parameters."""
+    return type(optimizer) in _PER_PARAMETER_OPTIMIZERS
+
+
 def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> str | None:
     """Why an optimizer's step cannot be split into one update per parameter, or None if it can.
 
@@ -238,7 +253,7 @@ def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> st
         model: The model whose step is planned.
     """
     name = type(optimizer).__name__
-    if type(optimizer) not in _PER_PARAMETER_OPTIMIZERS:
+    if not updates_parameters_separately(optimizer):
         return f"{name} is not among the optimizers known to update each parameter independently of the others"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} has differentiable=True"

@@ -52,7 +52,7 @@ def trailing_reductions(nodes: Iterable[fx.Node | None]) -> frozenset[int]:
     return frozenset(o for o, node in enumerate(nodes) if node is not None and _reduces_last(node))
 
 
-def predicted_peak(chains: ContractChains, order: Sequence[int], trailing: frozenset[int]) -> int:
+def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
     """Peak that the code of a plan will have, above what is resident, before it is generated.
 
     Beside what `simulate` counts, Inductor fuses ops that follow each other without another library's kernel between them:
@@ -62,24 +62,22 @@ def predicted_peak(chains: ContractChains, order: Sequence[int], trailing: froze
     Args:
         chains: The graph, its chains contracted.
         order: Ops of ``chains.contracted`` in the order of their computations.
-        trailing: Ops of the original graph that reduce the last dimensions.
 
     Examples:
         >>> from checkmate.core.graph import Op, Value
         >>> kinds = ("aten.mm.default", "aten.exp.default", "aten.mm.default")
         >>> values = (Value("x", 400), Value("y", 400), Value("z", 4, kept=True))
         >>> graph = Graph(tuple(Op(k, (i - 1,) if i else (), (i,), 10, kind=k) for i, k in enumerate(kinds)), values)
-        >>> predicted_peak(contract_fusible_chains(graph), (0, 1, 2), frozenset())
+        >>> predicted_peak(contract_fusible_chains(graph), (0, 1, 2))
         404
     """
     graph = chains.contracted
     plan = Plan.from_order(graph, order)
     kinds = _fusible_kinds(graph)
     runs = _Runs(graph, plan, kinds)
-    rows = {o for o, part in enumerate(chains.parts) if part[-1] in trailing}
     stored, fused = [], []
     for life in storage_lifetimes(graph, plan):
-        (fused if runs.contain(life, rows) else stored).append(life)
+        (fused if runs.contain(life, chains.rows) else stored).append(life)
     until: dict[int, int] = {}  # steps that store nothing to the step of the kernel that they are part of
     for life in sorted(fused, key=lambda life: -life.made_at):
         last = runs.reads(life)[-1]
@@ -142,7 +140,7 @@ class _Runs:
         run = self._plan.steps[step]
         return isinstance(run, Compute) and self._graph.ops[run.op].kind in self._kinds.pointwise
 
-    def contain(self, life: StorageLifetime, rows: set[int]) -> bool:
+    def contain(self, life: StorageLifetime, rows: Collection[int]) -> bool:
         """Whether a storage is made and read inside one run, by ops whose loops are fused.
 
         Args:

@@ -27,6 +27,7 @@ from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, re
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.torch.compilation.compilation import Compilation
+from checkmate.torch.compilation.program import Share
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
 
 _log = logging.getLogger("checkmate.torch")
@@ -80,9 +81,9 @@ class CalibratedSearch:
         self._fingerprint = compiler_fingerprint
         self._original_digest = ""
         self._fixed = False  # only one plan is compiled: a given one, the part of a step's plan, or keeping everything
+        self._share: Share | None = None  # whose order is compiled
         self._order: tuple[int, ...] = ()  # of the plan that is compiled next, or was compiled last
         self._target_bytes = 0
-        self._trailing: frozenset[int] = frozenset()
         self._chains: ContractChains | None = None
         self._least_bytes = 0  # a smaller budget was answered with this peak; see the module on monotone bounds
         self._calibration: Calibration[Compiled] = Calibration(0, Proportional())
@@ -117,15 +118,14 @@ class CalibratedSearch:
             GraphError: The step traces to another graph than at the last compilation.
             WrongGraphError: The given plan was made for another graph.
         """
-        self._trailing = trailing
-        graph, result = self._compilation.agreed(graph, self._current_plan)
+        graph, result = self._compilation.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
         if not self._leads:
-            self._follow(graph, result)
+            self._follow(graph, result, trailing)
         return graph, result
 
-    def _current_plan(self, graph: Graph) -> Result:
+    def _current_plan(self, graph: Graph, trailing: frozenset[int]) -> Result:
         if self._chains is None:
-            self._begin(graph)
+            self._begin(graph, trailing)
         if graph.digest != self._original_digest:
             raise GraphError(
                 "the step traces to another graph at each compilation",
@@ -202,8 +202,10 @@ class CalibratedSearch:
 
     def _best(self) -> int | None:
         fitting = [i for i, t in enumerate(self.trials) if t.within(self.limit_bytes)]
-        if self._fixed:  # the plan of a step of several graphs was checked with all of them
-            return 0 if self._options.plan is None or fitting else None
+        if self._share is not None:  # it has to leave room for the rest of its step
+            return 0 if self.trials[0].outcome.memory.within(self._share.limit) else None
+        if self._fixed:
+            return 0 if fitting else None
         peaks = [t.outcome.memory.peak_bytes for t in self.trials]
         monotone = [i for i in fitting if self._least_bytes <= peaks[i] <= self._calibration.limit_bytes]
         found = min(monotone or fitting, key=lambda i: (self.trials[i].cost, i), default=None)
@@ -234,35 +236,40 @@ class CalibratedSearch:
         largest, known = msgspec.msgpack.decode(body)
         return StepMemory(**largest), known
 
-    def _follow(self, graph: Graph, result: Result) -> None:
+    def _follow(self, graph: Graph, result: Result, trailing: frozenset[int]) -> None:
         """Take the order that rank 0 chose as that of the next trial."""
-        chains = self._chains or self._contract(graph)
+        chains = self._chains or self._contract(graph, trailing)
         if self._options.plan is None:
             self._order = chains.apply_order(result.plan.order)
         else:
             self._order = keep_everything(chains.contracted).plan.order
 
-    def _contract(self, graph: Graph) -> ContractChains:
-        chains = self._chains = contract_fusible_chains(graph, self._trailing)
+    def _contract(self, graph: Graph, trailing: frozenset[int]) -> ContractChains:
+        chains = self._chains = contract_fusible_chains(graph, trailing)
         contracted, budget = chains.contracted, self._options.budget
         self.limit_bytes = 0 if budget is None else budget.resolve(contracted) - contracted.resident_bytes
         self._calibration = Calibration(self.limit_bytes, Proportional(least_cost=contracted.cost))
         return chains
 
-    def _begin(self, graph: Graph) -> None:
+    def _begin(self, graph: Graph, trailing: frozenset[int]) -> None:
         self._original_digest = graph.digest
-        contracted = self._contract(graph).contracted
+        contracted = self._contract(graph, trailing).contracted
         alone = msgspec.structs.replace(contracted, resident_bytes=0)
         self._store = PlanStore(f"{alone.digest} {self._fingerprint}")
         if self._options.budget is None or self._options.plan is not None:
             self._fixed, self._order = True, keep_everything(contracted).plan.order
             return
         self._replanner = Replanner(contracted, self._options)
+        share = self._compilation.share(graph)
+        if share is not None:
+            self.limit_bytes = share.limit.peak_bytes
         self._least_bytes, most_bytes = self._store.monotone_bounds(self.limit_bytes)
         self._calibration = Calibration(most_bytes, Proportional(least_cost=contracted.cost))
-        shared = self._compilation.shared_order(graph)
-        self._fixed = shared is not None
-        order = self._remembered() or self._next_order() if shared is None else self.chains.apply_order(shared)
+        if share is not None and share.order is not None:
+            self._fixed, self._share = True, share
+            order = self.chains.apply_order(share.order)
+        else:
+            order = self._remembered() or self._next_order()
         assert order is not None
         self._order = order
 
@@ -343,4 +350,4 @@ class CalibratedSearch:
         return max(0, needed + round(max(_LEAST_GAIN, min(1.0, gain)) * (predicted_bytes - at)))
 
     def _predicted(self, order: tuple[int, ...]) -> int:
-        return predicted_peak(self.chains, order, self._trailing)
+        return predicted_peak(self.chains, order)

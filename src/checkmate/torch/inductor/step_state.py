@@ -32,7 +32,7 @@ class ParameterState:
     @staticmethod
     def of(key: int, which: int, like: Mapping[str, torch.Tensor]) -> ParameterState:
         """The state of a parameter, for tensors like the given ones."""
-        return ParameterState(key, which, tuple(like), tuple(_signature(t) for t in like.values()))
+        return ParameterState(key, which, tuple(like), tuple(signature(t) for t in like.values()))
 
     def tensors(self, known: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The state as it is now; it is created if there is none yet.
@@ -48,7 +48,7 @@ class ParameterState:
         if len(known) == len(tensors) and all(a is b for a, b in zip(tensors, known, strict=True)):
             return list(known)
         for name, tensor, like in zip(self.names, tensors, self.like, strict=True):
-            if tensor is None or _signature(tensor) != like:
+            if tensor is None or signature(tensor) != like:
                 found = "missing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
                 raise OptionError(
                     f"the optimizer's state {name!r} is {found}; the step was compiled for {list(like[0])} {like[2]} on "
@@ -108,5 +108,6 @@ class StepState:
         return updates_of(key).constant_options(group)
 
 
-def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
+def signature(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, strides, type and device of a tensor."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device

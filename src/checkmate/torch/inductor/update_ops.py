@@ -23,7 +23,7 @@ from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
 from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, updates_of
 from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import leaves, storage_key
-from checkmate.torch.inductor.step_state import ParameterState, StepState
+from checkmate.torch.inductor.step_state import ParameterState, StepState, signature
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _REALIZE = "inductor_realize_to_strides"
@@ -88,6 +88,7 @@ class _Writer:
         self._graph, self._mode = graph, mode
         self._traced: dict[Any, fx.Graph] = {}
         self._rates: dict[tuple[int, int], fx.Node] = {}
+        self._last_input = graph.find_nodes(op="placeholder")[-1]
         # Learning rates come first among the inputs: one for each group.
         for node in graph.find_nodes(op="call_function", target=UPDATE):
             key, which = cast("tuple[int, int]", node.args[2:])
@@ -115,17 +116,16 @@ class _Writer:
             states.append(self._input(f"{name}_{len(self.parameters)}", fake))
         self.parameters.append(ParameterState.of(key, which, like))
         inputs = [parameter, gradient, self._rates[key, group_index], *states]
-        signature = (key, group_index, tuple(like), *(_signature(n.meta["val"]) for n in inputs))
-        if signature not in self._traced:
-            self._traced[signature] = self._trace(updates, which, tuple(like), [n.meta["val"] for n in inputs])
+        known = (key, group_index, tuple(like), *(signature(n.meta["val"]) for n in inputs))
+        if known not in self._traced:
+            self._traced[known] = self._trace(updates, which, tuple(like), [n.meta["val"] for n in inputs])
         with self._graph.inserting_before(update):
-            self._copy(self._traced[signature], inputs)
+            self._copy(self._traced[known], inputs)
         self._graph.erase_node(update)
 
     def _input(self, name: str, fake: torch.Tensor) -> fx.Node:
-        last = [n for n in self._graph.nodes if n.op == "placeholder"][-1]
-        with self._graph.inserting_after(last):
-            node = self._graph.placeholder(name)
+        with self._graph.inserting_after(self._last_input):
+            node = self._last_input = self._graph.placeholder(name)
         node.meta["val"] = fake
         self.fakes.append(fake)
         return node
@@ -199,7 +199,3 @@ _WITH_FACTOR: dict[Any, tuple[Callable[..., Any], bool]] = {
     torch.Tensor.addcdiv_: (torch.div, True),
 }
 """Function with a factor -> what it adds, before that is multiplied by the factor; and whether it works in place."""
-
-
-def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import optim
 
-from checkmate.torch.graph.optimizer_ops import temporary_count
+from checkmate.torch.graph.optimizer_ops import initial_state, temporary_count, updates_parameters_separately
 from checkmate.torch.graph.storages import leaves, unique_bytes
 
 _log = logging.getLogger("checkmate.torch")
 
 
-_STEP_BYTES = 4
-"""Adam's float32 step counter, one per parameter. With ``capturable=False`` it is in host memory, whatever the device."""
-
-
 def state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int:
     """Bytes of an optimizer's state, including state that its first step has yet to allocate.
 
-    Exact for SGD, Adam and AdamW. For other optimizers state that does not exist yet is unknown: it counts as zero, with a
-    warning in the log.
+    Exact for torch's optimizers that update each parameter independently of the others. For other optimizers state that does
+    not exist yet is unknown: it counts as zero, with a warning in the log.
 
     Args:
         optimizer: The optimizer.
@@ -38,7 +35,7 @@ def state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int:
 
 def state_is_known(optimizer: optim.Optimizer) -> bool:
     """Whether `state_bytes` is complete: the state exists already, or the optimizer is one whose state is known."""
-    return bool(optimizer.state) or type(optimizer) in (optim.SGD, optim.Adam, optim.AdamW)
+    return bool(optimizer.state) or updates_parameters_separately(optimizer)
 
 
 def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
@@ -58,19 +55,16 @@ def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
     return sum(sizes) if kind == "cuda" else max(sizes, default=0)
 
 
-def _uninitialised_state_bytes(
-    optimizer: optim.Optimizer, group: dict[str, object], parameter: torch.Tensor, alignment: int
-) -> int:
-    """State that the first step allocates for a parameter: SGD one momentum buffer, Adam two moments, AMSGrad a third."""
-    size = -(-parameter.numel() * parameter.element_size() // alignment) * alignment
-    kind = type(optimizer)
-    if kind is optim.SGD:
-        return size if group["momentum"] else 0
-    if kind in (optim.Adam, optim.AdamW):
-        return size * (3 if group["amsgrad"] else 2) + (_STEP_BYTES if alignment == 1 else 0)
-    _log.warning(
-        "the state that %s allocates at its first step is unknown and not reserved: pass its size as `reserve`, or run one "
-        "step before compiling",
-        kind.__name__,
-    )
-    return 0
+def _uninitialised_state_bytes(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, alignment: int) -> int:
+    """State that the first step allocates for a parameter, on its device: step counters may be in host memory."""
+    if not updates_parameters_separately(optimizer):
+        _log.warning(
+            "the state that %s allocates at its first step is unknown and not reserved: pass its size as `reserve`, or run one "
+            "step before compiling",
+            type(optimizer).__name__,
+        )
+        return 0
+    state = initial_state(optimizer, group, torch.empty_like(parameter, device="meta"))
+    tensors = [t for t in state.values() if isinstance(t, torch.Tensor)]
+    on_device = [t for t in tensors if t.is_meta or alignment == 1]
+    return sum(-(-t.nbytes // alignment) * alignment for t in on_device)

@@ -93,8 +93,7 @@ def _whole_device() -> StepMemory:
 
 
 def _measured(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool) -> StepMemory:
-    device = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)
-    if device is not None:
+    if (device := _device(inputs)).type == "cuda":
         return _measured_on_cuda(run, inputs, hold_outputs, device)
     with memory_trace() as trace:
         gradients = _step(run, inputs, hold_outputs)

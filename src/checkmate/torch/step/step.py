@@ -60,6 +60,7 @@ class Step:
         self._finish = spec.finish
         self._micro_batches = spec.micro_batches
         self._planned: list[tuple[Capture, Result]] = []
+        self._shapes: list[tuple[Any, ...]] = []  # of the inputs that it was compiled for
         given = options.plan
         with stop_after_capture() as stop, spec.tracing_context():
             hooks = Hooks(planned=self._record_plan, before_forward=stop.before_running, inference=False, whole=spec.whole)
@@ -67,6 +68,7 @@ class Step:
             def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 # A plan that was given is for the example's shape; other shapes are planned.
                 now = replace(options, plan=given if not self._planned else None)
+                self._shapes.append(tuple(tuple(map(str, t.shape)) for t in inputs if isinstance(t, torch.Tensor)))
                 return compile_graph(gm, inputs, now, hooks)
 
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -96,7 +98,8 @@ class Step:
     def _record_plan(self, capture: Capture, result: Result) -> None:
         if self._planned:
             peak = format_bytes(result.peak_bytes)
-            _log.warning("a new shape was compiled and planned in %.1f s: peak %s", result.elapsed_s, peak)
+            what = "the step was compiled again" if self._shapes[-1] in self._shapes[:-1] else "a new shape was compiled"
+            _log.warning("%s and planned in %.1f s: peak %s", what, result.elapsed_s, peak)
         self._planned.append((capture, result))
 
 
