@@ -42,7 +42,8 @@ def test_import_is_quick():
 
 
 @pytest.mark.parametrize(
-    "module", ["checkmate", "checkmate.torch", "checkmate.tf2", "checkmate.jax", "checkmate.keras", "checkmate.plot", "checkmate.report"]
+    "module",
+    ["checkmate", "checkmate.torch", "checkmate.tf2", "checkmate.jax", "checkmate.keras", "checkmate.plot", "checkmate.report"],
 )
 def test_public_names_are_documented(module):
     """Public means there, in `__all__` and in the reference, neither more nor less."""

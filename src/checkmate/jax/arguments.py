@@ -75,7 +75,7 @@ class FlatFunction:
         return [leaf for leaf, rest in zip(leaves, self._rest, strict=True) if rest is _HOLE]
 
     def results(self, arrays: Sequence[Any]) -> Any:
-        """What the function returned when it was last traced, with some arrays.
+        """The results of the last trace, with some arrays in place of those that were traced.
 
         Args:
             arrays: The arrays among the results.

@@ -20,8 +20,8 @@ from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.planner import Replanner, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax.apply_plan import PlannedProgram
-from checkmate.jax.graph import Capture
 from checkmate.jax.compiled import compiler_options, temp_bytes
+from checkmate.jax.graph import Capture
 from checkmate.jax.profiler import environment, signature
 
 _log = logging.getLogger("checkmate.jax")

@@ -1,4 +1,4 @@
-"""What XLA makes of a planned function: the bytes of its temporary values, and whether it respects fences."""
+"""XLA: the bytes that it allocates for a compiled function, and whether it respects fences."""
 
 from __future__ import annotations
 

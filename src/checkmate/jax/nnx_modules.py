@@ -1,4 +1,4 @@
-"""Modules of Flax NNX among the arguments of a function, which it changes in place: BatchNorm's statistics, counts of random draws."""
+"""Modules of Flax NNX among the arguments of a function, which it changes in place, such as the statistics of BatchNorm."""
 
 from __future__ import annotations
 

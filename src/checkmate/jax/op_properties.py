@@ -13,8 +13,8 @@ from checkmate.jax.trace import Equation, type_bytes
 
 _UNARY = (
     "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj convert_element_type copy copy_p cos "
-    "cosh digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p logistic neg not population_count "
-    "real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan tanh"
+    "cosh digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p logistic neg not "
+    "population_count real reduce_precision round rsqrt sign sin sinh sqrt square stop_gradient tan tanh"
 )
 _OTHERS = (
     "add add_any and atan2 clamp div eq ge gt igamma igammac le lt max min mul ne nextafter or polygamma pow random_gamma_grad "
@@ -30,7 +30,7 @@ MOVES = VIEWS | {"rev", "slice", "transpose"}
 """Primitives that only choose which element of their input an element of the output is."""
 
 BROADCASTS = frozenset({"broadcast_in_dim", "iota"})
-"""Primitives that XLA computes anew in every loop that reads them, since they read next to nothing."""
+"""Primitives that XLA computes again in every loop that reads them, since they read next to nothing."""
 
 REDUCTIONS = frozenset({f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum", "xor")} | {"argmax", "argmin"})
 """Primitives that XLA fuses with what they reduce."""

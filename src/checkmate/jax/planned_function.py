@@ -23,8 +23,8 @@ from checkmate.jax._compat import as_function, opened
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction
 from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
-from checkmate.jax.graph import Boundary, Capture, capture_trace
 from checkmate.jax.compiled import warn_of_undone_fences
+from checkmate.jax.graph import Boundary, Capture, capture_trace
 from checkmate.jax.nnx_modules import call_with_modules, has_modules
 from checkmate.jax.op_properties import COLLECTIVES
 from checkmate.jax.profiler import cost_source
@@ -81,11 +81,11 @@ class PlannedFunction:
     @property
     def _newest(self) -> Planned:
         if self._last is None:
-            raise PlanError("nothing is planned yet", hint="differentiate the function first, such as by jax.value_and_grad")
+            raise PlanError("nothing is planned yet", hint="call jax.value_and_grad of the function first")
         return self._last
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        """What the function returns; its derivative runs the plan.
+        """Call the function; its derivative runs the plan.
 
         Args:
             positional: The function's arguments. Numbers of Python and what is no array are constants.
@@ -161,7 +161,7 @@ class PlannedFunction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Saved:
-    """What the forward leaves to the backward of one derivative.
+    """Values that the forward of one derivative leaves to its backward.
 
     Attributes:
         values: Arrays.
@@ -293,8 +293,8 @@ def _compiles_alone(captured: Capture) -> bool:
 def _instantiated(cotangent: Any) -> Any:
     """A cotangent as an array; JAX passes a symbol for one that is zero."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        shape, dtype = cotangent.aval.shape, cotangent.aval.dtype
-        return jnp.zeros(shape, dtype)
+        aval: Any = cotangent.aval
+        return jnp.zeros(aval.shape, aval.dtype)
     return cotangent
 
 

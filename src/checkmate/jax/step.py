@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from checkmate.core.budget import Budget
@@ -20,8 +19,8 @@ from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.jax._compat import is_tracer
 from checkmate.jax.arguments import Arguments, FlatFunction
 from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
-from checkmate.jax.graph import Capture, capture_trace
 from checkmate.jax.compiled import warn_of_undone_fences
+from checkmate.jax.graph import Capture, capture_trace
 from checkmate.jax.nnx_modules import has_modules
 from checkmate.jax.profiler import cost_source
 from checkmate.jax.trace import trace_flat, type_bytes
@@ -187,7 +186,7 @@ def _captured(
     if any(not 0 <= number < len(specs) for number in donated):
         raise OptionError(
             f"donate_argnums={tuple(donated)} names an argument that is not there; there are {len(specs)}",
-            hint="count the positional arguments from 0",
+            hint="name positional arguments by their positions, counted from 0",
         )
     if has_modules(specs):
         raise GraphError(

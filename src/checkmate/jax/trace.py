@@ -24,7 +24,7 @@ _CALLS: Mapping[str, str] = {
 """Primitives that only call a jaxpr, and the parameter that has it. Derivatives are taken before a function is traced."""
 
 Source = int | Literal
-"""What an equation reads: a value by its number, or a constant that is written in the equation."""
+"""Input of an equation: a value by its number, or a constant that is written in the equation."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
