@@ -65,8 +65,8 @@ def is_jax_step(found: object) -> bool:
     return isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], tuple)
 
 
+def checked(target: str, found: object) -> tuple[Any, Any, Any]:
     """The model, loss and example that a function returned.
-    """What the function returned, if it is a model, a loss and an example.
 
     Raises:
         OptionError: It is something else.
