@@ -247,7 +247,7 @@ def test_ordered_effects_are_refused():
 
 def test_a_budget_below_the_floor_is_refused_before_anything_is_compiled(monkeypatch):
     """The error names the smallest budget and the op that needs it."""
-    monkeypatch.setattr("checkmate.jax.calibrate.temp_bytes", lambda *_: 10**9)
+    monkeypatch.setattr("checkmate.jax.measure.calibrate.temp_bytes", lambda *_: 10**9)
     weights, x = network()
     with pytest.raises(checkmate.InfeasibleBudgetError, match="raise the budget to at least") as refused:
         jax.eval_shape(jax.grad(remat(mlp_loss, budget="10%")), weights, x)
@@ -276,7 +276,7 @@ def test_figures_before_the_first_derivative_are_refused():
 
 def test_undone_fences_are_told_once(caplog, monkeypatch):
     """Who compiles without the options saves nothing, and is told what to pass."""
-    from checkmate.jax import compiled
+    from checkmate.jax.measure import compiled
 
     monkeypatch.setattr(compiled, "_need_options", lambda backend: True)
     compiled._warn.cache_clear()

@@ -10,8 +10,8 @@ import pytest
 import checkmate
 import checkmate.jax as cj
 from checkmate.jax.apply_plan import PlannedProgram
-from checkmate.jax.calibrate import specs_of
-from checkmate.jax.compiled import temp_bytes
+from checkmate.jax.measure.calibrate import specs_of
+from checkmate.jax.measure.compiled import temp_bytes
 from tests.jax.networks import difference, mlp, mlp_loss
 
 OPTIONS = {"costs": "estimated", "time_limit_s": 10}
@@ -69,7 +69,7 @@ def test_a_second_plan_compiles_nothing(planned, arguments, monkeypatch):
     def refuse(*_):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr("checkmate.jax.calibrate.temp_bytes", refuse)
+    monkeypatch.setattr("checkmate.jax.measure.calibrate.temp_bytes", refuse)
     again = cj.plan(step, *arguments, budget="45%", donate_argnums=(0, 1), **OPTIONS)
     assert again.plan == planned.plan
     assert again.temp_bytes == planned.temp_bytes

@@ -20,8 +20,9 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("jax") is None:
     raise MissingExtraError("checkmate.jax needs JAX, which is not installed", hint='pip install "checkmate-remat[jax]"')
 
-from checkmate.jax.compiled import compiler_options
+from checkmate.jax.measure.compiled import compiler_options
 from checkmate.jax.planned_function import PlannedFunction, remat
+from checkmate.jax.scan_policy import ScanPolicy, policy
 from checkmate.jax.step import PlannedStep, capture, plan
 
-__all__ = ["PlannedFunction", "PlannedStep", "capture", "compiler_options", "plan", "remat"]
+__all__ = ["PlannedFunction", "PlannedStep", "ScanPolicy", "capture", "compiler_options", "plan", "policy", "remat"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
+
+source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines are those of the user's program
 
 
 def opened(closed: Any) -> tuple[Any, list[Any]]:
@@ -42,7 +45,7 @@ def as_array(number: Any, aval: Any) -> jax.Array:
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The outputs of one equation, under the names and settings with which it was traced."""
     primitive = eqn.primitive
-    with _context(eqn):
+    with traced_as(eqn):
         answer = primitive.bind(*values, **primitive.get_bind_params(eqn.params))
     return list(answer) if primitive.multiple_results else [answer]
 
@@ -70,19 +73,9 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", None) or ())
 
 
-def save_only_names(names: Iterable[str]) -> Any:
-    """The policy of `jax.checkpoint` that saves what has one of some names: as data from JAX 0.11 on, else JAX's own callable.
-
-    Args:
-        names: Names given by `jax.ad_checkpoint.checkpoint_name`.
-    """
-    policies: Any = jax.checkpoint_policies
-    as_data = getattr(policies, "SaveOnlyTheseNames", None)
-    return policies.save_only_these_names(*names) if as_data is None else as_data(*names)
-
-
 @contextlib.contextmanager
-def _context(eqn: Any) -> Iterator[None]:
+def traced_as(eqn: Any) -> Iterator[None]:
+    """Bind primitives under the names, settings and source lines with which an equation was traced."""
     info = eqn.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:

@@ -14,8 +14,8 @@ import jax
 
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import as_array, bind, varying_axes
-from checkmate.jax.graph import Capture
-from checkmate.jax.trace import Equation, Source
+from checkmate.jax.graph.capture import Capture
+from checkmate.jax.graph.trace import Equation, Source
 
 
 class PlannedProgram:

@@ -10,7 +10,6 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import GraphError, OptionError, PlanError
@@ -22,13 +21,13 @@ from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.jax._compat import as_function, opened
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.arguments import Arguments, FlatFunction
-from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
-from checkmate.jax.compiled import warn_of_undone_fences
-from checkmate.jax.graph import Boundary, Capture, capture_trace
+from checkmate.jax.graph.capture import Capture, capture_trace
+from checkmate.jax.graph.op_properties import COLLECTIVES
+from checkmate.jax.graph.pair import Pure, is_inexact, trace_pair
+from checkmate.jax.measure.calibrate import Compilation, Planned, calibrate, without_calibration
+from checkmate.jax.measure.compiled import warn_of_undone_fences
+from checkmate.jax.measure.profiler import cost_source
 from checkmate.jax.nnx_modules import call_with_modules, has_modules
-from checkmate.jax.op_properties import COLLECTIVES
-from checkmate.jax.profiler import cost_source
-from checkmate.jax.trace import flattened
 from checkmate.solvers.session import Solver
 
 _log = logging.getLogger("checkmate.jax")
@@ -114,7 +113,7 @@ class PlannedFunction:
 
         return flat.results(self._differentiable(pure)(*arrays))
 
-    def _differentiable(self, pure: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def _differentiable(self, pure: Pure) -> Callable[..., list[Any]]:
         """A function with a derivative that runs a plan.
 
         Args:
@@ -123,13 +122,13 @@ class PlannedFunction:
 
         def forward(*primals: Any) -> tuple[list[Any], _Saved]:
             values = [primal.value for primal in primals]
-            wanted = tuple(i for i, primal in enumerate(primals) if primal.perturbed and _is_inexact(primal.value))
+            wanted = tuple(i for i, primal in enumerate(primals) if primal.perturbed and is_inexact(primal.value))
             program = self._program(pure, values, wanted)
             results, saved = program.forward(values)
             return results, _Saved(tuple(saved), program, wanted, len(values))
 
         def backward(saved: _Saved, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-            tangents = [_instantiated(c) for c in cotangents if jnp.issubdtype(c.dtype, jnp.inexact)]
+            tangents = [_instantiated(c) for c in cotangents if is_inexact(c)]
             gradients = saved.program.backward(saved.values, tangents)
             by_argument = dict(zip(saved.wanted, gradients, strict=True))
             return tuple(by_argument.get(i) for i in range(saved.arguments))
@@ -138,8 +137,9 @@ class PlannedFunction:
         differentiable.defvjp(forward, backward, symbolic_zeros=True)
         return differentiable
 
-    def _program(self, pure: Callable[..., list[Any]], values: Sequence[Any], wanted: Sequence[int]) -> PlannedProgram:
-        captured = _capture_pair(pure, values, wanted, self._costs, getattr(self._function, "__name__", "function"))
+    def _program(self, pure: Pure, values: Sequence[Any], wanted: Sequence[int]) -> PlannedProgram:
+        trace, boundary = trace_pair(pure, values, wanted)
+        captured = capture_trace(trace, self._costs, getattr(self._function, "__name__", "function"), boundary=boundary)
         planned = self._plan(captured)
         self._last = planned
         # The trace is of this call: its constants and tracers must not be those of an earlier one.
@@ -258,30 +258,6 @@ def remat(
     return PlannedFunction(function, options, costs, verify)
 
 
-def _capture_pair(pure: Callable[..., list[Any]], values: Sequence[Any], wanted: Sequence[int], costs: Any, name: str) -> Capture:
-    """The graph of a function together with its derivative: arguments and tangents in, results and gradients out."""
-    kinds = jax.eval_shape(pure, *values)
-    given = [spec for spec in kinds if jnp.issubdtype(spec.dtype, jnp.inexact)]
-
-    def pair(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        def of_wanted(*some: Any) -> list[Any]:
-            merged = list(primals)
-            for i, value in zip(wanted, some, strict=True):
-                merged[i] = value
-            return pure(*merged)
-
-        results, pull = jax.vjp(of_wanted, *(primals[i] for i in wanted))
-        remaining = iter(tangents)
-        cotangents = [
-            next(remaining) if jnp.issubdtype(r.dtype, jnp.inexact) else np.zeros(r.shape, jax.dtypes.float0) for r in results
-        ]
-        return [*results, *pull(cotangents)]
-
-    trace = flattened(jax.make_jaxpr(pair)(list(values), given))
-    boundary = Boundary(results=len(kinds), tangents=trace.arguments[len(values) :])
-    return capture_trace(trace, costs, name, boundary=boundary)
-
-
 def _compiles_alone(captured: Capture) -> bool:
     """Whether a captured function can be compiled outside of the transformations around it; the log tells if not."""
     found = sorted({e.kind for chain in captured.members for e in chain if e.kind in COLLECTIVES})
@@ -296,10 +272,6 @@ def _instantiated(cotangent: Any) -> Any:
         aval: Any = cotangent.aval
         return jnp.zeros(aval.shape, aval.dtype)
     return cotangent
-
-
-def _is_inexact(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _refuse_ordered_effects(closed: Any) -> None:

@@ -18,12 +18,12 @@ from checkmate.frontend import progress
 from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.jax._compat import is_tracer
 from checkmate.jax.arguments import Arguments, FlatFunction
-from checkmate.jax.calibrate import Compilation, Planned, calibrate, without_calibration
-from checkmate.jax.compiled import warn_of_undone_fences
-from checkmate.jax.graph import Capture, capture_trace
+from checkmate.jax.graph.capture import Capture, capture_trace
+from checkmate.jax.graph.trace import trace_flat, type_bytes
+from checkmate.jax.measure.calibrate import Compilation, Planned, calibrate, without_calibration
+from checkmate.jax.measure.compiled import warn_of_undone_fences
+from checkmate.jax.measure.profiler import cost_source
 from checkmate.jax.nnx_modules import has_modules
-from checkmate.jax.profiler import cost_source
-from checkmate.jax.trace import trace_flat, type_bytes
 from checkmate.solvers.session import Solver
 
 

@@ -12,16 +12,11 @@ from jax.extend.core import Literal
 
 from checkmate.jax._compat import opened
 
-_CALLS: Mapping[str, str] = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
-"""Primitives that only call a jaxpr, and the parameter that has it. Derivatives are taken before a function is traced."""
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+"""Primitives that only call a jaxpr, and the parameter that has it."""
+
+_WITH_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+"""Primitives that call a jaxpr which has a derivative of the user's."""
 
 Source = int | Literal
 """Input of an equation: a value by its number, or a constant that is written in the equation."""
@@ -85,9 +80,15 @@ def trace_flat(function: Callable[..., Any], *arguments: Any) -> Trace:
     return flattened(jax.make_jaxpr(function)(*arguments))
 
 
-def flattened(closed: Any) -> Trace:
-    """The equations of a jaxpr with all calls inlined, without those that no result and no effect needs."""
-    flattener = _Flattener()
+def flattened(closed: Any, *, differentiable: bool = False) -> Trace:
+    """The equations of a jaxpr with all calls inlined, without those that no result and no effect needs.
+
+    Args:
+        closed: A jaxpr, as `jax.make_jaxpr` returns it.
+        differentiable: Whether calls of functions with a derivative of the user's stay calls. They are inlined by default,
+            because derivatives are taken before a function is traced.
+    """
+    flattener = _Flattener(_CALLS if differentiable else _CALLS | _WITH_RULES)
     jaxpr, constants = opened(closed)
     numbers = [flattener.constant(v, c) for v, c in zip(jaxpr.constvars, constants, strict=True)]
     arguments = [flattener.number(v.aval) for v in jaxpr.invars]
@@ -111,7 +112,8 @@ def type_bytes(aval: Any) -> int:
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    def __init__(self, calls: Mapping[str, str]) -> None:
+        self.calls = calls
         self.types: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.equations: list[Equation] = []
@@ -135,7 +137,7 @@ class _Flattener:
 
         for eqn in jaxpr.eqns:
             inputs = [source(v) for v in eqn.invars]
-            body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+            body = eqn.params.get(self.calls.get(eqn.primitive.name, ""))
             if body is not None:
                 inner, values = opened(body)
                 numbers = [self.constant(v, c) for v, c in zip(inner.constvars, values, strict=True)]

@@ -23,8 +23,8 @@ from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
 from checkmate.jax._compat import bind
-from checkmate.jax.op_properties import COLLECTIVES, flops, has_effects, moved_bytes
-from checkmate.jax.trace import Equation, Trace, type_bytes
+from checkmate.jax.graph.op_properties import COLLECTIVES, flops, has_effects, moved_bytes
+from checkmate.jax.graph.trace import Equation, Trace, type_bytes
 
 _log = logging.getLogger("checkmate.jax")
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from checkmate.jax._compat import opened
-from checkmate.jax.trace import Equation, type_bytes
+from checkmate.jax.graph.trace import Equation, type_bytes
 
 _UNARY = (
     "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj convert_element_type copy copy_p cos "

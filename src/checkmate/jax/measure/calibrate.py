@@ -20,9 +20,9 @@ from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.planner import Replanner, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax.apply_plan import PlannedProgram
-from checkmate.jax.compiled import compiler_options, temp_bytes
-from checkmate.jax.graph import Capture
-from checkmate.jax.profiler import environment, signature
+from checkmate.jax.graph.capture import Capture
+from checkmate.jax.measure.compiled import compiler_options, temp_bytes
+from checkmate.jax.measure.profiler import environment, signature
 
 _log = logging.getLogger("checkmate.jax")
 

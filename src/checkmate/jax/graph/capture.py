@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from checkmate.core.graph import BOUNDARY, Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
 from checkmate.jax._compat import scopes_of, source_of
-from checkmate.jax.op_properties import BROADCASTS, FUSED, REDUCTIONS, has_effects, is_view, workspace_bytes
-from checkmate.jax.trace import Equation, Trace
+from checkmate.jax.graph.op_properties import BROADCASTS, FUSED, REDUCTIONS, has_effects, is_view, workspace_bytes
+from checkmate.jax.graph.trace import Equation, Trace
 
 Costs = Callable[[Sequence[tuple[Equation, ...]], Trace], Sequence[OpCost]]
 """Gives the cost of each of several ops, each the equations of one loop."""
@@ -72,7 +72,7 @@ class _Builder:
         self.results = {v for v in trace.results if isinstance(v, int)}
         self.producer = {v: equation for equation in trace.equations for v in equation.outputs}
         self.in_place = {v for result in self.results for v in self._bases(result)}
-        self.phases = _phases_of_joint(trace, boundary) if boundary is not None else _phases_of_step(trace)
+        self.phases = phases_of_pair(trace, boundary) if boundary is not None else _phases_of_step(trace)
 
     def build(self, costs: Costs, name: str, donated_bytes: int) -> Capture:
         members = self._chains()
@@ -192,8 +192,13 @@ def _name(chain: Sequence[Equation]) -> str:
     return f"{scopes}/{shown}" if scopes else shown
 
 
-def _phases_of_joint(trace: Trace, boundary: Boundary) -> dict[int, Phase]:
-    """Phase of each equation: backward if it depends on a tangent."""
+def phases_of_pair(trace: Trace, boundary: Boundary) -> dict[int, Phase]:
+    """Phase of each equation by its identity: backward if it depends on a tangent.
+
+    Args:
+        trace: A function together with its derivative.
+        boundary: Where they meet.
+    """
     late = set(boundary.tangents)
     phases: dict[int, Phase] = {}
     for equation in trace.equations:

@@ -1,0 +1,1 @@
+"""Times of ops, and bytes of compiled programs."""
