@@ -279,8 +279,20 @@ def test_undone_fences_are_told_once(caplog, monkeypatch):
     from checkmate.jax.measure import compiled
 
     monkeypatch.setattr(compiled, "_need_options", lambda backend: True)
-    compiled._warn.cache_clear()
+    monkeypatch.setattr(compiled, "_told", set())
     with caplog.at_level(logging.WARNING, logger="checkmate.jax"):
         compiled.warn_of_undone_fences()
         compiled.warn_of_undone_fences()
     assert [record.message.count("compiler_options=checkmate.jax.compiler_options()") for record in caplog.records] == [1]
+
+
+def test_who_asks_for_the_options_is_not_warned(caplog, monkeypatch):
+    """The program is then compiled with them."""
+    from checkmate.jax.measure import compiled
+
+    monkeypatch.setattr(compiled, "_need_options", lambda backend: True)
+    monkeypatch.setattr(compiled, "_told", set())
+    assert cj.compiler_options()
+    with caplog.at_level(logging.WARNING, logger="checkmate.jax"):
+        compiled.warn_of_undone_fences()
+    assert not caplog.records

@@ -21,7 +21,7 @@ from checkmate.frontend.planner import Replanner, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture
-from checkmate.jax.measure.compiled import compiler_options, temp_bytes
+from checkmate.jax.measure.compiled import temp_bytes
 from checkmate.jax.measure.profiler import environment, signature
 
 _log = logging.getLogger("checkmate.jax")
@@ -144,5 +144,5 @@ def _refusal(
 def _key(capture: Capture, donated: Sequence[int]) -> str:
     """Text of all that decides on the bytes of a plan as it is compiled."""
     program = "\n".join(signature(chain) for chain in capture.members if chain)
-    settings = f"{capture.graph.digest} {tuple(donated)} {compiler_options()} {environment()}"
+    settings = f"{capture.graph.digest} {tuple(donated)} {environment()}"
     return hashlib.sha256(f"jax {settings}\n{program}".encode()).hexdigest()

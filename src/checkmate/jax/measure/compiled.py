@@ -17,6 +17,9 @@ _BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 _PROBE_PRODUCTS = 2
 
+_told: set[str] = set()
+"""Backends whose options the user has asked for or was warned of."""
+
 
 def compiler_options() -> dict[str, str]:
     """Options of `jax.jit` with which XLA respects recomputations on the default device.
@@ -31,7 +34,8 @@ def compiler_options() -> dict[str, str]:
         >>> set(compiler_options()) <= {"xla_disable_hlo_passes"}
         True
     """
-    return dict(_BARRIERS_TO_THE_END) if _need_options(jax.default_backend()) else {}
+    _told.add(jax.default_backend())
+    return _options()
 
 
 def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: Sequence[int] = ()) -> int:
@@ -43,24 +47,26 @@ def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: 
         donated: Positions of arguments whose buffers results may reuse.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated))
-    analysis: Any = jitted.lower(*arguments).compile(compiler_options=dict(compiler_options())).memory_analysis()
+    analysis: Any = jitted.lower(*arguments).compile(compiler_options=dict(_options())).memory_analysis()
     return int(analysis.temp_size_in_bytes)
 
 
 def warn_of_undone_fences() -> None:
-    """Tell once if XLA undoes recomputations unless it is told otherwise."""
-    _warn(jax.default_backend())
+    """Tell once if XLA undoes recomputations unless it is told otherwise, and no user code has asked for the options."""
+    backend = jax.default_backend()
+    if backend in _told or not _options():
+        return
+    _told.add(backend)
+    _log.warning(
+        "XLA for %s in this jaxlib merges recomputations with the first computation, and a plan then saves nothing. Compile "
+        "with jax.jit(step, compiler_options=checkmate.jax.compiler_options()), or set the environment variable "
+        "XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before JAX starts",
+        backend,
+    )
 
 
-@functools.cache
-def _warn(backend: str) -> None:
-    if _need_options(backend):
-        _log.warning(
-            "XLA for %s in this jaxlib merges recomputations with the first computation, and a plan then saves nothing. Compile "
-            "with jax.jit(step, compiler_options=checkmate.jax.compiler_options()), or set the environment variable "
-            "XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander before JAX starts",
-            backend,
-        )
+def _options() -> dict[str, str]:
+    return dict(_BARRIERS_TO_THE_END) if _need_options(jax.default_backend()) else {}
 
 
 @functools.cache
