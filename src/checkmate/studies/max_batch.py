@@ -85,6 +85,7 @@ def max_batch(
     solver: Solver | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     reference_at: Callable[[int], Graph] | None = None,
+    size_name: str = "batch",
 ) -> MaxBatch:
     """The largest batch with a plan within a budget whose cost is within a limit, and a proof that none is much larger.
 
@@ -111,6 +112,7 @@ def max_batch(
         on_progress: Called with the largest batch found and the smallest upper bound proven, before each solve.
         reference_at: The graph at a batch size to whose cost ``max_overhead`` refers, if not that of ``graph_at``: the same step
             with other ops.
+        size_name: The dimension in the reason for the upper bound, where it is another one than the batch.
 
     Returns:
         The largest batch found and the smallest upper bound proven; after Ctrl-C, so far.
@@ -131,7 +133,7 @@ def max_batch(
     limits = Limits() if limits is None else limits
     problems = _BatchProblem(graph_at, reference_at, parse_bytes(budget_bytes), _factor(max_overhead))
     return _BatchSearch(
-        problems, limits, Auto() if solver is None else solver, on_progress or (lambda _batch, _upper: None)
+        problems, limits, Auto() if solver is None else solver, on_progress or (lambda _batch, _upper: None), size_name
     ).run()
 
 
@@ -220,8 +222,11 @@ def _rising(graph_at: Callable[[int], Graph], batch: int) -> Graph | None:
 class _BatchSearch:
     """One search for the largest batch: the best batch found, the upper bound, and the clock."""
 
-    def __init__(self, problems: _BatchProblem, limits: Limits, solver: Solver, say: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, problems: _BatchProblem, limits: Limits, solver: Solver, say: Callable[[int, int], None], size_name: str
+    ) -> None:
         self.say = say
+        self.size_name = size_name
         self.problems = problems
         self.limits = limits
         self.solver = solver
@@ -282,7 +287,7 @@ class _BatchSearch:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if problems.fits(middle) else (low, middle)
-        return low, f"at batch {high}, {floor(problems.graph(high)).why}"
+        return low, f"at {self.size_name} {high}, {floor(problems.graph(high)).why}"
 
     def _bisect(self, guess: int) -> None:
         low, high = self.batch, self.upper
@@ -344,10 +349,10 @@ class _BatchSearch:
     def _prove(self, batch: int, bound: float) -> None:
         self.upper = batch - 1
         if math.isinf(bound):
-            self.why = f"no plan keeps the budget at batch {batch}"
+            self.why = f"no plan keeps the budget at {self.size_name} {batch}"
         else:
             share = bound / max(1, self.problems.graph(batch).cost)
-            self.why = f"at batch {batch} every plan within the budget has an overhead of {share:.4f} or more"
+            self.why = f"at {self.size_name} {batch} every plan within the budget has an overhead of {share:.4f} or more"
 
     def _cut_bound(self, problem: Problem, limits: Limits) -> float:
         from checkmate.solvers.bounds.event_cuts import CutModel

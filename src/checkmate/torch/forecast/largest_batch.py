@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -133,7 +133,6 @@ def largest_batch(
             longest = find_largest_size(
                 tracer, step, budget_bytes, kinds, remarks, "sequence", sequence_dim, sequence, max_overhead
             )
-            longest = replace(longest, why=longest.why.replace("at batch", "at length"))
     return LargestBatch(
         budget_bytes=budget_bytes,
         batch=found.batch,

@@ -127,7 +127,7 @@ def _found(traces: _Traces, available_bytes: int, remarks: list[str], what: str,
     tracer, kinds = traces.tracer, traces.kinds
     sizes = _first_sizes(traces, what, now)
     search = _SizeSearch(traces, sizes, available_bytes)
-    found = search.largest(max_overhead)
+    found = search.largest(max_overhead, "length" if what == "sequence" else what)
     if what == "sequence" and found.batch > _PARAMETERS.rows and (kinds or tracer.target is not None):
         found = replace(found, batch=found.batch - found.batch % _PARAMETERS.rows)
     elif what == "batch" and kinds:
@@ -143,6 +143,16 @@ def _found(traces: _Traces, available_bytes: int, remarks: list[str], what: str,
             hint=f"give an example whose {what} is nearer to {found.batch}",
         )
     return confirmed
+
+
+def _check_like_others(graph: Graph, others: Graph, size: int) -> None:
+    try:
+        check_same_structure(graph, size, others, size)
+    except GraphError as error:
+        raise GraphError(
+            f"the step traces to another structure at {size} than at the sizes that the search was made from",
+            hint="give an example of a larger size",
+        ) from error
 
 
 def _whole_sequences(batch: int, kinds: Sequence[Kind]) -> int:
@@ -232,7 +242,7 @@ class _SizeSearch:
         self.curve = _curve(sizes, traces.planned)
         self.whole = _curve(sizes, traces.whole) if traces.kinds else self.curve
 
-    def largest(self, max_overhead: MaxOverhead) -> MaxBatch:
+    def largest(self, max_overhead: MaxOverhead, size_name: str) -> MaxBatch:
         """The largest size if sizes are these lines or parabolas."""
         limits = Limits(time_s=self.traces.tracer.share_s(SHARES.largest_size))
         return max_batch(
@@ -241,6 +251,7 @@ class _SizeSearch:
             limits=limits,
             max_overhead=max_overhead,
             reference_at=self.whole if self.traces.kinds else None,
+            size_name=size_name,
         )
 
     def on_curve(self, found: MaxBatch) -> MaxBatch:
@@ -257,6 +268,7 @@ class _SizeSearch:
         for _ in range(_PARAMETERS.confirmations):
             size = found.batch
             graph = self.traces.planned(size)
+            _check_like_others(graph, self.curve(size), size)
             peak = simulate(graph, Plan.from_order(graph, found.plan.order)).peak_bytes
             if peak <= self.available_bytes:
                 return self._with_plan(found, graph, self.traces.whole(size), self.traces.in_pieces(size).kinds)
