@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
+import jax
 
-jax = pytest.importorskip("jax")
 jax.config.update("jax_num_cpu_devices", 2)

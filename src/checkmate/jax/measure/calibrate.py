@@ -11,6 +11,8 @@ from typing import Any
 import jax
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.evaluate import evaluate
+from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
@@ -71,6 +73,17 @@ class Compilation:
             self.store.add(MeasuredPlan(order, StepMemory.of_whole_step(self.known[order])))
         return self.known[order]
 
+    def cheapest_within(self, most_bytes: int) -> Result | None:
+        """The cheapest plan that was compiled before and needs no more; its bound is that of keeping everything.
+
+        Args:
+            most_bytes: The most bytes of temporary values.
+        """
+        graph = self.capture.graph
+        orders = [order for order, needed in self.known.items() if needed <= most_bytes]
+        results = [evaluate(graph, Plan.from_order(graph, order)) for order in orders]
+        return min(results, key=lambda result: result.cost, default=None)
+
     def _function(self, result: Result) -> Any:
         program = PlannedProgram(self.capture, result.plan)
         return lambda *arguments: program(arguments)
@@ -113,17 +126,19 @@ def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilati
         try:
             result = replan(graph.resident_bytes + target)
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
-            failure = error
-            if calibration.trials:
+            if calibration.best() is not None:
                 break
-            result = replan.smallest()  # XLA may need less than was planned
+            failure, result = error, replan.smallest()  # XLA may need less than was planned
         needed, planned = compilation.temp_bytes(result), result.peak_bytes - graph.resident_bytes
         _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, (planned, needed, room)), result.overhead)
         trial = Trial.of(target, result, needed, Planned(capture, result, budget, needed))
         calibration.record(replace(trial, planned_bytes=planned))
     best = calibration.best()
     if best is None or best.outcome is None:
-        raise _refusal(calibration, graph.resident_bytes, budget, failure)
+        known = compilation.cheapest_within(room)  # such as the plan that an earlier refusal named
+        if known is None:
+            raise _refusal(calibration, graph.resident_bytes, budget, failure)
+        return Planned(capture, known, budget, compilation.temp_bytes(known))
     return best.outcome
 
 
