@@ -303,7 +303,7 @@ class KnownSteps:
 
 
 def _free_bytes(step: _KnownStep) -> int:
-    """What the only graph of a step and tensors of earlier steps may take, above what is resident."""
+    """The most that the only graph of a step and tensors of earlier steps may take, above what is resident."""
     planned = step.recorder.runs[0].planned
     own = planned.own
     if planned.replaceable:
