@@ -157,6 +157,10 @@ class KnownSteps:
         gradients = step.gradient_storages()
         outlived = self._survivors.outlived(recorder, gradients)
         if outlived > _FEW_SCALARS_BYTES:
+            gc.collect()  # cycles that compilation leaves hold outputs too
+            outlived = self._survivors.outlived(recorder, gradients)
+        if outlived > _FEW_SCALARS_BYTES:
+            self._survivors.expect_held(recorder)
             self._warn_once(
                 step,
                 "outputs of the step before were held until this step was over, which may have exceeded its budget of %s by %s: "
