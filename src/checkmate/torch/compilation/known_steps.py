@@ -157,6 +157,10 @@ class KnownSteps:
         gradients = step.gradient_storages()
         outlived = self._survivors.outlived(recorder, gradients)
         if outlived > _FEW_SCALARS_BYTES:
+            gc.collect()  # cycles that compilation leaves hold outputs too
+            outlived = self._survivors.outlived(recorder, gradients)
+        if outlived > _FEW_SCALARS_BYTES:
+            self._survivors.expect_held(recorder)
             self._warn_once(
                 step,
                 "outputs of the step before were held until this step was over, which may have exceeded its budget of %s by %s: "
@@ -303,7 +307,7 @@ class KnownSteps:
 
 
 def _free_bytes(step: _KnownStep) -> int:
-    """What the only graph of a step and tensors of earlier steps may take, above what is resident."""
+    """The most that the only graph of a step and tensors of earlier steps may take, above what is resident."""
     planned = step.recorder.runs[0].planned
     own = planned.own
     if planned.replaceable:

@@ -87,8 +87,6 @@ class Survivors:
     def outlived(self, recorder: StepRecorder, gradients: Collection[int]) -> int:
         """Bytes of the step before that are still alive when a step of the same kind is over, and were expected to be freed.
 
-        They are expected to live as long in later steps.
-
         Args:
             recorder: The step, which is over.
             gradients: Keys of the storages of gradients.
@@ -96,15 +94,16 @@ class Survivors:
         sequence, newest, count = recorder.sequence, self._newest.get(recorder.sequence), len(recorder.windows)
         if sequence in self._held:
             return 0
-        alive = sum(
+        return sum(
             survivor.size_bytes
             for key, survivor in self._found.items()
             if survivor.sequence == sequence and survivor.number == newest and survivor.last < count and key not in gradients
             if (storage := survivor.storage()) is not None and not recorder.is_given(key, storage)
         )
-        if alive:
-            self._held.add(sequence)
-        return alive
+
+    def expect_held(self, recorder: StepRecorder) -> None:
+        """Expect all that steps of a kind make to be held until the next such step is over."""
+        self._held.add(recorder.sequence)
 
     def _is_known(self, key: int, storage: Callable[[], torch.UntypedStorage | None]) -> bool:
         known = self._found.get(key)
