@@ -78,6 +78,7 @@ def test_construction_touches_nothing() -> None:
 STATES = {
     **OPTIMIZERS,
     "rmsprop, centered": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, fused=True),
     **{kind.__name__.lower(): kind for kind in (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax)},
     **{kind.__name__.lower(): kind for kind in (torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop)},
 }

@@ -208,10 +208,30 @@ class KnownSteps:
             gc.collect()  # compilation leaves cycles of frames, which hold outputs of the first step
             carried = self._carried(step, storages)
         if before is None:
-            step.plans[gradients] = self._planned(step, gradients, sum(storages.values()), carried)
+            step.plans[gradients] = self._first_plan(step, gradients, storages, carried)
         elif not before.leaves_room(carried):
             step.plans[gradients] = self._planned_beside(step, gradients, sum(storages.values()), carried, before)
         return step.plans[gradients].plan
+
+    def _first_plan(
+        self, step: _KnownStep, gradients: _Gradients, storages: dict[int, int], carried: tuple[int, ...]
+    ) -> _Planned:
+        """A plan beside tensors of earlier steps; where there is none, one for which outputs that are held are freed in time."""
+        gradient_bytes = sum(storages.values())
+        try:
+            return self._planned(step, gradients, gradient_bytes, carried)
+        except (InfeasibleBudgetError, PlanNotFoundError):
+            freed = self._survivors.carried(step.recorder, storages, held=False)
+            if freed == carried or step.ranks is not None:
+                raise
+            planned = self._planned(step, gradients, gradient_bytes, freed)
+            _log.warning(
+                "no plan keeps the budget of %s beside the outputs of the step before: it may be exceeded by %s where they are "
+                "held until this step is over",
+                step.recorder.runs[0].planned.budget,
+                format_bytes(max(now - then for now, then in zip(carried, freed, strict=True))),
+            )
+            return replace(planned, carried=carried)
 
     def _carried(self, step: _KnownStep, gradients: dict[int, int]) -> tuple[int, ...]:
         carried = self._survivors.carried(step.recorder, gradients)
@@ -313,8 +333,7 @@ def _free_bytes(step: _KnownStep) -> int:
     if planned.replaceable:
         free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
     else:  # what fused ops take was measured, and is not what the plan predicts
-        graph = planned.joint.capture.graph
-        free = planned.budget.resolve(graph) - graph.resident_bytes
+        free = own.result.budget_bytes - planned.joint.capture.graph.resident_bytes
     eager_bytes = step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
     free -= eager_bytes if _matters(eager_bytes) else 0
     return free + planned.unread_bytes  # which are carried, and in the peak of the plan

@@ -109,7 +109,7 @@ class Survivors:
         known = self._found.get(key)
         return known is not None and known.storage() is storage()
 
-    def carried(self, recorder: StepRecorder, gradients: Collection[int]) -> tuple[int, ...]:
+    def carried(self, recorder: StepRecorder, gradients: Collection[int], *, held: bool = True) -> tuple[int, ...]:
         """Bytes that are expected to be alive at each gap of a step, besides what the step is given and makes.
 
         They are those of earlier steps, and of parameters and buffers that no graph of the step reads.
@@ -117,6 +117,7 @@ class Survivors:
         Args:
             recorder: An earlier step of the same kind.
             gradients: Keys of the storages of gradients, which are counted elsewhere.
+            held: False leaves out that outputs were found alive when such a step was over.
         """
         count = len(recorder.windows)
         sequence = recorder.sequence
@@ -128,7 +129,7 @@ class Survivors:
             elif key not in gradients and not recorder.is_given(key, storage):
                 alive.append(survivor)
         newest = self._newest.get(sequence)
-        older = sequence in self._held or any(s.sequence == sequence and s.number != newest for s in alive)
+        older = (held and sequence in self._held) or any(s.sequence == sequence and s.number != newest for s in alive)
         freed = [0] * (count + 1)  # by the last gap at which a storage is alive
         freed[count] = sum(self._unread(recorder, gradients).values())
         for left in self._unseen.get(sequence, ()):

@@ -198,6 +198,8 @@ def initial_state(optimizer: optim.Optimizer, group: dict[str, Any], parameter: 
     """
     shadow = copy.copy(optimizer)
     shadow.state = defaultdict(dict)
+    if parameter.is_meta and group.get("fused"):  # it would refuse the device; its step counter is on the parameter's
+        group = {**group, "fused": False, "capturable": True}
     return _initialise(shadow, group, parameter)
 
 

@@ -364,7 +364,8 @@ def _with_measurement(compiled: Compiled, search: CalibratedSearch, chosen: int)
     peak = format_bytes(step.peak_bytes)
     how = "measured" if search.trials[chosen].measured else "counted"
     remark = f"compiled by Inductor (plan {len(search.trials)}): {how} peak {peak} above the resident bytes"
-    compiled.planned = (capture, msgspec.structs.replace(result, remarks=(*result.remarks, remark)))
+    result = msgspec.structs.replace(result, budget_bytes=search.budget_bytes, remarks=(*result.remarks, remark))
+    compiled.planned = (capture, result)
     assert compiled.joint is not None
     compiled.measured = (compiled.joint, compiled.planned[1], step)
     return compiled

@@ -70,11 +70,12 @@ class CalibratedSearch:
 
     Attributes:
         trials: Plans that were compiled, in order.
-        limit_bytes: The budget, less the resident bytes; 0 without a budget.
+        budget_bytes: The budget; 0 without one.
+        limit_bytes: The most that the step may take above the resident bytes; 0 without a budget.
     """
 
     def __init__(self, compilation: Compilation, compiler_fingerprint: str) -> None:
-        self.limit_bytes = 0
+        self.budget_bytes = self.limit_bytes = 0
         self._compilation = compilation
         self._options = compilation.options.planning
         self._ranks = compilation.ranks
@@ -247,7 +248,8 @@ class CalibratedSearch:
     def _contract(self, graph: Graph, trailing: frozenset[int]) -> ContractChains:
         chains = self._chains = contract_fusible_chains(graph, trailing)
         contracted, budget = chains.contracted, self._options.budget
-        self.limit_bytes = 0 if budget is None else budget.resolve(contracted) - contracted.resident_bytes
+        self.budget_bytes = 0 if budget is None else budget.resolve(contracted)
+        self.limit_bytes = self.budget_bytes - contracted.resident_bytes if self.budget_bytes else 0
         self._calibration = Calibration(self.limit_bytes, Proportional(least_cost=contracted.cost))
         return chains
 
