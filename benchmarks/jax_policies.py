@@ -9,6 +9,7 @@ processor time of several runs. Nothing is written: the table goes to stdout.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
-import jax.numpy as jnp
 
 import checkmate
 import checkmate.jax as cj
@@ -53,16 +53,7 @@ def main() -> int:
 
 def with_policy(policy: Any) -> Callable[..., jax.Array]:
     """The loss with every block under `jax.checkpoint`."""
-    checkpointed = jax.checkpoint(block, policy=policy)
-
-    def loss(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
-        x = params["embedding"][tokens]
-        for p in params["blocks"]:
-            x = checkpointed(p, x)
-        logits = jax.nn.log_softmax(x @ params["embedding"].T)
-        return -jnp.take_along_axis(logits, jnp.roll(tokens, -1, 1)[..., None], -1).mean()
-
-    return loss
+    return functools.partial(transformer_loss, block=jax.checkpoint(block, policy=policy))
 
 
 def measured(name: str, loss: Callable[..., Any], arguments: Any, note: Callable[[], str] = lambda: "") -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return x + jax.nn.gelu(_normalised(x) @ p["up"]) @ p["down"]
 
 
-def transformer_loss(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+def transformer_loss(params: dict[str, Any], tokens: jax.Array, block: Callable[..., jax.Array] = block) -> jax.Array:
     x = params["embedding"][tokens]
     for p in params["blocks"]:
         x = block(p, x)

@@ -177,6 +177,20 @@ class Noise(nn.Module):
         return self.body(x + torch.rand(x.shape) * torch.randn_like(x)).tanh()
 
 
+class Mixed(nn.Module):
+    """Dropout, BatchNorm, a weight that is used twice, a frozen and an unused parameter: all that an optimizer meets at once."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = Cnn(), mlp(depth, 128), nn.Linear(128, 128)
+        self.frozen = nn.Parameter(torch.ones(128), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(self.stem(x).flatten(1) * self.frozen)
+        return self.head(hidden) @ self.head.weight
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "dropout": mlp,
     "batch_norm": Cnn,

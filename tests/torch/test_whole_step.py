@@ -13,7 +13,7 @@ from torch import nn
 import checkmate
 from checkmate import OptionError
 from checkmate.torch import Step, measure_peak
-from tests.torch.networks import Cnn, input_of, mlp
+from tests.torch.networks import Mixed, input_of
 from tests.torch.steps import ROOMY, Forgetful
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -34,23 +34,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-class Network(nn.Module):
-    """Dropout, BatchNorm, a weight that is used twice, a frozen and an unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.body, self.head = Cnn(), mlp(2, 128), nn.Linear(128, 128)
-        self.frozen = nn.Parameter(torch.ones(128), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.body(self.stem(x).flatten(1) * self.frozen)
-        return self.head(hidden) @ self.head.weight
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return Network()
+    return Mixed(depth=2)
 
 
 X, Y = input_of("batch_norm"), torch.arange(128)

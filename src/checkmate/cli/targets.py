@@ -51,13 +51,22 @@ def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
     return checked(target, returned(target, function))
 
 
-def returned(target: str, function: Callable[[], object]) -> object:
-    """Call the function.
+def returned(what: str, function: Callable[[], Any]) -> Any:
+    """Call the user's code.
+
+    Args:
+        what: The target, file or module, for the error.
+        function: The code.
 
     Raises:
-        OptionError: The function raises.
+        OptionError: It raises; the message has the file and line.
     """
-    return _call(target, function)
+    try:
+        return function()
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if frame.filename == __file__ else f" at {frame.filename}:{frame.lineno}"
+        raise OptionError(f"{what} raised {type(error).__name__}{place}: {' '.join(str(error).split())}", hint=SHAPE) from error
 
 
 def is_jax_step(found: object) -> bool:
@@ -147,7 +156,7 @@ def _from_file(path: Path) -> Any:
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        _call(str(path), lambda: loader.exec_module(module))
+        returned(str(path), lambda: loader.exec_module(module))
     finally:
         sys.path.pop(0)
     return module
@@ -156,19 +165,9 @@ def _from_file(path: Path) -> Any:
 def _from_name(name: str) -> Any:
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return _call(name, lambda: importlib.import_module(name))
+        return returned(name, lambda: importlib.import_module(name))
     finally:
         sys.path.pop(0)
-
-
-def _call(what: str, function: Callable[[], Any]) -> Any:
-    """Call the user's code; an exception in it becomes bad input, with its file and line."""
-    try:
-        return function()
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if frame.filename == __file__ else f" at {frame.filename}:{frame.lineno}"
-        raise OptionError(f"{what} raised {type(error).__name__}{place}: {' '.join(str(error).split())}", hint=SHAPE) from error
 
 
 def _describe(built: object) -> str:

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -183,28 +183,6 @@ jax.tree_util.register_pytree_node(
 )
 
 
-@overload
-def remat(
-    function: Callable[..., Any],
-    *,
-    budget: Amount | Budget | None = None,
-    solver: Solver | str | None = None,
-    time_limit_s: float | None = 60.0,
-    plan: PlanSource | None = None,
-    costs: CostSource | str = "measured",
-    verify: bool = True,
-) -> Callable[..., Any]: ...
-@overload
-def remat(
-    function: None = None,
-    *,
-    budget: Amount | Budget | None = None,
-    solver: Solver | str | None = None,
-    time_limit_s: float | None = 60.0,
-    plan: PlanSource | None = None,
-    costs: CostSource | str = "measured",
-    verify: bool = True,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def remat(
     function: Callable[..., Any] | None = None,
     *,
@@ -214,7 +192,7 @@ def remat(
     plan: PlanSource | None = None,
     costs: CostSource | str = "measured",
     verify: bool = True,
-) -> Any:
+) -> Callable[..., Any]:
     """A function whose derivative keeps a memory budget: a transformation, as `jax.checkpoint` is.
 
     It composes with `jax.jit`, `jax.grad`, `jax.value_and_grad`, `jax.vmap` and `jax.lax.scan`, and can be a decorator. The
@@ -232,7 +210,7 @@ def remat(
         verify: False skips the compilations.
 
     Returns:
-        A `PlannedFunction`.
+        A `PlannedFunction`; the decorator that makes one if ``function`` is left out.
 
     Raises:
         OptionError: An option cannot be used.

@@ -140,8 +140,7 @@ def plan(
         >>> new_w, loss = jax.jit(planned)(jnp.ones((8, 8)), jnp.ones((8, 8)))
     """
     options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
-    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    arguments, flat, captured, positions = _captured(step, specs, donated, costs)
+    arguments, flat, captured, positions = _captured(step, specs, donate_argnums, costs)
     if not verify:
         planned = without_calibration(captured, options)
     else:
@@ -173,19 +172,19 @@ def capture(
         >>> [op.kind for op in graph.ops]
         ['dot_general', 'reduce_sum']
     """
-    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    return _captured(step, specs, donated, costs)[2].graph
+    return _captured(step, specs, donate_argnums, costs)[2].graph
 
 
 def _captured(
-    step: Callable[..., Any], specs: Sequence[Any], donated: Sequence[int], costs: CostSource | str
+    step: Callable[..., Any], specs: Sequence[Any], donate_argnums: int | Sequence[int], costs: CostSource | str
 ) -> tuple[Arguments, FlatFunction, Capture, tuple[int, ...]]:
     """The arguments, the flat function, the captured step, and the positions of donated arrays."""
     if not callable(step):
         raise OptionError(f"step={step!r} is not a function", hint="pass the function that computes a step, then its arguments")
+    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if any(not 0 <= number < len(specs) for number in donated):
         raise OptionError(
-            f"donate_argnums={tuple(donated)} names an argument that is not there; there are {len(specs)}",
+            f"donate_argnums={donated} names an argument that is not there; there are {len(specs)}",
             hint="name positional arguments by their positions, counted from 0",
         )
     if has_modules(specs):

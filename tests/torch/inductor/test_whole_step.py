@@ -14,7 +14,7 @@ import checkmate.torch
 from checkmate import OptionError
 from checkmate.torch import Step, measure_peak
 from checkmate.torch.inductor.update_ops import TensorFactors
-from tests.torch.networks import Cnn, input_of, mlp
+from tests.torch.networks import Mixed, input_of, mlp
 
 ROWS = 512
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -28,20 +28,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-class Network(nn.Module):
-    """Dropout, BatchNorm, a weight that is used twice, a frozen and an unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.body, self.head = Cnn(), mlp(3, 128), nn.Linear(128, 128)
-        self.frozen = nn.Parameter(torch.ones(128), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.body(self.stem(x).flatten(1) * self.frozen)
-        return self.head(hidden) @ self.head.weight
-
-
 def small() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     return mlp(depth=2), input_of("dropout", ROWS), torch.arange(ROWS) % 64
@@ -49,7 +35,7 @@ def small() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 def large() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    return Network(), input_of("batch_norm", ROWS), torch.arange(ROWS) % 128
+    return Mixed(depth=3), input_of("batch_norm", ROWS), torch.arange(ROWS) % 128
 
 
 def whole(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, **options: Any) -> Step:

@@ -9,7 +9,7 @@ from checkmate.core.graph import BOUNDARY, Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
 from checkmate.jax._compat import scopes_of, source_of
 from checkmate.jax.graph.op_properties import BROADCASTS, FUSED, REDUCTIONS, has_effects, is_view, workspace_bytes
-from checkmate.jax.graph.trace import Equation, Trace
+from checkmate.jax.graph.trace import Equation, Trace, types_from_outside
 
 Costs = Callable[[Sequence[tuple[Equation, ...]], Trace], Sequence[OpCost]]
 """Gives the cost of each of several ops, each the equations of one loop."""
@@ -78,7 +78,7 @@ class _Builder:
         members = self._chains()
         phases: list[Phase] = [self.phases[id(chain[-1])] for chain in members]
         measures = list(costs(members, self.trace))
-        reads = [_outside(chain) for chain in members]
+        reads = [tuple(types_from_outside(chain)) for chain in members]
         writes = [chain[-1].outputs for chain in members]
         if self.boundary is not None:
             at = sum(phase == "forward" for phase in phases)
@@ -177,12 +177,6 @@ class _Builder:
         tangents = () if self.boundary is None else self.boundary.tangents
         there = {*self.trace.arguments, *self.trace.constants, *self.results}.difference(tangents)
         return sum(map(self.trace.size_bytes, there))
-
-
-def _outside(chain: Sequence[Equation]) -> tuple[int, ...]:
-    """Numbers of the values that a chain reads and does not make."""
-    made = {v for equation in chain for v in equation.outputs}
-    return tuple(v for v in dict.fromkeys(v for equation in chain for v in equation.read) if v not in made)
 
 
 def _name(chain: Sequence[Equation]) -> str:

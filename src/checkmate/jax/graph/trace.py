@@ -47,6 +47,13 @@ class Equation:
         return tuple(dict.fromkeys(v for v in self.inputs if isinstance(v, int)))
 
 
+def types_from_outside(chain: Sequence[Equation]) -> dict[int, Any]:
+    """Shape and type of each value that a chain of equations reads and does not make, by its number."""
+    made = {v for equation in chain for v in equation.outputs}
+    read = [(s, v.aval) for e in chain for v, s in zip(e.eqn.invars, e.inputs, strict=True) if isinstance(s, int)]
+    return {number: aval for number, aval in read if number not in made}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """A traced function. Its values are numbered; each is an argument, a constant or an output of one equation.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -62,7 +63,11 @@ class Compilation:
     def __init__(self, capture: Capture, donated: Sequence[int] = ()) -> None:
         self.capture, self.donated = capture, donated
         self.store = PlanStore(_key(capture, donated))
-        self.known = {plan.order: plan.memory.peak_bytes for plan in self.store.all()}
+
+    @functools.cached_property
+    def known(self) -> dict[tuple[int, ...], int]:
+        """Bytes of temporary values of each plan that was compiled, by its order."""
+        return {plan.order: plan.memory.peak_bytes for plan in self.store.all()}
 
     def temp_bytes(self, result: Result) -> int:
         """Bytes of temporary values of a plan."""

@@ -24,7 +24,7 @@ from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
 from checkmate.jax._compat import bind
 from checkmate.jax.graph.op_properties import COLLECTIVES, flops, has_effects, moved_bytes
-from checkmate.jax.graph.trace import Equation, Trace, type_bytes
+from checkmate.jax.graph.trace import Equation, Trace, type_bytes, types_from_outside
 
 _log = logging.getLogger("checkmate.jax")
 
@@ -148,10 +148,7 @@ def _measure_all(chains: Mapping[str, Chain]) -> dict[str, OpCost]:
 
 
 def _measure(chain: Chain) -> OpCost | None:
-    made = {v for equation in chain for v in equation.outputs}
-    types = {
-        s: v.aval for e in chain for v, s in zip(e.eqn.invars, e.inputs, strict=True) if isinstance(s, int) and s not in made
-    }
+    types = types_from_outside(chain)
 
     def run(*values: Any) -> list[Any]:
         known: dict[int, Any] = dict(zip(types, values, strict=True))

@@ -154,11 +154,13 @@ class KnownSteps:
         return step.recorder.watched
 
     def _note_outlived(self, step: _KnownStep, recorder: StepRecorder) -> None:
+        if self._survivors.outlived(recorder, ()) <= _FEW_SCALARS_BYTES:
+            return  # as after nearly every step: gradients need not be looked up
         gradients = step.gradient_storages()
+        if self._survivors.outlived(recorder, gradients) <= _FEW_SCALARS_BYTES:
+            return
+        gc.collect()  # cycles that compilation leaves hold outputs too
         outlived = self._survivors.outlived(recorder, gradients)
-        if outlived > _FEW_SCALARS_BYTES:
-            gc.collect()  # cycles that compilation leaves hold outputs too
-            outlived = self._survivors.outlived(recorder, gradients)
         if outlived > _FEW_SCALARS_BYTES:
             self._survivors.expect_held(recorder)
             self._warn_once(
