@@ -74,7 +74,7 @@ def runs_of(monkeypatch: pytest.MonkeyPatch, readings_ms: list[float], estimate_
     x.meta["val"], node.meta["val"] = torch.ones(4), torch.ones(4)
     monkeypatch.setattr(profiler, "time", SimpleNamespace(process_time_ns=clock, perf_counter_ns=clock))
     monkeypatch.setattr(profiler, "estimate_ns", lambda node: int(1e6 * estimate_ms))
-    time_ns, workspace = profiler._cpu_cost(node)
+    time_ns, workspace = profiler._cpu_cost(node, torch.ones(1))
     assert workspace == 0
     return runs[0], time_ns / 1e6
 

@@ -48,6 +48,9 @@ class TimingEffort:
             time, and each matrix product in the head of a language model takes up to a second.
         block: Random numbers that are drawn for an input. They are repeated to fill it: drawing 200 MB takes 0.2 s, copying a
             quarter of that.
+        between_bytes: Bytes that are read between two runs of an op on a CPU, about a last-level cache, as the other ops of a
+            step read theirs. What an op reads in a step is partly in the cache and partly not, its code too; an op that runs
+            over and over finds all of it there (docs/decisions/0012).
     """
 
     repeats: int = 5
@@ -59,9 +62,12 @@ class TimingEffort:
     slow_limit_ns: int = 500_000_000
     once_ns: int = 250_000_000
     block: int = 1 << 18
+    between_bytes: int = 32 << 20
 
 
 _EFFORT = TimingEffort()
+_METHOD = "between-runs"
+"""How times are measured, as part of an op's signature: times measured otherwise are not mixed with these."""
 
 
 class Profiler:
@@ -97,6 +103,7 @@ def signature(node: fx.Node) -> str | None:
         args = (*args[:2], updates_of(args[2]).describe(args[3]))
     parts = [str(target), _describe(args), _describe(kwargs), f"threads={torch.get_num_threads()}", f"torch={torch.__version__}"]
     devices = {t.device for t in _tensors(node, args, kwargs)}
+    parts += [_METHOD] * any(d.type == "cpu" for d in devices)
     parts += sorted(torch.cuda.get_device_name(d) for d in devices if d.type == "cuda")
     return " ".join(parts)
 
@@ -119,8 +126,9 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
             hint="call the compiled function once before you start the profiler: measurements are stored",
         )
     with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
+        other = torch.ones(_EFFORT.between_bytes, dtype=torch.uint8, device="cpu")
         each = progress.counted(nodes.items(), "measuring costs")
-        costs = {k: _measured_or_warned(node) for k, node in each}
+        costs = {k: _measured_or_warned(node, other) for k, node in each}
     return {k: cost for k, cost in costs.items() if cost is not None}
 
 
@@ -209,9 +217,9 @@ def _ready_to_run(node: fx.Node) -> Callable[[], Any]:
     return lambda: target(*real_args, **real_kwargs)
 
 
-def _measured_or_warned(node: fx.Node) -> OpCost | None:
+def _measured_or_warned(node: fx.Node, other: torch.Tensor) -> OpCost | None:
     try:
-        time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node)
+        time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
         _log.warning(
             "%s (%s) could not be measured; its time is estimated and its workspace taken as 0: %s", node.name, node.target, error
@@ -220,13 +228,14 @@ def _measured_or_warned(node: fx.Node) -> OpCost | None:
     return OpCost(quantise(time_ns), workspace_bytes)
 
 
-def _cpu_cost(node: fx.Node) -> tuple[float, int]:
-    """Nanoseconds of the fastest run and workspace of an op on the CPU."""
+def _cpu_cost(node: fx.Node, other: torch.Tensor) -> tuple[float, int]:
+    """Nanoseconds of the fastest run and workspace of an op on the CPU; the other tensor is read between runs."""
     run = _ready_to_run(node)
     # On one thread, the process's CPU time excludes other processes. On several threads wall time has to be used, and a run
     # waits for any worker thread that the scheduler preempted, tens of milliseconds: a slow reading is repeated.
     clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     slow = max(_EFFORT.slow_factor * estimate_ns(node), _EFFORT.slow_ns)
+    other.max()
     with memory_trace() as trace:
         began = clock()
         out = run()
@@ -237,6 +246,7 @@ def _cpu_cost(node: fx.Node) -> tuple[float, int]:
     took: list[int] = []
     fastest = first
     while not (_EFFORT.once_ns < fastest <= slow):
+        other.max()
         began = clock()
         out = run()
         took.append(clock() - began)
