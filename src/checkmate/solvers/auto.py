@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Termination
@@ -148,8 +148,15 @@ class Auto:
 
     rounds: int = 6
 
+    copies: ClassVar[bool] = True
+    """Whether it plans copies to a host."""
+
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search and prove until a limit of the session is met."""
+        if problem.host is not None:
+            from checkmate.solvers.offload.joint import run_with_host
+
+            return run_with_host(problem, session, self)
         session.offer(range(len(problem.graph.ops)))
         if session.done:
             return Termination(Reason.FEASIBLE)

@@ -22,7 +22,7 @@ class Floor(NamedTuple):
     why: str
 
 
-def floor(graph: Graph) -> Floor:
+def floor(graph: Graph, *, copies: bool = False) -> Floor:
     """The largest working set of an op, or the kept values at the end if they are larger.
 
     In every plan of any order the following are in memory at once:
@@ -37,6 +37,7 @@ def floor(graph: Graph) -> Floor:
 
     Args:
         graph: Any graph; views count as the storage that they share.
+        copies: Whether values may be copied to a host: what may run only once need not wait on the device then.
     """
     # Views of one storage hold its bytes once, so every set below is a set of storage owners.
     kept = sum(graph.values[v].size_bytes for v in {graph.root[v] for v, value in enumerate(graph.values) if value.kept})
@@ -46,7 +47,7 @@ def floor(graph: Graph) -> Floor:
     pinned = [
         (v, graph.producer[v])
         for v, value in enumerate(graph.values)
-        if value.size_bytes and not graph.ops[graph.producer[v]].recomputable
+        if value.size_bytes and not copies and not graph.ops[graph.producer[v]].recomputable
     ]
     for o, op in enumerate(graph.ops):
         inputs = {graph.root[v] for v in op.inputs}

@@ -14,7 +14,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.evict.decode import add_interval, seed_random
-from checkmate.solvers.evict.instance import Code, build_instance, build_scratch
+from checkmate.solvers.evict.instance import Code, Move, build_instance, build_scratch
 from checkmate.solvers.evict.repair import Improved, Repaired, RepairSettings, RuinParameters, repair, ruin_and_repair
 
 
@@ -88,6 +88,7 @@ class Search:
         on_demand: Ops without a stage, computed when another op needs them.
         seed: Seed of the search.
         order: Order of first computations; the graph's own by default.
+        moves: Moves of values to and from the host, which the order names as ops from that after END on.
 
     Attributes:
         stage: Stage of each target op.
@@ -95,9 +96,16 @@ class Search:
         order_bound: Proven extra cost of every plan that computes the targets in their order, as a share.
     """
 
-    def __init__(self, problem: Problem, on_demand: frozenset[int], seed: int, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        on_demand: frozenset[int],
+        seed: int,
+        order: Sequence[int] | None = None,
+        moves: Sequence[Move] = (),
+    ) -> None:
         self.problem = problem
-        self.instance: Any = build_instance(problem, on_demand, order)
+        self.instance: Any = build_instance(problem, on_demand, order, moves)
         self.stage = {int(o): t for t, o in enumerate(self.instance.targets)}
         self.best_cost = math.inf
         self.order_bound = -math.inf
