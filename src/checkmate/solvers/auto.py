@@ -154,6 +154,7 @@ class Auto:
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search and prove until a limit of the session is met."""
         if problem.host is not None:
+            session.prepare(_load_engines)
             from checkmate.solvers.offload.joint import run_with_host
 
             return run_with_host(problem, session, self)
@@ -167,6 +168,14 @@ class Auto:
                 Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="search and cuts found none"
             )
         return Termination(Reason.FEASIBLE)
+
+
+def _load_engines() -> None:
+    """Import the engine and numba, which takes a second, and the compiled kernels."""
+    import checkmate.solvers.backends.highs
+    import checkmate.solvers.offload.joint  # noqa: F401
+
+    load_kernels()
 
 
 class _Run:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final, Literal, NoReturn, overload
 
+import msgspec
+
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanError, PlanNotFoundError, SolverError
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
@@ -213,10 +215,14 @@ def _smallest(problem: Problem, session: Session) -> MinBudget:
     left = min(session.left_s(), SMALLEST.time_s)
     lowest = floor(problem.graph, copies=problem.host is not None)
     if session.problem.budget_bytes < lowest.peak_bytes or left <= SMALLEST.quick_s:
-        quick = Limits(time_s=SMALLEST.quick_s, seed=session.limits.seed)
-        return quick_peak(problem, quick)
-    limits = Limits(time_s=left, seed=session.limits.seed)
-    return smallest_peak(problem, limits)
+        found = quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=session.limits.seed))
+    else:
+        found = smallest_peak(problem, Limits(time_s=left, seed=session.limits.seed))
+    if problem.host is None:
+        return found
+    # Plans with copies can peak lower than the one that was found, but not below their own floor.
+    name = "" if lowest.op is None else problem.graph.ops[lowest.op].name
+    return msgspec.structs.replace(found, floor_bytes=lowest.peak_bytes, why=lowest.why, binding_op=name)
 
 
 def unit_question(budget_bytes: int) -> str:

@@ -26,7 +26,7 @@ from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import promising_events
 from checkmate.solvers.evict.instance import Move
 from checkmate.solvers.evict.search import Search
-from checkmate.solvers.evict.starts import load_kernels, starts
+from checkmate.solvers.evict.starts import starts
 from checkmate.solvers.offload.placement import Placed, Reference, place
 from checkmate.solvers.offload.sequence import plan_with_copies
 from checkmate.solvers.reductions.fold_views import FoldViews
@@ -69,7 +69,6 @@ def run_with_host(problem: Problem, session: Session, alone: Solver) -> Terminat
         session: Takes plans and bounds.
         alone: Solver for the problem without copies.
     """
-    session.prepare(load_kernels)
     without = _Alone(problem, session)
     without.run(alone)
     if session.cost == problem.graph.cost:
@@ -97,9 +96,9 @@ class _Alone:
         from checkmate.solvers.bounds.floor import floor
 
         problem, session = self.problem.without_host(), self.session
-        if floor(problem.graph).peak_bytes > problem.budget_bytes:
-            return
         left = session.left_s()
+        if left <= 0 or floor(problem.graph).peak_bytes > problem.budget_bytes:
+            return
         limits = replace(session.limits, time_s=left * PARAMETERS.alone_share if math.isfinite(left) else None)
         inner = Session(problem, limits)
         try:

@@ -82,13 +82,15 @@ class HostCopy:
         fetched: Waits until the last copy back is done.
     """
 
-    __slots__ = ("buffer", "fetched", "sent", "tensor")
-
     def __init__(self, buffer: torch.Tensor, tensor: tuple[Any, ...]) -> None:
         self.buffer = buffer
         self.tensor = tensor
         self.sent: Callable[[], None] = _nothing
         self.fetched: Callable[[], None] = _nothing
+
+    def wait_for_fetch(self) -> None:
+        """Wait until the last copy back is done."""
+        self.fetched()
 
 
 def offload(tensor: torch.Tensor) -> HostCopy:
@@ -117,7 +119,7 @@ def fetch(copy: HostCopy) -> torch.Tensor:
 
 def wait_fetched(tensor: torch.Tensor, copy: HostCopy) -> torch.Tensor:
     """Wait until a tensor has been copied back, so that it can be read."""
-    copy.fetched()
+    copy.wait_for_fetch()
     return tensor
 
 
