@@ -10,6 +10,7 @@ a faster bus than there is, they hold less and are waited for.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -28,7 +29,7 @@ from checkmate.solvers.evict.instance import Move
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import starts
 from checkmate.solvers.offload.placement import Placed, Reference, place
-from checkmate.solvers.offload.sequence import plan_with_copies
+from checkmate.solvers.offload.sequence import needed_steps, plan_with_copies
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session, Solver
 
@@ -41,20 +42,24 @@ class JointParameters:
         alone_share: Share of the time for plans without copies.
         bound_share: Share of the time left for the programs of the joint bound.
         speeds: Factors of the bus for which copies are placed; 1 hides them.
+        greedy: Greedy plans to make for each set of copies.
         decodes: Sequences to try around each set of copies; and around a set that gave the best plan so far.
         better_decodes: The latter.
         patience: Sets without gain after which to stop.
         exchanged: Most values that are exchanged between two sets.
+        again_chance: How often values are added that the best plan computes again, rather than any.
         linear_s: Most seconds for one linear program.
     """
 
     alone_share: float = 0.3
     bound_share: float = 0.3
     speeds: tuple[float, ...] = (1.0, 1.3, 2.0, 4.0, 1e9)
+    greedy: int = 8
     decodes: int = 60
     better_decodes: int = 400
-    patience: int = 60
-    exchanged: int = 6
+    patience: int = 200
+    exchanged: int = 4
+    again_chance: float = 0.7
     linear_s: float = 5.0
 
 
@@ -132,6 +137,9 @@ class _Joint:
 
     def run(self) -> None:
         references = self._references()
+        if self.session.plan is not None and self.session.cost is not None:
+            known = tuple(self.fold.apply_order(self.session.plan.order))
+            self.best = _Tried(frozenset(), self.session.cost, known)
         sets = self._prove_and_choose(references[0])
         everything = frozenset(references[0].gaps)
         for chosen in dict.fromkeys([*sets, everything]):
@@ -144,15 +152,18 @@ class _Joint:
     def _references(self) -> list[Reference]:
         """Times of the best plan so far, and of orders that compute every op once."""
         orders: list[Sequence[int]] = []
+        found: list[Reference] = []
         if self.session.plan is not None:
-            orders.append(self.fold.apply_order(self.session.plan.order))
+            known = self.fold.apply_order(self.session.plan.order)
+            orders.append(known)
+            if self.best is None and self.session.plan.host is None:
+                found.append(Reference.of(self.graph, known))
         for start in starts(self.folded, self.session.limits.seed):
             if not start.on_demand:
                 orders.append(list(start.order))
-        found: list[Reference] = []
         for order in orders:
-            first = Reference.of(self.graph, _once(order))
-            if all(first.targets != known.targets for known in found):
+            first = Reference.of(self.graph, list(dict.fromkeys(order)))
+            if all(first.sequence != other.sequence for other in found):
                 found.append(first)
         return found
 
@@ -190,6 +201,9 @@ class _Joint:
             reference = Reference.of(self.graph, best.order)
             chosen = set(best.chosen)
             others = sorted(set(reference.gaps) - chosen)
+            again = self._made_again(best.order)
+            if self.random.random() < PARAMETERS.again_chance and not again.isdisjoint(others):
+                others = [v for v in others if v in again]
             if self.random.random() < 0.7 and others:
                 chosen.update(self.random.sample(others, min(len(others), self.random.randint(1, PARAMETERS.exchanged))))
             if self.random.random() < 0.5 and chosen:
@@ -198,12 +212,21 @@ class _Joint:
             self._try(frozenset(chosen), reference, PARAMETERS.decodes)
             without_gain = 0 if self.best.cost < best.cost else without_gain + 1
 
+    def _made_again(self, order: Sequence[int]) -> set[int]:
+        """Values that a sequence computes more than once, of which copies can take the place."""
+        times = Counter(order)
+        return {v for o, count in times.items() if count > 1 for v in self.graph.ops[o].outputs}
+
     def _try(self, chosen: frozenset[int], reference: Reference, decodes: int) -> None:
         """Search with the copies of a set placed for each speed of the bus, from hidden ones on."""
+        before: list[Placed] = []
         for speed in PARAMETERS.speeds:
             if self.session.left_s() <= 0:
                 return
             placed = place(reference, chosen, self.host, self.size, speed)
+            if placed == before:  # nothing, or the same places once more
+                continue
+            before = placed
             cost = self._search(frozenset(p.value for p in placed), placed, reference, decodes)
             if cost is not None and speed > 1 and (self.best is None or cost > self.best.cost):
                 return
@@ -221,7 +244,10 @@ class _Joint:
         order = [o for stage, target in enumerate(reference.targets) for o in (*at.get(stage, ()), target)]
         order += at.get(len(reference.targets), [])
         search = Search(self.folded, frozenset(), self.session.limits.seed, order, moves)
-        if not search.first(8, lambda: self.session.left_s() <= 0):
+        if len(reference.sequence) > len(reference.targets):
+            search.start_from_order(self._with_moves(reference, at, moves))
+        search.first(PARAMETERS.greedy, lambda: self.session.left_s() <= 0)
+        if not math.isfinite(search.best_cost):
             return None
         best: int | None = None
         for effort in (0, decodes, PARAMETERS.better_decodes):
@@ -234,6 +260,39 @@ class _Joint:
             if self.best is None or cost > self.best.cost * 1.01:
                 break
         return best
+
+    def _with_moves(self, reference: Reference, at: dict[int, list[int]], moves: Sequence[Move]) -> list[int]:
+        """The sequence of a reference with moves in their stages, less what need not be computed again beside them."""
+        end = len(self.graph.ops)
+        sent, back = {m.value for m in moves if m.fetches}, set[int]()
+        ids = {(move.value, move.fetches): end + 1 + m for m, move in enumerate(moves)}
+        steps: list[Step] = []
+        done: set[int] = set()
+
+        def begin(stage: int) -> None:
+            for o in at.get(stage, ()):
+                move = moves[o - end - 1]
+                steps.append(Fetch(move.value) if move.fetches else Free(move.value))
+                if move.fetches:
+                    back.add(move.value)
+
+        begin(0)
+        for o in reference.sequence:
+            outputs = self.graph.ops[o].outputs
+            if o in done and back.issuperset(outputs):
+                continue
+            steps.append(Compute(o))
+            if o not in done:
+                steps += [Offload(v) for v in outputs if v in sent]
+                done.add(o)
+                begin(len(done))
+        order: list[int] = []
+        for step in needed_steps(self.folded, steps):
+            if isinstance(step, Compute):
+                order.append(step.op)
+            elif not isinstance(step, Offload):
+                order.append(ids[step.value, isinstance(step, Fetch)])
+        return order
 
     def _offer(self, order: list[int], moves: Sequence[Move], chosen: frozenset[int]) -> int | None:
         """Make the plan, time it and offer it; returns its cost if it keeps the budget."""
@@ -261,6 +320,3 @@ class _Joint:
             self.best = _Tried(chosen, timeline.cost, tuple(o for o in order if o < end))
         return timeline.cost
 
-
-def _once(order: Sequence[int]) -> list[int]:
-    return list(dict.fromkeys(order))

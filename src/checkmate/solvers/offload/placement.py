@@ -53,11 +53,13 @@ class Reference:
     """A sequence of computations with its times.
 
     Attributes:
+        sequence: Ops in the order of their computations.
         targets: Ops in the order of their first computations, one for each stage.
         begins: Time at which each stage begins, and the end. Shape ``[stage + 1]``.
         gaps: Value to its longest gap, for values that can be copied.
     """
 
+    sequence: tuple[int, ...]
     targets: tuple[int, ...]
     begins: tuple[int, ...]
     gaps: dict[int, Gap]
@@ -106,7 +108,7 @@ class Reference:
         for v, value in enumerate(graph.values):
             if value.kept:
                 use(v, now, now)
-        return cls(tuple(targets), tuple(begins), best)
+        return cls(tuple(sequence), tuple(targets), tuple(begins), best)
 
 
 def place(reference: Reference, chosen: Iterable[int], host: HostMemory, size: Sequence[int], speed: float) -> list[Placed]:

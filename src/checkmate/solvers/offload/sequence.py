@@ -24,10 +24,10 @@ def plan_with_copies(problem: Problem, sequence: Sequence[Step]) -> Plan:
     Raises:
         PlanError: The plan has copies, and the problem no host.
     """
-    return _with_frees(problem, _needed(problem, sequence))
+    return _with_frees(problem, needed_steps(problem, sequence))
 
 
-def _needed(problem: Problem, sequence: Sequence[Step]) -> list[Step]:
+def needed_steps(problem: Problem, sequence: Sequence[Step]) -> list[Step]:
     """The sequence without computations and copies that no later step needs, as in `reductions.unread`."""
     graph = problem.graph
     tied = ordered_ops(graph)
