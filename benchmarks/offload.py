@@ -1,7 +1,7 @@
 """Fronts with and without a host on GPUs that are not there: cost and bound against the budget, with copies planned jointly.
 
-Steps are traced on shapes alone; op costs are roofline estimates for the device, and copies take the rates of its profile. Nothing was
-measured: the fronts compare plans under one model. ``waits`` is the time in which the step waits for copies.
+Steps are traced on shapes alone; op costs are roofline estimates for the device, and copies take the rates of its profile.
+Nothing was measured: the fronts compare plans under one model. ``waits`` is the time in which the step waits for copies.
 
     python benchmarks/offload.py [--cases gpt2-xl llama-7b resnet-50] [--devices H100 ...] [--seconds 40]
 
@@ -49,6 +49,21 @@ def llama_7b() -> tuple[Any, Any, Any]:
     return model, loss, example
 
 
+def llama_1b() -> tuple[Any, Any, Any]:
+    """The shapes of Llama 3.2 1B in bfloat16, 4 sequences of 2048 tokens: the case of torchtitan#3881."""
+    import torch
+    from torch_fits import _logits, _loss
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, rope_theta=500000.0, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        tokens = torch.zeros(4, 2048, dtype=torch.long)
+        return _logits(LlamaForCausalLM(config).to(torch.bfloat16)), _loss, (tokens, tokens)
+
+
 def resnet_50() -> tuple[Any, Any, Any]:
     """ResNet-50 in float32 (TF32), 64 images of 224 x 224 pixels."""
     import torch
@@ -66,7 +81,7 @@ def resnet_50() -> tuple[Any, Any, Any]:
         return Logits(), torch.nn.functional.cross_entropy, (torch.zeros(64, 3, 224, 224), torch.zeros(64, dtype=torch.long))
 
 
-CASES = {"gpt2-xl": gpt2_xl, "llama-7b": llama_7b, "resnet-50": resnet_50}
+CASES = {"gpt2-xl": gpt2_xl, "llama-7b": llama_7b, "llama-1b": llama_1b, "resnet-50": resnet_50}
 
 
 def front(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
@@ -93,6 +108,7 @@ def front(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
             "resident_bytes": graph.resident_bytes,
             "ops": len(graph.ops),
             "once_ns": graph.cost,
+            "forward_ns": sum(op.cost for op in graph.ops if op.phase == "forward"),
             "out_bytes_per_s": host.out_bytes_per_s,
             "in_bytes_per_s": host.in_bytes_per_s,
             **{kind: _figures(graph, result) for kind, result in found.items()},
@@ -105,7 +121,10 @@ def front(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
 def _figures(graph: Any, result: Any) -> dict[str, Any]:
     import checkmate
 
-    figures = {"bound": None if result.bound == float("inf") else result.bound / graph.cost, "elapsed_s": round(result.elapsed_s, 1)}
+    figures = {
+        "bound": None if result.bound == float("inf") else result.bound / graph.cost,
+        "elapsed_s": round(result.elapsed_s, 1),
+    }
     if result.plan is None:
         return {**figures, "status": result.termination.reason.value}
     timeline = checkmate.simulate(graph, result.plan)
@@ -132,6 +151,11 @@ def _line(row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def _window(row: dict[str, Any]) -> str:
+    window = row["forward_ns"] * row["out_bytes_per_s"] / 1e9
+    return f"| {row['case']} | {row['device']} | {row['forward_ns'] / 1e6:.1f} ms | {window / 2**30:.2f} GiB |"
+
+
 def _overhead(figures: dict[str, Any]) -> str:
     if "overhead" not in figures:
         return figures["status"]
@@ -145,18 +169,23 @@ def page(rows: list[dict[str, Any]], ran: dict[str, Any]) -> str:
     lines = [
         "# Fronts with and without a host",
         "",
-        "Overheads of the best plans found, each with the proven bound for every plan of its kind: without copies, and with copies to",
-        f"{HOST} of a host planned jointly with recomputation ([offload](../explanation/offload.md)). An overhead is the time at which",
-        "the step ends, over the time of computing every op once. Budgets are shares of what a plan can change. The steps are plain",
-        "loops without the optimizer's updates.",
+        "Overheads of the best plans found, each with the proven bound for every plan of its kind: without copies, and with",
+        f"copies to {HOST} of a host planned jointly with recomputation ([offload](../explanation/offload.md)). An overhead is the",
+        "time at which the step ends, over the time of computing every op once. Budgets are shares of what a plan can change. The",
+        "steps are plain loops without the optimizer's updates.",
         "",
-        "**Nothing here was measured on a GPU.** Times of ops are roofline estimates, which real kernels take longer than: on a device",
-        "more copies are hidden than here. Rates of buses are those of the device profiles; for the H100, the H200 and the GH200",
-        "they are from published measurements, see `checkmate devices NAME`.",
+        "**Nothing here was measured on a GPU.** Times of ops are roofline estimates, which real kernels take longer than: on a",
+        "device more copies are hidden than here. Rates of buses are those of the device profiles; for the H100, the H200 and",
+        "the GH200 they are from published measurements, see `checkmate devices NAME`. *Window* is what can leave the device while",
+        "the forward runs, at the rate of the bus.",
         "",
         *(f"- {name}: {text}" for name, text in about.items()),
         "",
         *(f"- {name}: {out / 1e9:g} GB/s to the host, {back / 1e9:g} GB/s from it." for name, (out, back) in rates.items()),
+        "",
+        "| step | device | forward | window |",
+        "|---|---|---|---|",
+        *dict.fromkeys(map(_window, rows)),
         "",
         "| step | device | budget | bytes | without copies | with copies | offloaded | waits |",
         "|---|---|---|---|---|---|---|---|",
@@ -180,7 +209,9 @@ def main() -> None:
         for device in options.devices:
             new = front(case, device, options.seconds)
             rows = [row for row in rows if (row["case"], row["device"]) != (case, device)] + new
-            rows.sort(key=lambda row: (list(CASES).index(row["case"]), DEVICES.index(row["device"]), BUDGETS.index(row["budget"])))
+            rows.sort(
+                key=lambda row: (list(CASES).index(row["case"]), DEVICES.index(row["device"]), BUDGETS.index(row["budget"]))
+            )
             ran = {"hardware": hardware(), "versions": versions("torch", "transformers"), "seconds": options.seconds}
             RESULTS.write_text(json.dumps({**ran, "rows": rows}, indent=1) + "\n")
             TABLE.write_text(page(rows, ran))

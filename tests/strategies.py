@@ -116,7 +116,7 @@ def random_host(rng: random.Random) -> HostMemory:
 
 
 def random_copies(rng: random.Random, graph: Graph, host: HostMemory) -> Plan:
-    """A plan that can run, with copies wherever a rule allows them: early, late, twice, of what is recomputed or never read again.
+    """A plan that can run, with copies wherever a rule allows them: early, late, twice, of what is never read again.
 
     Its copies may take more of the host than there is.
     """

@@ -81,8 +81,6 @@ def test_three_accounts_agree_on_ten_thousand_random_copies():
     assert copied >= 10_000
 
 
-
-
 def test_a_copy_runs_beside_the_ops():
     """Six bytes leave in 6 ns, from 3 to 9, and come back in 12, from 9 to 21: only the last op waits, until 21."""
     timeline = simulate(chain(), offloaded(fetch_after=2, free_after=2))

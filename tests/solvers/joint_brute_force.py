@@ -44,7 +44,9 @@ def least_time(problem: Problem, most_states: int = 200_000) -> tuple[int, Plan]
             return tuple(max(0, t - time) if t >= 0 else -1 for t in times)
 
         out, back = state.engines
-        return _State(state.computed, less(state.live), less(state.ready), less(state.host), (max(0, out - time), max(0, back - time)))
+        return _State(
+            state.computed, less(state.live), less(state.ready), less(state.host), (max(0, out - time), max(0, back - time))
+        )
 
     def put(times: tuple[int, ...], v: int, time: int) -> tuple[int, ...]:
         return (*times[:v], time, *times[v + 1 :])

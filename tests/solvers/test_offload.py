@@ -174,7 +174,7 @@ def test_a_plan_with_copies_is_a_start():
 
 
 def test_hidden_copies_fit_between_the_uses():
-    """A copy out begins when its value is made; one back ends when it is needed; a value that is away for no stage is left out."""
+    """A copy out begins when its value is made, one back ends when it is needed; a value away for no stage is left out."""
     graph = layers(4)
     reference = Reference.of(graph, range(8))
     host = HostMemory(1000, 10**9, 10**9)

@@ -274,7 +274,9 @@ def _check_host(graph: Graph, table: _Table, limit_bytes: int, steps: int) -> li
     for step in range(steps):
         held += change[step]
         if held > limit_bytes:
-            text = f"copies take {format_bytes(held)} of the host, {held - limit_bytes} bytes over its {format_bytes(limit_bytes)}"
+            text = (
+                f"copies take {format_bytes(held)} of the host, {held - limit_bytes} bytes over its {format_bytes(limit_bytes)}"
+            )
             return [Violation("host", step, text)]
     return []
 
@@ -299,4 +301,6 @@ def _check_cost(graph: Graph, plan: Plan, table: _Table, bus: HostMemory | None,
                 made[step.value] = index
         stream = max([stream, *(done[copy] for copy in table.waits.get(index, ()))])
     longest = max([stream, *done.values()])
-    return [] if longest == cost else [Violation("cost", len(plan.steps), f"the plan takes {longest} {graph.cost_unit}, not {cost}")]
+    return (
+        [] if longest == cost else [Violation("cost", len(plan.steps), f"the plan takes {longest} {graph.cost_unit}, not {cost}")]
+    )

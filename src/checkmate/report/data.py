@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Fetch, Free, Step
+from checkmate.core.plan import Compute, Fetch, Free, Plan, Step
 from checkmate.core.simulate import simulate
 from checkmate.report.markup import Markup
 from checkmate.studies.lifetimes import CATEGORIES, replays, storage_lifetimes
@@ -65,8 +65,11 @@ def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> M
 
 
 def _code(graph: Graph, step: Step) -> int:
-    """A step as a number: op o for its computation, -1 - v for a free of value v; of n values, -2 - n - v for a fetch of v, and
-    -1 - n for other copies."""
+    """A step as a number.
+
+    That is o for a computation of op o, -1 - v for a free of value v, and, with n values, -2 - n - v for a fetch of v and
+    -1 - n for any other copy.
+    """
     if isinstance(step, Compute):
         return step.op
     if isinstance(step, Free):

@@ -123,7 +123,9 @@ def _offer(initial: Plan, session: Session) -> None:
     problem = session.problem
     broken = validate(problem.graph, initial, recompute=problem.recompute, reorder=problem.reorder, host=problem.host)
     if initial.host is not None and problem.host is None:
-        raise PlanError("the initial plan has copies to a host, and the problem has none", hint="give the problem host=HostMemory(...)")
+        raise PlanError(
+            "the initial plan has copies to a host, and the problem has none", hint="give the problem host=HostMemory(...)"
+        )
     if broken:
         raise PlanError(f"the initial plan does not hold: {broken[0].message}", hint="start from a plan of the same problem")
     if initial.host is None:

@@ -146,7 +146,8 @@ class Options:
         object.__setattr__(self, "host", parse_bytes(self.host))
         if self.compiler != "eager":
             raise OptionError(
-                "host needs compiler='eager': Inductor fuses ops and chooses their order itself", hint="leave out compiler, or host"
+                "host needs compiler='eager': Inductor fuses ops and chooses their order itself",
+                hint="leave out compiler, or host",
             )
         if self.budget is None:
             raise OptionError("host without a budget copies nothing", hint="set a budget, such as budget='8GiB'")

@@ -1,9 +1,9 @@
 """Event cuts where values may be copied to the host and back: a lower bound on the time at which any such step ends.
 
-One event, the first computation of op t, as in `event_cuts`. Write T for the end of the step and split it at the moment at which t
-begins: T = b + a. A value that a plan needs after the event and that is neither live at it nor computed again is fetched
-after it: z[i] = 1. Its storage was released before the event, and a release waits for the copies of the storage, so that the copy out
-was done by then. Hence every plan satisfies, beside the rows of `event_cuts` with z added to each supply row,
+One event, the first computation of op t, as in `event_cuts`. Write T for the end of the step and split it at the moment at
+which t begins: T = b + a. A value that a plan needs after the event and that is neither live at it nor computed again is fetched
+after it: z[i] = 1. Its storage was released before the event, and a release waits for the copies of the storage, so that the
+copy out was done by then. Hence every plan satisfies, beside the rows of `event_cuts` with z added to each supply row,
 
     a >= time of the copies back of all i with z[i] = 1,        b >= time of their copies out,
     a >= cost of t, of its descendants and of y,                b >= cost of the ancestors of t,
@@ -31,7 +31,7 @@ from checkmate.solvers.backends.program import Floats
 from checkmate.solvers.bounds.event_cuts import CutBuilder, CutModel, CutProgram
 
 LONGEST: Final = 8.0
-"""Highest value of b and a, as a share of the cost of every op once: a bound from the program is cut off there, and so is true."""
+"""Highest value of b and a, as a share of the cost of every op once. A bound from the program may be no higher (`proven_ns`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,19 @@ def build_with_host(model: CutModel, event: int, host: HostMemory, least_ns: int
         least_ns: Cost of computing every op once, views included.
     """
     return CutBuilder(model, (event,), True, copies=True).build(lambda cut: _Times(cut, event, host, least_ns).add())
+
+
+def proven_ns(bound: float, model: CutModel, least_ns: int) -> float:
+    """The bound on the end of every step that a bound on the program proves.
+
+    Args:
+        bound: Bound on the program's optimum.
+        model: Its model.
+        least_ns: As in `build_with_host`.
+    """
+    total = max(1.0, float(model.cost.sum()))
+    # A plan with a larger b or a than the columns allow takes longer than LONGEST as a whole.
+    return min(least_ns + total * max(0.0, bound), max(least_ns, LONGEST * total))
 
 
 class _Times:
@@ -96,7 +109,9 @@ class _Times:
             readers = upto & below
             readers[k] = True
             needed = np.isin(values, m.edge_value[readers[m.edge_op]])
-            self._row([after], [1.0], cut.fetched[values[needed]], -copy_in[needed], (m.cost[k] + m.cost[behind].sum()) / self.total)
+            self._row(
+                [after], [1.0], cut.fetched[values[needed]], -copy_in[needed], (m.cost[k] + m.cost[behind].sum()) / self.total
+            )
         self._row([after], [1.0], cut.fetched[values], -copy_in, 0.0)
         for j in self._some(np.flatnonzero(above)):
             ahead, following = m.sides(j)

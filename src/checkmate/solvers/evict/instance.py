@@ -44,8 +44,9 @@ class Move(NamedTuple):
 class Instance(NamedTuple):
     """A folded graph as flat arrays.
 
-    Ops 0..n-1 are the graph's. Op n is END: the target of the last stage, which reads every kept value, so that
-    no further rule is needed for what must be live at the end. Ops after END are moves. Bytes and costs are float64, which is exact below 2^53.
+    Ops 0..n-1 are the graph's. Op n is END: the target of the last stage, which reads every kept value, so that no further
+    rule is needed for what must be live at the end. Ops after END are moves. Bytes and costs are float64, which is exact
+    below 2^53.
 
     Attributes:
         targets: Op that each stage computes. Shape ``[stage]``.

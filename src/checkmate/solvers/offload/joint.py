@@ -1,10 +1,10 @@
 """The search over computing again and copying: which values go to the host, and what is computed again beside that.
 
-A round chooses a set of values to copy, places their copies for the times of the best plan so far (`placement`), and lets the search
-over evictions (`evict`) find the recomputations that are still needed; the plan is timed with its copies by `simulate`. The
-first sets come from the linear programs of the joint bound, whose z says what is worth its time on the bus; later ones from the
-best set, by exchanging a few values. Copies that are hidden come first: placed at the speed of the bus, they cost nothing. Placed for
-a faster bus than there is, they hold less and are waited for.
+A round chooses a set of values to copy, places their copies for the times of the best plan so far (`placement`), and lets the
+search over evictions (`evict`) find the recomputations that are still needed; the plan is timed with its copies by
+`simulate`. The first sets come from the linear programs of the joint bound, whose z says what is worth its time on the bus;
+later ones from the best set, by exchanging a few values. Copies that are hidden come first: placed at the speed of the bus,
+they cost nothing. Placed for a faster bus than there is, they hold less and are waited for.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from checkmate.core.errors import PlanError
 from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan, Step
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, Termination, Reason
+from checkmate.core.result import Reason, Termination
 from checkmate.core.simulate import simulate
-from checkmate.solvers.bounds.copy_cuts import LONGEST, build_with_host
+from checkmate.solvers.bounds.copy_cuts import build_with_host, proven_ns
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import promising_events
 from checkmate.solvers.evict.instance import Move
@@ -81,7 +81,9 @@ def run_with_host(problem: Problem, session: Session, alone: Solver) -> Terminat
         return Termination(Reason.FEASIBLE)
     _Joint(problem, session).run()
     if session.plan is None:
-        return Termination(Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="no copies were found that fit")
+        return Termination(
+            Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="no copies were found that fit"
+        )
     if session.plan.host is None:
         session.remark("offload does not pay here: no plan with copies was found that ends earlier")
     elif without.cost is not None:
@@ -174,7 +176,6 @@ class _Joint:
         session = self.session
         plain = FoldViews.of(self.problem.graph)
         model = CutModel(plain.apply(self.problem))
-        once = max(1.0, float(model.cost.sum()))
         until = session.elapsed_s() + PARAMETERS.bound_share * min(60.0, session.left_s())
         found: list[tuple[float, frozenset[int]]] = []
         for event in promising_events(plain.folded, [reference.targets]):
@@ -183,7 +184,7 @@ class _Joint:
                 session.prove(math.inf)
                 return []
             solved = solve_linear(cut.program, time_s=PARAMETERS.linear_s)
-            session.prove(self.problem.graph.cost + once * max(0.0, min(solved.bound, LONGEST - 1)))
+            session.prove(proven_ns(solved.bound, model, self.problem.graph.cost))
             if solved.solution is not None:
                 columns = np.flatnonzero(cut.fetched >= 0)
                 away = columns[solved.solution[cut.fetched[columns]] >= 0.5]
@@ -208,7 +209,9 @@ class _Joint:
                 chosen.update(self.random.sample(others, min(len(others), self.random.randint(1, PARAMETERS.exchanged))))
             if self.random.random() < 0.5 and chosen:
                 members = sorted(chosen)
-                chosen.difference_update(self.random.sample(members, min(len(members), self.random.randint(1, PARAMETERS.exchanged))))
+                chosen.difference_update(
+                    self.random.sample(members, min(len(members), self.random.randint(1, PARAMETERS.exchanged)))
+                )
             self._try(frozenset(chosen), reference, PARAMETERS.decodes)
             without_gain = 0 if self.best.cost < best.cost else without_gain + 1
 
@@ -319,4 +322,3 @@ class _Joint:
         if self.best is None or timeline.cost < self.best.cost:
             self.best = _Tried(chosen, timeline.cost, tuple(o for o in order if o < end))
         return timeline.cost
-

@@ -1,8 +1,8 @@
 """Where copies are placed: the gap in which a value is away, and the steps at which its copies are done and begun.
 
 Times are those of a reference, a sequence of computations without copies. A computation that is added later only moves the
-steps after it back, so that copies which are hidden in the reference stay hidden: the time between the step that issues a copy and the
-step that waits for it can only grow.
+steps after it back, so that copies which are hidden in the reference stay hidden: the time between the step that issues a
+copy and the step that waits for it can only grow.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from checkmate.solvers.reductions.unread import ordered_ops
 def plan_with_copies(problem: Problem, sequence: Sequence[Step]) -> Plan:
     """The plan of a sequence of `Compute`, `Offload`, `Fetch` and `Free` steps.
 
-    A `Free` in the sequence says that the value is not to be freed before that place, where its copy is expected to be done; it is
-    freed after its last read if that is later. All other values are freed at their earliest place, and copies on the host
-    after the first computation that reads what was fetched from them.
+    A `Free` in the sequence says that the value is not to be freed before that place, where its copy is expected to be done;
+    it is freed after its last read if that is later. All other values are freed at their earliest place, and copies on the
+    host after the first computation that reads what was fetched from them.
 
     Args:
         problem: The problem; it has a host.
@@ -92,4 +92,3 @@ def _with_frees(problem: Problem, sequence: Sequence[Step]) -> Plan:
             steps.append(step)
         steps += sorted(following, key=lambda s: (isinstance(s, Free), s.value))  # type: ignore[union-attr]
     return Plan(tuple(steps), graph.digest, problem.host)
-

@@ -11,8 +11,9 @@ which order; the partitioner decides that. Here every recomputation is a separat
 
 Copies to the host are nodes too, and so are the waits for them (`checkmate.torch.partition.copies`), in whole steps only.
 
-Other frees of the plan need no nodes: boxed FX code frees every tensor after its last use (`checkmate.torch._compat.aot.boxed`), which
-is never later than the plan does. `checkmate.torch.partition.check_peak` verifies the outcome.
+Other frees of the plan need no nodes: boxed FX code frees every tensor after its last use
+(`checkmate.torch._compat.aot.boxed`), which is never later than the plan does. `checkmate.torch.partition.check_peak`
+verifies the outcome.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
 from checkmate.torch.graph.op_properties import UNDEFINED, random_op
 from checkmate.torch.graph.rng import rng_state_bytes
-from checkmate.torch.partition.copies import is_copy
 from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, leaves, storage_bytes, storage_key
+from checkmate.torch.partition.copies import is_copy
 
 _EXTERNAL = -1
 

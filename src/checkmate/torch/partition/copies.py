@@ -3,10 +3,10 @@
 On the CPU two threads are the copy engines. They copy into memory that torch's allocator does not know, so that the measured
 peak of the device is that of the step alone. On CUDA each engine is a stream, with pinned memory and events.
 
-The order of waits is that of `checkmate.simulate`: the compute stream waits for a copy where its storage is freed (`wait_sent`), where a
-fetched value is first read (`wait_fetched`), and where the copy on the host is discarded. Device storage is allocated and freed on
-the compute stream alone, which has then waited for every copy of it, so that the allocator needs no `record_stream`; and a host
-buffer is used again only by a copy that is issued after such a wait.
+The order of waits is that of `checkmate.simulate`: the compute stream waits for a copy where its storage is freed
+(`wait_sent`), where a fetched value is first read (`wait_fetched`), and where the copy on the host is discarded. Device
+storage is allocated and freed on the compute stream alone, which has then waited for every copy of it, so that the allocator
+needs no `record_stream`; and a host buffer is used again only by a copy that is issued after such a wait.
 
 On CUDA nothing here has been run: no GPU was at hand. torch 2.13 has ops of its own for the same purpose (``ao::offload``,
 ``ao::reload``, ``ao::wait_tensor``). They are not used: both directions share one stream there, so that a copy back would wait
