@@ -236,10 +236,10 @@ class _Ledger:
         """Replay one step; return the bytes it reports."""
         step = self.steps[position]
         if not isinstance(step, Compute):
-            if not 0 <= step.value < len(self.graph.values):
-                raise PlanError(f"step {position} is about value {step.value} of {len(self.graph.values)}")
             if isinstance(step, Free):
                 self._free(position, step.value)
+            elif not 0 <= step.value < len(self.graph.values):
+                raise PlanError(f"step {position} copies value {step.value} of {len(self.graph.values)}")
             else:
                 self._copy(position, step)
             return self.held

@@ -74,10 +74,10 @@ def validate(
     for step_index, step in enumerate(plan.steps):
         if isinstance(step, Compute):
             table.compute(step_index, step.op)
-        elif not 0 <= step.value < len(graph.values):
-            found.append(Violation("index", step_index, f"there is no value {step.value}"))
         elif isinstance(step, Free):
             table.free(step_index, step.value)
+        elif not 0 <= step.value < len(graph.values):
+            found.append(Violation("index", step_index, f"there is no value {step.value}"))
         elif isinstance(step, Offload):
             table.offload(step_index, step.value)
         elif isinstance(step, Fetch):

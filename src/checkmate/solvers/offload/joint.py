@@ -104,6 +104,9 @@ class _Alone:
 
         problem, session = self.problem.without_host(), self.session
         left = session.left_s()
+        if session.plan is not None and session.plan.host is None:  # one to start from was given
+            self.cost = session.cost
+            return
         if left <= 0 or floor(problem.graph).peak_bytes > problem.budget_bytes:
             return
         limits = replace(session.limits, time_s=left * PARAMETERS.alone_share if math.isfinite(left) else None)

@@ -191,13 +191,14 @@ class ThreadEngines:
         self, direction: Literal["out", "in"], into: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None
     ) -> Callable[[], None]:
         """Queue a copy. It is done through numpy: the version counters of torch are not for another thread to write."""
-        target, given = into.numpy(), source.numpy()
+        both = [(into.numpy(), source.numpy())]
 
         def run() -> None:
             self.before_copy()
             if after is not None:
                 after()
-            np.copyto(target, given)
+            # The thread keeps this function a moment longer than the copy takes: it must not keep the storages.
+            np.copyto(*both.pop())
 
         done: Future[None] = self._threads[direction].submit(run)
         return done.result
