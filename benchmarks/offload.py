@@ -193,7 +193,7 @@ def page(rows: list[dict[str, Any]], ran: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
         *map(_line, rows),
         "",
-        f"At most {ran['seconds'] / 2:g} s for a plan without copies, from which the search with copies starts, for {ran['seconds']:g} s. "
+        f"At most {ran['seconds'] / 2:g} s for a plan without copies, and {ran['seconds']:g} s for one with copies. "
         + ran_on(ran),
         "",
     ]

@@ -8,6 +8,7 @@ and ``0005`` have the measurements behind the order of the phases.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -172,9 +173,8 @@ class Auto:
 
 def _load_engines() -> None:
     """Import the engine and numba, which takes a second, and the compiled kernels."""
-    import checkmate.solvers.backends.highs
-    import checkmate.solvers.offload.joint  # noqa: F401
-
+    for module in ("backends.highs", "offload.joint"):
+        importlib.import_module(f"checkmate.solvers.{module}")
     load_kernels()
 
 

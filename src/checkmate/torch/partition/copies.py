@@ -8,7 +8,7 @@ The order of waits is that of `checkmate.simulate`: the compute stream waits for
 storage is allocated and freed on the compute stream alone, which has then waited for every copy of it, so that the allocator
 needs no `record_stream`; and a host buffer is used again only by a copy that is issued after such a wait.
 
-On CUDA nothing here has been run: no GPU was at hand. torch 2.13 has ops of its own for the same purpose (``ao::offload``,
+On CUDA nothing here has been run: no GPU was at hand. torch 2.13 has separate ops for the same purpose (``ao::offload``,
 ``ao::reload``, ``ao::wait_tensor``). They are not used: both directions share one stream there, so that a copy back would wait
 for the copies out before it, and ``wait_tensor`` frees the storage of its source although views may share it.
 """
@@ -24,6 +24,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 import torch
 from torch import fx
+from torch.fx.node import has_side_effect
 
 from checkmate.core.plan import HostMemory
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
@@ -130,9 +131,9 @@ def discard(copy: HostCopy) -> None:
     BUFFERS.give_back(copy.buffer)
 
 
-COPY_FUNCTIONS: Final = frozenset({offload, wait_sent, fetch, wait_fetched, discard})
+COPY_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset({offload, wait_sent, fetch, wait_fetched, discard})
 for _function in COPY_FUNCTIONS:
-    fx.node.has_side_effect(_function)
+    has_side_effect(_function)
 
 
 def is_copy(node: fx.Node) -> bool:
