@@ -110,6 +110,7 @@ def test_a_missing_wait_shows(delays, plain, plan, monkeypatch):
     assert not all(torch.equal(a, b) for a, b in zip(plain[1], trained(*step_of(plan=plan)), strict=True))
 
 
+@pytest.mark.slow
 def test_the_option_host_keeps_the_budget():
     """Planned with the measured rates of this machine, whatever they make of it."""
     _, step = step_of(budget="60%", host="1GiB", time_limit_s=1)

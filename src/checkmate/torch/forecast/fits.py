@@ -96,6 +96,7 @@ def fits(
     if host is not None and chunking != "off":
         raise OptionError("host and chunking are not planned together", hint="leave out chunking, or host")
     target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
+    memory_of_host = None if host is None else target.device.host_memory(host)
     memory_bytes = target.device.memory_bytes if memory is None else parse_bytes(memory)
     headroom_bytes = _share(headroom, memory_bytes)
     available = memory_bytes - target.device.context_bytes - headroom_bytes
@@ -116,7 +117,6 @@ def fits(
     remarks = _caveats(target, step)
     least = least_peak(step, chunking)
     smallest = min_budget(least.captured.graph, limits=Limits(time_s=tracer.share_s(SHARES.smallest_budget)))
-    memory_of_host = None if host is None else target.device.host_memory(host)
     verdict, graph, result = _best(step, least, smallest, available, tracer, remarks, memory_of_host)
     largest = functools.partial(largest_size, tracer, step, available, least.kinds, remarks)
     # First what was asked for: time may be left for one of the two.
