@@ -80,8 +80,8 @@ def test_the_joint_bound_is_below_every_step():
 @pytest.mark.slow
 def test_the_joint_bound_is_below_every_step_of_many_graphs():
     """The same for more seeds; the bound is met by the best step in half of them."""
-    checked = [found for seed in range(100, 1500) if (problem := tiny(seed)) and (found := bounds_hold(problem))]
-    assert len(checked) >= 200
+    checked = [found for seed in range(100, 500) if (problem := tiny(seed)) and (found := bounds_hold(problem, 10_000))]
+    assert len(checked) >= 50
     assert sum(best >= time - 0.5 for time, best in checked) > len(checked) / 2
 
 
@@ -89,10 +89,10 @@ def test_the_joint_bound_is_below_every_step_of_many_graphs():
 def test_the_joint_search_comes_near_the_best_step():
     """On tiny graphs it finds the best step in most cases, and never one that is better than the best."""
     exact = missed = 0
-    for seed in range(200):
+    for seed in range(120):
         problem = tiny(seed)
         try:
-            found = None if problem is None else least_time(problem, 40_000)
+            found = None if problem is None else least_time(problem, 10_000)
         except MemoryError:
             continue
         if problem is None or found is None:
@@ -103,8 +103,8 @@ def test_the_joint_search_comes_near_the_best_step():
             assert result.cost >= found[0]
             assert result.bound <= found[0]
             exact += result.cost == found[0]
-    assert exact >= 30
-    assert missed <= 3
+    assert exact >= 10
+    assert missed <= 2
 
 
 @pytest.mark.parametrize("rate", [10**9, 2 * 10**8])
