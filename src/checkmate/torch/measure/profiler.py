@@ -251,13 +251,13 @@ def _measured_or_warned(node: fx.Node, other: torch.Tensor) -> OpCost | None:
 
 def _cpu_cost(node: fx.Node, other: torch.Tensor) -> tuple[float, int]:
     """Nanoseconds of the fastest run and workspace of an op on the CPU; the other tensor is read between runs."""
-    run, clock = _ready_to_run(node), _clock()
+    run, now = _ready_to_run(node), clock()
     slow = max(_EFFORT.slow_factor * estimate_ns(node), _EFFORT.slow_ns)
     other.max()
     with memory_trace() as trace:
-        began = clock()
+        began = now()
         out = run()
-        first = clock() - began
+        first = now() - began
     del out
     # Workspace is the peak of the allocator, less the outputs.
     workspace = max(0, trace.peak() - _new_bytes(node))
@@ -265,9 +265,9 @@ def _cpu_cost(node: fx.Node, other: torch.Tensor) -> tuple[float, int]:
     fastest = first
     while not (_EFFORT.once_ns < fastest <= slow):
         other.max()
-        began = clock()
+        began = now()
         out = run()
-        took.append(clock() - began)
+        took.append(now() - began)
         del out
         fastest = min(first, *took)
         agreeing = sum(t <= _EFFORT.agreement * fastest for t in took)
@@ -287,18 +287,18 @@ def _is_measured_again(node: fx.Node, known: OpCost) -> bool:
 
 def _fastest_run_ns(node: fx.Node, other: torch.Tensor) -> int:
     """Nanoseconds of the fastest run of an op on the CPU in a later pass."""
-    run, clock = _ready_to_run(node), _clock()
+    run, now = _ready_to_run(node), clock()
     took: list[int] = []
     while len(took) < _EFFORT.later_repeats and sum(took) <= _EFFORT.limit_ns:
         other.max()
-        began = clock()
+        began = now()
         out = run()
-        took.append(clock() - began)
+        took.append(now() - began)
         del out
     return min(took)
 
 
-def _clock() -> Callable[[], int]:
+def clock() -> Callable[[], int]:
     """The clock for an op on the CPU.
 
     On one thread, the process's CPU time excludes other processes. On several threads wall time has to be used, and a run waits
