@@ -172,7 +172,7 @@ class _Pace:
         now, threads, took = clock(), torch.get_num_threads(), list[int]()
         for _ in range(3):
             began = now()
-            self._matrix @ self._matrix
+            torch.mm(self._matrix, self._matrix)
             self._row.sum()
             took.append(now() - began)
         least = self._least_ns[threads] = min(*took, self._least_ns.get(threads, min(took)))
