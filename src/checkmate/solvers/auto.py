@@ -247,8 +247,8 @@ class _Run:
         seed = session.limits.seed
         searches: list[Search] = []
         proven = False
-        for order, on_demand in starts(self.folded, seed):
-            search = Search(self.folded, on_demand, seed, order)
+        for order, on_demand in starts(self.folded, seed, session.time_up):
+            search = Search(self.folded, on_demand, seed, order, session.time_up)
             searches.append(search)
             late = self._begin(Phase.FIRST_PLANS)
             if search.first(out_of_time=late, stop_at_first=True):
@@ -283,11 +283,11 @@ class _Run:
 
     def _first_proof(self, searches: list[Search]) -> None:
         """Bound the events that hold most, until a plan is proven clearly within the gap."""
-        from checkmate.solvers.bounds.refine import highest_events, single_cuts
+        from checkmate.solvers.bounds.refine import highest_events
 
         late = self._begin(Phase.FIRST_EVENTS)
         events = highest_events(self.graph, PARAMETERS.first_events)
-        single_cuts(self.any_order, events, partial(self.prove, searches[0]), lambda: self._clearly_done() or late())
+        self._single_cuts(self.any_order, events, searches[0], lambda: self._clearly_done() or late())
 
     def _clearly_done(self) -> bool:
         """Whether no search could gain more than a part of the gap, or none is wanted."""
@@ -310,8 +310,8 @@ class _Run:
         session = self.session
         late = self._begin(Phase.TIGHT_BUDGET)
         forward = Problem(self.graph, self.folded.budget_bytes, "forward", self.folded.reorder)
-        for order, on_demand in starts(forward, session.limits.seed):
-            search = Search(forward, on_demand, session.limits.seed, order)
+        for order, on_demand in starts(forward, session.limits.seed, session.time_up):
+            search = Search(forward, on_demand, session.limits.seed, order, session.time_up)
             if late() or (search.first(out_of_time=late, stop_at_first=True) and self.offer(search.order())):
                 break
         if session.plan is not None or session.left_s() <= 0:  # `Limits` refuses a time of zero
@@ -323,12 +323,21 @@ class _Run:
 
     def _best_single(self, model: CutModel, searches: list[Search]) -> int | None:
         """Bound by single events where the plans hold most; returns the event that proves most."""
-        from checkmate.solvers.bounds.refine import promising_events, single_cuts
+        from checkmate.solvers.bounds.refine import promising_events
 
         plans = [search.order() for search in searches if math.isfinite(search.best_cost)]
         events = promising_events(self.graph, [range(len(self.graph.ops)), *plans[: PARAMETERS.plans_for_events]])
         late = self._begin(Phase.SINGLE_EVENTS)
-        return single_cuts(model, events, partial(self.prove, searches[0]), lambda: self.session.done or late())
+        return self._single_cuts(model, events, searches[0], lambda: self.session.done or late())
+
+    def _single_cuts(self, model: CutModel, events: list[int], search: Search, out_of_time: Callable[[], bool]) -> int | None:
+        """As `bounds.refine.single_cuts`, with the session's limits."""
+        from checkmate.solvers.bounds.refine import single_cuts
+
+        session = self.session
+        return single_cuts(
+            model, events, partial(self.prove, search), out_of_time, left_s=session.left_s, time_up=session.time_up
+        )
 
     def _explore(self) -> Exploration | None:
         """Search the states of a small graph for a moment; None for graphs that it does not take."""
@@ -399,7 +408,7 @@ class _Run:
         """As `bounds.refine.quick_bound`, for any order; the bound is kept."""
         from checkmate.solvers.bounds.refine import quick_bound
 
-        bound, floating = quick_bound(self.any_order, events)
+        bound, floating = quick_bound(self.any_order, events, self.session.left_s)
         self.prove(search, bound, True)
         return bound, floating
 
@@ -423,8 +432,8 @@ class _Run:
         while without_gain < patience and not (self.session.done or out_of_time()):
             before = search.best_cost
             seed = self.random.randrange(1 << 32)
-            order = reorder(self.graph, search.order(), self._room(), seed)
-            other = Search(self.folded, frozenset(), seed, first_computations(order))
+            order = reorder(self.graph, search.order(), self._room(), seed, self.session.time_up)
+            other = Search(self.folded, frozenset(), seed, first_computations(order), self.session.time_up)
             other.start_from_order(order)
             if other.improve(decodes, PARAMETERS.temperature, out_of_time):
                 self.offer(other.order())
@@ -464,8 +473,8 @@ class _Run:
         from checkmate.solvers.evict.search import Search
 
         seed = self.random.randrange(1 << 32)
-        order = reorder(self.graph, range(len(self.graph.ops)), self._room(), seed)
-        search = Search(self.folded, frozenset(), seed, order)
+        order = reorder(self.graph, range(len(self.graph.ops)), self._room(), seed, self.session.time_up)
+        search = Search(self.folded, frozenset(), seed, order, self.session.time_up)
         search.first(out_of_time=self.out_of_time)
         return search
 

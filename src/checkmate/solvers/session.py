@@ -14,6 +14,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Termination
 from checkmate.core.simulate import simulate
+from checkmate.solvers.alarm import Alarm, Flag
 from checkmate.solvers.reductions.unread import plan_of_needed
 
 _log = logging.getLogger(__name__)
@@ -75,11 +76,23 @@ class Session:
         self.limits = limits
         self.plan: Plan | None = None
         self.cost: int | None = None
-        self.bound: float = float(problem.graph.cost)
+        self.bound: float = _rounded_down(problem.graph.cost)
         self.history: list[Progress] = []
         self.remarks: list[str] = []
         self._on_progress = on_progress
         self._started = time.perf_counter()
+        self._alarm = Alarm(self.left_s)
+
+    @property
+    def time_up(self) -> Flag:
+        """A flag for kernels, raised when the time is up; `close` ends the thread behind it."""
+        if not self._alarm.is_set:
+            self._alarm.set()
+        return self._alarm.flag
+
+    def close(self) -> None:
+        """Raise no flag any more."""
+        self._alarm.off()
 
     def elapsed_s(self) -> float:
         """Wall seconds since the solve began."""
@@ -92,12 +105,16 @@ class Session:
             load: Does it; called once.
         """
         began = time.perf_counter()
+        waiting = self._alarm.is_set
+        self._alarm.off()
         with ExitStack() as shown:
             for announce in _announcers:
                 shown.enter_context(announce("loading the solver's kernels, which are compiled once on a machine"))
             load()
         took = time.perf_counter() - began
         self._started += took
+        if waiting:
+            self._alarm.set()
         if took > 1.0:
             _log.info("kernels were compiled or loaded in %.0f s, which is not counted", took)
 
@@ -180,3 +197,9 @@ class Session:
         self.history.append(point)
         if self._on_progress is not None:
             self._on_progress(point)
+
+
+def _rounded_down(cost: int) -> float:
+    """The largest float that is no larger: costs above 2^53 have none of their own, and a bound may not be rounded up."""
+    near = float(cost)
+    return near if near <= cost else math.nextafter(near, 0.0)

@@ -100,6 +100,8 @@ class CutModel:
         inputs: Values that each op reads. Shape ``[op + 1]``.
         parents: Ops whose first computation precedes that of each op. Shape ``[op + 1]``.
         children: The converse of ``parents``. Shape ``[op + 1]``.
+        parent_edges: Pairs of a parent and an op. Shape ``[edge, 2]``.
+        clobbered: Ops whose inputs others overwrite.
     """
 
     def __init__(self, problem: Problem, targets: tuple[int, ...] | None = None) -> None:
@@ -137,6 +139,8 @@ class CutModel:
         for o, above in enumerate(self.parents):
             for p in above:
                 self.children[p].append(o)
+        self.parent_edges = np.array([(p, o) for o, above in enumerate(self.parents) for p in above], dtype=np.int64).reshape(-1, 2)
+        self.clobbered = [o for o, clobbers in enumerate(self.clobbers) if clobbers]
         self.position = {} if self.targets is None else {o: t for t, o in enumerate(self.targets)}
 
     def sides(self, op: int) -> tuple[Mask, Mask]:

@@ -18,6 +18,7 @@ import numpy as np
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
+from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats
 from checkmate.solvers.bounds.event_cuts import CutModel, CutProgram
 from checkmate.solvers.evict.search import Code, Search
@@ -37,6 +38,7 @@ class RefinementParameters:
             (9,000 ops), and which event proves most is not known before.
         candidate_spacing: The graph is divided into so many parts, and two candidates are further apart than one of them:
             neighbours of a peak prove nearly the same as the peak.
+        linear_ops: On larger graphs the bound of a single event is that of a cut, which takes time nearly in proportion to the ops.
         linear_time_s: Seconds for a linear program. Its duals give a bound at any moment, so that what is cut short
             is still of use.
         chain_linear_time_s: The same for several events; larger programs, solved once a round.
@@ -51,6 +53,7 @@ class RefinementParameters:
 
     candidates: int = 14
     candidate_spacing: int = 56
+    linear_ops: int = 10_000
     linear_time_s: float = 5.0
     chain_linear_time_s: float = 10.0
     chain_linear_share: float = 0.3
@@ -145,24 +148,39 @@ def longest_chain(model: CutModel) -> list[int]:
     return chain[::-1]
 
 
-def single_cuts(model: CutModel, candidates: Sequence[int], prove: Prove, out_of_time: Callable[[], bool]) -> int | None:
-    """Prove the bound of each event alone, by its linear program.
+def single_cuts(
+    model: CutModel,
+    candidates: Sequence[int],
+    prove: Prove,
+    out_of_time: Callable[[], bool],
+    *,
+    left_s: Callable[[], float] = lambda: math.inf,
+    time_up: Flag | None = None,
+) -> int | None:
+    """Prove the bound of each event alone, by its linear program, or on a large graph by a cut (`min_cut`).
 
     Args:
         model: The problem's model.
         candidates: Events, the most promising first: time may end the loop early.
         prove: Takes every bound that is better than those before it.
         out_of_time: Called between events.
+        left_s: Seconds left for all of them.
+        time_up: Ends the cut of a large graph when it is raised; by default nothing does.
 
     Returns:
         The event with the best bound, or None without candidates.
     """
     from checkmate.solvers.backends.highs import solve_linear
+    from checkmate.solvers.bounds.min_cut import single_event
 
     best, best_event = -math.inf, None
     for event in candidates:
-        cut = model.build([event])
-        bound = math.inf if cut.impossible else solve_linear(cut.program, time_s=PARAMETERS.linear_time_s).bound
+        if model.end > PARAMETERS.linear_ops:
+            bound = single_event(model, event, no_alarm() if time_up is None else time_up, out_of_time).share
+        else:
+            cut = model.build([event])
+            limit_s = min(PARAMETERS.linear_time_s, left_s())
+            bound = math.inf if cut.impossible else solve_linear(cut.program, time_s=limit_s).bound
         if bound > best:
             best, best_event = bound, event
             prove(bound, model.any_order([event]))
@@ -173,7 +191,7 @@ def single_cuts(model: CutModel, candidates: Sequence[int], prove: Prove, out_of
     return best_event
 
 
-def quick_bound(model: CutModel, cuts: Sequence[int]) -> tuple[float, bool]:
+def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float] = lambda: math.inf) -> tuple[float, bool]:
     """The linear bound of a chain of events, and whether ops beside the chain add to it.
 
     If they do not, their columns only slow the integer program: transformers have few such ops, convolutional networks with
@@ -182,6 +200,7 @@ def quick_bound(model: CutModel, cuts: Sequence[int]) -> tuple[float, bool]:
     Args:
         model: The problem's model.
         cuts: The events, from first to last.
+        left_s: Seconds left.
 
     Returns:
         The bound as a share, and whether to build the integer program with ``floating=True``.
@@ -189,7 +208,7 @@ def quick_bound(model: CutModel, cuts: Sequence[int]) -> tuple[float, bool]:
     from checkmate.solvers.backends.highs import solve_linear
 
     with_them, without = (
-        solve_linear(model.build(cuts, floating=floating).program, time_s=PARAMETERS.linear_time_s).bound
+        solve_linear(model.build(cuts, floating=floating).program, time_s=min(PARAMETERS.linear_time_s, left_s())).bound
         for floating in (True, False)
     )
     return max(with_them, without), with_them > without + PARAMETERS.floating_gain

@@ -298,6 +298,32 @@ def _price(g, w, code, v, peak, exponent):
 
 
 @kernel
+def _sink(w, k, count):
+    """Restore the order of the heap of candidates, by score and among equals by index, from place ``k`` down."""
+    v, score, noise = w.candidate[k], w.score[k], w.noise[k]
+    while 2 * k + 1 < count:
+        below = 2 * k + 1
+        if below + 1 < count:
+            left, right = w.score[below], w.score[below + 1]
+            if right < left or (right == left and w.candidate[below + 1] < w.candidate[below]):
+                below += 1
+        if w.score[below] > score or (w.score[below] == score and w.candidate[below] > v):
+            break
+        w.candidate[k], w.score[k], w.noise[k] = w.candidate[below], w.score[below], w.noise[below]
+        k = below
+    w.candidate[k], w.score[k], w.noise[k] = v, score, noise
+
+
+@kernel
+def _drop_first(w, count):
+    """Take the first of ``count`` candidates off the heap; returns how many are left."""
+    count -= 1
+    w.candidate[0], w.score[0], w.noise[0] = w.candidate[count], w.score[count], w.noise[count]
+    _sink(w, 0, count)
+    return count
+
+
+@kernel
 def _evict_at_peak(g, w, code, length, peak, settings, random):
     """Evict the cheapest values at the peak until they weigh the batch fraction of the excess, and one at least.
 
@@ -309,11 +335,10 @@ def _evict_at_peak(g, w, code, length, peak, settings, random):
         False if there is no candidate, or no room for its interval.
     """
     _index_runs(g, w, length, settings.budget)
-    # Every evictable value is priced once for each peak. The rest of the round looks at the ranked candidates alone; a linear
-    # search for the cheapest is as fast as a heap, as a round takes few of them.
+    # Every evictable value is priced once for each peak. The rest of the round looks at the ranked candidates alone.
     candidates = 0
     for v in range(len(g.size)):
-        if g.evictable[v]:
+        if g.evictable[v] and w.time_up[0] == 0:
             price = _price(g, w, code, v, peak, settings.duration_exponent)
             if price.score < IMPOSSIBLE:
                 w.candidate[candidates] = v
@@ -322,38 +347,30 @@ def _evict_at_peak(g, w, code, length, peak, settings, random):
                 candidates += 1
     # The noise of a candidate is drawn once: drawn again with each price, the comparison with the stored score would fail
     # at random, and the loop might not end.
+    for k in range(candidates // 2 - 1, -1, -1):
+        _sink(w, k, candidates)
     fits = candidates > 0
     first = True
     excess = peak.excess
     enough = excess * (1.0 - settings.batch_fraction)
-    while fits and candidates > 0 and (first or excess > enough):
-        best = 0
-        for k in range(1, candidates):
-            if w.score[k] < w.score[best]:
-                best = k
-        v = w.candidate[best]
+    while fits and candidates > 0 and (first or excess > enough) and w.time_up[0] == 0:
+        v = w.candidate[0]
         price = _price(g, w, code, v, _Excess(peak.position, peak.stage, excess), settings.duration_exponent)
-        score = price.score * w.noise[best]
-        if not first and score > w.score[best] * (1 + _SAME_PRICE):
+        score = price.score * w.noise[0]
+        if not first and score > w.score[0] * (1 + _SAME_PRICE):
             if score >= IMPOSSIBLE:
-                candidates -= 1
-                w.candidate[best] = w.candidate[candidates]
-                w.score[best] = w.score[candidates]
-                w.noise[best] = w.noise[candidates]
+                candidates = _drop_first(w, candidates)
             else:
-                w.score[best] = score
+                w.score[0] = score
+                _sink(w, 0, candidates)
             continue
-        # Candidates are removed by moving the last one into their place.
         fits = _evict(w, code, v, price.last_touch, peak.stage)
         for k in range(price.group):
             x = w.group[k]
             fits = _evict(w, code, w.value_of[x], w.last_read[x], peak.stage) and fits
         excess -= price.relieved
         first = False
-        candidates -= 1
-        w.candidate[best] = w.candidate[candidates]
-        w.score[best] = w.score[candidates]
-        w.noise[best] = w.noise[candidates]
+        candidates = _drop_first(w, candidates)
     return fits
 
 
@@ -388,7 +405,7 @@ def repair(g, w, code, settings, random):
         if peak <= settings.budget:
             return cost < settings.cutoff, cost, length, decodes
         # Evictions add computations, so a plan that costs too much already does not come back below the cutoff.
-        if cost > settings.cutoff or decodes > settings.rounds:
+        if cost > settings.cutoff or decodes > settings.rounds or w.time_up[0] != 0:
             return False, cost, length, decodes
         moment = _Excess(peak_at, int(w.stage_of[peak_at]), peak - settings.budget)
         if not _evict_at_peak(g, w, code, length, moment, settings, random):
@@ -477,7 +494,7 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
     current_cost = state.current_cost
     best_cost = state.best_cost
     decodes = state.decodes
-    while decodes < work_limit:
+    while decodes < work_limit and w.time_up[0] == 0:
         n = 0
         for v in range(values):
             if current.used[v]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from checkmate.core.problem import Problem
+from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.decode import add_interval, seed_random
 from checkmate.solvers.evict.instance import Code, build_instance, build_scratch
 from checkmate.solvers.evict.repair import Improved, Repaired, RepairSettings, RuinParameters, repair, ruin_and_repair
@@ -88,6 +89,7 @@ class Search:
         on_demand: Ops without a stage, computed when another op needs them.
         seed: Seed of the search.
         order: Order of first computations; the graph's own by default.
+        time_up: Ends kernels when it is raised (`Session.time_up`); by default nothing does.
 
     Attributes:
         stage: Stage of each target op.
@@ -95,14 +97,21 @@ class Search:
         order_bound: Proven extra cost of every plan that computes the targets in their order, as a share.
     """
 
-    def __init__(self, problem: Problem, on_demand: frozenset[int], seed: int, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        on_demand: frozenset[int],
+        seed: int,
+        order: Sequence[int] | None = None,
+        time_up: Flag | None = None,
+    ) -> None:
         self.problem = problem
         self.instance: Any = build_instance(problem, on_demand, order)
         self.stage = {int(o): t for t, o in enumerate(self.instance.targets)}
         self.best_cost = math.inf
         self.order_bound = -math.inf
         self._budget = float(problem.budget_bytes - problem.graph.resident_bytes)
-        self._scratch: Any = build_scratch(self.instance, PARAMETERS.stretch)
+        self._scratch: Any = build_scratch(self.instance, PARAMETERS.stretch, time_up)
         # Codes and scratch are allocated once; the kernels copy rows between them and allocate next to nothing.
         self._current, self._best, self._trial = self.empty_code(), self.empty_code(), self.empty_code()
         self._random = np.zeros(1, dtype=np.uint64)
