@@ -56,7 +56,7 @@ def max_flow(arcs: Arcs, capacity: Ints, source: int, sink: int, time_up: Flag) 
 
     Args:
         arcs: The arcs.
-        capacity: Capacity of each given arc, zero or more. Their sum is below 2^62 on every cut of interest. Shape ``[given arc]``.
+        capacity: Capacity of each given arc, zero or more; no cut of interest has 2^62 in all. Shape ``[given arc]``.
         source: Node that the flow leaves.
         sink: Node that it goes to.
         time_up: Ends the search when it is raised.

@@ -20,7 +20,6 @@ The bound is that of the linear program of the same event or better: there `y` a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -85,14 +84,13 @@ class Single(NamedTuple):
     runs: npt.NDArray[np.bool_]
 
 
-def single_event(model: CutModel, event: int, time_up: Flag, out_of_time: Callable[[], bool] = lambda: False) -> Single:
+def single_event(model: CutModel, event: int, time_up: Flag) -> Single:
     """Bound the cost of every plan by what has to be computed again after one event.
 
     Args:
         model: The problem's model.
         event: The event.
-        time_up: Ends a flow when it is raised.
-        out_of_time: Called between flows; the best bound so far is returned.
+        time_up: When it is raised, the best bound so far is returned.
     """
     none = np.zeros(0, dtype=np.bool_)
     network = _Network(model, event, time_up)
@@ -107,7 +105,7 @@ def single_event(model: CutModel, event: int, time_up: Flag, out_of_time: Callab
     right = network.line(runs)
     best, best_runs = 0.0, runs
     for _ in range(PARAMETERS.steps):
-        if time_up[0] or out_of_time() or left.excess - right.excess <= 0:
+        if time_up[0] or left.excess - right.excess <= 0:
             break
         price = (right.cost - left.cost) / (left.excess - right.excess)
         highest = left.cost + price * left.excess
@@ -137,6 +135,7 @@ class _Network:
         m = model
         self._time_up = time_up
         above, below = m.sides(event)
+        below = below | m.descendants(event)
         reached = above.copy()
         reached[event] = True
         floating = ~reached & ~below

@@ -38,7 +38,6 @@ class RefinementParameters:
             (9,000 ops), and which event proves most is not known before.
         candidate_spacing: The graph is divided into so many parts, and two candidates are further apart than one of them:
             neighbours of a peak prove nearly the same as the peak.
-        linear_ops: On larger graphs the bound of a single event is that of a cut, which takes time nearly in proportion to the ops.
         linear_time_s: Seconds for a linear program. Its duals give a bound at any moment, so that what is cut short
             is still of use.
         chain_linear_time_s: The same for several events; larger programs, solved once a round.
@@ -53,7 +52,6 @@ class RefinementParameters:
 
     candidates: int = 14
     candidate_spacing: int = 56
-    linear_ops: int = 10_000
     linear_time_s: float = 5.0
     chain_linear_time_s: float = 10.0
     chain_linear_share: float = 0.3
@@ -154,33 +152,25 @@ def single_cuts(
     prove: Prove,
     out_of_time: Callable[[], bool],
     *,
-    left_s: Callable[[], float] = lambda: math.inf,
     time_up: Flag | None = None,
 ) -> int | None:
-    """Prove the bound of each event alone, by its linear program, or on a large graph by a cut (`min_cut`).
+    """Prove the bound of each event alone, by a minimum cut (`min_cut`).
 
     Args:
         model: The problem's model.
         candidates: Events, the most promising first: time may end the loop early.
         prove: Takes every bound that is better than those before it.
         out_of_time: Called between events.
-        left_s: Seconds left for all of them.
-        time_up: Ends the cut of a large graph when it is raised; by default nothing does.
+        time_up: Ends a cut when it is raised; by default nothing does.
 
     Returns:
         The event with the best bound, or None without candidates.
     """
-    from checkmate.solvers.backends.highs import solve_linear
     from checkmate.solvers.bounds.min_cut import single_event
 
     best, best_event = -math.inf, None
     for event in candidates:
-        if model.end > PARAMETERS.linear_ops:
-            bound = single_event(model, event, no_alarm() if time_up is None else time_up, out_of_time).share
-        else:
-            cut = model.build([event])
-            limit_s = min(PARAMETERS.linear_time_s, left_s())
-            bound = math.inf if cut.impossible else solve_linear(cut.program, time_s=limit_s).bound
+        bound = single_event(model, event, no_alarm() if time_up is None else time_up).share
         if bound > best:
             best, best_event = bound, event
             prove(bound, model.any_order([event]))

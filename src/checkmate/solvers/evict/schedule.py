@@ -56,7 +56,21 @@ class ScheduleParameters:
 PARAMETERS = ScheduleParameters()
 
 
-def low_order(graph: Graph, seed: int, time_up: Flag | None = None) -> list[int]:
+class Scheduled(NamedTuple):
+    """An order of every op once, beside the graph's own.
+
+    Attributes:
+        order: The order.
+        peak_bytes: Its peak above resident bytes; infinite if not even one order was made in time.
+        given_peak_bytes: That of the graph's own order.
+    """
+
+    order: tuple[int, ...]
+    peak_bytes: float
+    given_peak_bytes: float
+
+
+def low_order(graph: Graph, seed: int, time_up: Flag | None = None) -> Scheduled:
     """A topological order with a low peak: always the ready op that adds the fewest bytes, many times over with noise.
 
     Args:
@@ -65,7 +79,7 @@ def low_order(graph: Graph, seed: int, time_up: Flag | None = None) -> list[int]
         time_up: Ends the tries when it is raised; by default nothing does.
 
     Returns:
-        Every op once; in the graph's own order if not even one try came to its end.
+        The lowest order of all tries; the graph's own if not even one try came to its end.
     """
     count = len(graph.ops)
     # Liveness is that of storages: a view reads as its owner, and makes nothing.
@@ -99,8 +113,9 @@ def low_order(graph: Graph, seed: int, time_up: Flag | None = None) -> list[int]
         size=np.array([value.size_bytes for value in graph.values], dtype=np.float64),
         workspace=np.array([op.workspace_bytes for op in graph.ops], dtype=np.float64),
     )
-    lowest_peak(dag, PARAMETERS.noise, tries, random, no_alarm() if time_up is None else time_up, order)
-    return order.tolist()
+    given = peak_of(dag, order)
+    peak = lowest_peak(dag, PARAMETERS.noise, tries, random, no_alarm() if time_up is None else time_up, order)
+    return Scheduled(tuple(order.tolist()), peak, given)
 
 
 class Dag(NamedTuple):
@@ -129,6 +144,27 @@ class Dag(NamedTuple):
     readers: Ints
     size: Floats
     workspace: Floats
+
+
+@kernel
+def peak_of(g, order):
+    """Peak of an order of every op, in bytes."""
+    left = g.readers.copy()
+    held = 0.0
+    peak = 0.0
+    for o in order:
+        for q in range(g.output_start[o], g.output_start[o + 1]):
+            held += g.size[g.outputs[q]]
+        peak = max(peak, held + g.workspace[o])
+        for q in range(g.output_start[o], g.output_start[o + 1]):
+            if g.readers[g.outputs[q]] == 0:
+                held -= g.size[g.outputs[q]]
+        for q in range(g.input_start[o], g.input_start[o + 1]):
+            v = g.inputs[q]
+            left[v] -= 1
+            if left[v] == 0:
+                held -= g.size[v]
+    return peak
 
 
 @kernel

@@ -8,9 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.orders import deferred_weight_gradients, on_demand_ops
 
@@ -91,11 +89,10 @@ def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator
     yield from (Start(given, late) for late in target_lists(problem))
     if not problem.reorder:
         return
-    low = tuple(low_order(graph, seed, time_up))
-    peaks = [simulate(graph, Plan.from_order(graph, order)).peak_bytes - graph.resident_bytes for order in (low, given)]
-    lower = peaks[0] < PARAMETERS.lower * peaks[1]
+    low = low_order(graph, seed, time_up)
+    lower = low.peak_bytes < PARAMETERS.lower * low.given_peak_bytes
     if len(graph.ops) <= PARAMETERS.annealed_ops:
         room = problem.budget_bytes - graph.resident_bytes
-        yield Start(tuple(reorder(graph, low if lower else given, room, seed, time_up)), frozenset())
+        yield Start(tuple(reorder(graph, low.order if lower else given, room, seed, time_up)), frozenset())
     elif lower:
-        yield Start(low, frozenset())
+        yield Start(low.order, frozenset())
