@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Final, Protocol
 
@@ -93,7 +93,7 @@ class Session:
         return self._alarm.flag
 
     @contextmanager
-    def within(self, until_s: float) -> Iterator[None]:
+    def within(self, until_s: float) -> Generator[None]:
         """A context in which `time_up` is raised at a moment before the session's own end already.
 
         Args:

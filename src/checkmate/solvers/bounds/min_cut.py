@@ -31,7 +31,6 @@ from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.max_flow import build_arcs, max_flow
 
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 _SOURCE: Final = 0
 """Node of all that surely runs after the event begins."""
@@ -215,18 +214,24 @@ class _Network:
     def least_bytes(self) -> tuple[int, npt.NDArray[np.bool_]]:
         """A lower bound on the bytes held at the event, whatever it costs, and the cut."""
         scale = min(1.0, PARAMETERS.flow / max(1, self.held))
-        flow, runs = self._flow(np.zeros(len(self._paid_cost)), self._held_bytes * scale)
+        flow, runs = self._flow(0.0, scale)
         return math.floor(flow / scale), runs
 
     def least_cost(self, price: float) -> tuple[float, npt.NDArray[np.bool_]]:
         """A lower bound on the cost for a price of a byte, in the graph's unit, and the cut."""
         # No cut of interest is larger than the one where nothing is computed again.
         scale = PARAMETERS.flow / max(1.0, price * self.held)
-        flow, runs = self._flow(self._paid_cost * scale, self._held_bytes * (price * scale))
+        flow, runs = self._flow(scale, price * scale)
         return flow / scale - price * self.room, runs
 
-    def _flow(self, cost: Floats, held: Floats) -> tuple[int, npt.NDArray[np.bool_]]:
-        """The largest flow for capacities that are rounded down, and the source's side of its cut. Shape ``[node]``."""
-        capacity = np.minimum(np.floor(np.concatenate([cost, held])), _UNLIMITED).astype(np.int64)
+    def _flow(self, of_cost: float, of_byte: float) -> tuple[int, npt.NDArray[np.bool_]]:
+        """The largest flow for capacities that are rounded down, and the source's side of its cut.
+
+        Args:
+            of_cost: Capacity of a unit of cost.
+            of_byte: Capacity of a byte.
+        """
+        exact = np.concatenate([self._paid_cost * of_cost, self._held_bytes * of_byte])
+        capacity = np.minimum(np.floor(exact), _UNLIMITED).astype(np.int64)
         whole = np.concatenate([capacity, np.full(self._unlimited, _UNLIMITED, dtype=np.int64)])
         return max_flow(self._arcs, whole, _SOURCE, _SINK, self._time_up)
