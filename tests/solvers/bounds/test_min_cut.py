@@ -27,7 +27,7 @@ def test_the_cut_is_the_stated_program_of_its_event():
         model = CutModel(problem, targets)
         for event in range(model.end):
             stated = least_share(problem, [event], targets=targets)
-            share = single_event(model, event, no_alarm()).share
+            share = single_event(model, event, no_alarm())
             assert share == pytest.approx(stated, abs=1e-4), (seed, event)
             sharp += 1e-4 < stated < math.inf
             impossible += math.isinf(stated)
@@ -43,7 +43,7 @@ def test_no_plan_costs_less():
         if len(problem.graph.ops) > 7:
             continue
         model = CutModel(problem)
-        shares = [single_event(model, event, no_alarm()).share for event in range(model.end)]
+        shares = [single_event(model, event, no_alarm()) for event in range(model.end)]
         if max(shares) <= 0:
             continue
         optimum = solve(problem, BruteForce(), raise_on_failure=False).cost
@@ -85,11 +85,13 @@ def test_a_cut_says_what_runs_again_and_what_is_held():
     network = _Network(model, 3, no_alarm())
     assert (network.held, network.room) == (14, 9)
     assert network.least_bytes()[0] == 0
-    found = single_event(model, 3, no_alarm())
-    assert found.share * graph.cost == pytest.approx(3.0 * 5 / 9, rel=1e-4)
-    assert network.line(found.runs) in (Line(3.0, -4.0), Line(0.0, 5.0))  # the price at which both cost the same
-    assert single_event(CutModel(Problem(graph, 20)), 3, no_alarm()).share == 0
-    assert single_event(CutModel(Problem(graph, 5)), 3, no_alarm()).share == math.inf
+    assert single_event(model, 3, no_alarm()) * graph.cost == pytest.approx(3.0 * 5 / 9, rel=1e-4)
+    for price, cut in ((0.1, Line(0.0, 5.0)), (0.5, Line(3.0, -4.0))):
+        value, runs = network.least_cost(price)
+        assert network.line(runs) == cut
+        assert value == pytest.approx(cut.cost + price * cut.excess)
+    assert single_event(CutModel(Problem(graph, 20)), 3, no_alarm()) == 0
+    assert single_event(CutModel(Problem(graph, 5)), 3, no_alarm()) == math.inf
 
 
 def test_an_alarm_ends_it_with_what_is_proven():
@@ -97,8 +99,8 @@ def test_an_alarm_ends_it_with_what_is_proven():
     model = CutModel(Problem(unit_chain(16), 6))
     flag = no_alarm()
     flag[0] = 1
-    assert single_event(model, 17, flag).share == 0.0
-    assert single_event(model, 17, no_alarm()).share > 0
+    assert single_event(model, 17, flag) == 0.0
+    assert single_event(model, 17, no_alarm()) > 0
 
 
 def test_amounts_of_any_unit_give_the_same_share():
@@ -108,7 +110,7 @@ def test_amounts_of_any_unit_give_the_same_share():
         graph = unit_chain(8)
         ops = [Op(op.name, op.inputs, op.outputs, cost, phase=op.phase) for op in graph.ops]
         scaled = Graph(tuple(ops), tuple(Value(value.name, size, kept=value.kept) for value in graph.values))
-        shares.append(single_event(CutModel(Problem(scaled, 4 * size)), 9, no_alarm()).share)
+        shares.append(single_event(CutModel(Problem(scaled, 4 * size)), 9, no_alarm()))
     assert shares[0] > 0.1
     assert np.ptp(shares) < 2 * PARAMETERS.accuracy
     exact = least_share(Problem(unit_chain(8), 4), [9])

@@ -133,7 +133,7 @@ def test_single_cuts_prove_each_bound_that_is_better_than_those_before():
         expected: list[tuple[float, bool]] = []
         event = None
         for candidate in candidates:
-            bound = single_event(model, candidate, no_alarm()).share
+            bound = single_event(model, candidate, no_alarm())
             if not expected or bound > expected[-1][0]:
                 expected.append((bound, model.any_order([candidate])))
                 event = candidate

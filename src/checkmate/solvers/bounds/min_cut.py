@@ -70,39 +70,28 @@ class Line(NamedTuple):
     excess: float
 
 
-class Single(NamedTuple):
-    """What `single_event` proves.
-
-    Attributes:
-        share: Bound on the cost of recomputation, as a share of computing every op once; infinite if no plan exists.
-        runs: Whether each op runs after the event begins in the cut of the best price; empty where nothing has to be
-            computed again, or no plan exists. Shape ``[op + 1]``.
-    """
-
-    share: float
-    runs: npt.NDArray[np.bool_]
-
-
-def single_event(model: CutModel, event: int, time_up: Flag) -> Single:
+def single_event(model: CutModel, event: int, time_up: Flag) -> float:
     """Bound the cost of every plan by what has to be computed again after one event.
 
     Args:
         model: The problem's model.
         event: The event.
         time_up: When it is raised, the best bound so far is returned.
+
+    Returns:
+        The bound on the cost of recomputation, as a share of computing every op once; infinite if no plan exists.
     """
-    none = np.zeros(0, dtype=np.bool_)
     network = _Network(model, event, time_up)
     total = max(1.0, float(model.cost.sum()))
     # Without a price everything is held; at an infinite one as little as possible, whatever it costs.
     left = Line(0.0, float(network.held - network.room))
     if left.excess <= 0:
-        return Single(0.0, none)
+        return 0.0
     least, runs = network.least_bytes()
     if least > network.room:
-        return Single(math.inf, none)
+        return math.inf
     right = network.line(runs)
-    best, best_runs = 0.0, runs
+    best = 0.0
     for _ in range(PARAMETERS.steps):
         if time_up[0] or left.excess - right.excess <= 0:
             break
@@ -111,14 +100,13 @@ def single_event(model: CutModel, event: int, time_up: Flag) -> Single:
         if highest - best <= PARAMETERS.accuracy * total:
             break
         value, runs = network.least_cost(price)
-        if value > best:
-            best, best_runs = value, runs
+        best = max(best, value)
         line = network.line(runs)
         if line.excess > 0:
             left = line
         else:
             right = line
-    return Single(best / total, best_runs)
+    return best / total
 
 
 class _Network:

@@ -170,7 +170,7 @@ def single_cuts(
 
     best, best_event = -math.inf, None
     for event in candidates:
-        bound = single_event(model, event, no_alarm() if time_up is None else time_up).share
+        bound = single_event(model, event, no_alarm() if time_up is None else time_up)
         if bound > best:
             best, best_event = bound, event
             prove(bound, model.any_order([event]))
