@@ -64,7 +64,7 @@ def settle() -> None:
 def peaks(step: Callable[[], Any], model: torch.nn.Module, batch: Iterable[torch.Tensor], device: str) -> dict[str, int]:
     """Peak of the next step with everything that is allocated, and what the allocator reserves; gradients are freed before.
 
-    ``requested_bytes`` is the peak of what was asked for, before the allocator rounds: on a GPU a block may be up to 1 MiB larger.
+    ``requested_bytes`` is the peak of what was asked for, before the allocator rounds: a block of a GPU can be 1 MiB larger.
     """
     model.zero_grad(set_to_none=True)
     if device != "cuda":

@@ -52,7 +52,10 @@ def check_folder(name: str, folder: Path, other: str) -> Check:
     free = shutil.disk_usage(folder).free
     if free < _LEAST_FREE:
         return Check(
-            name=name, verdict="note", detail=f"{folder} has {format_bytes(free)} free", cure=f"free space on its disk, or {other}"
+            name=name,
+            verdict="note",
+            detail=f"{folder} has {format_bytes(free)} free",
+            cure=f"free space on its disk, or {other}",
         )
     return Check(name=name, verdict="ok", detail=f"{folder} can be written, {format_bytes(free)} free")
 

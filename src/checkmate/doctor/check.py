@@ -71,7 +71,7 @@ class Report:
             "machine": dict(self.machine),
             "versions": dict(self.versions),
             "checks": [
-                {"name": c.name, "verdict": c.verdict, "detail": c.detail, "cure": c.cure, **({"figures": dict(c.figures)})}
+                {"name": c.name, "verdict": c.verdict, "detail": c.detail, "cure": c.cure, "figures": dict(c.figures)}
                 for c in self.checks
             ],
             "warnings": list(self.warnings),

@@ -54,7 +54,11 @@ def check_cxx() -> Check:
         flags += ["-Xpreprocessor", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
         try:
             done = subprocess.run(
-                [found, *words[1:], *flags, str(source), "-o", str(module)], capture_output=True, text=True, timeout=60, check=False
+                [found, *words[1:], *flags, str(source), "-o", str(module)],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return Check(

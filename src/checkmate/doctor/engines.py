@@ -33,7 +33,9 @@ def check_highs() -> Check:
 def check_ortools() -> Check:
     """OR-Tools, which runs in a process of its own, through CP-SAT."""
     if importlib.util.find_spec("ortools") is None:
-        return Check(name="OR-Tools", verdict="skipped", detail='not installed; only solver="intervals" and other engines need it')
+        return Check(
+            name="OR-Tools", verdict="skipped", detail='not installed; only solver="intervals" and other engines need it'
+        )
     return check_engine("OR-Tools", Intervals(), "run `pip install --force-reinstall ortools`", optimum=OPTIMUM)
 
 
@@ -67,4 +69,6 @@ def check_engine(name: str, solver: Solver, cure: str, *, optimum: int | None) -
         return Check(name=name, verdict="failed", detail=f"no plan: {result.termination}", cure=cure)
     if optimum is not None and result.cost != optimum:
         return Check(name=name, verdict="failed", detail=f"cost {result.cost}, and the optimum is {optimum}", cure=cure)
-    return Check(name=name, verdict="ok", detail=f"solves a problem of {len(result.plan.order)} steps in {result.elapsed_s:.1f} s")
+    return Check(
+        name=name, verdict="ok", detail=f"solves a problem of {len(result.plan.order)} steps in {result.elapsed_s:.1f} s"
+    )

@@ -104,7 +104,7 @@ def check_allocator() -> Check:
 
 
 def check_autotuning() -> Check:
-    """cuDNN's autotuner: it tries algorithms with large workspaces in the first step of each shape, above every plan."""
+    """The autotuner of cuDNN: it tries algorithms with large workspaces in the first step of each shape, above every plan."""
     if torch.backends.cudnn.benchmark:
         return Check(
             name="cuDNN",

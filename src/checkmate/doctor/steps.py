@@ -255,7 +255,9 @@ def _floor_bytes(path: Path, device: str, scale: int) -> int:
     example = path.build(scale)
     batch = tuple(t.to(device) for t in example.batch)
     try:
-        checkmate.torch.compile(example.model.to(device), example.loss, example=batch, budget=1, chunking="off", time_limit_s=_PLANNING_S)
+        checkmate.torch.compile(
+            example.model.to(device), example.loss, example=batch, budget=1, chunking="off", time_limit_s=_PLANNING_S
+        )
     except InfeasibleBudgetError as refused:
         return refused.floor_bytes
     raise AssertionError("a budget of one byte was kept")

@@ -16,7 +16,19 @@ DISTRIBUTION: Final = "checkmate-remat"
 TESTED: Final = {"torch": (2, 13)}
 """The newest minor version with which the private names that Checkmate uses were tested."""
 
-_SHOWN: Final = ("numpy", "scipy", "highspy", "numba", "msgspec", "torch", "triton", "transformers", "ortools", "tensorflow", "jax")
+_SHOWN: Final = (
+    "numpy",
+    "scipy",
+    "highspy",
+    "numba",
+    "msgspec",
+    "torch",
+    "triton",
+    "transformers",
+    "ortools",
+    "tensorflow",
+    "jax",
+)
 _OPTIONAL_EXTRAS: Final = ("dev", "demo", "plot", "cpsat", "all")
 """Extras whose packages no step and no solver needs."""
 

@@ -1,7 +1,7 @@
 """The eight models of the pack: plain PyTorch, random weights, no other package, at two sizes.
 
-``full`` takes 10 to 40 GiB keeping everything and less than a second a step on an H100; ``tiny`` runs on a CPU in milliseconds. Every
-op has a deterministic kernel, so that bits can be compared.
+At full size they are meant to take 10 to 40 GiB keeping everything and less than a second a step on an H100; the tiny ones
+run on a CPU in milliseconds. Every op has a deterministic kernel, so that bits can be compared.
 """
 
 from __future__ import annotations
@@ -169,9 +169,7 @@ class Bottleneck(nn.Module):
             return [nn.Conv2d(i, o, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(o)]
 
         relu = nn.ReLU()
-        self.body = nn.Sequential(
-            *conv(inputs, width, 1), relu, *conv(width, width, 3, stride), relu, *conv(width, outputs, 1)
-        )
+        self.body = nn.Sequential(*conv(inputs, width, 1), relu, *conv(width, width, 3, stride), relu, *conv(width, outputs, 1))
         self.skip = nn.Sequential(*conv(inputs, outputs, 1, stride)) if stride > 1 or inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -372,10 +370,7 @@ def build(name: str, device: str, tiny: bool) -> Case:
     torch.manual_seed(0)
     case = MODELS[name](tiny)
     dtype = torch.float32 if tiny or name in FLOAT32 else torch.bfloat16
-    if device == "meta":
-        model = case.model.to(dtype).to("meta")
-    else:
-        model = case.model.to(device=device, dtype=dtype)
+    model = case.model.to(dtype).to(device)
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() and tensor.ndim > 1 else None)
