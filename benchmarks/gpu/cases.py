@@ -284,7 +284,7 @@ def _tokens(vocabulary: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
 
 def gpt2(tiny: bool) -> Case:
     """GPT-2 small: 12 layers of width 768, 16 sequences of 1024 tokens."""
-    vocabulary, batch, length, width, heads, depth = (256, 2, 32, 32, 2, 2) if tiny else (50257, 16, 1024, 768, 12, 12)
+    vocabulary, batch, length, width, heads, depth = (256, 2, 32, 32, 2, 1) if tiny else (50257, 16, 1024, 768, 12, 12)
     layers: list[nn.Module] = [Layer(width, heads, causal=True) for _ in range(depth)]
     model = Tokens(vocabulary, length, width, layers, nn.LayerNorm(width), tied=True)
     return Case(model, _tokens(vocabulary, batch, length), tuple(layers))

@@ -52,6 +52,21 @@ class Setting:
     rounds: int
     left_out: list[str] = field(default_factory=list[str])
 
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """Budgets between the smallest peak and keeping everything."""
+        return FRACTIONS[::2] if self.tiny else FRACTIONS
+
+    @property
+    def knobs(self) -> tuple[float, ...]:
+        """Values of torch's own budget."""
+        return KNOBS[2:3] if self.tiny else KNOBS
+
+    def asked(self, rows: list[dict[str, Any]]) -> list[int]:
+        """Peaks of other variants at which ours are measured, the largest first."""
+        found = sorted({row["allocated_bytes"] for row in rows}, reverse=True)
+        return found[1:2] if self.tiny else found
+
     def time_for(self, what: str, seconds: float) -> bool:
         """Whether so many seconds are left; what is not measured is noted."""
         if time.perf_counter() + seconds < self.deadline:
@@ -89,7 +104,7 @@ def peaks(setting: Setting, name: str) -> dict[str, Any]:
     top = keep_all_bytes(graph)
     smallest = min_budget(graph, limits=Limits(time_s=2 * setting.solve_s))
     rows: list[dict[str, Any]] = []
-    for fraction in (None, *reversed(FRACTIONS)):
+    for fraction in (None, *reversed(setting.fractions)):
         label = "keep all" if fraction is None else f"{fraction:.0%}"
         if not setting.time_for(label, 3 * setting.solve_s):
             continue
@@ -125,22 +140,21 @@ def front(setting: Setting, name: str) -> dict[str, Any]:
         ("eager", _eager),
         ("activation checkpointing", functools.partial(_checkpointed, selective=False)),
         ("selective checkpointing", functools.partial(_checkpointed, selective=True)),
-        *((f"activation_memory_budget={knob}", functools.partial(_knob, knob, "aot_eager")) for knob in KNOBS),
+        *((f"activation_memory_budget={knob}", functools.partial(_knob, knob, "aot_eager")) for knob in setting.knobs),
     ]
     rows = _variants(setting, name, others)
-    asked = sorted({row["allocated_bytes"] for row in rows})
-    mine = [(f"ours, {budget}", functools.partial(_ours, budget, "eager", setting.solve_s)) for budget in asked]
+    mine = [(f"ours, {budget}", functools.partial(_ours, budget, "eager", setting.solve_s)) for budget in setting.asked(rows)]
     return {"variants": rows + [{**row, "ours": True} for row in _variants(setting, name, mine)]}
 
 
 def inductor(setting: Setting, name: str) -> dict[str, Any]:
     """The same with Inductor: stock, with torch's own budget, and ours at their peaks."""
-    knobs = KNOBS[1::2]
     others = [("Inductor", functools.partial(_knob, 1.0, "inductor"))]
-    others += [(f"Inductor, activation_memory_budget={knob}", functools.partial(_knob, knob, "inductor")) for knob in knobs]
+    others += [
+        (f"Inductor, activation_memory_budget={knob}", functools.partial(_knob, knob, "inductor")) for knob in setting.knobs[:3:2]
+    ]
     rows = _variants(setting, name, others)
-    asked = sorted({row["allocated_bytes"] for row in rows})
-    mine = [(f"ours, {budget}", functools.partial(_ours, budget, "inductor", setting.solve_s)) for budget in asked]
+    mine = [(f"ours, {budget}", functools.partial(_ours, budget, "inductor", setting.solve_s)) for budget in setting.asked(rows)]
     return {"variants": rows + [{**row, "ours": True} for row in _variants(setting, name, mine)]}
 
 
@@ -249,7 +263,7 @@ def reserved(setting: Setting, name: str) -> dict[str, Any]:
     least = keep.graph.resident_bytes
     del case, keep
     rows: list[dict[str, Any]] = []
-    for share in (0.75, 0.5):
+    for share in (1.0,) if setting.tiny else (0.75, 0.5):
         budget = least + int(share * (top - least))
         if not setting.time_for(f"{share:.0%}", 4 * setting.solve_s):
             continue
