@@ -119,6 +119,7 @@ def test_the_page_says_what_was_not_measured(pack, rehearsed):
     assert f"{len(REHEARSED)} of {len(pack.PARTS)} parts were measured." in text
     assert "| gpt2 | keep all |" in text
     assert "| bert | not measured |" in text
+    assert "Inductor.\n\nNot measured." in text
     failed = page.page({"peaks:bert": {"part": "peaks:bert", "failed": "OutOfMemoryError: CUDA | out", "left_out": []}})
     assert "not measured: OutOfMemoryError: CUDA / out" in failed
     committed = {part: known for part in pack.PARTS if (known := pack.read(PACK / "results", part)) is not None}

@@ -15,6 +15,7 @@ sys.path.insert(0, str(HERE))
 from run import KINDS, MODELS, PARTS, read, verdict
 
 PAGE = HERE.parents[1] / "docs" / "benchmarks" / "gpu.md"
+PREDICTED = HERE / "predicted.json"
 NOT_MEASURED = "not measured"
 TITLES = {
     "peaks": "Planned and measured peaks",
@@ -26,7 +27,8 @@ TITLES = {
 }
 ABOUT = {
     "peaks": "Everything that is allocated, in GiB. *Identical* compares loss, gradients, buffers and random states with\n"
-    "keeping everything, byte by byte, with deterministic kernels. *Costs* is the sum of the costs of all ops over the measured step.",
+    "keeping everything, byte by byte, with deterministic kernels. *Costs* is the sum of the costs of all ops over the\n"
+    "measured step.",
     "expandable": "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.",
     "fits": "The prediction is made from shapes alone, with the profile of the device.",
     "front": "Fastest of five steps, by CUDA events. *Beaten* says whether another way is faster than the fastest plan at its\n"
@@ -60,11 +62,15 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
     ]
     for kind in KINDS:
         lines += [f"## {TITLES[kind]}", "", ABOUT[kind], ""]
+        if not any(f"{kind}:{model}" in results for model in MODELS):
+            lines += [f"{NOT_MEASURED.capitalize()}.", ""]
+            continue
         header, rows = _TABLES[kind]
         body = [row for model in MODELS for row in _rows(rows, model, results.get(f"{kind}:{model}"), len(header))]
         lines += [_line(["model", *header]), _line(["---"] * (len(header) + 1)), *map(_line, body), ""]
     lines += ["## CUDA graphs", "", *_graphs(results.get("graphs:gpt2")), ""]
     broken = [f"- {part}: {line}" for part, known in results.items() for line in verdict(known)]
+    lines += _predicted()
     lines += ["## Broken promises", "", *(broken or ["None." if done else f"{NOT_MEASURED.capitalize()}."]), ""]
     return "\n".join(lines)
 
@@ -145,6 +151,34 @@ def _reserved(result: dict[str, Any]) -> list[list[str]]:
         [row["budget"], _gib(row["budget_bytes"]), _gib(row["predicted_reserved_bytes"]), _gib(row.get("reserved_bytes"))]
         for row in result["points"]
     ]
+
+
+def _predicted() -> list[str]:
+    """What `predicted.py` left, which needs no GPU."""
+    lines = ["## Reserved memory by the model of the allocator", ""]
+    if not PREDICTED.exists():
+        return [*lines, "Not predicted yet.", ""]
+    report = json.loads(PREDICTED.read_text())
+    lines += [
+        f"No GPU was used: the models are traced from shapes for an {report['device']}, and their plans replayed on the model of",
+        f"PyTorch's allocator (`benchmarks/gpu/predicted.py`; PyTorch {report['versions']['torch']}). In GiB: the peak of the live",
+        "bytes of a plan; the blocks in use, which `max_memory_allocated` counts; what is reserved with a segment for each large",
+        "request; and with one arena made before the first step.",
+        "",
+        _line(["model", "budget", "live bytes", "blocks", "reserved", "above", "with an arena", "above", "overhead"]),
+        _line(["---"] * 9),
+    ]
+    for model, rows in report["models"].items():
+        for row in rows:
+            above = [
+                f"{100 * (row[name] / row['planned_bytes'] - 1):.1f} %"
+                for name in ("reserved_bytes", "reserved_with_arena_bytes")
+            ]
+            names = ("planned_bytes", "allocated_bytes", "reserved_bytes", "reserved_with_arena_bytes")
+            planned, blocks, reserved, arena = (_gib(row[name]) for name in names)
+            cells = [model, row["budget"], planned, blocks, reserved, above[0], arena, above[1], f"{row['overhead']:.3f}"]
+            lines.append(_line(cells))
+    return [*lines, ""]
 
 
 def _graphs(known: dict[str, Any] | None) -> list[str]:
