@@ -5,6 +5,7 @@ python benchmarks/gpu/page.py [FOLDER]
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -170,15 +171,14 @@ def _predicted() -> list[str]:
     ]
     for model, rows in report["models"].items():
         for row in rows:
-            above = [
-                f"{100 * (row[name] / row['planned_bytes'] - 1):.1f} %"
-                for name in ("reserved_bytes", "reserved_with_arena_bytes")
-            ]
-            names = ("planned_bytes", "allocated_bytes", "reserved_bytes", "reserved_with_arena_bytes")
-            planned, blocks, reserved, arena = (_gib(row[name]) for name in names)
-            cells = [model, row["budget"], planned, blocks, reserved, above[0], arena, above[1], f"{row['overhead']:.3f}"]
-            lines.append(_line(cells))
+            live, reserved, arena = (row[n] for n in ("planned_bytes", "reserved_bytes", "reserved_with_arena_bytes"))
+            cells = [model, row["budget"], _gib(live), _gib(row["allocated_bytes"]), _gib(reserved), _above(reserved, live)]
+            lines.append(_line([*cells, _gib(arena), _above(arena, live), f"{row['overhead']:.3f}"]))
     return [*lines, ""]
+
+
+def _above(size_bytes: int, live_bytes: int) -> str:
+    return f"{100 * (size_bytes / live_bytes - 1):.1f} %"
 
 
 def _graphs(known: dict[str, Any] | None) -> list[str]:

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/predicted.py [MODEL ...]
 
-The steps are traced from shapes for an H100, and planned for 75 % and 50 % of the whole step. Three figures for each plan: the peak of
-its live bytes, what the allocator reserves with a segment for each large request, and what it reserves with one arena made before
-the first step (`budget_of="reserved"`). Results go to `predicted.json`; `page.py` shows them.
+The steps are traced from shapes for an H100, and planned for 75 % and 50 % of the whole step. Figures of each plan: the peak of
+its live bytes and of the blocks, what the allocator reserves with a segment for each large request, and what it reserves with one
+arena made before the first step (`budget_of="reserved"`). Results go to `predicted.json`; `page.py` shows them.
 """
 
 from __future__ import annotations
