@@ -61,10 +61,19 @@ def settle() -> None:
         torch.cuda.empty_cache()
 
 
-def peaks(step: Callable[[], Any], model: torch.nn.Module, batch: Iterable[torch.Tensor], device: str) -> dict[str, int]:
+def peaks(
+    step: Callable[[], Any], model: torch.nn.Module, batch: Iterable[torch.Tensor], device: str, *, emptied: bool = True
+) -> dict[str, int]:
     """Peak of the next step with everything that is allocated, and what the allocator reserves; gradients are freed before.
 
     ``requested_bytes`` is the peak of what was asked for, before the allocator rounds: a block of a GPU can be 1 MiB larger.
+
+    Args:
+        step: Runs a step.
+        model: Its model.
+        batch: Its batch.
+        device: Type of the device.
+        emptied: Whether segments that nothing uses are given back before; not where they were reserved on purpose.
     """
     model.zero_grad(set_to_none=True)
     if device != "cuda":
@@ -74,8 +83,8 @@ def peaks(step: Callable[[], Any], model: torch.nn.Module, batch: Iterable[torch
         return {"allocated_bytes": peak, "requested_bytes": peak}
     gc.collect()
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if emptied:
+        torch.cuda.empty_cache()
     step()
     model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()

@@ -6,7 +6,6 @@ driver leaves it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 import time
@@ -19,10 +18,12 @@ import torch
 from cases import Case, build
 
 import checkmate.torch
-from checkmate import Limits, PlanNotFoundError, Problem, evaluate, min_budget, solve
-from checkmate.core.budget import keep_all_bytes
+from checkmate import InfeasibleBudgetError, Limits, PlanNotFoundError, evaluate, min_budget
 from checkmate.core.errors import CheckmateError
-from checkmate.studies.reserved import reserved_bytes
+from checkmate.frontend.counted_memory import counted_bytes
+from checkmate.frontend.planner import keep_everything
+from checkmate.studies.reserved import reserved_bytes, smallest_arena
+from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.step.programs import forward_program
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
@@ -80,7 +81,9 @@ class Setting:
         return build(name, self.device, self.tiny)
 
 
-def observed(setting: Setting, step: Callable[[], Any], case: Case, *, bits: bool = False) -> dict[str, Any]:
+def observed(
+    setting: Setting, step: Callable[[], Any], case: Case, *, bits: bool = False, emptied: bool = True
+) -> dict[str, Any]:
     """Peaks and times of a step, and a hash of what it computes."""
     row: dict[str, Any] = {}
     step()
@@ -88,7 +91,7 @@ def observed(setting: Setting, step: Callable[[], Any], case: Case, *, bits: boo
     step()  # a plan for a step that begins without gradients is now in use, and every kernel is loaded
     if bits:
         row["bits"] = measure.bits(step, case.model)
-    row |= measure.peaks(step, case.model, case.batch, setting.device)
+    row |= measure.peaks(step, case.model, case.batch, setting.device, emptied=emptied)
     took = measure.seconds(step, case.model, setting.device, setting.rounds)
     return {**row, "time_s": min(took), "median_s": statistics.median(took)}
 
@@ -101,28 +104,31 @@ def peaks(setting: Setting, name: str) -> dict[str, Any]:
     graph = checkmate.torch.capture(case.model, example=case.batch)
     facts = {"ops": len(graph.ops), "capture_s": time.perf_counter() - began, "resident_bytes": graph.resident_bytes}
     del case
-    top = keep_all_bytes(graph)
+    counted = counted_memory("allocated", torch.device("cuda", 0) if setting.device == "cuda" else None)
     smallest = min_budget(graph, limits=Limits(time_s=2 * setting.solve_s))
+    low, top = (counted_bytes(graph, result, counted) for result in (evaluate(graph, smallest.plan), keep_everything(graph)))
     rows: list[dict[str, Any]] = []
     for fraction in (None, *reversed(setting.fractions)):
         label = "keep all" if fraction is None else f"{fraction:.0%}"
         if not setting.time_for(label, 3 * setting.solve_s):
             continue
-        budget = top if fraction is None else smallest.peak_bytes + int(fraction * (top - smallest.peak_bytes))
-        result = evaluate(graph, smallest.plan)
-        with contextlib.suppress(PlanNotFoundError):
-            result = solve(Problem(graph, budget), limits=Limits(time_s=setting.solve_s), initial=smallest.plan)
+        budget = top if fraction is None else low + int(fraction * (top - low))
         case = setting.case(name)
-        step = checkmate.torch.compile(case.model, example=case.batch, plan=result.plan if fraction is not None else None)
+        compiled = functools.partial(checkmate.torch.compile, case.model, example=case.batch, chunking="off")
+        try:
+            step = compiled(budget=None if fraction is None else budget, time_limit_s=setting.solve_s)
+        except (PlanNotFoundError, InfeasibleBudgetError):
+            step = compiled(plan=smallest.plan)
         row = observed(setting, lambda step=step, case=case: step(*case.batch)[1], case, bits=True)
         row |= {
             "budget": label,
             "budget_bytes": budget,
-            "planned_bytes": step.result.peak_bytes,
+            "planned_bytes": counted_bytes(step.graph, step.result, counted),
+            "live_bytes": step.result.peak_bytes,
             "predicted_reserved_bytes": reserved_bytes(step.graph, step.plan),
             "overhead": step.result.overhead,
-            "bound_overhead": result.bound / graph.cost,
-            "gap": result.gap,
+            "bound_overhead": step.result.bound / step.graph.cost,
+            "gap": step.result.gap,
             "ops_s": step.result.cost / 1e9,
         }
         rows.append(row)
@@ -259,7 +265,7 @@ def reserved(setting: Setting, name: str) -> dict[str, Any]:
     """Budgets of reserved memory: what the allocator holds while a plan runs that is planned for it."""
     case = setting.case(name)
     keep = checkmate.torch.compile(case.model, example=case.batch)
-    top = reserved_bytes(keep.graph, keep.plan)
+    top = smallest_arena(keep.graph, keep.plan).reserved_bytes
     least = keep.graph.resident_bytes
     del case, keep
     rows: list[dict[str, Any]] = []
@@ -275,8 +281,8 @@ def reserved(setting: Setting, name: str) -> dict[str, Any]:
         except CheckmateError as error:
             setting.left_out.append(f"{share:.0%}: {error.message}")
             continue
-        row = observed(setting, lambda step=step, case=case: step(*case.batch)[1], case)
-        predicted = reserved_bytes(step.graph, step.plan)
+        row = observed(setting, lambda step=step, case=case: step(*case.batch)[1], case, emptied=False)
+        predicted = smallest_arena(step.graph, step.plan).reserved_bytes
         rows.append({"budget": f"{share:.0%}", "budget_bytes": budget, "predicted_reserved_bytes": predicted, **row})
         del case, step
     return {"keep_all_reserved_bytes": top, "points": rows}

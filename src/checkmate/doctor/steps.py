@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import checkmate.torch
-from checkmate.core.errors import InfeasibleBudgetError
+from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
@@ -23,6 +23,7 @@ from checkmate.doctor.networks import Example, attention_matrix, convolutions, t
 from checkmate.studies.reserved import reserved_bytes
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph.storages import current_bytes, unique_bytes
+from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.options import Compiler
 
 TOLERANCE: Final = 0.01
@@ -128,7 +129,7 @@ def _check(path: Path, device: str, scale: int) -> Check:
     keep = run(path, device, scale, None)
     try:
         planned = run(path, device, scale, budget)
-    except InfeasibleBudgetError as error:
+    except (InfeasibleBudgetError, PlanNotFoundError) as error:
         if not path.pieces:
             raise
         detail = f"no piece of the attention keeps every bit with the kernels of this device: {error.message}"
@@ -197,15 +198,18 @@ def run(path: Path, device: str, scale: int, budget: str | int | None) -> Ran:
     planning_s = time.perf_counter() - began
     parameters = list(model.parameters())
     state = [*parameters] if optimizer is not None else [p.grad for p in parameters if p.grad is not None]
-    state += [*model.buffers(), torch.get_rng_state()]
+    state += [*model.buffers(), torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
     copied = tuple(t.detach().clone().cpu() for t in state)
     del state
     model.zero_grad(set_to_none=True)
     total, reserved = _measured(train, [*parameters, *model.buffers(), *_optimizer_state(optimizer), x, y], device)
     result = step.result if step is not None else COORDINATOR.result
     assert result is not None
-    planned = None if path.compiler == "inductor" else result.peak_bytes
     graph = step.graph if step is not None else None if COORDINATOR.step is None else COORDINATOR.step.graph
+    counted = counted_memory("allocated", torch.device("cuda", 0) if device == "cuda" else None)
+    planned = None if path.compiler == "inductor" else result.peak_bytes
+    if planned is not None and graph is not None and counted is not None:
+        planned = counted(graph, result.plan)  # a GPU's own count is of blocks
     return Ran(
         total_bytes=total,
         reserved_bytes=reserved,
@@ -268,10 +272,12 @@ def _measured(train: Callable[[], float], held: Sequence[Tensor], device: str) -
     _free()
     if device != "cuda":
         return unique_bytes(held, current_bytes) + checkmate.torch.measure_peak(train), None
-    before = torch.cuda.memory_allocated()
     train()  # reserve again what was given back
-    total = before + checkmate.torch.measure_peak(train, device="cuda")
-    return total, torch.cuda.memory_reserved()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    train()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
