@@ -65,7 +65,7 @@ class PlanStore:
         def locate() -> Path:
             return Path(path) if path is not None else cache_folder() / "measured_plans.sqlite"
 
-        self._database = Database(locate, _SCHEMA, "compiled plans are measured again in every process")
+        self.database = Database(locate, _SCHEMA, "compiled plans are measured again in every process")
 
     def all(self) -> list[MeasuredPlan]:
         """Every plan, the smallest peak first."""
@@ -75,7 +75,7 @@ class PlanStore:
             rows = connection.execute(query, (self.key,))
             return [MeasuredPlan(tuple(json.loads(plan)), msgspec.json.decode(memory, type=StepMemory)) for plan, memory in rows]
 
-        return self._database.run(read, [])
+        return self.database.run(read, [])
 
     def add(self, plan: MeasuredPlan) -> None:
         """Store a plan; what was measured earlier for the same plan is replaced."""
@@ -107,7 +107,7 @@ class PlanStore:
 
     def _rows(self, statement: str, values: tuple[str | int, ...]) -> list[Any]:
         """Rows that a statement gives; none if the file cannot be used."""
-        return self._database.run(lambda connection: list(connection.execute(statement, values)), [])
+        return self.database.run(lambda connection: list(connection.execute(statement, values)), [])
 
 
 def _text(order: Sequence[int]) -> str:

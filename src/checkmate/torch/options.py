@@ -23,6 +23,7 @@ Checkpoints = Literal["hints", "respected"]
 RanksMode = Literal["together", "alone"]
 Unplanned = Literal["error", "warn"]
 Chunking = Literal["exact", "auto", "off"]
+BudgetOf = Literal["allocated", "reserved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,10 @@ class Options:
             bytes, or a share of the whole step, such as ``"70%"``: what no plan can change (parameters, buffers, inputs, state of
             the optimizer, gradients that exist or that the step leaves, held outputs) plus 70 % of what keeping everything needs
             above that. None keeps everything.
+        budget_of: The memory that the budget is of. ``"allocated"`` is what tensors take. ``"reserved"`` is what the CUDA
+            allocator holds for them, unused parts of segments included: what other processes cannot have. The plan is then chosen
+            by a model of the allocator, and on a GPU the memory for it is reserved in one piece before the first step. It needs
+            ``compiler="eager"``, and all ops run whole.
         compiler: ``"eager"`` runs the ops of the plan one by one, in its exact order. ``"inductor"`` fuses them. The compiled
             step then runs twice on the first batch, all that it changes is restored, and its measured peak has to keep the
             budget; this takes up to four compilations. If none keeps it, the ``"eager"`` compiler is used, with a warning.
@@ -73,6 +78,7 @@ class Options:
     """
 
     budget: Amount | Budget | None = None
+    budget_of: BudgetOf = "allocated"
     compiler: Compiler = "eager"
     solver: Solver | str | None = None
     time_limit_s: float | None = 30.0
@@ -93,6 +99,7 @@ class Options:
 
     def __post_init__(self) -> None:
         kinds = {
+            "budget_of": BudgetOf,
             "compiler": Compiler,
             "outputs": Outputs,
             "costs": CostSource,
@@ -112,6 +119,13 @@ class Options:
             raise OptionError(
                 "chunking='auto' needs compiler='eager': Inductor fuses ops and chooses their order itself",
                 hint="leave out compiler, or chunking",
+            )
+        if self.budget_of == "reserved" and (self.compiler != "eager" or self.chunking == "auto"):
+            given = f"compiler={self.compiler!r}" if self.compiler != "eager" else "chunking='auto'"
+            raise OptionError(
+                f"budget_of='reserved' cannot be kept with {given}: what the allocator holds is predicted from the requests of "
+                "whole ops in the order of the plan",
+                hint=f"leave out budget_of, or {given.partition('=')[0]}",
             )
         if self.compiler == "eager" and (self.mode != "default" or self.inductor_options):
             given = "inductor_options" if self.mode == "default" else f"mode={self.mode!r}"
