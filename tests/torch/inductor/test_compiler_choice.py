@@ -22,11 +22,6 @@ from tests.torch.steps import Planned, compiled, observe
 ROWS = 512
 
 
-@pytest.fixture(autouse=True)
-def _own_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_choice, "cache_folder", lambda: tmp_path)
-
-
 def started(model: nn.Module, x: torch.Tensor, **options: Any) -> tuple[Callable[[], Any], Planned]:
     torch._dynamo.reset()
     COORDINATOR.forget_steps()
@@ -82,7 +77,7 @@ def test_without_a_compiler_ops_run_one_by_one(
         run().backward()
     assert not by_inductor(planned)
     assert "no C++ compiler is installed" in caplog.text
-    assert not (tmp_path / "compilers.sqlite").exists()
+    assert not (tmp_path / "measured_plans.sqlite").exists()
 
 
 def test_a_whole_step_runs_op_by_op(caplog: pytest.LogCaptureFixture) -> None:

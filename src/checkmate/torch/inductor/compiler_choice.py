@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sqlite3
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch import fx
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
-from checkmate.cost.database import Database, cache_folder
+from checkmate.frontend.plan_store import CompilerChoices
 from checkmate.frontend.planner import planner_for
 from checkmate.torch._compat.inductor import missing_compiler
 from checkmate.torch.compilation.compilation import Compilation
@@ -28,10 +26,6 @@ from checkmate.torch.inductor.compile import Compiled, compile_by_inductor, sour
 from checkmate.torch.measure.trial_step import time_step
 
 _log = logging.getLogger("checkmate.torch")
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS compilers (key TEXT PRIMARY KEY, compiler TEXT NOT NULL, reason TEXT NOT NULL);
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,43 +58,6 @@ class Payoff:
 
 
 _PAYOFF = Payoff()
-
-
-class CompilerChoices:
-    """Which compiler was chosen for each step, in a SQLite file in the user's cache folder.
-
-    Args:
-        path: The file; ``compilers.sqlite`` in the cache folder by default.
-
-    Examples:
-        >>> import tempfile
-        >>> choices = CompilerChoices(Path(tempfile.mkdtemp()) / "compilers.sqlite")
-        >>> choices.get("a step") is None
-        True
-        >>> choices.add("a step", "eager", "a step takes 4 ms")
-        >>> choices.get("a step")
-        ('eager', 'a step takes 4 ms')
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._database = Database(
-            lambda: path or cache_folder() / "compilers.sqlite", _SCHEMA, "the compiler of a step is chosen in every process"
-        )
-
-    def get(self, key: str) -> tuple[str, str] | None:
-        """The compiler that was chosen for a step, and why; None if none was."""
-
-        def read(connection: sqlite3.Connection) -> tuple[str, str] | None:
-            return connection.execute("SELECT compiler, reason FROM compilers WHERE key = ?", (key,)).fetchone()
-
-        return self._database.run(read, None)
-
-    def add(self, key: str, compiler: str, reason: str) -> None:
-        """Store a choice; an earlier one of another process stays."""
-        self._database.run(
-            lambda connection: connection.execute("INSERT OR IGNORE INTO compilers VALUES (?, ?, ?)", (key, compiler, reason)),
-            None,
-        )
 
 
 class _ShortStepError(CheckmateError):

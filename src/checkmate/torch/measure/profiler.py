@@ -151,7 +151,7 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
         for number in itertools.count(2) if again else ():
             before, slow = sum(found[k].cost_ns for k in again), pace.is_slow()
             for key, node in progress.counted([*again.items()], "measuring costs"):
-                found[key] = found[key]._replace(cost_ns=min(found[key].cost_ns, quantise(_fastest_run_ns(node, other))))
+                found[key] = found[key]._replace(cost_ns=min(found[key].cost_ns, quantise(fastest_run_ns(node, other))))
             gained = before - sum(found[k].cost_ns for k in again)
             settled = gained <= _EFFORT.settled * before and not (pace.is_slow() or slow)
             if number >= _EFFORT.least_passes and (settled or time.perf_counter() - began > _EFFORT.most_s):
@@ -311,8 +311,13 @@ def _is_measured_again(node: fx.Node, known: OpCost) -> bool:
     return _EFFORT.again_ns <= known.cost_ns <= _EFFORT.once_ns and not _on_cuda(node)
 
 
-def _fastest_run_ns(node: fx.Node, other: torch.Tensor) -> int:
-    """Nanoseconds of the fastest run of an op on the CPU in a later pass."""
+def fastest_run_ns(node: fx.Node, other: torch.Tensor) -> int:
+    """Nanoseconds of the fastest run of an op on the CPU in a later pass.
+
+    Args:
+        node: The op.
+        other: A tensor that is read before each run.
+    """
     run, now = _ready_to_run(node), clock()
     took: list[int] = []
     while len(took) < _EFFORT.later_repeats and sum(took) <= _EFFORT.limit_ns:
