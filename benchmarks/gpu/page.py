@@ -162,9 +162,9 @@ def _predicted() -> list[str]:
     report = json.loads(PREDICTED.read_text())
     lines += [
         f"No GPU was used: the models are traced from shapes for an {report['device']}, and their plans are replayed on the",
-        f"model of PyTorch's allocator (`benchmarks/gpu/predicted.py`; PyTorch {report['versions']['torch']}). In GiB: the peak of",
-        "the live bytes of a plan; the blocks in use, which `max_memory_allocated` counts; what is reserved with a segment for each",
-        "large request; and with one arena made before the first step.",
+        "model of PyTorch's allocator (`benchmarks/gpu/predicted.py`). In GiB: the peak of the live bytes of a plan; the blocks",
+        "in use, which `max_memory_allocated` counts; what is reserved with a segment for each large request; and with one",
+        "arena made before the first step.",
         "",
         _line(["model", "budget", "live bytes", "blocks", "reserved", "above", "with an arena", "above", "overhead"]),
         _line(["---"] * 9),

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/predicted.py [MODEL ...]
 
-The steps are traced from shapes for an H100, and planned for 75 % and 50 % of the whole step. Figures of each plan: the peak of
+The steps are traced from shapes for an H100, and planned for budgets between the smallest peak and keeping everything. Figures of each plan: the peak of
 its live bytes and of the blocks, what the allocator reserves with a segment for each large request, and what it reserves with one
 arena made before the first step (`budget_of="reserved"`). Results go to `predicted.json`; `page.py` shows them.
 """
@@ -18,7 +18,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
 RESULTS = HERE / "predicted.json"
-SHARES = (None, "75%", "50%")
+FRACTIONS = (None, 0.5, 0.25)
 
 
 def main(models: list[str]) -> int:
@@ -41,7 +41,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     from cases import build
 
     import checkmate.torch
-    from checkmate import Limits, PlanNotFoundError, Problem, solve
+    from checkmate import Limits, Problem, min_budget, solve
     from checkmate.frontend.planner import keep_everything
     from checkmate.studies.reserved import allocator_peaks, smallest_arena
 
@@ -49,15 +49,17 @@ def rows(name: str) -> list[dict[str, Any]]:
     graph = checkmate.torch.capture(case.model, example=case.batch, device="H100")
     found: list[dict[str, Any]] = []
     sizes = [p.untyped_storage().nbytes() for p in case.model.parameters()]
-    for share in SHARES:
-        try:
-            result = keep_everything(graph) if share is None else solve(Problem(graph, share), limits=Limits(time_s=20.0))
-        except PlanNotFoundError:
-            continue
+    smallest = min_budget(graph, limits=Limits(time_s=30.0))
+    keep = keep_everything(graph)
+    for fraction in FRACTIONS:
+        result = keep
+        if fraction is not None:
+            budget = smallest.peak_bytes + int(fraction * (keep.peak_bytes - smallest.peak_bytes))
+            result = solve(Problem(graph, budget), limits=Limits(time_s=20.0), initial=smallest.plan)
         alone, arena = allocator_peaks(graph, result.plan, sizes), smallest_arena(graph, result.plan, sizes)
         found.append(
             {
-                "budget": share or "keep all",
+                "budget": "keep all" if fraction is None else f"{fraction:.0%}",
                 "planned_bytes": result.peak_bytes,
                 "allocated_bytes": alone.allocated_bytes,
                 "reserved_bytes": alone.reserved_bytes,

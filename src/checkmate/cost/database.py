@@ -37,7 +37,7 @@ _locked: set[Path] = set()
 
 
 class Fault(NamedTuple):
-    """What keeps a process from using a file.
+    """A reason that keeps a process from using a file.
 
     Attributes:
         place: The file or the folder with the fault; empty where no folder is known.
@@ -90,7 +90,7 @@ class Database:
             return otherwise
 
     def fault(self) -> Fault | None:
-        """What is wrong with the file, of which every page is read; None if it can be read and written."""
+        """The fault of the file, of which every page is read; None if it can be read and written."""
         try:
             path = self._locate()
         except OptionError as error:

@@ -65,7 +65,7 @@ def check_cxx() -> Check:
                 name="C++ compiler",
                 verdict="failed",
                 detail=f"{found} does not run ({error})",
-                cure="install it anew, or set CXX to another compiler",
+                cure="install it again, or set CXX to another compiler",
             )
     if done.returncode:
         message = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])

@@ -31,7 +31,7 @@ def check_highs() -> Check:
 
 
 def check_ortools() -> Check:
-    """OR-Tools, which runs in a process of its own, through CP-SAT."""
+    """OR-Tools, which runs in a separate process, through CP-SAT."""
     if importlib.util.find_spec("ortools") is None:
         return Check(
             name="OR-Tools", verdict="skipped", detail='not installed; only solver="intervals" and other engines need it'

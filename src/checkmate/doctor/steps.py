@@ -78,7 +78,7 @@ QUICK: Final = PATHS[:4]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What a step did.
+    """Measurements of one training.
 
     Attributes:
         total_bytes: Peak while the step ran, everything included.

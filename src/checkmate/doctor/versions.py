@@ -60,7 +60,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def requirements() -> tuple[Requirement, ...]:
-    """What the installed distribution requires; empty if Checkmate runs from a folder and was not installed."""
+    """Requirements of the installed distribution; empty if Checkmate runs from a folder and was not installed."""
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

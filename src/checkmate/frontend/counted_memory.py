@@ -22,7 +22,7 @@ Counted = Callable[[Graph, Plan], int]
 """Bytes of a plan that count against a budget, resident bytes included; no less than its peak of live bytes."""
 
 _MOST: Final = 6
-"""Solves for one budget. Each has as much less room as the plan before took too much, which two or three settle as a rule."""
+"""Solves for one budget. Each has as much less room as the plan before took too much, and two or three are enough as a rule."""
 
 
 def cheapest_counted(problem: Problem, counted: Counted, solve: Callable[[Problem, float], Result]) -> Result:

@@ -22,7 +22,7 @@ _TRIES: Final = 8
 
 
 class AllocatorPeaks(NamedTuple):
-    """What an allocator counts while a plan runs repeatedly.
+    """Counts of an allocator while a plan runs repeatedly.
 
     Attributes:
         allocated_bytes: Peak of the blocks in use. A block can be larger than what was requested: by up to 511 bytes, and in a

@@ -169,7 +169,7 @@ class _Network:
         readers, maker = self.node[m.edge_op], self.node[m.producer]
         use = (readers != _SINK) & ~own[m.edge_value] & (maker[m.edge_value] != _SOURCE) & (m.size[m.edge_value] > 0)
         values, readers = m.edge_value[use], readers[use]
-        # S of a value is the *or* over its readers: a node of its own where there are several, and none of them is sure.
+        # S of a value is the *or* over its readers: a separate node where there are several, and none of them is sure.
         sure = np.zeros(len(m.size), dtype=np.bool_)
         sure[values[readers == _SOURCE]] = True
         many = np.bincount(values, minlength=len(m.size))

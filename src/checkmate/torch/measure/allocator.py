@@ -43,7 +43,7 @@ def has_expandable_segments(environment: Mapping[str, str] | None = None) -> boo
 
 
 def counted_memory(budget_of: BudgetOf, device: torch.device | None) -> Counted | None:
-    """What of a plan counts against a budget; None where it is the live bytes alone.
+    """The function that counts a plan against a budget; None where it is the live bytes alone.
 
     With segments of fixed sizes a block can be up to 1 MiB larger than what was requested. ``torch.cuda.max_memory_allocated``
     counts that, and so the budget has to.
@@ -60,7 +60,7 @@ def counted_memory(budget_of: BudgetOf, device: torch.device | None) -> Counted 
 
 
 class ReservedMemory:
-    """What the CUDA allocator holds while a plan runs, if the memory for the plan is reserved in one piece before.
+    """Memory that the CUDA allocator holds while a plan runs, if it was reserved in one piece before.
 
     Calling it predicts the bytes. On a CPU, which has no such allocator, it is only the prediction.
 
