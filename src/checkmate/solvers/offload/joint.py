@@ -163,7 +163,7 @@ class _Joint:
             orders.append(known)
             if self.best is None and self.session.plan.host is None:
                 found.append(Reference.of(self.graph, known))
-        for start in starts(self.folded, self.session.limits.seed):
+        for start in starts(self.folded, self.session.limits.seed, self.session.time_up):
             if not start.on_demand:
                 orders.append(list(start.order))
         for order in orders:
@@ -249,7 +249,7 @@ class _Joint:
             at.setdefault(p.fetch_at, []).append(end + len(moves))
         order = [o for stage, target in enumerate(reference.targets) for o in (*at.get(stage, ()), target)]
         order += at.get(len(reference.targets), [])
-        search = Search(self.folded, frozenset(), self.session.limits.seed, order, moves)
+        search = Search(self.folded, frozenset(), self.session.limits.seed, order, self.session.time_up, moves)
         if len(reference.sequence) > len(reference.targets):
             search.start_from_order(self._with_moves(reference, at, moves))
         search.first(PARAMETERS.greedy, lambda: self.session.left_s() <= 0)
