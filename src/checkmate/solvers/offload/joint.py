@@ -114,6 +114,7 @@ class _Alone:
         try:
             solver.run(problem, inner)
         finally:  # also where the user interrupts
+            inner.close()
             if inner.plan is not None:
                 session.offer_plan(inner.plan)
                 self.cost = inner.cost
