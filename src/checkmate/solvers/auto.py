@@ -350,7 +350,9 @@ class _Run:
         """Bound by single events where the plans hold most; returns the event that proves most."""
         from checkmate.solvers.bounds.refine import promising_events
 
-        plans = [search.order() for search in searches if math.isfinite(search.best_cost)]
+        # On a large graph the bytes of a plan take seconds to count, and the events of keeping everything are good enough.
+        few = len(self.graph.ops) <= PARAMETERS.many_ops
+        plans = [search.order() for search in searches if few and math.isfinite(search.best_cost)]
         events = promising_events(self.graph, [range(len(self.graph.ops)), *plans[: PARAMETERS.plans_for_events]])
         late = self._begin(Phase.SINGLE_EVENTS)
         return self._single_cuts(model, events, searches[0], lambda: self.session.done or late())
