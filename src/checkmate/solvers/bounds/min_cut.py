@@ -219,7 +219,8 @@ class _Network:
             of_cost: Capacity of a unit of cost.
             of_byte: Capacity of a byte.
         """
-        exact = np.concatenate([self._paid_cost * of_cost, self._held_bytes * of_byte])
-        capacity = np.minimum(np.floor(exact), _UNLIMITED).astype(np.int64)
+        # The next smaller numbers, since products of floating-point numbers may be rounded up.
+        below = np.nextafter(np.concatenate([self._paid_cost * of_cost, self._held_bytes * of_byte]), 0.0)
+        capacity = np.minimum(np.floor(below), _UNLIMITED).astype(np.int64)
         whole = np.concatenate([capacity, np.full(self._unlimited, _UNLIMITED, dtype=np.int64)])
         return max_flow(self._arcs, whole, _SOURCE, _SINK, self._time_up)
