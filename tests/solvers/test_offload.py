@@ -19,7 +19,7 @@ from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.joint_brute_force import least_time
 from tests.strategies import random_graph, random_host
 
-QUICK = Limits(time_s=1, gap=0)
+QUICK = Limits(time_s=8, gap=0)
 
 
 def tiny(seed: int) -> Problem | None:
