@@ -1,0 +1,208 @@
+"""Loops whose layers save different values: within the budget, cheaper than any one choice for all layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import checkmate
+import checkmate.jax as cj
+from checkmate.jax.arguments import Arguments, FlatFunction
+from checkmate.jax.measure.profiler import cost_source
+from checkmate.jax.scan.arrangements import Layers, cheapest
+from checkmate.jax.scan.choices import Choices
+from checkmate.jax.scan.groups import LayerGroup, run_groups
+from checkmate.jax.scan.named_block import NamedBlock, Naming
+from tests.jax.networks import block, difference
+
+WIDTH, LENGTH = 16, 8
+SHAPES = {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+X = jax.ShapeDtypeStruct((4, 32, WIDTH), jnp.float32)
+P = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+
+
+def layer(x, p):
+    return block(p, x), x.mean()
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    draw = np.random.default_rng(0)
+    stacked = {name: jnp.asarray(draw.normal(size=(LENGTH, *s.shape)) / 4, s.dtype) for name, s in P.items()}
+    return jnp.asarray(draw.normal(size=X.shape), jnp.float32), stacked
+
+
+@pytest.fixture(scope="module")
+def layers():
+    arguments = Arguments.of((X, P), {})
+    choices = Choices(arguments.arrays, FlatFunction(NamedBlock(layer, None), arguments), cost_source("estimated"))
+    return Layers(choices=choices, length=LENGTH, carry_bytes=4 * X.size)
+
+
+def derivative(loop):
+    def total(x, stacked):
+        y, ys = loop(x, stacked)
+        return (y**2).sum() + (ys**2).sum()
+
+    return jax.value_and_grad(total, argnums=(0, 1))
+
+
+NAMES = ("layer.3",)
+GROUPS = {
+    "one": (LayerGroup(layers=8, names=NAMES),),
+    "two": (LayerGroup(layers=3, names=()), LayerGroup(layers=5, names=NAMES)),
+    "nested": (LayerGroup(layers=8, names=NAMES, nested=4),),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_groups_compute_what_the_loop_does(arrays, kind):
+    """Carry, results of all layers and gradients, whatever the groups are."""
+
+    def loop(x, stacked):
+        return run_groups(Naming(layer, own=False), GROUPS[kind], x, stacked)
+
+    expected = jax.jit(derivative(lambda x, stacked: jax.lax.scan(layer, x, stacked)))(*arrays)
+    assert difference(expected, jax.jit(derivative(loop))(*arrays)) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def planned():
+    with pytest.raises(checkmate.InfeasibleBudgetError) as smallest:
+        cj.scan(layer, X, P, length=LENGTH, budget=1, costs="estimated")
+    at_least = smallest.value.smallest_bytes
+    return at_least, cj.scan(layer, X, P, length=LENGTH, budget=at_least + 450_000, costs="estimated")
+
+
+def test_compiled_bytes_keep_the_budget(planned, arrays):
+    """The loop and its derivative as XLA compiles them for the user, and layers that differ fill the budget."""
+    smallest, loop = planned
+    program = jax.jit(derivative(loop), compiler_options=cj.compiler_options()).lower(*arrays).compile()
+    memory: Any = program.memory_analysis()
+    assert smallest < loop.peak_bytes <= loop.budget_bytes
+    assert loop.temp_bytes == pytest.approx(memory.temp_size_in_bytes, rel=0.1)
+    assert loop.length == LENGTH
+    assert difference(jax.jit(derivative(lambda x, p: jax.lax.scan(layer, x, p)))(*arrays), program(*arrays)) < 1e-5
+
+
+def test_layers_that_differ_cost_less(planned):
+    """Of no more than the same bytes, one choice for all layers costs more; the bound is below both."""
+    _, loop = planned
+    uniform = cj.policy(layer, X, P, length=LENGTH, budget=loop.budget_bytes, costs="estimated")
+    assert 1 <= loop.bound <= loop.overhead <= uniform.overhead
+
+
+def test_arrangements_are_as_cheap_as_trying_every_pair(layers):
+    """For every limit the cheapest pair of choices and number of layers, found without trying all."""
+    front = layers.choices.front
+    for most in range(LENGTH * layers.carry_bytes, 10**6, 10**5):
+        found = cheapest(a for family in layers.families(groups=True).values() if (a := family(most)) is not None)
+        tried = [
+            count * few.cost + (LENGTH - count) * many.cost
+            for few, many in itertools.product(front, front)
+            for count in range(LENGTH + 1)
+            if LENGTH * layers.carry_bytes + count * few.saved_bytes + (LENGTH - count) * many.saved_bytes <= most
+        ]
+        assert found is not None
+        assert found.held_bytes <= most
+        assert found.cost <= 1.006 * min(tried)
+        assert layers.choices.bound(LENGTH, layers.carry_bytes, found.saved_bytes) <= found.cost + 1e-6
+
+
+def test_the_bound_is_below_every_mixture(layers):
+    """Any two choices in any numbers of layers, flat or nested."""
+    front, carry = layers.choices.front, layers.carry_bytes
+    for few, many, count in itertools.product(front[::3], front[::3], (0, 3, 8)):
+        saved = LENGTH * carry + count * few.saved_bytes + (LENGTH - count) * many.saved_bytes
+        cost = count * few.cost + (LENGTH - count) * many.cost
+        assert layers.choices.bound(LENGTH, carry, saved) <= cost + 1e-6
+    for inner in (2, 4):
+        nested = layers.families(groups=True)[f"nested {inner}"](10**7)
+        assert layers.choices.bound(LENGTH, carry, nested.saved_bytes) <= nested.cost + 1e-6
+
+
+def test_plans_are_data(planned):
+    """Groups are numbers and names, and their policies are JAX's own for these names."""
+    _, loop = planned
+    for group in loop.groups:
+        assert dataclasses.asdict(group)["names"] == group.names
+        assert callable(group.policy)
+    assert any(group.names for group in loop.groups)
+
+
+def test_another_number_of_layers_is_refused(planned, arrays):
+    """A plan is for one length."""
+    x, stacked = arrays
+    with pytest.raises(checkmate.OptionError, match="planned for 8 layers and is given 4"):
+        planned[1](x, {name: value[:4] for name, value in stacked.items()})
+
+
+def own_names(x, w):
+    hidden = checkpoint_name(x @ w["up"], "mlpwi")
+    return checkpoint_name(jnp.tanh(hidden) @ w["down"], "mlpwo"), None
+
+
+OWN = (
+    jax.ShapeDtypeStruct((64, 8), jnp.float32),
+    {
+        "up": jax.ShapeDtypeStruct((8, 32), jnp.float32),
+        "down": jax.ShapeDtypeStruct((32, 8), jnp.float32),
+    },
+)
+
+
+def test_names_of_the_body_are_chosen_among():
+    """Where a model names its values, as MaxText's do, the body is used as it is."""
+    found = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated", names="own")
+    assert found.block is own_names
+    assert found.offered == ("mlpwi", "mlpwo")
+    assert found.names == ("mlpwi",)
+    named = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated")
+    assert not set(named.names).intersection(found.offered)
+
+
+def test_a_name_that_is_never_attached_is_refused():
+    """A policy with it would save nothing, without a word."""
+    with pytest.raises(checkmate.OptionError, match="gives no value the name query_proj"):
+        cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated", names=["mlpwi", "query_proj"])
+
+
+def test_lines_for_maxtext():
+    """The keys and values of ``configs/base.yml``: names of MaxText, each on the device or computed again."""
+    found = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated", names="own")
+    lines = dict(line.split(": ") for line in cj.maxtext_config(found).splitlines())
+    assert lines == {"remat_policy": "'custom'", "decoder_layer_input": "'device'", "mlpwi": "'device'", "mlpwo": "'remat'"}
+
+
+def test_values_that_maxtext_does_not_name_are_refused():
+    """Names that are given here mean nothing to MaxText."""
+    found = cj.policy(own_names, *OWN, length=4, budget="1MiB", costs="estimated")
+    with pytest.raises(checkmate.OptionError, match="has no value own_names"):
+        cj.maxtext_config(found)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda x, p: block(p, x), "returns an array, not a pair"),
+        (lambda x, p: (block(p, x)[0], None), "is given a carry of"),
+    ],
+    ids=["no pair", "other carry"],
+)
+def test_what_is_no_body_is_refused(body, message):
+    """With what `jax.lax.scan` asks for, in place of its error from inside."""
+    with pytest.raises(checkmate.GraphError, match=message):
+        cj.scan(body, X, P, length=LENGTH, budget="1GiB", costs="estimated")
+
+
+def test_a_body_inside_a_transformation_is_refused(arrays):
+    """Its arguments are tracers there."""
+    with pytest.raises(checkmate.GraphError, match="inside a transformation"):
+        jax.jit(lambda x: cj.scan(layer, x, P, length=LENGTH, budget="1GiB", costs="estimated")(x, arrays[1]))(arrays[0])
