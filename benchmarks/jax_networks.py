@@ -89,7 +89,7 @@ class Nnx:
         return module(x)
 
     def network(self, parts: dict[str, Any], forward: Callable[..., jax.Array], *batch: Any) -> Network:
-        definition, state = nnx.split(nnx.data(parts) if hasattr(nnx, "data") else parts)
+        definition, state = nnx.split(parts)
 
         def loss(state: Any, *batch: Any, wrap: Wrap = lambda block: block, run: Run = in_turn) -> jax.Array:
             return forward(nnx.merge(definition, state), *batch, functools.partial(run, wrap))
@@ -224,7 +224,7 @@ def transformer(lib: Any, layers: int = 12, width: int = 32, length: int = 64, b
     return lib.network(parts, forward, *_tokens(batch, length, 64))
 
 
-def bert(lib: Any, layers: int = 6, width: int = 32, length: int = 64, batch: int = 4) -> Network:
+def bert(lib: Any, layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) -> Network:
     """BERT-shaped: attention both ways, norms after, a masked language model."""
     parts = {
         "embedding": lib.embedding(64, width),
@@ -244,7 +244,7 @@ def bert(lib: Any, layers: int = 6, width: int = 32, length: int = 64, batch: in
     return lib.network(parts, forward, *_tokens(batch, length, 64))
 
 
-def vit(lib: Any, layers: int = 6, width: int = 32, size: int = 32, batch: int = 4) -> Network:
+def vit(lib: Any, layers: int = 4, width: int = 32, size: int = 32, batch: int = 4) -> Network:
     """ViT-shaped: patches of 4 by 4, an encoder, the mean of all patches."""
     patches = (size // 4) ** 2
     parts = {
@@ -264,7 +264,7 @@ def vit(lib: Any, layers: int = 6, width: int = 32, size: int = 32, batch: int =
     return lib.network(parts, forward, _images(batch, size, lib.channels), jnp.arange(batch) % 10)
 
 
-def llama(lib: Any, layers: int = 6, width: int = 32, length: int = 64, batch: int = 4) -> Network:
+def llama(lib: Any, layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) -> Network:
     """Llama-shaped: RMS norms, rotary positions, two heads of keys and values for four of queries, SwiGLU."""
 
     def layer() -> dict[str, Any]:
@@ -380,7 +380,7 @@ def scanned_layer(lib: Any, width: int = 32, length: int = 64, batch: int = 16) 
     carry = jnp.asarray(draw.normal(size=(batch, length, width)), jnp.float32)
     module = _layer(lib, width)
     if isinstance(lib, Nnx):
-        definition, parameters = nnx.split(nnx.data(module))
+        definition, parameters = nnx.split(module)
     else:
         parameters, definition = eqx.partition(module, eqx.is_inexact_array)
 

@@ -32,7 +32,11 @@ _log = logging.getLogger("checkmate.jax")
 
 _COMPILATIONS: Final = 4
 _CORRECTIONS: Final = 6
+_ABOVE: Final = 0.04
+"""Share of the room that XLA needs above the planned bytes, before it is known."""
+
 _MOST: Final = 1 << 60
+
 _LEAST_ROOM: Final = 0.02
 """Share of the room for temporary values that is not worth another compilation."""
 
@@ -184,7 +188,7 @@ def _cheapest_compiled(loop: Loop, layers: Layers, budget_bytes: int, *, groups:
     families = layers.families(groups=groups)
     planned = functools.cache(loop.planned_bytes)
     compiled: dict[Arrangement, int] = {}
-    above = 0  # what XLA needs above the bytes that are planned
+    above = int(_ABOVE * room)  # what XLA needs above the bytes that are planned
     while len(compiled) < _COMPILATIONS:
         best = min((a.cost for a, needed in compiled.items() if needed <= room), default=math.inf)
         last = len(compiled) == _COMPILATIONS - 1 and best == math.inf
