@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
 
 import checkmate
 import checkmate.jax as cj
@@ -24,6 +25,7 @@ from tests.jax.networks import block, difference
 
 WIDTH, LENGTH = 16, 8
 SHAPES = {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+TWO = (LayerGroup(layers=3, names=()), LayerGroup(layers=5, names=("scaled.3",)))
 BUDGET = 1_300_000
 X = jax.ShapeDtypeStruct((4, 32, WIDTH), jnp.float32)
 P = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
@@ -72,6 +74,54 @@ def test_groups_compute_what_the_loop_does(arrays, kind):
 
     expected = jax.jit(derivative(lambda x, stacked: jax.lax.scan(layer, x, stacked)))(*arrays)
     assert difference(expected, jax.jit(derivative(loop))(*arrays)) < 1e-5
+
+
+def scaled_loop(run):
+    """A loss whose loop closes over a value that is differentiated, and has integers in its carry."""
+
+    def loss(scale, w, x):
+        def scaled(carry, w):
+            x, count = carry
+            return (jnp.tanh(scale * x @ w), count + 1), x.sum()
+
+        (x, count), sums = run(scaled, (x, jnp.int32(0)), w)
+        return (x**2).sum() * count + sums.sum()
+
+    return loss
+
+
+def in_two_groups(body, carry, xs):
+    return run_groups(Naming(body, own=False), TWO, carry, xs)
+
+
+def test_groups_compose():
+    """With `vmap`, closed-over values that are traced, integers in the carry, and a second derivative."""
+    draw = np.random.default_rng(0)
+    w = jnp.asarray(draw.normal(size=(LENGTH, 8, 8)) / 3, jnp.float32)
+    x = jnp.asarray(draw.normal(size=(2, 16, 8)), jnp.float32)
+    for transform in (
+        lambda f: jax.vmap(jax.grad(f, argnums=(0, 1)), (None, None, 0)),
+        lambda f: jax.grad(lambda s, w, x: (jax.grad(f, argnums=1)(s, w, x[0]) ** 2).sum()),
+    ):
+        plain, given = (jax.jit(transform(scaled_loop(run)))(jnp.float32(0.9), w, x) for run in (jax.lax.scan, in_two_groups))
+        assert difference(plain, given) < 1e-5
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_groups_in_shard_map(checked):
+    """Parameters are the same on all devices, the batch is not."""
+    draw = np.random.default_rng(0)
+    w = jnp.asarray(draw.normal(size=(LENGTH, 8, 8)) / 3, jnp.float32)
+    x = jnp.asarray(draw.normal(size=(16, 8)), jnp.float32)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def on_device(run):
+        loss = scaled_loop(run)
+        gradient = jax.grad(lambda w, x: loss(jnp.float32(0.9), w, x))
+        specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+        return jax.jit(jax.shard_map(lambda w, x: jax.lax.pmean(gradient(w, x), "data"), mesh=mesh, check_vma=checked, **specs))
+
+    assert difference(on_device(jax.lax.scan)(w, x), on_device(in_two_groups)(w, x)) < 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -61,8 +61,23 @@ class Layers:
         found: dict[str, Family] = {"uniform": self._uniform}
         if groups:
             found["pair"] = self._pair
-            found |= {f"nested {d}": functools.partial(self._nested, d) for d in range(2, self.length) if self.length % d == 0}
+            found |= {f"nested {inner}": functools.partial(self._nested, inner) for inner in self._inner_lengths}
         return found
+
+    def least(self, *, groups: bool) -> list[Arrangement]:
+        """The arrangement of each kind that holds the fewest bytes, without kinds that hold more than the uniform one.
+
+        Args:
+            groups: Whether loops may be nested.
+        """
+        inner = self._inner_lengths if groups else []
+        found = [self._uniform(self.length * self.carry_bytes)]
+        found += [self._nested(d, (self.length // d + d) * self.carry_bytes) for d in inner]
+        return [arrangement for arrangement in found if arrangement is not None]
+
+    @property
+    def _inner_lengths(self) -> list[int]:
+        return [d for d in range(2, self.length) if self.length % d == 0]
 
     def _uniform(self, most_bytes: int) -> Arrangement | None:
         each = most_bytes // self.length - self.carry_bytes

@@ -71,7 +71,7 @@ def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any
 
 
 def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any) -> tuple[Any, Any]:
-    slices = _mapped(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
+    slices = _mapped(lambda a: a[0], xs)
     arguments = Arguments.of((carry, slices), {})
     flat = FlatFunction(naming.block, arguments)
     closed = jax.make_jaxpr(flat)(*arguments.arrays)
@@ -80,11 +80,7 @@ def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: An
     loop = _Loops(naming, groups, closed, len(carries))
     constants = loop.trace.trace.constants.values()
     arrays = [jnp.asarray(a) for a in (*constants, *carries, *Arguments.of((xs,), {}).arrays)]
-    results = loop(*arrays)
-    ends, _ = flat.results(results)
-    stacked = iter(results[len(carries) :])
-    ys = jax.tree.map(lambda leaf: next(stacked) if is_array(leaf) else leaf, flat.results(results)[1])
-    return ends, ys
+    return flat.results(loop(*arrays))
 
 
 class _Loops:

@@ -35,8 +35,6 @@ _CORRECTIONS: Final = 6
 _ABOVE: Final = 0.04
 """Share of the room that XLA needs above the planned bytes, before it is known."""
 
-_MOST: Final = 1 << 60
-
 _LEAST_ROOM: Final = 0.02
 """Share of the room for temporary values that is not worth another compilation."""
 
@@ -188,20 +186,24 @@ def _cheapest_compiled(loop: Loop, layers: Layers, budget_bytes: int, *, groups:
     families = layers.families(groups=groups)
     planned = functools.cache(loop.planned_bytes)
     compiled: dict[Arrangement, int] = {}
-    above = int(_ABOVE * room)  # what XLA needs above the bytes that are planned
+    target = room - int(_ABOVE * room)  # XLA needs more than the planned bytes
     while len(compiled) < _COMPILATIONS:
         best = min((a.cost for a, needed in compiled.items() if needed <= room), default=math.inf)
         last = len(compiled) == _COMPILATIONS - 1 and best == math.inf
-        found = [] if last else [_largest_within(family, planned, room - above) for family in families.values()]
+        found = [] if last else [_largest_within(family, planned, target) for family in families.values()]
         chosen = cheapest(a for a in found if a is not None and a not in compiled and a.cost < best)
         if chosen is None and best == math.inf:
             # Nothing fits by what is known. What needs least decides whether the budget is refused.
-            least = [_least(family) for family in families.values()]
-            chosen = min((a for a in least if a is not None and a not in compiled), key=planned, default=None)
+            least = layers.least(groups=groups)
+            chosen = min((a for a in least if a not in compiled), key=planned, default=None)
         if chosen is None:
             break
         needed = compiled[chosen] = loop.temp_bytes(chosen)
-        above = needed - planned(chosen)
+        within = [planned(a) for a, needed in compiled.items() if needed <= room]
+        over = [planned(a) for a, needed in compiled.items() if needed > room]
+        target = room - (needed - planned(chosen))
+        if within and over:
+            target = (max(within) + min(over)) // 2
         amounts = (chosen.saved_bytes, planned(chosen), needed, room)
         _log.info("saved %s, planned %s, compiled %s of %s, cost %.4g", *map(format_bytes, amounts), chosen.cost)
         if 0 <= room - needed <= _LEAST_ROOM * room:
@@ -224,17 +226,6 @@ def _largest_within(family: Family, planned: Callable[[Arrangement], int], most_
             return arrangement
         limit = min(limit, arrangement.held_bytes) - excess
     return None
-
-
-def _least(family: Family) -> Arrangement | None:
-    """The arrangement of a kind that holds the fewest bytes, by bisection."""
-    low, high = 0, 1
-    while family(high) is None and high < _MOST:
-        high *= 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if family(middle) is None else (low, middle)
-    return family(high)
 
 
 def _refuse_what_is_no_body(block: Callable[..., Any], arguments: Arguments) -> None:
