@@ -25,7 +25,6 @@ from tests.jax.networks import block, difference
 
 WIDTH, LENGTH = 16, 8
 SHAPES = {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-TWO = (LayerGroup(layers=3, names=()), LayerGroup(layers=5, names=("scaled.3",)))
 BUDGET = 1_300_000
 X = jax.ShapeDtypeStruct((4, 32, WIDTH), jnp.float32)
 P = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
@@ -57,23 +56,36 @@ def derivative(loop):
     return jax.value_and_grad(total, argnums=(0, 1))
 
 
-NAMES = ("layer.3",)
-GROUPS = {
-    "one": (LayerGroup(layers=8, names=NAMES),),
-    "two": (LayerGroup(layers=3, names=()), LayerGroup(layers=5, names=NAMES)),
-    "nested": (LayerGroup(layers=8, names=NAMES, nested=4),),
-}
+def groups_of(names):
+    return {
+        "one": (LayerGroup(layers=8, names=names),),
+        "two": (LayerGroup(layers=3, names=()), LayerGroup(layers=5, names=names)),
+        "nested": (LayerGroup(layers=8, names=names, nested=4),),
+    }
 
 
-@pytest.mark.parametrize("kind", GROUPS)
-def test_groups_compute_what_the_loop_does(arrays, kind):
+@pytest.mark.parametrize("kind", ["one", "two", "nested"])
+def test_groups_compute_what_the_loop_does(arrays, layers, kind):
     """Carry, results of all layers and gradients, whatever the groups are."""
+    groups = groups_of(layers.choices.front[-1].names)[kind]
 
     def loop(x, stacked):
-        return run_groups(Naming(layer, own=False), GROUPS[kind], x, stacked)
+        return run_groups(Naming(layer, own=False), groups, x, stacked)
 
     expected = jax.jit(derivative(lambda x, stacked: jax.lax.scan(layer, x, stacked)))(*arrays)
     assert difference(expected, jax.jit(derivative(loop))(*arrays)) < 1e-5
+
+
+def test_saved_values_are_not_computed_again(layers):
+    """The more the second group saves, the fewer products of matrices the program has."""
+
+    def products(names):
+        loop = jax.jit(derivative(lambda x, p: run_groups(Naming(layer, own=False), groups_of(names)["two"], x, p)))
+        stacked = {name: jax.ShapeDtypeStruct((LENGTH, *s.shape), s.dtype) for name, s in P.items()}
+        text = loop.lower(X, stacked).compile(compiler_options=cj.compiler_options()).as_text()
+        return sum(" dot(" in line or "custom-call(" in line for line in text.splitlines())
+
+    assert products(layers.choices.front[-1].names) < products(())
 
 
 def scaled_loop(run):
@@ -91,7 +103,8 @@ def scaled_loop(run):
 
 
 def in_two_groups(body, carry, xs):
-    return run_groups(Naming(body, own=False), TWO, carry, xs)
+    names = tuple(f"scaled.{number}" for number in (5, 6))  # after a constant and three arguments: two of the first equations
+    return run_groups(Naming(body, own=False), groups_of(names)["two"], carry, xs)
 
 
 def test_groups_compose():
