@@ -213,7 +213,7 @@ def remat(
         costs: Where costs come from, as in `plan`.
         verify: False skips the compilations.
         exact: True gives the same bits at every budget, also under `jax.jit`: every op is compiled alone, so that XLA fuses no op
-            with another one. Without a budget everything is kept, with these bits.
+            with another one. Without a budget everything is kept, with these bits. Second derivatives are not exact.
 
     Returns:
         A `PlannedFunction`; the decorator that makes one if ``function`` is left out.
