@@ -11,14 +11,22 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _MARK = "RESULT "
 BESIDE = ("numpy", "highspy", "checkmate-remat")
 """Packages whose versions are kept with every report, and not shown."""
+
+KEEPS_ITS_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
+"""Settings of glibc with which a process keeps freed memory.
+
+By default it returns much of it to the system, and takes it again page by page: a GPT-2 step that keeps 800 MiB has 60,000 page
+faults, a twentieth of its time, and a step within 96 MiB has none. What a page fault costs is no op's cost (docs/decisions/0012).
+"""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -120,6 +128,7 @@ def by_model(
     rounds: int = 5,
     own_cache: bool = False,
     packages: Sequence[str] = ("torch", "transformers"),
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """The main program of a benchmark that has a child for every model: measure, keep the results, and check the promises.
 
@@ -137,6 +146,7 @@ def by_model(
         rounds: How many there are by default.
         own_cache: Whether what an earlier run measured must not answer for this one.
         packages: Packages whose versions are kept.
+        settings: Further settings of the environment of a child.
 
     Returns:
         The exit status: 1 if a promise is broken.
@@ -154,7 +164,7 @@ def by_model(
     rows = earlier_models(script)
     for name in options.models:
         with tempfile.TemporaryDirectory() as cache:
-            environment = {"CHECKMATE_CACHE": cache} if own_cache else {}
+            environment = {**settings, **({"CHECKMATE_CACHE": cache} if own_cache else {})}
             rows[name] = child(script, name, str(options.time_limit), str(options.rounds), **environment)
         report = {
             "hardware": hardware(),

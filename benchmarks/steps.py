@@ -59,10 +59,15 @@ def backward(forward: Callable[[], Any]) -> Any:
     return loss.detach()
 
 
-def by_backend(case: Any, plan: Callable[[Any], Any], **options: Any) -> tuple[Callable[[], Any], Any]:
-    """A step of a model compiled by the backend alone, and what was captured.
+def by_backend(case: Any, plan: Any = None, **options: Any) -> tuple[Callable[[], Any], Any]:
+    """A step of a model compiled by the backend alone, and its graph.
 
     Its forward is run once, and the buffers put back.
+
+    Args:
+        case: The model and its batch.
+        plan: The plan that it runs; None keeps everything.
+        options: Further options of the backend.
     """
     import torch
 
@@ -71,8 +76,8 @@ def by_backend(case: Any, plan: Callable[[Any], Any], **options: Any) -> tuple[C
     from checkmate.torch.options import Options
 
     found: list[Any] = []
-    hooks = Hooks(planner=plan, planned=lambda capture, result: found.append(capture))
-    backend = functools.partial(compile_graph, options=Options(**options), hooks=hooks)
+    hooks = Hooks(planned=lambda interface, result: found.append(interface.graph))
+    backend = functools.partial(compile_graph, options=Options(plan=plan, **options), hooks=hooks)
     program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False)
     with _put_back(case.model):
         returned(program, case)

@@ -146,21 +146,17 @@ def planned(name: str, peaks: list[int], time_limit_s: float) -> tuple[list[Vari
 def captured(name: str) -> Any:
     """The graph that is planned."""
     import checkmate.torch
-    from checkmate.frontend.planner import keep_everything
 
     case = build(name)
-    if not name.endswith(WHOLE):
-        return checkmate.torch.capture(case.model, example=case.batch)
-    return by_backend(case, keep_everything)[1].graph
+    return by_backend(case)[1] if name.endswith(WHOLE) else checkmate.torch.capture(case.model, example=case.batch)
 
 
 def _ours(name: str, label: str, plan: Any, row: dict[str, Any]) -> Variant:
     import checkmate.torch
-    from checkmate.frontend.planner import keep_everything, result_of_order
 
     case = build(name)
     if name.endswith(WHOLE):
-        step, _ = by_backend(case, keep_everything if plan is None else lambda graph: result_of_order(graph, plan.order))
+        step, _ = by_backend(case, plan)
         return Variant(label, "ours", step, case.model, row)
     compiled = checkmate.torch.compile(case.model, example=case.batch, plan=plan)
     return Variant(label, "ours", lambda: compiled(**case.batch)[1], case.model, row)

@@ -65,21 +65,20 @@ def planned(name: str, kind: str, peak_bytes: int | None, time_limit_s: float) -
     from checkmate import Limits, Problem, solve
     from checkmate.frontend.planner import keep_everything
 
+    options = {"split_convolutions": kind == "split"}
+    _, graph = by_backend(build(name), **options)
+    result = keep_everything(graph)
+    if peak_bytes is not None:
+        result = solve(Problem(graph, graph.resident_bytes + peak_bytes), limits=Limits(time_s=time_limit_s))
+    row: dict[str, Any] = {
+        "budget_bytes": peak_bytes,
+        "planned_bytes": result.peak_bytes - graph.resident_bytes,
+        "cost_s": result.cost / 1e9,
+        "overhead": result.overhead,
+        "bound_overhead": max(1.0, result.bound / graph.cost),
+    }
     case = build(name)
-    row: dict[str, Any] = {"budget_bytes": peak_bytes}
-
-    def plan(graph: Any) -> Any:
-        result = keep_everything(graph)
-        if peak_bytes is not None:
-            result = solve(Problem(graph, graph.resident_bytes + peak_bytes), limits=Limits(time_s=time_limit_s))
-        assert result.peak_bytes is not None
-        row["planned_bytes"] = result.peak_bytes - graph.resident_bytes
-        row["cost_s"] = result.cost / 1e9
-        row["overhead"] = result.overhead
-        row["bound_overhead"] = max(1.0, result.bound / graph.cost)
-        return result
-
-    step, _ = by_backend(case, plan, split_convolutions=kind == "split")
+    step, _ = by_backend(case, result.plan, **options)
     return Variant(f"{kind}, {'keep all' if peak_bytes is None else mib(peak_bytes)}", kind, step, case.model, row)
 
 

@@ -31,7 +31,7 @@ from checkmate.torch import backend
 from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.joint.capture import Capture
+from checkmate.torch.compilation.program import GraphInterface
 from checkmate.torch.partition import split as partition
 from tests.torch.networks import mlp
 
@@ -65,14 +65,14 @@ class Plans:
     """The backend as users name it, with its options, and what it planned since."""
 
     def __init__(self, **options: Any) -> None:
-        self.found: list[tuple[Capture, Result]] = []
-        hooks = Hooks(planned=lambda capture, result: self.found.append((capture, result)))
+        self.found: list[tuple[GraphInterface, Result]] = []
+        hooks = Hooks(planned=lambda interface, result: self.found.append((interface, result)))
         backend.compile_graph = functools.partial(COMPILE_GRAPH, hooks=hooks)
         self.backend = functools.partial(backend.checkmate, options=options)
 
     @property
     def digests(self) -> list[str]:
-        return [capture.graph.digest for capture, _ in self.found]
+        return [interface.graph.digest for interface, _ in self.found]
 
     @property
     def orders(self) -> list[list[int]]:
@@ -194,7 +194,7 @@ def _equal(rank: int, name: str) -> dict[str, Any]:
         "held": held,
         "peak": held + peak,
         "planned": [result.peak_bytes for _, result in plans.found],
-        "resident": [capture.graph.resident_bytes for capture, _ in plans.found],
+        "resident": [interface.graph.resident_bytes for interface, _ in plans.found],
         "digests": plans.digests,
         "orders": hashlib.sha256(json.dumps(plans.orders).encode()).hexdigest(),
         "recomputes": plans.recomputes,

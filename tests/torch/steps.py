@@ -20,10 +20,10 @@ from checkmate.core.result import Reason
 from checkmate.solvers.session import Session
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
-from checkmate.torch.joint.capture import Capture
+from checkmate.torch.compilation.program import GraphInterface
 from checkmate.torch.options import Options
 
-Planned = list[tuple[Capture, Result]]
+Planned = list[tuple[GraphInterface, Result]]
 ROOMY = "64GiB"
 
 
@@ -113,16 +113,16 @@ def compiled(
 ) -> tuple[Callable[..., Any], Planned]:
     """A function compiled by the backend, and the list that its plans are noted in."""
     planned: Planned = []
-    hooks = Hooks(planned=lambda capture, result: planned.append((capture, result)))
+    hooks = Hooks(planned=lambda interface, result: planned.append((interface, result)))
     backend = functools.partial(compile_graph, options=Options(**options), hooks=hooks)
     return torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=dynamic), planned
 
 
 def planned_bytes(planned: Planned) -> int:
     """Peak of the newest plan above what is resident."""
-    capture, result = planned[-1]
+    interface, result = planned[-1]
     assert result.peak_bytes is not None
-    return result.peak_bytes - capture.graph.resident_bytes
+    return result.peak_bytes - interface.graph.resident_bytes
 
 
 def recomputes(planned: Planned) -> int:

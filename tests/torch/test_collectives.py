@@ -55,8 +55,8 @@ reference = observe(model, compiled(loss)[0])
 torch._dynamo.reset()
 run, planned = compiled(loss, budget=ROOMY, solver=Forgetful())
 found = observe(model, run)
-capture, result = planned[-1]
-talking = [capture.graph.ops[o].name for o in result.plan.order if "_c10d_functional" in capture.graph.ops[o].kind]
+interface, result = planned[-1]
+talking = [interface.graph.ops[o].name for o in result.plan.order if "_c10d_functional" in interface.graph.ops[o].kind]
 run().backward()
 model.zero_grad(set_to_none=True)
 measured = measure_peak(lambda: run().backward())

@@ -61,12 +61,12 @@ def test_the_largest_size_that_is_announced_is_planned_for() -> None:
     torch._dynamo.mark_dynamic(batches[0], 0, min=2, max=largest)
     assert [r.differs(observe(model, lambda x=x: run(x))) for r, x in zip(references, batches, strict=True)] == [[], [], []]
     assert len(planned) == 1
-    capture, result = planned[0]
+    interface, result = planned[0]
     parameters = sum(4 * p.numel() for p in model.parameters())
-    assert capture.graph.resident_bytes == parameters + batches[-1].nbytes
+    assert interface.graph.resident_bytes == parameters + batches[-1].nbytes
     assert recomputes(planned) > 5
     measured = measure_peak(lambda: run(batches[-1]).backward())
-    assert capture.graph.resident_bytes + measured <= result.budget_bytes + 64
+    assert interface.graph.resident_bytes + measured <= result.budget_bytes + 64
     assert close(measured, planned_bytes(planned))
 
 

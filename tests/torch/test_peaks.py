@@ -57,8 +57,8 @@ def points(name: str, rows: int = 2048) -> list[dict[str, Any]]:
         state = copy.deepcopy(model.state_dict())
         measured = measure_peak(lambda run=run: run().backward())
         model.load_state_dict(state)
-        capture, result = planned[-1]
-        limit = result.budget_bytes - capture.graph.resident_bytes
+        interface, result = planned[-1]
+        limit = result.budget_bytes - interface.graph.resident_bytes
         point = {"measured": measured, "planned": planned_bytes(planned), "limit": limit}
         found.append({**point, "differs": differs, "again": recomputes(planned)})
     return found

@@ -188,8 +188,8 @@ def test_ops_named_are_not_recomputed() -> None:
         torch._dynamo.reset()
         run, planned = compiled(forward, budget=ROOMY, solver=Forgetful(), no_recompute=names)
         run(x).backward()
-        capture, result = planned[-1]
-        repeated = {capture.graph.ops[o].kind for o in set(result.plan.order) if result.plan.order.count(o) > 1}
+        interface, result = planned[-1]
+        repeated = {interface.graph.ops[o].kind for o in set(result.plan.order) if result.plan.order.count(o) > 1}
         assert any("square" in kind or "addmm" in kind for kind in repeated) == again
         assert any("gelu" in kind for kind in repeated)
 

@@ -13,6 +13,7 @@ from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNot
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
+from checkmate.torch._compat.aot_cache import aot_cache_disabled
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
 from checkmate.torch.compilation.call import CompiledCalls, RefusedCalls, counted
 from checkmate.torch.compilation.compilation import Compilation, Hooks
@@ -111,9 +112,7 @@ def compile_graph(
     inline_regions(gm)
     compilation = Compilation(example_inputs, options, hooks)
     try:
-        # With a hit in its cache AOTAutograd would not call the partition function, and the graph would run without a plan.
-        cache_off = functorch_config.patch(enable_autograd_cache=False)
-        with progress.shown("capturing"), cache_off, broadcasting_failures(compilation.ranks):
+        with progress.shown("capturing"), broadcasting_failures(compilation.ranks):
             if hooks.target is not None:
                 hooks.target.lower(gm)
             run = _by_inductor(gm, example_inputs, compilation) if options.compiler == "inductor" else None
@@ -162,7 +161,7 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
         keep_inference_input_mutations=True,
     )
     # Another plan may take the place of this one, with other buffers, and no buffer is reused anyway.
-    with functorch_config.patch(donated_buffer=False):
+    with functorch_config.patch(donated_buffer=False), aot_cache_disabled():
         return compilation.differentiable(compile_with_aot(gm, example_inputs))
 
 
@@ -184,9 +183,11 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation:
     if compiled.planned is None:
         compilation.refuse_inference()
         return compiled.run
-    if compiled.measured is not None and compiled.whole is None:
-        compilation.guard(*compiled.measured, replaceable=False, num_symbols=compiled.num_symbols)
+    interface, result = compiled.planned
+    if compiled.memory is not None and compiled.whole is None:
+        symbols = compiled.num_symbols
+        compilation.guard(interface, compiled.joint, result, compiled.memory, replaceable=False, num_symbols=symbols)
     compiled.forward.run = compilation.forward(compiled.forward.run)
     compiled.backward.run = compilation.backward(compiled.backward.run)
-    compilation.hooks.planned(*compiled.planned)
+    compilation.hooks.planned(interface, result)
     return compiled.run

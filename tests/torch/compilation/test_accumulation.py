@@ -475,10 +475,10 @@ def test_a_shape_that_is_compiled_while_gradients_exist_adds_to_them() -> None:
         x = torch.randn(rows, 128)
         for each in (lambda x: run(x), lambda x: eager(x).square().mean()):
             each(x).backward()
-    capture, result = planned[-1]
+    interface, result = planned[-1]
     gradients = sum(p.nbytes for p in model.parameters())
     assert len(planned) == 2
-    assert result.peak_bytes - capture.graph.resident_bytes < gradients
+    assert result.peak_bytes - interface.graph.resident_bytes < gradients
     for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad)
 
@@ -572,10 +572,10 @@ def test_with_accumulate_one_plan_serves_all_micro_batches() -> None:
         for i, (x, y) in enumerate(micro_batches()):
             took = measure_peak(lambda x=x, y=y: run(x, y).backward()) if step else run(x, y).backward()  # type: ignore[misc]
             assert COORDINATOR.step is None
-            capture, result = planned[-1]
+            interface, result = planned[-1]
             gradients = sum(p.nbytes for p in model.parameters())
             if step and i:
-                assert took == result.peak_bytes - capture.graph.resident_bytes
+                assert took == result.peak_bytes - interface.graph.resident_bytes
             elif step:
-                assert took <= result.peak_bytes - capture.graph.resident_bytes + gradients
+                assert took <= result.peak_bytes - interface.graph.resident_bytes + gradients
     assert len(planned) == 1

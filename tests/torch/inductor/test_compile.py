@@ -112,10 +112,10 @@ def test_every_planned_matrix_product_is_in_the_code() -> None:
     model, x = mlp(depth=4, dropout=0.0), input_of("dropout", 1024)
     run, planned = planned_loss(model, x, "60%")
     _, codes = run_and_get_code(lambda: run().backward())
-    capture, result = planned[-1]
+    interface, result = planned[-1]
     assert result.plan is not None
     products = ("aten.mm.default", "aten.addmm.default")
-    wanted = sum(capture.graph.ops[o].kind in products for o in result.plan.order)
+    wanted = sum(interface.graph.ops[o].kind in products for o in result.plan.order)
     found = sum(len(re.findall(r"extern_kernels\.(?:add)?mm\(", code)) for code in codes[-2:])  # of the newest compilation
     assert found == wanted
 
@@ -130,9 +130,9 @@ def test_where_nothing_measured_fits_eager_takes_over(caplog: pytest.LogCaptureF
         run, planned = planned_loss(model, x, "80%")
         run().backward()
     assert "compiled by 'eager' instead" in caplog.text
-    capture, result = planned[-1]
+    interface, result = planned[-1]
     assert result.peak_bytes is not None
-    assert peak_of(run, model) <= result.peak_bytes - capture.graph.resident_bytes + 64
+    assert peak_of(run, model) <= result.peak_bytes - interface.graph.resident_bytes + 64
 
 
 @pytest.mark.slow

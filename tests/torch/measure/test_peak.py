@@ -34,6 +34,6 @@ def test_planned_is_measured_on_cuda() -> None:
         run().backward()
     model.zero_grad(set_to_none=True)
     measured = measure_peak(lambda: run().backward(), device="cuda")
-    capture, result = planned[-1]
+    interface, result = planned[-1]
     assert result.peak_bytes is not None
-    assert abs(measured - (result.peak_bytes - capture.graph.resident_bytes)) <= 0.01 * measured
+    assert abs(measured - (result.peak_bytes - interface.graph.resident_bytes)) <= 0.01 * measured

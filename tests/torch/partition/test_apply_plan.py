@@ -64,5 +64,5 @@ def test_a_recomputation_of_attention_is_in_the_backward_alone(monkeypatch: pyte
     kernels = [sum("scaled_dot_product" in str(n.target) for n in half.graph.nodes) for half in halves]
     assert kernels[1] > 3, "the plan recomputes attention"
     assert kernels[0] == 3
-    capture, result = planned[-1]
-    assert measure_peak(run) <= StepMemory.of(capture.graph, result.plan).forward_peak_bytes
+    interface, result = planned[-1]
+    assert measure_peak(run) <= StepMemory.of(interface.graph, result.plan).forward_peak_bytes

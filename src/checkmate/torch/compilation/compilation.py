@@ -26,7 +26,7 @@ from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
 from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.compilation.program import PlannedGraph, Program, Share
+from checkmate.torch.compilation.program import GraphInterface, PlannedGraph, Program, Share
 from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
@@ -50,7 +50,7 @@ class Hooks:
 
     Attributes:
         captured: Called with the captured step in place of planning it, and ends the compilation; by default it is planned.
-        planned: Called with the capture and its plan before anything runs.
+        planned: Called with the interface of the captured graph and its plan before anything runs.
         before_forward: Called before every run of a compiled forward; may raise.
         inference: Whether graphs without gradients are compiled; they are refused otherwise.
         whole: Whether the graph is a whole step, with the backward and the updates.
@@ -58,7 +58,7 @@ class Hooks:
     """
 
     captured: Callable[[ChunkableStep[Capture]], NoReturn] | None = None
-    planned: Callable[[Capture, Result], None] = lambda capture, result: None
+    planned: Callable[[GraphInterface, Result], None] = lambda interface, result: None
     before_forward: Callable[[], None] | None = None
     inference: bool = True
     whole: bool = False
@@ -177,22 +177,33 @@ class Compilation:
 
         return observed
 
-    def guard(self, joint: CapturedJoint, result: Result, memory: StepMemory, *, replaceable: bool, num_symbols: int = 0) -> None:
+    def guard(
+        self,
+        interface: GraphInterface,
+        joint: CapturedJoint | None,
+        result: Result,
+        memory: StepMemory,
+        *,
+        replaceable: bool,
+        num_symbols: int = 0,
+    ) -> None:
         """Have the coordinator run a graph.
 
         Args:
-            joint: The captured joint graph.
+            interface: The graph, and how its forward and backward are called.
+            joint: The captured joint graph; None for code from a cache.
             result: Its plan.
             memory: Memory of the plan, predicted or measured.
             replaceable: Whether a program of another plan can take the place of this one without compiling again.
             num_symbols: How many symbolic sizes the forward saves for the backward, where that is known already.
         """
-        graph = joint.capture.graph
+        accumulated = frozenset[int]() if joint is None else accumulated_inputs(joint.capture.joint)
         gradients = self.resident.gradients_bytes + self._wrapped.bucket_view_bytes
         self.planned = PlannedGraph(
+            interface=interface,
             joint=joint,
-            own=Program(result, memory, accumulated=accumulated_inputs(joint.capture.joint), num_symbols=num_symbols),
-            alone=self._alone(graph) or self.share(graph) is not None,
+            own=Program(result, memory, accumulated=accumulated, num_symbols=num_symbols),
+            alone=self.alone(interface.graph) or self.share(interface.graph) is not None,
             options=self.options.planning,
             resident=self.resident,
             planned_gradient_bytes=gradients,
@@ -265,7 +276,7 @@ class Compilation:
             self.hooks.captured(step)
         try:
             if self._chunks is not None:
-                if not self._alone(capture.graph):
+                if not self.alone(capture.graph):
                     capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None).captured
                 elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                     return chosen
@@ -273,7 +284,7 @@ class Compilation:
         except InfeasibleBudgetError as error:
             # Where what stays at the end sets the floor, no op is too large.
             if error.binding_op and self._offered is not None:
-                alone = self._alone(capture.graph)
+                alone = self.alone(capture.graph)
                 part = ChunkableStep(_part(capture), step.joints, lambda modules: _part(recapture(modules[0])))
                 raise with_offer(error, step if alone else part, self._offered, part=not alone) from None
             raise
@@ -324,7 +335,7 @@ class Compilation:
             InfeasibleBudgetError: No plan keeps the budget, which is proven.
             PlanNotFoundError: No plan was found in time.
         """
-        if self._alone(graph):
+        if self.alone(graph):
             return planner_for(self.options.planning)(graph)
         assert self.budget is not None
         total = self.budget.total_bytes
@@ -345,23 +356,34 @@ class Compilation:
                 'try a budget of "100%", or lower the batch size'
             ) from None
 
-    def _alone(self, graph: Graph) -> bool:
-        """Whether a graph is taken for a whole step: what it returns has one gradient, that of a loss, and none is in flight."""
+    def alone(self, graph: Graph) -> bool:
+        """Whether a graph is taken for a whole step: what it returns has one gradient, that of a loss, and none is in flight.
+
+        Args:
+            graph: The graph as captured.
+        """
         if self.budget is None or graph.boundary is None or self.options.plan is not None:
             return True
         tangents = [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
         return len(tangents) == 1 and tangents[0] <= SCALAR_TANGENT_BYTES and not COORDINATOR.in_flight()
 
+    def may_be_cached(self) -> bool:
+        """Whether code that an earlier process compiled for this graph may run: nothing of this one has a part in its plan."""
+        hooks = self.hooks
+        inside = hooks.whole or hooks.captured is not None or hooks.target is not None
+        apart = self.ranks is None and self.options.plan is None and not inside
+        return apart and COORDINATOR.steps.begin_as_compiled and not COORDINATOR.in_flight()
+
     def _planned(self, joint: CapturedJoint, result: Result) -> None:
         # A graph without a boundary is a whole step: when it returns, nothing of it is in flight.
-        graph = joint.capture.graph
+        interface, graph = GraphInterface.of(joint), joint.capture.graph
         if self.budget is not None and graph.boundary is not None:
             memory = StepMemory.of(graph, result.plan, self._wrapped.transient_gradient_bytes)
-            self.guard(joint, result, memory, replaceable=True)
+            self.guard(interface, joint, result, memory, replaceable=True)
         _log.info(
             "resident memory %s, of which besides the graph's inputs: %s", format_bytes(graph.resident_bytes), self.resident
         )
-        self.hooks.planned(joint.capture, result)
+        self.hooks.planned(interface, result)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

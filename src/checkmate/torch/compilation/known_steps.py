@@ -117,6 +117,7 @@ class KnownSteps:
         self._newest: _KnownStep | None = None
         self._followed: dict[tuple[int, int], _KnownStep] = {}  # by the identities of the step before and of the first graph
         self._shares: dict[str, Share] = {}
+        self._traces_again = False
         self._warned: set[int] = set()
 
     def close(self, recorder: StepRecorder) -> None:
@@ -188,6 +189,11 @@ class KnownSteps:
         """
         known = self._known.get(id(first)) or self._compiled_before(first, args)
         return self._plan_of(self._followed.get((id(self._newest), id(first)), known[-1])) if known else None
+
+    @property
+    def begin_as_compiled(self) -> bool:
+        """Whether no graph has to be compiled for the plan of a step that was seen."""
+        return not self._shares and not self._traces_again
 
     def share(self, graph: Graph, budget: Budget) -> Share | None:
         """The part of a graph in the plan of a step whose graphs have to be compiled again for it."""
@@ -296,6 +302,14 @@ class KnownSteps:
                 runs[0].planned.budget,
             )
             return _Planned(None, carried)
+        from_cache = [run.planned for run in runs if run.planned.joint is None]
+        if from_cache:
+            _log.info("compiled again for its step: the code of %d graphs came from a cache", len(from_cache))
+            self._traces_again = True
+            for planned in from_cache:
+                if planned.recompile is not None:
+                    planned.recompile()
+            return _Planned(None, carried)
         plan = plan_step(step.recorder, gradient_bytes, gradients.existing, gradients.accumulated, carried)
         _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
         if all(planned.replaceable for planned in plan.graphs):
@@ -335,7 +349,7 @@ def _free_bytes(step: _KnownStep) -> int:
     if planned.replaceable:
         free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
     else:  # what fused ops take was measured, and is not what the plan predicts
-        free = own.result.budget_bytes - planned.joint.capture.graph.resident_bytes
+        free = own.result.budget_bytes - planned.interface.graph.resident_bytes
     eager_bytes = step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
     free -= eager_bytes if _matters(eager_bytes) else 0
     return free + planned.unread_bytes  # which are carried, and in the peak of the plan

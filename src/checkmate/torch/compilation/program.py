@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -60,12 +60,57 @@ class Program:
     backward: BoxedRun | None = None
 
 
+class Tangent(NamedTuple):
+    """The gradient of an output of a forward.
+
+    Attributes:
+        shape: Its shape.
+        stride: Its strides.
+        dtype: Its type.
+        device: Its device.
+    """
+
+    shape: tuple[int | torch.SymInt, ...]
+    stride: tuple[int | torch.SymInt, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInterface:
+    """A captured graph without its nodes, and how its forward and backward are called.
+
+    Attributes:
+        graph: The graph that is planned.
+        whole: The same before regions of it were replaced by ops that run them piece by piece, or the same graph.
+        num_outputs: How many results of the forward go to the caller.
+        tangents: The gradients that the backward is given, in the order of its arguments.
+    """
+
+    graph: Graph
+    whole: Graph
+    num_outputs: int
+    tangents: tuple[Tangent, ...]
+
+    @classmethod
+    def of(cls, joint: CapturedJoint) -> GraphInterface:
+        """The interface of a joint graph."""
+        values = [n.meta["val"] for n in joint.whole.joint.graph.nodes if is_tangent(n)]
+        return cls(
+            graph=joint.capture.graph,
+            whole=joint.whole.graph,
+            num_outputs=joint.whole.num_fwd_outputs,
+            tangents=tuple(Tangent(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values),
+        )
+
+
 @dataclass(eq=False, kw_only=True)
 class PlannedGraph:
     """A captured graph with its programs.
 
     Attributes:
-        joint: The captured joint graph.
+        interface: The graph, and how its forward and backward are called.
+        joint: The captured joint graph; None where the code came from a cache, so that nothing was traced.
         own: The program of the plan that was made when the graph was compiled.
         alone: Whether that plan was made for the budget, for a step that is this graph alone. Otherwise it has nearly the
             smallest peak, and the step is planned when it is known.
@@ -83,7 +128,8 @@ class PlannedGraph:
         offered: What could run piece by piece, where that is not asked for.
     """
 
-    joint: CapturedJoint
+    interface: GraphInterface
+    joint: CapturedJoint | None
     own: Program
     alone: bool
     options: PlanningOptions
@@ -114,7 +160,7 @@ class PlannedGraph:
     @functools.cached_property
     def key(self) -> str:
         """Key of the graph and its budget: Dynamo may compile a frame again for a reason that changes nothing in its graph."""
-        return key_of(self.joint.whole.graph, self.budget)
+        return key_of(self.interface.whole, self.budget)
 
     @functools.cached_property
     def keep_all_bytes(self) -> int:
@@ -122,17 +168,12 @@ class PlannedGraph:
 
         Into which of the outputs they flow is known when the first backward begins.
         """
-        graph = self.joint.whole.graph
+        graph = self.interface.whole
         sizes = [] if graph.boundary is None else [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
         if len(sizes) == len(self.tangents) and any(size <= SCALAR_TANGENT_BYTES for size in sizes):
             others = frozenset(t for t, size in enumerate(sizes) if size > SCALAR_TANGENT_BYTES)
-            graph = self.captured(others, self.own.accumulated).capture.graph
+            graph = self.captured(others, self.own.accumulated).capture.graph if others else graph
         return keep_all_bytes(graph) - graph.resident_bytes
-
-    @property
-    def num_outputs(self) -> int:
-        """How many results of the forward go to the caller."""
-        return self.joint.whole.num_fwd_outputs
 
     def captured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
         """The joint graph as it is in a step.
@@ -145,9 +186,9 @@ class PlannedGraph:
         if key not in self._joints:
             whole = not undefined and accumulated == self.own.accumulated
             self._joints[key] = (
-                replace(self.joint, capture=self.joint.whole)
+                replace(self.traced, capture=self.traced.whole)
                 if whole
-                else self.joint.changed(
+                else self.traced.changed(
                     lambda module: accumulating(without_tangents(module, undefined), self.num_outputs, accumulated)
                 )
             )
@@ -184,11 +225,26 @@ class PlannedGraph:
             )
         return self._programs[key]
 
-    @functools.cached_property
-    def tangents(self) -> tuple[tuple[Any, ...], ...]:
-        """Shape, strides, type and device of each tangent, in the order of the backward's arguments."""
-        values = [n.meta["val"] for n in self.joint.whole.joint.graph.nodes if is_tangent(n)]
-        return tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
+    @property
+    def num_outputs(self) -> int:
+        """How many results of the forward go to the caller."""
+        return self.interface.num_outputs
+
+    @property
+    def tangents(self) -> tuple[Tangent, ...]:
+        """The gradients that the backward is given, in the order of its arguments."""
+        return self.interface.tangents
+
+    @property
+    def traced(self) -> CapturedJoint:
+        """The captured joint graph.
+
+        Raises:
+            RuntimeError: The code came from a cache.
+        """
+        if self.joint is None:
+            raise RuntimeError("the code of this graph came from a cache, and its joint graph was not traced")
+        return self.joint
 
     def materialized(self, tangents: Sequence[Any], undefined: frozenset[int] = frozenset()) -> list[Any]:
         """The tangents of a backward, with zeros for those that are None.
@@ -206,13 +262,15 @@ class PlannedGraph:
     @functools.cached_property
     def dynamic(self) -> bool:
         """Whether sizes of the graph are symbolic."""
+        if self.joint is None:  # only code for sizes that do not change is taken from a cache
+            return False
         values = (n.meta.get("val") for n in self.joint.whole.joint.graph.nodes if n.op == "placeholder")
         return any(isinstance(v, torch.SymInt) for v in values)
 
     @functools.cached_property
     def input_bytes(self) -> tuple[int, ...]:
         """The most bytes that each input can have, where sizes are symbolic."""
-        nodes = [n for n in self.joint.whole.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+        nodes = [n for n in self.traced.whole.joint.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
         values = [n.meta.get("val") for n in nodes]
         return tuple(storage_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in values)
 
@@ -249,11 +307,11 @@ class PlannedGraph:
     @functools.cached_property
     def _whole(self) -> BoxedRun:
         """The joint graph without effects; it returns the gradients."""
-        return boxed(fx.GraphModule(self.joint.whole.joint, self._whole_graph))
+        return boxed(fx.GraphModule(self.traced.whole.joint, self._whole_graph))
 
     @functools.cached_property
     def _whole_graph(self) -> fx.Graph:
-        joint = accumulating(self.joint.whole.joint, self.num_outputs, frozenset())
+        joint = accumulating(self.traced.whole.joint, self.num_outputs, frozenset())
         graph = joint.graph
         output = graph.output_node()
         output.args = (tuple(output.args[0][self.num_outputs :]),)  # type: ignore[index]
@@ -277,7 +335,7 @@ class PlannedGraph:
     @functools.cached_property
     def random(self) -> bool:
         """Whether the graph draws random numbers."""
-        return any(random_op(n) is not None for n in self.joint.whole.joint.graph.nodes)
+        return any(random_op(n) is not None for n in self.traced.whole.joint.graph.nodes)
 
     @property
     def random_state_bytes(self) -> int:

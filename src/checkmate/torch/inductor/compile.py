@@ -26,6 +26,7 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, functorch_config, saved_symbols
+from checkmate.torch._compat.aot_cache import CachedCompilation, CacheEntry, aot_cache_disabled, cached_attributes
 from checkmate.torch._compat.cpp_kernels import PendingKernels
 from checkmate.torch._compat.dispatch import FakeTensor
 from checkmate.torch._compat.inductor import (
@@ -41,6 +42,7 @@ from checkmate.torch._compat.inductor import (
 from checkmate.torch._compat.profiler import profiler_running
 from checkmate.torch._compat.symbolic import guards_against_upper_bounds
 from checkmate.torch.compilation.compilation import Compilation
+from checkmate.torch.compilation.program import GraphInterface
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.fusion import trailing_reductions
@@ -48,6 +50,7 @@ from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensi
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.inductor.settings import config_patches
+from checkmate.torch.inductor.stored_step import StoredStep
 from checkmate.torch.inductor.whole_step import WHOLE_STEP_CONFIG, WholeStep
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.trial_step import measure_step, measure_whole_step
@@ -67,8 +70,9 @@ class ReplaceableCallable:
 
     def __init__(self, run: BoxedRun) -> None:
         self.run = run
-        # AOTAutograd looks for this attribute. Its wrappers copy attributes of instances (functools.wraps), not of classes.
+        # AOTAutograd looks for these attributes. Its wrappers copy attributes of instances (functools.wraps), not of classes.
         self._boxed_call = True
+        self.__dict__.update(cached_attributes(run))
 
     def __call__(self, args: list[Any]) -> Any:
         """Call the implementation."""
@@ -84,24 +88,36 @@ class Compiled:
         forward: Its forward.
         backward: Its backward; the same object as ``forward`` for a graph without gradients.
         kernels: Its C++ kernels; they have to be built before it runs.
-        planned: The capture and its plan; None for a graph without gradients, which is not planned.
+        planned: The graph and its plan; None for a graph without gradients, which is not planned.
         counted: The memory of its step as counted in its code; None if that is not known.
-        joint: The captured joint graph; None for a graph without gradients.
+        joint: The captured joint graph; None for a graph without gradients, and for code from AOTAutograd's cache.
         whole: The same as a whole step, if it is one.
-        measured: The captured joint graph, its plan and the measured memory; None without a budget.
+        memory: Its measured memory; None without a budget.
         num_symbols: How many symbolic sizes the forward saves for the backward.
+        entry: The entry for AOTAutograd's cache; None for code from there, and where it cannot be stored.
     """
 
     run: Callable[..., Any]
     forward: ReplaceableCallable
     backward: ReplaceableCallable
     kernels: PendingKernels
-    planned: tuple[Capture, Result] | None
+    planned: tuple[GraphInterface, Result] | None
     counted: StepMemory | None = None
     joint: CapturedJoint | None = None
     whole: WholeStep | None = None
-    measured: tuple[CapturedJoint, Result, StepMemory] | None = None
+    memory: StepMemory | None = None
     num_symbols: int = 0
+    entry: CacheEntry | None = None
+
+    @property
+    def cached(self) -> bool:
+        """Whether the code came from AOTAutograd's cache."""
+        return self.planned is not None and self.joint is None
+
+    def store(self) -> None:
+        """Store the code with its plan in AOTAutograd's cache, where it can be stored."""
+        if self.entry is not None and self.planned is not None:
+            self.entry.save(StoredStep.of(*self.planned, self.memory).encode())
 
 
 class PlanPartitioner(CustomPartitionerFn):
@@ -110,16 +126,19 @@ class PlanPartitioner(CustomPartitionerFn):
     Args:
         task: How the graph is planned and split.
         options: The user's options; they are part of the cache key.
+        problem: Text of everything besides the graph that decides which plan is chosen; None where code from AOTAutograd's cache
+            cannot be used.
 
     Attributes:
-        planned: The capture and its plan, once the partitioner has run.
+        planned: The graph and its plan, once the partitioner has run.
         joint: The captured joint graph, once the partitioner has run.
     """
 
-    def __init__(self, task: Task, options: Options) -> None:
+    def __init__(self, task: Task, options: Options, problem: str | None = None) -> None:
         self._task = dataclasses.replace(task, on_planned=self._record_plan)
         self._settings = f"{sources_digest()} {options!r}"
-        self.planned: tuple[Capture, Result] | None = None
+        self._problem = problem
+        self.planned: tuple[GraphInterface, Result] | None = None
         self.joint: CapturedJoint | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -146,17 +165,20 @@ class PlanPartitioner(CustomPartitionerFn):
     def uuid(self) -> Any | None:
         """A hash of everything that decides on the modules: the package's sources, the options, the graph and its plan.
 
-        None until there is a plan. Inductor then bypasses caches that it would look into before it partitions, where a hit would
-        skip the plan.
+        Until there is a plan, a hash of what it will be chosen by, for AOTAutograd's cache, which has the graph in its key. None
+        bypasses that cache.
         """
-        if self.planned is None:
+        if self.planned is not None:
+            interface, result = self.planned
+            text = f"{self._settings} {interface.graph.digest} {result.plan.order}"
+        elif self._problem is not None:
+            text = f"{self._settings} {self._problem}"
+        else:
             return None
-        capture, result = self.planned
-        text = f"{self._settings} {capture.graph.digest} {result.plan.order}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _record_plan(self, joint: CapturedJoint, result: Result) -> None:
-        self.joint, self.planned = joint, (joint.capture, result)
+        self.joint, self.planned = joint, (GraphInterface.of(joint), result)
 
 
 def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Compiled | None:
@@ -186,15 +208,18 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
             hint="compile with dynamic=False, which compiles and plans every shape separately, or with compiler='eager'",
         )
     patches = config_patches(options, {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
-    search = CalibratedSearch(compilation, _compiler_fingerprint(example_inputs, options, patches, dynamic))
+    fingerprint = _compiler_fingerprint(example_inputs, options, patches, dynamic)
+    problem = None if dynamic or not compilation.may_be_cached() else f"{compilation.resident} {fingerprint}"
+    search = CalibratedSearch(compilation, fingerprint)
     compilations: list[Compiled] = []
     best: Compiled | None = None
     while True:
         whole = WholeStep() if compilation.hooks.whole else None
         planning = dataclasses.replace(task, plan=functools.partial(_plan, search))
-        compiled = _generate(gm, example_inputs, planning, options, patches, whole)
-        if compiled.planned is None or not search.measures:
+        compiled = _generate(gm, example_inputs, planning, options, patches, whole, problem)
+        if compiled.planned is None or compiled.cached or not search.measures:
             compiled.kernels.build()
+            compiled.store()
             return compiled
         _refuse_other_sizes(traced)
         compilations.append(compiled)
@@ -214,6 +239,8 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
         if chosen is not None:
             compilations[chosen].kernels.build()
             best = _with_measurement(compilations[chosen], search, chosen)
+            if best.planned is not None and compilation.alone(best.planned[0].graph):
+                best.store()
         if chosen is not None or not search.next_candidate():
             break
     peaks = [t.outcome.memory.peak_bytes for t in search.trials]
@@ -261,8 +288,12 @@ def _generate(
     options: Options,
     settings: Mapping[str, Any],
     whole: WholeStep | None = None,
+    problem: str | None = None,
 ) -> Compiled:
-    """Generate the code of the graph under the plan of a task, whatever its peak; its C++ kernels are not built."""
+    """Generate the code of the graph under the plan of a task, whatever its peak; its C++ kernels are not built.
+
+    Where AOTAutograd's cache has the code that was chosen for this problem before, it is taken from there.
+    """
     callables: dict[str, ReplaceableCallable] = {}
     symbols: list[int] = []
 
@@ -282,7 +313,11 @@ def _generate(
         callables[which] = ReplaceableCallable(run)
         return callables[which]
 
-    partitioner = PlanPartitioner(task, options)
+    def loaded(which: str, run: Callable[..., Any]) -> ReplaceableCallable:
+        callables[which] = ReplaceableCallable(run)
+        return callables[which]
+
+    partitioner = PlanPartitioner(task, options, problem)
     copy = fx.GraphModule(gm, copy_graph(gm.graph))  # Inductor changes its graph in place, and the next trial needs it unchanged
     copy.meta = dict(gm.meta)
     patches = {**settings, **({} if whole is None else WHOLE_STEP_CONFIG), "custom_partitioner_fn": partitioner}
@@ -290,17 +325,33 @@ def _generate(
     # metrics of a compilation can be recorded only once.
     early = functorch_config.patch(force_non_lazy_backward_lowering=True)
     kernels, account = PendingKernels(), Account(lambda node: task.costs([node])[0].workspace_bytes)
-    choices = use_inductor_choices(PlanChoices())
-    with early, choices, unfused_addmm(), sums_for_every_size(), kernels.collecting(), account.counting():
+    choices, cache = use_inductor_choices(PlanChoices()), CachedCompilation()
+    looking_up = aot_cache_disabled() if problem is None else cache.looking_up(loaded)
+    with early, choices, unfused_addmm(), sums_for_every_size(), kernels.collecting(), account.counting(), looking_up:
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
     forward, joint = callables["forward"], partitioner.joint
+    if partitioner.planned is None and cache.note is not None:
+        stored = StoredStep.decode(cache.note)
+        planned = (stored.interface, stored.result)
+        return Compiled(run, forward, callables["backward"], kernels, planned, memory=stored.memory)
     counted = None
     if whole is not None:
         counted = account.memory_of_whole_step()
     elif joint is not None:
         counted = account.memory(num_outputs=joint.capture.num_fwd_outputs, hold_outputs=task.hold_outputs)
     backward = callables.get("backward", forward)
-    return Compiled(run, forward, backward, kernels, partitioner.planned, counted, joint, whole, num_symbols=sum(symbols))
+    return Compiled(
+        run,
+        forward,
+        backward,
+        kernels,
+        partitioner.planned,
+        counted,
+        joint,
+        whole,
+        num_symbols=sum(symbols),
+        entry=cache.entries[-1] if cache.entries else None,
+    )
 
 
 def _measure(compiled: Compiled, example_inputs: Sequence[Any], traced: Sequence[Any], task: Task) -> StepMemory:
@@ -359,15 +410,13 @@ def _refuse_other_sizes(traced: Sequence[Any]) -> None:
 def _with_measurement(compiled: Compiled, search: CalibratedSearch, chosen: int) -> Compiled:
     """The compilation with its memory, as a remark of its result and for the checks of its runs."""
     assert compiled.planned is not None
-    capture, result = compiled.planned
+    interface, result = compiled.planned
     step = search.trials[chosen].outcome.memory
     peak = format_bytes(step.peak_bytes)
     how = "measured" if search.trials[chosen].measured else "counted"
     remark = f"compiled by Inductor (plan {len(search.trials)}): {how} peak {peak} above the resident bytes"
     result = msgspec.structs.replace(result, budget_bytes=search.budget_bytes, remarks=(*result.remarks, remark))
-    compiled.planned = (capture, result)
-    assert compiled.joint is not None
-    compiled.measured = (compiled.joint, compiled.planned[1], step)
+    compiled.planned, compiled.memory = (interface, result), step
     return compiled
 
 

@@ -40,7 +40,6 @@ class TimingEffort:
         slow_factor: A reading above so many times the roofline estimate is suspected to be disturbed. A slow kernel may be
             suspected wrongly, which costs only the additional runs.
         slow_ns: Ops faster than this are never suspected: in them the fixed cost of a call dominates, which no roofline has.
-            One pass is enough for them.
         agreement: As many readings as `repeats` within this factor of the fastest lift the suspicion: what disturbs runs makes
             them differ, and a slow kernel takes as long each time.
         slow_repeats: Most runs of a suspected op.
@@ -49,8 +48,11 @@ class TimingEffort:
             time, and each matrix product in the head of a language model takes up to a second.
         block: Random numbers that are drawn for an input. They are repeated to fill it: drawing 200 MB takes 0.2 s, copying a
             quarter of that.
-        passes: How often the ops that take more than `slow_ns` are measured, one after the other; the fastest run of all passes
-            counts. A machine can be a fifth slower for a second, and all readings of an op that is measured then.
+        again_ns: Ops that take longer are measured in several passes over all of them.
+        least_passes: How often they are measured at least; the fastest run of all passes counts. A machine can be a fifth slower
+            for a second, and all readings of an op that is measured then.
+        most_passes: How often they are measured at most.
+        settled: No further pass after one that made them faster, all together, by less than this share.
         later_repeats: Most runs of an op in each pass after the first.
         between_bytes: Bytes that are read between two runs of an op on a CPU, about a last-level cache, as the other ops of a
             step read theirs. What an op reads in a step is partly in the cache and partly not, its code too; an op that runs
@@ -66,7 +68,10 @@ class TimingEffort:
     slow_limit_ns: int = 500_000_000
     once_ns: int = 250_000_000
     block: int = 1 << 18
-    passes: int = 3
+    again_ns: int = 100_000
+    least_passes: int = 3
+    most_passes: int = 10
+    settled: float = 0.004
     later_repeats: int = 2
     between_bytes: int = 32 << 20
 
@@ -134,12 +139,18 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
     with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
         other = torch.ones(_EFFORT.between_bytes, dtype=torch.uint8, device="cpu")
         costs: dict[str, OpCost | None] = {}
-        for key, node in progress.counted([*nodes.items()] * _EFFORT.passes, "measuring costs"):
-            if key not in costs:
-                costs[key] = _measured_or_warned(node, other)
-            elif (known := costs[key]) is not None and _is_measured_again(node, known):
-                costs[key] = known._replace(cost_ns=min(known.cost_ns, quantise(_fastest_run_ns(node, other))))
-    return {k: cost for k, cost in costs.items() if cost is not None}
+        for key, node in progress.counted([*nodes.items()], "measuring costs"):
+            costs[key] = _measured_or_warned(node, other)
+        found = {k: cost for k, cost in costs.items() if cost is not None}
+        again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
+        for number in range(2, _EFFORT.most_passes + 1):
+            before = sum(found[k].cost_ns for k in again)
+            for key, node in progress.counted([*again.items()], "measuring costs"):
+                found[key] = found[key]._replace(cost_ns=min(found[key].cost_ns, quantise(_fastest_run_ns(node, other))))
+            gained = before - sum(found[k].cost_ns for k in again)
+            if number >= _EFFORT.least_passes and gained <= _EFFORT.settled * before:
+                break
+    return found
 
 
 def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -271,7 +282,7 @@ def _cpu_cost(node: fx.Node, other: torch.Tensor) -> tuple[float, int]:
 
 def _is_measured_again(node: fx.Node, known: OpCost) -> bool:
     """Whether an op is measured in a later pass: short ones do not count, and one run of the longest is enough."""
-    return _EFFORT.slow_ns <= known.cost_ns <= _EFFORT.once_ns and not _on_cuda(node)
+    return _EFFORT.again_ns <= known.cost_ns <= _EFFORT.once_ns and not _on_cuda(node)
 
 
 def _fastest_run_ns(node: fx.Node, other: torch.Tensor) -> int:

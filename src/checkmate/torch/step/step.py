@@ -25,11 +25,11 @@ from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import with_smallest_peak
 from checkmate.torch.chunking.variants import Chunks
 from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.compilation.program import GraphInterface
 from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
-from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
@@ -59,7 +59,7 @@ class Step:
         self.whole = spec.whole
         self._finish = spec.finish
         self._micro_batches = spec.micro_batches
-        self._planned: list[tuple[Capture, Result]] = []
+        self._planned: list[tuple[Graph, Result]] = []
         self._shapes: list[tuple[Any, ...]] = []  # of the inputs that it was compiled for
         given = options.plan
         with stop_after_capture() as stop, spec.tracing_context():
@@ -75,8 +75,8 @@ class Step:
             run_as_one_graph(self._run, example)
         if spec.wrapped is not None:
             self._run = run_inside_ddp(spec.wrapped, self._run)
-        capture, result = self._planned[0]
-        self.graph, self.plan, self.result = capture.graph, result.plan, result
+        self.graph, self.result = self._planned[0]
+        self.plan = self.result.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Run one step: forward, loss, backward, and the optimizer if there is one.
@@ -95,12 +95,12 @@ class Step:
         check_micro_batches(kwargs or args, self._micro_batches)
         return self._finish(functools.partial(run_as_one_graph, self._run, kwargs or args))
 
-    def _record_plan(self, capture: Capture, result: Result) -> None:
+    def _record_plan(self, interface: GraphInterface, result: Result) -> None:
         if self._planned:
             peak = format_bytes(result.peak_bytes)
             what = "the step was compiled again" if self._shapes[-1] in self._shapes[:-1] else "a new shape was compiled"
             _log.warning("%s and planned in %.1f s: peak %s", what, result.elapsed_s, peak)
-        self._planned.append((capture, result))
+        self._planned.append((interface.graph, result))
 
 
 def compile(  # noqa: A001 - named like torch.compile
