@@ -84,7 +84,7 @@ def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: An
 
 
 class _Loops:
-    """The loops of several groups, with a derivative of its own, as a function of flat arrays: constants, carries, stacks.
+    """The loops of several groups and their derivative, as a function of flat arrays: constants, carries, stacks.
 
     Args:
         naming: The body and its names.

@@ -41,7 +41,7 @@ _LEAST_ROOM: Final = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What was found for a loop.
+    """The arrangement that was found for a loop.
 
     Attributes:
         arrangement: The cheapest arrangement whose compiled bytes keep the budget.
@@ -241,7 +241,7 @@ def _refuse_what_is_no_body(block: Callable[..., Any], arguments: Arguments) -> 
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise GraphError(
             f"the body of a loop returns {'an array' if is_array(answer) else type(answer).__name__}, not a pair of carry and y",
-            hint="return (carry, None) where a layer has no result of its own",
+            hint="return (carry, None) where a layer has no other result",
         )
     before, after = (jax.tree.map(_type, nest) for nest in (given, answer[0]))
     if before != after:
