@@ -50,7 +50,7 @@ def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: 
         donated: Positions of arguments whose buffers results may reuse.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated))
-    options = _options() | (_QUICKLY if jax.default_backend() == "cpu" else {})
+    options: Any = _options() | (_QUICKLY if jax.default_backend() == "cpu" else {})
     analysis: Any = jitted.lower(*arguments).compile(compiler_options=options).memory_analysis()
     return int(analysis.temp_size_in_bytes)
 
