@@ -81,7 +81,8 @@ def scan(
 
     What `policy` cannot: some layers save more than others, so that the budget is filled, and loops are nested where saving the
     carry of every layer is too much. All arrangements are compared by one model of cost and bytes, and compiled until the bytes
-    keep the budget: at most four compilations. The derivative of a loop whose layers differ is a `jax.custom_vjp`, which `jax.jvp` refuses.
+    keep the budget: at most four compilations. The derivative of a loop whose layers differ is a `jax.custom_vjp`, which
+    `jax.jvp` refuses.
 
     Args:
         block: The body of the loop, ``block(carry, x) -> (carry, y)``.
