@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Wraps a block: ``block(module, x) -> x``."""
@@ -149,6 +150,7 @@ class Equinox:
         return eqx.filter_checkpoint(block, policy=policy)
 
 
+NAMES = {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
 LIBRARIES: dict[str, Callable[[], Any]] = {"nnx": Nnx, "equinox": Equinox}
 
 
@@ -156,7 +158,7 @@ def attention(lib: Any, p: Any, x: jax.Array, heads: int, *, causal: bool, rotar
     """Attention of several heads; fewer heads of keys and values if their projection is narrower."""
 
     def split(name: str) -> jax.Array:
-        projected = lib.call(p[name], x)
+        projected = checkpoint_name(lib.call(p[name], x), NAMES[name])
         return projected.reshape(*x.shape[:2], -1, x.shape[2] // heads).swapaxes(1, 2)
 
     q, k, v = split("q"), split("k"), split("v")
@@ -166,8 +168,8 @@ def attention(lib: Any, p: Any, x: jax.Array, heads: int, *, causal: bool, rotar
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
-    mixed = jax.nn.softmax(scores) @ v
-    return lib.call(p["o"], mixed.swapaxes(1, 2).reshape(x.shape))
+    mixed = checkpoint_name(jax.nn.softmax(scores) @ v, "context")
+    return checkpoint_name(lib.call(p["o"], mixed.swapaxes(1, 2).reshape(x.shape)), "out_proj")
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -264,30 +266,34 @@ def vit(lib: Any, layers: int = 4, width: int = 32, size: int = 32, batch: int =
     return lib.network(parts, forward, _images(batch, size, lib.channels), jnp.arange(batch) % 10)
 
 
+def _llama_layer(lib: Any, width: int) -> dict[str, Any]:
+    narrow = {name: lib.linear(width, width // 2, False) for name in "kv"}
+    norms = {"first": lib.rms_norm(width), "second": lib.rms_norm(width)}
+    mlp = {"gate": lib.linear(width, 3 * width, False), "up": lib.linear(width, 3 * width, False)}
+    wide = {name: lib.linear(width, width, False) for name in "qo"}
+    return {**narrow, **wide, **norms, **mlp, "down": lib.linear(3 * width, width, False)}
+
+
+def _llama(lib: Any, p: Any, x: jax.Array) -> jax.Array:
+    """A block whose values have the names that MaxText gives them."""
+    x = x + attention(lib, p, lib.call(p["first"], x), 4, causal=True, rotary=True)
+    y = lib.call(p["second"], x)
+    gate, up = checkpoint_name(lib.call(p["gate"], y), "mlpwi_0"), checkpoint_name(lib.call(p["up"], y), "mlpwi_1")
+    return x + checkpoint_name(lib.call(p["down"], jax.nn.silu(gate) * up), "mlpwo")
+
+
 def llama(lib: Any, layers: int = 4, width: int = 32, length: int = 64, batch: int = 4) -> Network:
     """Llama-shaped: RMS norms, rotary positions, two heads of keys and values for four of queries, SwiGLU."""
 
-    def layer() -> dict[str, Any]:
-        narrow = {name: lib.linear(width, width // 2, False) for name in "kv"}
-        norms = {"first": lib.rms_norm(width), "second": lib.rms_norm(width)}
-        mlp = {"gate": lib.linear(width, 3 * width, False), "up": lib.linear(width, 3 * width, False)}
-        wide = {name: lib.linear(width, width, False) for name in "qo"}
-        return {**narrow, **wide, **norms, **mlp, "down": lib.linear(3 * width, width, False)}
-
-    def block(p: Any, x: jax.Array) -> jax.Array:
-        x = x + attention(lib, p, lib.call(p["first"], x), 4, causal=True, rotary=True)
-        y = lib.call(p["second"], x)
-        return x + lib.call(p["down"], jax.nn.silu(lib.call(p["gate"], y)) * lib.call(p["up"], y))
-
     parts = {
         "embedding": lib.embedding(64, width),
-        "layers": [layer() for _ in range(layers)],
+        "layers": [_llama_layer(lib, width) for _ in range(layers)],
         "norm": lib.rms_norm(width),
         "head": lib.linear(width, 64, False),
     }
 
     def forward(p: Any, tokens: jax.Array, labels: jax.Array, run: Any) -> jax.Array:
-        x = run(block, p["layers"], lib.call(p["embedding"], tokens))
+        x = run(functools.partial(_llama, lib), p["layers"], lib.call(p["embedding"], tokens))
         return _cross_entropy(lib.call(p["head"], lib.call(p["norm"], x)), labels)
 
     return lib.network(parts, forward, *_tokens(batch, length, 64))
@@ -378,7 +384,7 @@ def scanned_layer(lib: Any, width: int = 32, length: int = 64, batch: int = 16) 
     """The body of a loop over layers, its carry, and the parameters of 32 layers, stacked."""
     draw = np.random.default_rng(0)
     carry = jnp.asarray(draw.normal(size=(batch, length, width)), jnp.float32)
-    module = _layer(lib, width)
+    module = _llama_layer(lib, width)
     if isinstance(lib, Nnx):
         definition, parameters = nnx.split(module)
     else:
@@ -386,7 +392,7 @@ def scanned_layer(lib: Any, width: int = 32, length: int = 64, batch: int = 16) 
 
     def layer(x: jax.Array, parameters: Any) -> tuple[jax.Array, None]:
         merged = nnx.merge(definition, parameters) if isinstance(lib, Nnx) else eqx.combine(parameters, definition)
-        return _pre_norm(lib, 4, True, merged, x), None
+        return _llama(lib, merged, x), None
 
     stacked = jax.tree.map(lambda a: jnp.asarray(draw.normal(size=(LENGTH, *a.shape)) / width, a.dtype), parameters)
     return layer, carry, stacked

@@ -304,8 +304,8 @@ def table(report: dict[str, Any]) -> str:
         "# JAX: compiled bytes of plans, and the policies of `jax.checkpoint`",
         "",
         "Made by `benchmarks/jax_peaks.py`; do not edit. Every row is a process. Bytes are MiB of temporary values of loss and",
-        "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything. Plans at",
-        "a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything.",
+        "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything.",
+        "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything.",
         "",
         ran_on(report),
     ]
@@ -334,8 +334,9 @@ def budgets(found: dict[str, Any]) -> list[str]:
             bits = f"{p['identical']} of {p['arrays']}" + (f", {p['difference']:.0e}" if p["difference"] else "")
             lines.append(
                 f"| {cell}: {mib(p['room_bytes'])} | {mib(whole['temp_bytes'])} | {mib(p['planned_bytes'])} "
-                f"| {mib(p['temp_bytes'])} | {p['planned_bytes'] / p['temp_bytes']:.3f} | {p['overhead']:.4f} | {100 * p['gap']:.1f} % "
-                f"| {p['compilations']} | {p['plan_s']:.1f} | {p['time_s'] / whole['time_s']:.3f} | {bits} |"
+                f"| {mib(p['temp_bytes'])} | {p['planned_bytes'] / p['temp_bytes']:.3f} | {p['overhead']:.4f} "
+                f"| {100 * p['gap']:.1f} % | {p['compilations']} | {p['plan_s']:.1f} "
+                f"| {p['time_s'] / whole['time_s']:.3f} | {bits} |"
             )
     return lines if len(lines) > 2 else []
 
@@ -343,7 +344,7 @@ def budgets(found: dict[str, Any]) -> list[str]:
 def loops(found: dict[str, Any]) -> list[str]:
     """Budgets of a loop over layers: one choice for all layers against layers that differ."""
     lines = [
-        "| budget | of | one: compiled | overhead | differ: compiled | overhead | bound | less again | time | layers and saved values |",
+        "| budget | of | one: compiled | overhead | differ: compiled | overhead | bound | less again | time | layers |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for cell, row in found.items():
@@ -353,8 +354,8 @@ def loops(found: dict[str, Any]) -> list[str]:
             groups = ", ".join(f"{n} save {k}" + (f" in loops of {m}" if m > 1 else "") for n, m, k in other["groups"])
             lines.append(
                 f"| {mib(one['room_bytes'])} | {mib(row['whole']['temp_bytes'])} | {mib(one['temp_bytes'])} "
-                f"| {one['overhead']:.4f} | {mib(other['temp_bytes'])} | {other['overhead']:.4f} | {other['bound']:.4f} | {100 * less:.1f} % "
-                f"| {other['time_s'] / one['time_s']:.3f} | {groups} |"
+                f"| {one['overhead']:.4f} | {mib(other['temp_bytes'])} | {other['overhead']:.4f} | {other['bound']:.4f} "
+                f"| {100 * less:.1f} % | {other['time_s'] / one['time_s']:.3f} | {groups} |"
             )
     return lines if len(lines) > 2 else []
 

@@ -65,7 +65,7 @@ def groups_of(names):
     }
 
 
-@pytest.mark.parametrize("kind", ["one", "two", "nested"])
+@pytest.mark.parametrize("kind", [pytest.param("one", marks=pytest.mark.slow), "two", "nested"])
 def test_groups_compute_what_the_loop_does(arrays, layers, kind):
     """Carry, results of all layers and gradients, whatever the groups are."""
     groups = groups_of(layers.choices.front[-1].names)[kind]
@@ -121,7 +121,7 @@ def test_groups_compose():
         assert difference(plain, given) < 1e-5
 
 
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_groups_in_shard_map(checked):
     """Parameters are the same on all devices, the batch is not."""
     draw = np.random.default_rng(0)
