@@ -73,9 +73,10 @@ class Program:
     Args:
         function: The function.
         arguments: Its arguments.
+        loops: Whether it has loops, whose bodies XLA counts once: FLOPs are then those of the trace.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, loops: bool = False) -> None:
         import jax
 
         import checkmate.jax as cj
@@ -83,7 +84,15 @@ class Program:
         self._run = jax.jit(function, compiler_options=cj.compiler_options()).lower(*arguments).compile()
         self._arguments = arguments
         self.temp_bytes = int(self._run.memory_analysis().temp_size_in_bytes)
-        self.flop = float(self._run.cost_analysis()["flops"])
+        self.flop = float(self._run.cost_analysis()["flops"]) if not loops else self._traced_flop(function)
+
+    def _traced_flop(self, function: Callable[..., Any]) -> float:
+        import jax
+
+        from checkmate.jax._compat import without_dead_code
+        from checkmate.jax.graph.op_properties import flops
+
+        return float(sum(map(flops, without_dead_code(jax.make_jaxpr(function)(*self._arguments)).eqns)))
 
     def results(self) -> list[Any]:
         """Flat results."""
@@ -210,7 +219,7 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
         def total(carry: Any, slices: Any) -> Any:
             return (loop(carry, slices)[0] ** 2).sum()
 
-        return Program(jax.value_and_grad(total, argnums=(0, 1)), (carry, slices))
+        return Program(jax.value_and_grad(total, argnums=(0, 1)), (carry, slices), loops=True)
 
     def under(policy: Any, body: Callable[..., Any] = block) -> Callable[..., Any]:
         return lambda carry, slices: jax.lax.scan(jax.checkpoint(body, policy=policy), carry, slices)
