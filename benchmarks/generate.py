@@ -3,6 +3,7 @@
     python benchmarks/generate.py chain 32 --out linear32.graph.json
     python benchmarks/generate.py layered 250 --seed 3 --out layered250.graph.json
     python benchmarks/generate.py gpt 4000 --out gpt4000.graph.json
+    python benchmarks/generate.py skipping 100000 --out skipping100000.graph.json
 
 The same arguments give the same graph, on every machine. Nothing here is needed to plan; benchmarks and tests use it.
 """
@@ -36,6 +37,39 @@ def chain(layers: int) -> Graph:
         backward=[i > layers for i in range(last + 1)],
         names=[*forward, "Loss", *(f"Grad<{name}>" for name in reversed(forward))],
         name=f"linear{layers}",
+    )
+
+
+def skipping(ops: int, *, seed: int = 0, share: float = 0.15, reach: int = 40) -> Graph:
+    """A training step of a long chain with skip connections, of random sizes and costs.
+
+    Each forward op reads the one before it, and some also one of those further back. The gradient of an op reads the
+    gradients of what reads it, and its own inputs.
+
+    Args:
+        ops: Ops, about half of them forward.
+        seed: Seed.
+        share: Share of the forward ops with a skip connection.
+        reach: Longest distance of a skip connection, in ops.
+    """
+    rng = random.Random(seed)
+    layers = max(1, (ops - 1) // 2)
+    last = 2 * layers
+    inputs = [[i - 1] if i else [] for i in range(layers)]
+    for i in range(3, layers):
+        if rng.random() < share:
+            inputs[i].append(i - rng.randint(2, min(i, reach)))
+    edges = [(u, v) for v, above in enumerate(inputs) for u in above] + [(layers - 1, layers), (layers, layers + 1)]
+    for v, above in enumerate(inputs):
+        edges += [(u, last - v) for u in above]
+        edges += [(last - v, last - u) for u in above]
+    forward = [rng.randint(1, 999) for _ in range(layers)]
+    return Graph.from_dag(
+        cost=[*forward, 1, *(2 * cost for cost in reversed(forward))],
+        size_bytes=[*(size := [_mixed_size(rng) for _ in range(layers)]), 10, *reversed(size)],
+        edges=sorted(set(edges)),
+        backward=[i > layers for i in range(last + 1)],
+        name=f"skipping{ops}-{seed}",
     )
 
 
@@ -272,12 +306,17 @@ def gpt_of(ops: int) -> Graph:
 def main() -> int:
     """Write one graph."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["chain", "layered", "gpt"])
-    parser.add_argument("size", type=int, help="layers of a chain, nodes of a layered graph, ops of a GPT")
+    parser.add_argument("kind", choices=["chain", "layered", "skipping", "gpt"])
+    parser.add_argument("size", type=int, help="layers of a chain, nodes of a layered graph, ops of the others")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
-    kinds = {"chain": chain, "layered": lambda size: layered(size, seed=options.seed), "gpt": gpt_of}
+    kinds = {
+        "chain": chain,
+        "layered": lambda size: layered(size, seed=options.seed),
+        "skipping": lambda size: skipping(size, seed=options.seed),
+        "gpt": gpt_of,
+    }
     graph = kinds[options.kind](options.size)
     checkmate.write(graph, options.out)
     print(f"wrote {options.out}: {len(graph.ops)} ops, {len(graph.values)} values")

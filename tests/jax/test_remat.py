@@ -277,6 +277,16 @@ def test_figures_before_the_first_derivative_are_refused():
         _ = unverified(mlp_loss, budget="70%").result
 
 
+def test_costs_are_measured_inside_a_trace(caplog):
+    """The function is planned while JAX traces it, and the ops that are measured must not be."""
+    weights, x = mlp(layers=1)
+    loss = cj.remat(mlp_loss, budget="100%", verify=False)
+    with caplog.at_level(logging.INFO, logger="checkmate.jax"):
+        jax.eval_shape(jax.grad(loss), weights, x)
+    assert not [record for record in caplog.records if "could not be measured" in record.message]
+    assert all(op.cost > 0 for op in loss.graph.ops if op.kind == "dot_general")
+
+
 def test_undone_fences_are_told_once(caplog, monkeypatch):
     """Who compiles without the options saves nothing, and is told what to pass."""
     from checkmate.jax.measure import compiled

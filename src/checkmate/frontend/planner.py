@@ -25,6 +25,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
+from checkmate.frontend.counted_memory import Counted, cheapest_counted, resolved_budget
 from checkmate.frontend.interrupt import interrupts_kept, raise_interrupt
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
@@ -65,7 +66,7 @@ def planner_for(options: PlanningOptions, spent_s: float = 0.0) -> Planner:
     if options.plan is not None:
         return GivenPlan(options.plan, options.budget)
     if options.budget is not None:
-        return CheapestWithin(options.budget, options.solver, options.time_limit_s, spent_s)
+        return CheapestWithin(options.budget, options.solver, options.time_limit_s, spent_s, options.counted)
     return keep_everything
 
 
@@ -83,20 +84,29 @@ class CheapestWithin:
         solver: The solver; `Auto` by default.
         time_limit_s: Seconds of wall time, or None.
         spent_s: Seconds of it that other searches have used.
+        counted: Bytes of a plan that count against the budget; None for its peak of live bytes.
     """
 
     budget: Budget
     solver: Solver | None = None
     time_limit_s: float | None = None
     spent_s: float = 0.0
+    counted: Counted | None = None
 
     def __call__(self, graph: Graph) -> Result:
         """The cheapest plan that the solver finds, now or in an earlier process.
 
         Raises:
             KeyboardInterrupt: The user interrupted the search.
+            PlanNotFoundError: No plan was found of which what counts keeps the budget.
         """
-        return cheapest(Problem(graph, self.budget), self.solver, Limits(time_s=self.time_limit_s), self.spent_s)
+        problem = Problem(graph, resolved_budget(self.budget, graph, self.counted))
+        limits = Limits(time_s=self.time_limit_s)
+        if self.counted is None:
+            return cheapest(problem, self.solver, limits, self.spent_s)
+        return cheapest_counted(
+            problem, self.counted, lambda p, spent_s: cheapest(p, self.solver, limits, self.spent_s + spent_s)
+        )
 
 
 def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | None = None, spent_s: float = 0.0) -> Result:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -109,6 +109,8 @@ class AutoParameters:
         first_events: Events to bound before the first search: where keeping everything holds most.
         clear_gap: Share of the session's gap. First plans that are proven within it are not searched any further.
         plans_for_events: Plans, beside keeping everything, whose peaks are candidates for events.
+        first_share: Share of the time left in which the greedy plans of one start have to be made.
+        many_ops: Largest graph for programs of several events, and for other orders than those of the starts.
         horizon_s: Shares of `PHASES` are of so many seconds at most, so that a phase that does not help ends in time also
             where the limit is an hour, or there is none.
     """
@@ -129,6 +131,8 @@ class AutoParameters:
     first_events: int = 4
     clear_gap: float = 0.2
     plans_for_events: int = 2
+    first_share: float = 0.4
+    many_ops: int = 30_000
     horizon_s: float = 60.0
 
 
@@ -170,15 +174,19 @@ class _Run:
     """
 
     def __init__(self, problem: Problem, session: Session) -> None:
-        from checkmate.solvers.bounds.event_cuts import CutModel
-
         self.session = session
         self.fold = FoldViews.of(problem.graph, priced=problem.reorder)
         self.folded = self.fold.apply(problem)
         self.graph = self.folded.graph
-        self.any_order = CutModel(self.folded)
         self.once = max(1, self.graph.cost)
         self.random = Random(session.limits.seed)
+
+    @cached_property
+    def any_order(self) -> CutModel:
+        """The cuts' model for any order; made after the first plan, since it takes a second on 100,000 ops."""
+        from checkmate.solvers.bounds.event_cuts import CutModel
+
+        return CutModel(self.folded)
 
     def run(self, rounds: int) -> None:
         searches = self._first_plans()
@@ -192,7 +200,8 @@ class _Run:
             return
         # A* may still close the gap; one round gives it a better plan, and so a lower limit.
         under_way = exploration is not None and exploration.ended is None
-        self._refine(searches, event, 1 if under_way else rounds)
+        if len(self.graph.ops) <= PARAMETERS.many_ops:
+            self._refine(searches, event, 1 if under_way else rounds)
         if exploration is not None and not self.session.done:
             exploration.run(self._begin(Phase.STATES_AGAIN))
         self._final_search(searches)
@@ -247,14 +256,18 @@ class _Run:
         seed = session.limits.seed
         searches: list[Search] = []
         proven = False
-        for order, on_demand in starts(self.folded, seed):
-            search = Search(self.folded, on_demand, seed, order)
+        for order, on_demand in starts(self.folded, seed, session.time_up):
+            search = Search(self.folded, on_demand, seed, order, session.time_up)
             searches.append(search)
             late = self._begin(Phase.FIRST_PLANS)
-            if search.first(out_of_time=late, stop_at_first=True):
-                self.offer(search.order())
-                search.first(out_of_time=late)
-                self.offer(search.order())
+            with session.within(session.elapsed_s() + PARAMETERS.first_share * session.left_s()):
+                found = search.first(out_of_time=late, stop_at_first=True)
+                if found:
+                    self.offer(search.order())
+                    cost = search.best_cost
+                    search.first(out_of_time=late)
+                    if search.best_cost < cost:
+                        self.offer(search.order())
             if session.done and not proven:
                 return searches
             if session.plan is not None and not proven:
@@ -271,23 +284,25 @@ class _Run:
         phase = Phase.PROVEN_SEARCH if session.gap <= session.limits.gap else Phase.FIRST_SEARCH
         # Every search starts from the best plan known, not only the one that found it.
         for search in searches:
-            if self.out_of_time():  # a careful repair takes half a second on a thousand ops, and cannot be interrupted
+            if self.out_of_time():
                 break
+            until_s, cheaper = self._until(phase), False
             if session.plan is not None:
-                search.start_from_order(self.fold.apply_order(session.plan.order))
+                with session.within(until_s):
+                    cheaper = search.start_from_order(self.fold.apply_order(session.plan.order))
             if math.isfinite(search.best_cost) and (phase is Phase.PROVEN_SEARCH or not session.done):
                 decodes = suggested_decodes(len(self.graph.ops)) // PARAMETERS.first_divisor
-                search.improve(decodes, PARAMETERS.temperature, self._begin(phase))
-                self.offer(search.order())
+                if self._improve(search, decodes, PARAMETERS.temperature, until_s) or cheaper:
+                    self.offer(search.order())
         return sorted(searches, key=lambda search: search.best_cost)
 
     def _first_proof(self, searches: list[Search]) -> None:
         """Bound the events that hold most, until a plan is proven clearly within the gap."""
-        from checkmate.solvers.bounds.refine import highest_events, single_cuts
+        from checkmate.solvers.bounds.refine import highest_events
 
+        events, model = highest_events(self.graph, PARAMETERS.first_events), self.any_order
         late = self._begin(Phase.FIRST_EVENTS)
-        events = highest_events(self.graph, PARAMETERS.first_events)
-        single_cuts(self.any_order, events, partial(self.prove, searches[0]), lambda: self._clearly_done() or late())
+        self._single_cuts(model, events, searches[0], lambda: self._clearly_done() or late())
 
     def _clearly_done(self) -> bool:
         """Whether no search could gain more than a part of the gap, or none is wanted."""
@@ -310,8 +325,8 @@ class _Run:
         session = self.session
         late = self._begin(Phase.TIGHT_BUDGET)
         forward = Problem(self.graph, self.folded.budget_bytes, "forward", self.folded.reorder)
-        for order, on_demand in starts(forward, session.limits.seed):
-            search = Search(forward, on_demand, session.limits.seed, order)
+        for order, on_demand in starts(forward, session.limits.seed, session.time_up):
+            search = Search(forward, on_demand, session.limits.seed, order, session.time_up)
             if late() or (search.first(out_of_time=late, stop_at_first=True) and self.offer(search.order())):
                 break
         if session.plan is not None or session.left_s() <= 0:  # `Limits` refuses a time of zero
@@ -323,12 +338,19 @@ class _Run:
 
     def _best_single(self, model: CutModel, searches: list[Search]) -> int | None:
         """Bound by single events where the plans hold most; returns the event that proves most."""
-        from checkmate.solvers.bounds.refine import promising_events, single_cuts
+        from checkmate.solvers.bounds.refine import promising_events
 
         plans = [search.order() for search in searches if math.isfinite(search.best_cost)]
         events = promising_events(self.graph, [range(len(self.graph.ops)), *plans[: PARAMETERS.plans_for_events]])
         late = self._begin(Phase.SINGLE_EVENTS)
-        return single_cuts(model, events, partial(self.prove, searches[0]), lambda: self.session.done or late())
+        return self._single_cuts(model, events, searches[0], lambda: self.session.done or late())
+
+    def _single_cuts(self, model: CutModel, events: list[int], search: Search, out_of_time: Callable[[], bool]) -> int | None:
+        """As `bounds.refine.single_cuts`, with the session's limits."""
+        from checkmate.solvers.bounds.refine import single_cuts
+
+        session = self.session
+        return single_cuts(model, events, partial(self.prove, search), out_of_time, time_up=session.time_up)
 
     def _explore(self) -> Exploration | None:
         """Search the states of a small graph for a moment; None for graphs that it does not take."""
@@ -386,9 +408,9 @@ class _Run:
                 events = max(events, other, key=lambda chain: self._quick_bound(search, chain)[0])
                 phase = Phase.ANY_ORDER_AGAIN
             decodes = max(PARAMETERS.least_round_decodes, work // PARAMETERS.round_divisor)
-            if search.improve(decodes, PARAMETERS.temperature, self._begin(Phase.ROUND_SEARCH)):
+            if self._improve(search, decodes, PARAMETERS.temperature, self._until(Phase.ROUND_SEARCH)):
                 self.offer(search.order())
-            searches[place] = self._reorder_search(search, self._begin(Phase.ROUND_SEARCH))
+            searches[place] = self._reorder_search(search, self._until(Phase.ROUND_SEARCH))
             if session.done:
                 return
             if (session.cost, session.bound) == before and k >= len(searches):
@@ -399,16 +421,21 @@ class _Run:
         """As `bounds.refine.quick_bound`, for any order; the bound is kept."""
         from checkmate.solvers.bounds.refine import quick_bound
 
-        bound, floating = quick_bound(self.any_order, events)
+        bound, floating = quick_bound(self.any_order, events, self.session.left_s)
         self.prove(search, bound, True)
         return bound, floating
 
-    def _reorder_search(self, search: Search, out_of_time: Callable[[], bool]) -> Search:
+    def _improve(self, search: Search, decodes: int, temperature: float, until_s: float) -> bool:
+        """`Search.improve` up to a moment of the session's clock."""
+        with self.session.within(until_s):
+            return search.improve(decodes, temperature, lambda: self.session.elapsed_s() > until_s)
+
+    def _reorder_search(self, search: Search, until_s: float = math.inf) -> Search:
         """Alternate memory-aware reordering and local search until several orders in a row bring no gain.
 
         Args:
             search: A search with a plan.
-            out_of_time: Called between steps of the search.
+            until_s: When to end, on the session's clock; with the session by default.
 
         Returns:
             The search with the cheapest plan; the newest among equals, as equal plans in other orders lead on.
@@ -419,14 +446,15 @@ class _Run:
 
         patience = PARAMETERS.patience
         decodes = min(PARAMETERS.order_decodes, suggested_decodes(len(self.graph.ops)))
-        without_gain = 0 if self.folded.reorder and math.isfinite(search.best_cost) else patience
-        while without_gain < patience and not (self.session.done or out_of_time()):
+        can = self.folded.reorder and math.isfinite(search.best_cost) and len(self.graph.ops) <= PARAMETERS.many_ops
+        without_gain = 0 if can else patience
+        while without_gain < patience and not (self.session.done or self.session.elapsed_s() > until_s):
             before = search.best_cost
             seed = self.random.randrange(1 << 32)
-            order = reorder(self.graph, search.order(), self._room(), seed)
-            other = Search(self.folded, frozenset(), seed, first_computations(order))
+            order = reorder(self.graph, search.order(), self._room(), seed, self.session.time_up)
+            other = Search(self.folded, frozenset(), seed, first_computations(order), self.session.time_up)
             other.start_from_order(order)
-            if other.improve(decodes, PARAMETERS.temperature, out_of_time):
+            if self._improve(other, decodes, PARAMETERS.temperature, until_s):
                 self.offer(other.order())
             # Also at equal cost: the new order is lower, and the next search starts from it.
             if other.best_cost <= before:
@@ -446,10 +474,10 @@ class _Run:
         best = min(searches, key=lambda search: search.best_cost)
         without_gain = 0
         while math.isfinite(best.best_cost) and without_gain < PARAMETERS.patience and not self.session.done:
-            others = [self._reorder_search(best, self.out_of_time)]
+            others = [self._reorder_search(best)]
             if len(self.graph.ops) <= PARAMETERS.few_ops and self.folded.reorder:
-                others.append(self._reorder_search(self._from_new_order(), self.out_of_time))
-            elif best.improve(work // PARAMETERS.round_divisor, PARAMETERS.final_temperature, self.out_of_time):
+                others.append(self._reorder_search(self._from_new_order()))
+            elif self._improve(best, work // PARAMETERS.round_divisor, PARAMETERS.final_temperature, math.inf):
                 self.offer(best.order())
             other = min(*others, best, key=lambda search: search.best_cost)
             without_gain += 1
@@ -464,8 +492,8 @@ class _Run:
         from checkmate.solvers.evict.search import Search
 
         seed = self.random.randrange(1 << 32)
-        order = reorder(self.graph, range(len(self.graph.ops)), self._room(), seed)
-        search = Search(self.folded, frozenset(), seed, order)
+        order = reorder(self.graph, range(len(self.graph.ops)), self._room(), seed, self.session.time_up)
+        search = Search(self.folded, frozenset(), seed, order, self.session.time_up)
         search.first(out_of_time=self.out_of_time)
         return search
 

@@ -57,8 +57,8 @@ class LocalSearch:
         fold = FoldViews.of(problem.graph, priced=True)
         folded = fold.apply(problem)
         found = False
-        for order, late in starts(folded, session.limits.seed):
-            search = Search(folded, late, session.limits.seed, order)
+        for order, late in starts(folded, session.limits.seed, session.time_up):
+            search = Search(folded, late, session.limits.seed, order, session.time_up)
             if not search.first(out_of_time=lambda: session.left_s() <= 0):
                 continue
             found = True

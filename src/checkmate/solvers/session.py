@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Final, Protocol
 
 from checkmate.core.errors import PlanError, SolverError
@@ -14,6 +14,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Progress, Termination
 from checkmate.core.simulate import simulate
+from checkmate.solvers.alarm import Alarm, Flag
 from checkmate.solvers.reductions.unread import plan_of_needed
 
 _log = logging.getLogger(__name__)
@@ -75,11 +76,40 @@ class Session:
         self.limits = limits
         self.plan: Plan | None = None
         self.cost: int | None = None
-        self.bound: float = float(problem.graph.cost)
+        self.bound: float = _rounded_down(problem.graph.cost)
         self.history: list[Progress] = []
         self.remarks: list[str] = []
         self._on_progress = on_progress
         self._started = time.perf_counter()
+        self._checking_s = 0.0
+        self._until = math.inf
+        self._alarm = Alarm(lambda: min(self.left_s(), self._until - self.elapsed_s()))
+
+    @property
+    def time_up(self) -> Flag:
+        """A flag for kernels, raised when the time is up; `close` ends the thread behind it."""
+        if not self._alarm.is_set:
+            self._alarm.set()
+        return self._alarm.flag
+
+    @contextmanager
+    def within(self, until_s: float) -> Generator[None]:
+        """A context in which `time_up` is raised at a moment before the session's own end already.
+
+        Args:
+            until_s: The moment, as `elapsed_s` counts.
+        """
+        self._until = until_s
+        self._alarm.set()
+        try:
+            yield
+        finally:
+            self._until = math.inf
+            self._alarm.set()
+
+    def close(self) -> None:
+        """Raise no flag any more."""
+        self._alarm.off()
 
     def elapsed_s(self) -> float:
         """Wall seconds since the solve began."""
@@ -92,18 +122,27 @@ class Session:
             load: Does it; called once.
         """
         began = time.perf_counter()
+        waiting = self._alarm.is_set
+        self._alarm.off()
         with ExitStack() as shown:
             for announce in _announcers:
                 shown.enter_context(announce("loading the solver's kernels, which are compiled once on a machine"))
             load()
         took = time.perf_counter() - began
         self._started += took
+        if waiting:
+            self._alarm.set()
         if took > 1.0:
             _log.info("kernels were compiled or loaded in %.0f s, which is not counted", took)
 
     def left_s(self) -> float:
-        """Wall seconds left, possibly infinite, never negative."""
-        return math.inf if self.limits.time_s is None else max(0.0, self.limits.time_s - self.elapsed_s())
+        """Wall seconds left to a solver, possibly infinite, never negative.
+
+        What it takes to check a plan is kept back: seconds on 100,000 ops, and the best plan is checked once more at the end.
+        """
+        if self.limits.time_s is None:
+            return math.inf
+        return max(0.0, self.limits.time_s - self._checking_s - self.elapsed_s())
 
     @property
     def gap(self) -> float:
@@ -137,12 +176,14 @@ class Session:
         Raises:
             SolverError: The order cannot be run.
         """
+        began = self.elapsed_s()
         try:
             plan = plan_of_needed(self.problem, tuple(order))
         except PlanError as error:
             raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
         # Whatever a solver claims, cost and peak are those of the simulated plan.
         timeline = simulate(self.problem.graph, plan)
+        self._checking_s = max(self._checking_s, self.elapsed_s() - began)
         if timeline.peak_bytes > self.problem.budget_bytes:
             return False
         if self.cost is not None and timeline.cost >= self.cost:
@@ -180,3 +221,9 @@ class Session:
         self.history.append(point)
         if self._on_progress is not None:
             self._on_progress(point)
+
+
+def _rounded_down(cost: int) -> float:
+    """The largest float that is no larger: costs above 2^53 have none of their own, and a bound may not be rounded up."""
+    near = float(cost)
+    return near if near <= cost else math.nextafter(near, 0.0)

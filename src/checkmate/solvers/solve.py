@@ -94,6 +94,8 @@ def solve(
         if session.plan is None:
             raise
         termination = Termination(Reason.FEASIBLE, limit="interrupt", detail="interrupted; the best plan so far")
+    finally:
+        session.close()
     if session.plan is not None:
         return _checked(problem, solver, session, session.plan, termination)
     failure = _failed(problem, solver, session, termination)

@@ -168,11 +168,16 @@ def stated_rows(problem: Problem, cuts: Sequence[int], *, floating: bool = True,
             if f < last:
                 needed(k, [(1.0, ("S", f, k))])
         for o in range(end + 1):
-            for k in inputs[o]:
-                if o in again[e]:
-                    needed(k, [(1.0, ("y", e, f, o))])
-                if o not in hidden[e] | hidden[f]:
-                    needed(k, [(1.0, ("X", f, o)), (-1.0, ("X", e, o))])
+            redo: list[Term] = [(1.0, ("y", e, f, o))] if o in again[e] else []
+            first: list[Term] = [(1.0, ("X", f, o)), (-1.0, ("X", e, o))] if o not in hidden[e] | hidden[f] else []
+            # Between neighbouring events an op is not computed again where it is first computed: one need for both, unless the
+            # DAG says where that is.
+            floats = {("X", e, o), ("X", f, o)} - program.fixed.keys()
+            for need in [redo + first] if f == e + 1 and floats else [redo, first]:
+                for k in inputs[o] if need else ():
+                    needed(k, need)
+            if f == e + 1 and redo and ("X", e, o) in floats and o not in hidden[e]:
+                program.at_most([*redo, (-1.0, ("X", e, o))], 0.0)
     for e in range(last - 1):
         for o in range(end):
             whole, first, then = ("y", e, last, o), ("y", e, e + 1, o), ("y", e + 1, last, o)

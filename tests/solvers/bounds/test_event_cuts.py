@@ -19,10 +19,10 @@ from tests.solvers.instances import draw
 from tests.strategies import random_graph
 
 
-def tight_problem(rng: random.Random, *, training: float = 0.8) -> Problem:
+def tight_problem(rng: random.Random, *, training: float = 0.8, most_ops: tuple[int, ...] = (6, 9, 12)) -> Problem:
     """A folded problem whose budget is little more than the floor, where events prove most; other graphs have more ops
     that float than training graphs."""
-    graph = random_graph(rng, max_ops=rng.choice([6, 9, 12]), training=rng.random() < training)
+    graph = random_graph(rng, max_ops=rng.choice(most_ops), training=rng.random() < training)
     own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
     low = min(floor(graph).peak_bytes, own)
     budget = rng.randint(low, (3 * low + own) // 4)

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from checkmate import Graph, Limits, Op, Plan, Problem, Value, simulate, solve
 from checkmate.core.plan import Compute
+from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.backends import highs
 from checkmate.solvers.backends.program import Solved
 from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.min_cut import single_event
 from checkmate.solvers.bounds.refine import (
     PARAMETERS,
     Refinement,
@@ -131,7 +133,7 @@ def test_single_cuts_prove_each_bound_that_is_better_than_those_before():
         expected: list[tuple[float, bool]] = []
         event = None
         for candidate in candidates:
-            bound = linear_bound(model.build([candidate]))
+            bound = single_event(model, candidate, no_alarm())
             if not expected or bound > expected[-1][0]:
                 expected.append((bound, model.any_order([candidate])))
                 event = candidate
@@ -206,9 +208,9 @@ def test_linear_programs_have_their_time(monkeypatch):
 
     monkeypatch.setattr(highs, "solve_linear", limited)
     model = CutModel(Problem(unit_chain(2), 4))
-    single_cuts(model, [2], lambda *_: None, lambda: False)
     quick_bound(model, [2])
-    assert limits == [PARAMETERS.linear_time_s] * 3
+    quick_bound(model, [2], lambda: 1.0)
+    assert limits == [PARAMETERS.linear_time_s] * 2 + [1.0] * 2
 
 
 def test_a_chain_takes_each_event_that_is_comparable_with_those_before():

@@ -184,7 +184,8 @@ def _compiled(chain: Chain, lowered: Any) -> Any:
 
 def _measure(chain: Chain, program: Any) -> OpCost | None:
     try:
-        values = [jnp.asarray(_synthetic(aval)) for aval in types_from_outside(chain).values()]
+        with jax.ensure_compile_time_eval():  # the caller may be traced, as `remat` is: these are arrays all the same
+            values = [jnp.asarray(_synthetic(aval)) for aval in types_from_outside(chain).values()]
         return OpCost(quantise(_time_ns(functools.partial(program, *values))), 0)
     except Exception as error:  # noqa: BLE001 - as above, when it runs
         return _not_measured(chain, error)

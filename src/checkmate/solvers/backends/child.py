@@ -26,7 +26,7 @@ from typing import IO, Any, Final
 
 from checkmate.core.errors import MissingExtraError, SolverError
 
-GRACE_S: Final = 3.0
+GRACE_S: Final = 0.8
 """Seconds that an engine has beyond its limit to send its reply."""
 
 

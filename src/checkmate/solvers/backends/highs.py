@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,6 +22,11 @@ _POLL_S: Final = 0.05
 """Seconds between two looks for new solutions and Ctrl-C."""
 _LEAST_S: Final = 0.01
 """Shortest time limit given to the engine, in seconds."""
+_GRACE_S: Final = 0.2
+"""Seconds beyond its limit after which the engine is told to stop, and as many more after which it is left behind."""
+_ENTRY_S: Final = 2e-6
+"""Seconds, for each entry of the matrix, that the engine may go on without a look at the clock: reading, presolve, factors.
+A program that cannot be interrupted within its limit is not begun."""
 
 
 def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
@@ -33,9 +40,13 @@ def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
         A bound that is computed here from the engine's duals (`dual_bound`), so that it holds whatever the engine did, and
         infeasibility only with a certificate that passes `proves_infeasible`.
     """
+    unsolved = Solved(-math.inf, None, math.inf, False)
+    if not _can_stop(program, time_s):
+        return unsolved
     engine = _engine(program, time_s, 1)
     engine.setOptionValue("solver", "simplex")
-    engine.run()
+    if not _run(engine, time_s, deque(), None):
+        return unsolved
     status = engine.getModelStatus()
     solution = engine.getSolution()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -71,6 +82,9 @@ def solve_integer(
         start: A solution to start from, NaN where unknown. Shape ``[column]``.
         on_solution: Called with every better solution.
     """
+    unsolved = Solved(-math.inf, None, math.inf, False)
+    if not _can_stop(program, time_s):
+        return unsolved
     engine = _engine(program, time_s, threads)
     integral = np.flatnonzero(program.integral).astype(np.int32)
     kinds = np.full(len(integral), highspy.HighsVarType.kInteger)
@@ -87,7 +101,8 @@ def solve_integer(
     found: deque[Floats] = deque()
     if on_solution is not None:
         engine.cbMipImprovingSolution.subscribe(lambda event: found.append(np.array(event.data_out.mip_solution)))
-    _run(engine, found, on_solution)
+    if not _run(engine, time_s, found, on_solution):
+        return unsolved
     status = engine.getModelStatus()
     info = engine.getInfo()
     finished = status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
@@ -105,23 +120,39 @@ def solve_integer(
     )
 
 
-def _run(engine: Any, found: deque[Floats], on_solution: Callable[[Floats], None] | None) -> None:
-    """Run in the engine's thread, so that Ctrl-C and exceptions of ``on_solution`` end it at once.
+def _can_stop(program: Program, time_s: float) -> bool:
+    return _ENTRY_S * program.matrix.nnz < time_s
+
+
+def _run(engine: Any, time_s: float, found: deque[Floats], on_solution: Callable[[Floats], None] | None) -> bool:
+    """Run in the engine's thread, so that Ctrl-C, exceptions of ``on_solution`` and the time limit end it.
 
     Solutions are passed on here, not in the engine's callback, where an exception would be lost.
+
+    Returns:
+        Whether it has ended. One that neither keeps its limit nor hears of it goes on by itself and may not be touched.
     """
     engine.HandleUserInterrupt = True
-    engine.startSolve()
+    until = time.monotonic() + time_s + _GRACE_S
+    thread = engine.startSolve()
     try:
         finished = False
         while not finished:
             finished = engine.wait(_POLL_S)[0]
             while found and on_solution is not None:
                 on_solution(found.popleft())
+            if not finished and time.monotonic() > until:
+                engine.cancelSolve()
+                if not engine.wait(_GRACE_S)[0]:
+                    # An engine that runs while the interpreter ends could crash it.
+                    atexit.register(thread.join)
+                    return False
+                finished = True
     except BaseException:
         engine.cancelSolve()
         engine.wait()
         raise
+    return True
 
 
 def _engine(program: Program, time_s: float, threads: int) -> Any:

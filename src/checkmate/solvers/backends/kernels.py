@@ -16,18 +16,25 @@ _told: list[str] = []
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function when it is first called, or load it from disk. A disk that cannot be used is no reason to fail.
 
+    It runs without the interpreter's lock, so that an `Alarm` can end it.
+
     Args:
         function: A function that numba can compile.
     """
     try:
-        compiled = njit(cache=True, error_model="numpy")(function)
+        compiled = njit(cache=True, error_model="numpy", nogil=True)(function)
     except RuntimeError as error:  # numba found no folder that it can write
         _warn(str(error))
-        return njit(error_model="numpy")(function)
+        return njit(error_model="numpy", nogil=True)(function)
     files = getattr(compiled, "_cache", None)  # none with NUMBA_DISABLE_JIT
     if files is not None:
         files.load_overload, files.save_overload = _without_errors(files.load_overload), _without_errors(files.save_overload)
     return compiled
+
+
+def fault() -> str | None:
+    """The reason that compiled functions cannot be kept on disk, as far as this process knows; None without one."""
+    return _told[0] if _told else None
 
 
 def _without_errors(access: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,7 +64,7 @@ def given_order_plan(problem: Problem, session: Session) -> list[int] | None:
 
     session.prepare(load_kernels)
     given = Problem(problem.graph, problem.budget_bytes, problem.recompute, reorder=False)
-    search = Search(given, frozenset(), session.limits.seed)
+    search = Search(given, frozenset(), session.limits.seed, time_up=session.time_up)
     if not search.first(out_of_time=lambda: session.left_s() <= 0):
         return None
     search.improve(PARAMETERS.decodes, PARAMETERS.temperature, lambda: session.left_s() <= 0)

@@ -100,6 +100,8 @@ class CutModel:
         inputs: Values that each op reads. Shape ``[op + 1]``.
         parents: Ops whose first computation precedes that of each op. Shape ``[op + 1]``.
         children: The converse of ``parents``. Shape ``[op + 1]``.
+        parent_edges: Pairs of a parent and an op. Shape ``[edge, 2]``.
+        clobbered: Ops whose inputs others overwrite.
     """
 
     def __init__(self, problem: Problem, targets: tuple[int, ...] | None = None) -> None:
@@ -137,6 +139,10 @@ class CutModel:
         for o, above in enumerate(self.parents):
             for p in above:
                 self.children[p].append(o)
+        self.parent_edges = np.array([(p, o) for o, above in enumerate(self.parents) for p in above], dtype=np.int64).reshape(
+            -1, 2
+        )
+        self.clobbered = [o for o, clobbers in enumerate(self.clobbers) if clobbers]
         self.position = {} if self.targets is None else {o: t for t, o in enumerate(self.targets)}
 
     def sides(self, op: int) -> tuple[Mask, Mask]:
@@ -162,6 +168,10 @@ class CutModel:
                 below[later] = True
                 self._sides[op] = above, below
         return self._sides[op]
+
+    def descendants(self, op: int) -> Mask:
+        """Ops that come after an op by the DAG alone. In a given order `sides` may have fewer, among ops that are no targets."""
+        return self.sides(op)[1] if self.targets is None else self._reach([op], self.children)
 
     def readers_of(self, value: int) -> tuple[int, ...]:
         """Ops that read a value, END left out."""
@@ -373,27 +383,32 @@ class _Builder:
             values = np.flatnonzero(self.live[f] != NoColumn.UNMODELLED)
             always = np.where(self.live[f, values] == NoColumn.ALWAYS_LIVE, 1.0, 0.0)
             self._supply(e, f, values, self.live[f, values], always)
-        # Needed because a reader is computed again.
-        edges = np.flatnonzero(redo[m.edge_op] >= 0)
+        # Needed because a reader is computed again. Between neighbouring events an op is not computed again if it is first
+        # computed there (the proof has why): where that is not known, both are one need, below.
+        fixed = (begun < 0) & (self.computed[f] < 0)
+        either = ~fixed & (f == e + 1)
+        edges = np.flatnonzero((redo >= 0)[m.edge_op] & ~either[m.edge_op])
         self._supply(e, f, m.edge_value[edges], redo[m.edge_op[edges]], np.zeros(len(edges)))
         # Needed because a reader is first computed: one row a value if that is sure for any of its readers, as all such rows
         # are the same; else one row a reader.
         known[self.unmodelled[e] | self.unmodelled[f]] = 0.0
-        fixed = (begun < 0) & (self.computed[f] < 0)
         sure = np.unique(m.edge_value[fixed[m.edge_op] & (known[m.edge_op] > 0.5)])
         self._supply(e, f, sure, np.full(len(sure), NoColumn.UNMODELLED), np.ones(len(sure)))
         moving = np.flatnonzero(~fixed[m.edge_op])
         ops = m.edge_op[moving]
         self._supply(
             e, f, m.edge_value[moving], self.computed[f][ops], np.where(self.computed[f][ops] >= 0, 0.0, after[ops]),
-            begun[ops], np.where(begun[ops] >= 0, 0.0, before[ops]),
+            begun[ops], np.where(begun[ops] >= 0, 0.0, before[ops]), redo[ops] if f == e + 1 else None,
         )  # fmt: skip
+        floating = np.flatnonzero(either & (redo >= 0) & (begun >= 0))
+        if len(floating):
+            self.builder.add_rows([(begun[floating], 1.0), (redo[floating], -1.0)], low=0.0)
 
     def _supply(
         self, e: int, f: int, values: Ints, need: Ints, need_constant: npt.NDArray[np.float64],
-        less: Ints | None = None, less_constant: npt.NDArray[np.float64] | None = None,
+        less: Ints | None = None, less_constant: npt.NDArray[np.float64] | None = None, more: Ints | None = None,
     ) -> None:  # fmt: skip
-        """Rows: need - less <= S[e, k] + y[e, f, p] + dX[e, f, p] for each of some values k with producers p.
+        """Rows: need + more - less <= S[e, k] + y[e, f, p] + dX[e, f, p] for each of some values k with producers p.
 
         Rows that hold in any case are left out, and so are those of unmodelled producers, whose values are taken as
         available: dropping rows relaxes.
@@ -406,6 +421,7 @@ class _Builder:
             need_constant: Added to the need. Shape ``[row]``.
             less: Columns subtracted from the need, or negative; none by default. Shape ``[row]``.
             less_constant: Constants subtracted; none by default. Shape ``[row]``.
+            more: Columns added to the need, or negative; none by default. Shape ``[row]``.
         """
         m, live, redo = self.model, self.live[e], self.recomputed[e, f]
         producer = m.producer[values]
@@ -414,7 +430,8 @@ class _Builder:
         made = np.where(ended >= 0, 0.0, self.sure[f][producer]) - np.where(begun >= 0, 0.0, self.sure[e][producer])
         given = (live[values] == NoColumn.ALWAYS_LIVE) | ((made >= 1.0) & (begun < 0) & (ended < 0))
         given |= self.unmodelled[e][producer] | self.unmodelled[f][producer]
-        less = np.full(len(values), NoColumn.UNMODELLED) if less is None else less
+        nothing = np.full(len(values), NoColumn.UNMODELLED)
+        less, more = nothing if less is None else less, nothing if more is None else more
         low = need_constant - made - (0.0 if less_constant is None else less_constant)
         use = np.flatnonzero(~given)
         if not len(use):
@@ -428,6 +445,7 @@ class _Builder:
                 (begun[use], -1.0),
                 (need[use], -1.0),
                 (less[use], 1.0),
+                (more[use], -1.0),
             ],
             low=low[use],
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
+
+_MOST_PINNED: Final = 4096
+"""Values that can be made only once to count at most: two bits for each and each op are 100 MB on 100,000 ops."""
 
 
 class Floor(NamedTuple):
@@ -41,34 +44,73 @@ def floor(graph: Graph) -> Floor:
     # Views of one storage hold its bytes once, so every set below is a set of storage owners.
     kept = sum(graph.values[v].size_bytes for v in {graph.root[v] for v, value in enumerate(graph.values) if value.kept})
     best = Floor(graph.resident_bytes + kept, None, f"{format_bytes(kept)} of kept values must be there at the end")
-    before, after = _strict_order(graph)
-    # Storages that can be made only once, with their producers.
-    pinned = [
-        (v, graph.producer[v])
-        for v, value in enumerate(graph.values)
-        if value.size_bytes and not graph.ops[graph.producer[v]].recomputable
-    ]
+    pinned = _Pinned(graph)
+    worst = -1
     for o, op in enumerate(graph.ops):
-        inputs = {graph.root[v] for v in op.inputs}
-        outputs = {v for v in op.outputs if graph.values[v].base is None}
-        # ``graph.readers`` has reads of the owner itself; a reader of a view is not among them, so a storage that only views
-        # need later is left out here. That loosens the bound, and never makes it wrong.
-        waiting = {
-            v
-            for v, p in pinned
-            if v not in inputs
-            and v not in outputs
-            and before[o] >> p & 1
-            and (after[o] & _bits(graph.readers[v]) or graph.values[v].kept)
-        }
-        need = sum(graph.values[v].size_bytes for v in inputs | outputs | waiting) + op.workspace_bytes
+        inputs, outputs = _storages(graph, o)
+        need = sum(graph.values[v].size_bytes for v in inputs | outputs) + op.workspace_bytes
+        need += pinned.bytes_at(o, inputs | outputs)
         if graph.resident_bytes + need > best.peak_bytes:
-            best = Floor(graph.resident_bytes + need, o, _describe(graph, o, inputs, outputs, waiting))
-    return best
+            best, worst = Floor(graph.resident_bytes + need, o, ""), o
+    return best if worst < 0 else best._replace(why=_describe(graph, worst, *_storages(graph, worst), pinned))
 
 
-def _describe(graph: Graph, o: int, inputs: set[int], outputs: set[int], waiting: set[int]) -> str:
+def _storages(graph: Graph, o: int) -> tuple[set[int], set[int]]:
+    """Storages that an op reads, and those that it makes."""
     op = graph.ops[o]
+    return {graph.root[v] for v in op.inputs}, {v for v in op.outputs if graph.values[v].base is None}
+
+
+class _Pinned:
+    """Values that are made only once, and while which ops they are surely there.
+
+    Sets of them are the bits of integers, and a union is one operation. At most `_MOST_PINNED` values, the largest, are
+    counted, so that memory grows with the ops and not with their square; the rest would only raise the bound.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        once = [v for v, x in enumerate(graph.values) if x.size_bytes and not graph.ops[graph.producer[v]].recomputable]
+        self._values = sorted(once, key=lambda v: (-graph.values[v].size_bytes, v))[:_MOST_PINNED]
+        self._size = [graph.values[v].size_bytes for v in self._values]
+        self._bit = {v: 1 << i for i, v in enumerate(self._values)}
+        self._sums: dict[int, int] = {}
+        count = len(graph.ops)
+        made, read = [0] * count, [0] * count
+        kept = 0
+        for v, bit in self._bit.items():
+            made[graph.producer[v]] |= bit
+            kept |= bit if graph.values[v].kept else 0
+            # ``graph.readers`` has reads of the owner itself; a reader of a view is not among them, so a storage that only
+            # views need later is left out here. That loosens the bound, and never makes it wrong.
+            for reader in graph.readers[v]:
+                read[reader] |= bit
+        # Made by a strict ancestor of each op, and read by a strict descendant. Shape ``[op]``.
+        before, after = [0] * count, [kept] * count
+        if self._values:
+            parents = _parents(graph)
+            for o in range(count):
+                for p in parents[o]:
+                    before[o] |= before[p] | made[p]
+            for o in range(count - 1, -1, -1):
+                for p in parents[o]:
+                    after[p] |= after[o] | read[o]
+        self._there = [b & a for b, a in zip(before, after, strict=True)]
+
+    def at(self, o: int, own: set[int]) -> list[int]:
+        """Values there while an op first runs, beside its own storages."""
+        return [v for v, bit in self._bit.items() if self._there[o] & bit and v not in own]
+
+    def bytes_at(self, o: int, own: set[int]) -> int:
+        """Their bytes."""
+        there = self._there[o]
+        if there not in self._sums:  # neighbours have the same values
+            self._sums = {there: sum(size for i, size in enumerate(self._size) if there >> i & 1)}
+        counted = sum(self._size[self._bit[v].bit_length() - 1] for v in own if self._bit.get(v, 0) & there)
+        return self._sums[there] - counted
+
+
+def _describe(graph: Graph, o: int, inputs: set[int], outputs: set[int], pinned: _Pinned) -> str:
+    op, waiting = graph.ops[o], set(pinned.at(o, inputs | outputs))
     parts = [
         f"its {len(inputs)} inputs ({format_bytes(_total(graph, inputs))})"
         if len(inputs) != 1
@@ -93,34 +135,12 @@ def _total(graph: Graph, values: set[int]) -> int:
     return sum(graph.values[v].size_bytes for v in values)
 
 
-def _strict_order(graph: Graph) -> tuple[list[int], list[int]]:
-    """Strict ancestors and descendants of each op by data, `order` and `clobbered_by`.
-
-    As the bits of integers: for 10,000 ops they take 25 MB, and a union is one operation; sets would have up to 10^8 entries.
-
-    Returns:
-        Two lists, ``before`` and ``after``. Shapes ``[op]``.
-    """
-    count = len(graph.ops)
+def _parents(graph: Graph) -> list[set[int]]:
+    """Ops whose first computation precedes that of each op by data, `order` and `clobbered_by`. Shape ``[op]``."""
     parents: list[set[int]] = [{graph.producer[v] for v in op.inputs} for op in graph.ops]
     for a, b in graph.order:
         parents[b].add(a)
     for o, op in enumerate(graph.ops):
         for c in op.clobbered_by:
             parents[c].add(o)
-    before = [0] * count
-    for o in range(count):
-        for p in parents[o]:
-            before[o] |= before[p] | 1 << p
-    after = [0] * count
-    for o in range(count - 1, -1, -1):
-        for p in parents[o]:
-            after[p] |= after[o] | 1 << o
-    return before, after
-
-
-def _bits(indices: tuple[int, ...]) -> int:
-    mask = 0
-    for i in indices:
-        mask |= 1 << i
-    return mask
+    return parents

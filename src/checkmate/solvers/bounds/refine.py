@@ -18,6 +18,7 @@ import numpy as np
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
+from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats
 from checkmate.solvers.bounds.event_cuts import CutModel, CutProgram
 from checkmate.solvers.evict.search import Code, Search
@@ -145,24 +146,31 @@ def longest_chain(model: CutModel) -> list[int]:
     return chain[::-1]
 
 
-def single_cuts(model: CutModel, candidates: Sequence[int], prove: Prove, out_of_time: Callable[[], bool]) -> int | None:
-    """Prove the bound of each event alone, by its linear program.
+def single_cuts(
+    model: CutModel,
+    candidates: Sequence[int],
+    prove: Prove,
+    out_of_time: Callable[[], bool],
+    *,
+    time_up: Flag | None = None,
+) -> int | None:
+    """Prove the bound of each event alone, by a minimum cut (`min_cut`).
 
     Args:
         model: The problem's model.
         candidates: Events, the most promising first: time may end the loop early.
         prove: Takes every bound that is better than those before it.
         out_of_time: Called between events.
+        time_up: Ends a cut when it is raised; by default nothing does.
 
     Returns:
         The event with the best bound, or None without candidates.
     """
-    from checkmate.solvers.backends.highs import solve_linear
+    from checkmate.solvers.bounds.min_cut import single_event
 
     best, best_event = -math.inf, None
     for event in candidates:
-        cut = model.build([event])
-        bound = math.inf if cut.impossible else solve_linear(cut.program, time_s=PARAMETERS.linear_time_s).bound
+        bound = single_event(model, event, no_alarm() if time_up is None else time_up)
         if bound > best:
             best, best_event = bound, event
             prove(bound, model.any_order([event]))
@@ -173,7 +181,7 @@ def single_cuts(model: CutModel, candidates: Sequence[int], prove: Prove, out_of
     return best_event
 
 
-def quick_bound(model: CutModel, cuts: Sequence[int]) -> tuple[float, bool]:
+def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float] = lambda: math.inf) -> tuple[float, bool]:
     """The linear bound of a chain of events, and whether ops beside the chain add to it.
 
     If they do not, their columns only slow the integer program: transformers have few such ops, convolutional networks with
@@ -182,6 +190,7 @@ def quick_bound(model: CutModel, cuts: Sequence[int]) -> tuple[float, bool]:
     Args:
         model: The problem's model.
         cuts: The events, from first to last.
+        left_s: Seconds left.
 
     Returns:
         The bound as a share, and whether to build the integer program with ``floating=True``.
@@ -189,7 +198,7 @@ def quick_bound(model: CutModel, cuts: Sequence[int]) -> tuple[float, bool]:
     from checkmate.solvers.backends.highs import solve_linear
 
     with_them, without = (
-        solve_linear(model.build(cuts, floating=floating).program, time_s=PARAMETERS.linear_time_s).bound
+        solve_linear(model.build(cuts, floating=floating).program, time_s=min(PARAMETERS.linear_time_s, left_s())).bound
         for floating in (True, False)
     )
     return max(with_them, without), with_them > without + PARAMETERS.floating_gain

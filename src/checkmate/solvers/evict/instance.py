@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
+from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.reductions.fold_views import may_run_again
 
 Ints = npt.NDArray[np.int64]
@@ -191,6 +192,7 @@ class Scratch(NamedTuple):
         candidate: Values that may be evicted at the peak. Shape ``[value]``.
         score: Score of each candidate, lower is better. Shape ``[value]``.
         noise: Factor of noise of each candidate. Shape ``[value]``.
+        time_up: Not 0 when kernels have to end, whatever they are at. Shape ``[1]``.
     """
 
     sequence: SmallInts
@@ -226,18 +228,20 @@ class Scratch(NamedTuple):
     candidate: SmallInts
     score: Floats
     noise: Floats
+    time_up: Flag
 
 
 _SMALL_GRAPH: Final = 64
 """Room for computations beside the multiple of the number of ops: plans of small graphs have the largest multiples."""
 
 
-def build_scratch(instance: Instance, stretch: int) -> Scratch:
+def build_scratch(instance: Instance, stretch: int, time_up: Flag | None = None) -> Scratch:
     """Working arrays for an instance.
 
     Args:
         instance: The instance.
         stretch: Longest sequence for which there is room, as a multiple of the number of ops.
+        time_up: Ends kernels when it is raised; by default nothing does.
     """
     ops, values, stages = len(instance.cost), len(instance.size), len(instance.targets)
     length = stretch * ops + _SMALL_GRAPH
@@ -281,6 +285,7 @@ def build_scratch(instance: Instance, stretch: int) -> Scratch:
         candidate=ints(values),
         score=np.zeros(values),
         noise=np.zeros(values),
+        time_up=no_alarm() if time_up is None else time_up,
     )
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkmate.core.graph import Graph
+from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import kernel
 from checkmate.solvers.evict.decode import next_random, random_below, seed_random
 from checkmate.solvers.evict.instance import Floats, Ints, rows
@@ -48,7 +49,7 @@ class ReorderParameters:
 PARAMETERS = ReorderParameters()
 
 
-def reorder(graph: Graph, order: Sequence[int], room_bytes: float, seed: int) -> list[int]:
+def reorder(graph: Graph, order: Sequence[int], room_bytes: float, seed: int, time_up: Flag | None = None) -> list[int]:
     """An order of the same computations whose steps hold fewer bytes over a room.
 
     Args:
@@ -57,6 +58,7 @@ def reorder(graph: Graph, order: Sequence[int], room_bytes: float, seed: int) ->
         room_bytes: Bytes above resident ones that a step may hold at no penalty. The penalty is the sum over all steps of what
             exceeds it: a smoother aim than the peak, which most moves leave as it is.
         seed: Seed of the moves.
+        time_up: Ends the moves when it is raised; by default nothing does.
 
     Returns:
         The order of the least penalty seen; ``order`` itself if none is lower.
@@ -69,7 +71,7 @@ def reorder(graph: Graph, order: Sequence[int], room_bytes: float, seed: int) ->
     settings = Annealing(
         room=float(room_bytes), moves=PARAMETERS.moves, work=PARAMETERS.work, hot=hot, cold=PARAMETERS.cooling * hot
     )
-    anneal(computations.arrays(), settings, random, best)
+    anneal(computations.arrays(), settings, random, no_alarm() if time_up is None else time_up, best)
     return [order[k] for k in best.tolist()]
 
 
@@ -263,13 +265,14 @@ def _shift(order, place, source, target):
 
 
 @kernel
-def anneal(nodes, settings, random, best):
+def anneal(nodes, settings, random, time_up, best):
     """Fill ``best`` with the order of least excess seen, and return its excess.
 
     Args:
         nodes: The computations, numbered by their places in the order to start from.
         settings: How to anneal.
         random: State of the random numbers.
+        time_up: Ends the moves when it is not 0. Shape ``[1]``.
         best: The order to start from; changed in place. Shape ``[node]``.
     """
     count = len(best)
@@ -282,7 +285,7 @@ def anneal(nodes, settings, random, best):
     passed = 0
     for k in range(settings.moves):
         done = max(k / settings.moves, passed / settings.work)
-        if least <= 0.0 or done >= 1.0:
+        if least <= 0.0 or done >= 1.0 or time_up[0] != 0:
             break
         node = random_below(random, count)
         source = place[node]

@@ -25,8 +25,10 @@ IMPOSSIBLE: Final = 1e300
 
 # Added to a cost before it is divided by bytes: among ops that cost nothing the larger value is the better eviction.
 _LEAST_COST: Final = 1e-9
-# Share by which a price may have risen since the candidates were ranked before they are ranked again: rounding only.
+# Share by which a price may be above the next candidate's: rounding only.
 _SAME_PRICE: Final = 1e-9
+# Multiple of the next candidate's score at which a walk ends: a little further than needed, so that few are repeated.
+_FURTHER: Final = 1.5
 
 
 class RepairSettings(NamedTuple):
@@ -119,11 +121,13 @@ class _Remake(NamedTuple):
         cost: Cost of the ops that have to run again, or `IMPOSSIBLE`.
         pinned: Bytes of values that cannot be made again and would have to be held over the peak for it.
         group: How many instances would be evicted along; they are the first of ``w.group``.
+        partial: Whether the walk was ended early: the cost is at least that much.
     """
 
     cost: float
     pinned: float
     group: int
+    partial: bool
 
 
 class _Price(NamedTuple):
@@ -134,12 +138,14 @@ class _Price(NamedTuple):
         relieved: Bytes freed at the peak.
         last_touch: Last position before the peak that makes or reads the value.
         group: As in `_Remake`.
+        partial: Whether the score is only known to be at least that much.
     """
 
     score: float
     relieved: float
     last_touch: int
     group: int
+    partial: bool
 
 
 @kernel
@@ -163,14 +169,15 @@ def _run_before(w, o, position):
 
 
 @kernel
-def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage):
+def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage, most):
     """Cost of the ops that must run again at position ``need_at`` to make an output of ``root_op`` again.
 
     Walks up from the op. An input is free if it is live at ``need_at`` anyway, or if the code holds it from before the peak
     until then: it is at the peak in any case. Otherwise its producer has to run again too. One that the code holds but that
     would have died before ``need_at`` is dropped at the peak as well, for otherwise the eviction would only exchange
     one value for its inputs: those instances go to ``w.group``. An input that cannot be made again has to be held
-    instead, and its bytes are subtracted from what the eviction gains.
+    instead, and its bytes are subtracted from what the eviction gains. The walk ends at a cost above ``most``: on random layered
+    graphs it would go through thousands of ops for values that are never evicted.
     """
     mark = w.stamp[0]
     total = g.cost[root_op]
@@ -180,6 +187,8 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage):
     w.seen_op[root_op] = mark
     depth = 1
     while depth > 0:
+        if total > most:
+            return _Remake(total, pinned, group, True)
         depth -= 1
         o = w.stack_op[depth]
         for k in range(g.read_start[o], g.read_start[o + 1]):
@@ -206,7 +215,7 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage):
             # if it was made before it, which takes its bytes off the gain. Not held, nothing can bring it back.
             if g.once[p] or need_stage > g.last_stage[p]:
                 if not held:
-                    return _Remake(IMPOSSIBLE, 0.0, 0)
+                    return _Remake(IMPOSSIBLE, 0.0, 0, False)
                 if made < peak_at:
                     pinned += g.size[v]
                 continue
@@ -225,7 +234,7 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage):
             total += g.cost[p]
             w.stack_op[depth] = p
             depth += 1
-    return _Remake(total, pinned, group)
+    return _Remake(total, pinned, group, False)
 
 
 @kernel
@@ -262,9 +271,9 @@ def _index_runs(g, w, length, budget):
 
 
 @kernel
-def _price(g, w, code, v, peak, exponent):
-    """Price of evicting a value at the peak. Fills ``w.group``."""
-    nothing = _Price(IMPOSSIBLE, 0.0, 0, 0)
+def _price(g, w, code, v, peak, exponent, most):
+    """Price of evicting a value at the peak, partial if its score is above ``most``. Fills ``w.group`` unless it is partial."""
+    nothing = _Price(IMPOSSIBLE, 0.0, 0, 0, False)
     p = g.producer[v]
     made = _run_before(w, p, peak.position)
     if made < 0:
@@ -285,16 +294,44 @@ def _price(g, w, code, v, peak, exponent):
     # overwritten by the next read cannot run again.
     if (w.stage_of[touch] == peak.stage and need_stage == peak.stage) or need_stage > g.last_stage[p]:
         return nothing
+    duration = max(1, w.over[need_at] - w.over[touch + 1]) ** exponent if exponent > 0 else 1.0
+    # More than the excess is worth no more: else large values win where a small one would do.
+    benefit = min(g.size[v], peak.excess) * duration
     w.stamp[0] += 1
-    remake = _remake_cost(g, w, code, p, peak.position, need_at, need_stage)
+    remake = _remake_cost(g, w, code, p, peak.position, need_at, need_stage, most * benefit)
+    if remake.partial:
+        return _Price((remake.cost + _LEAST_COST) / benefit, 0.0, 0, 0, True)
     gain = g.size[v] - remake.pinned
     if remake.cost >= IMPOSSIBLE or gain <= 0:
         return nothing
-    # More than the excess is worth no more: else large values win where a small one would do.
-    benefit = min(gain, peak.excess)
-    if exponent > 0:
-        benefit *= max(1, w.over[need_at] - w.over[touch + 1]) ** exponent
-    return _Price((remake.cost + _LEAST_COST) / benefit, gain, int(touch), remake.group)
+    benefit = min(gain, peak.excess) * duration
+    return _Price((remake.cost + _LEAST_COST) / benefit, gain, int(touch), remake.group, False)
+
+
+@kernel
+def _sink(w, k, count):
+    """Restore the order of the heap of candidates, by score and among equals by index, from place ``k`` down."""
+    v, score, noise = w.candidate[k], w.score[k], w.noise[k]
+    while 2 * k + 1 < count:
+        below = 2 * k + 1
+        if below + 1 < count:
+            left, right = w.score[below], w.score[below + 1]
+            if right < left or (right == left and w.candidate[below + 1] < w.candidate[below]):
+                below += 1
+        if w.score[below] > score or (w.score[below] == score and w.candidate[below] > v):
+            break
+        w.candidate[k], w.score[k], w.noise[k] = w.candidate[below], w.score[below], w.noise[below]
+        k = below
+    w.candidate[k], w.score[k], w.noise[k] = v, score, noise
+
+
+@kernel
+def _drop_first(w, count):
+    """Take the first of ``count`` candidates off the heap; returns how many are left."""
+    count -= 1
+    w.candidate[0], w.score[0], w.noise[0] = w.candidate[count], w.score[count], w.noise[count]
+    _sink(w, 0, count)
+    return count
 
 
 @kernel
@@ -302,19 +339,18 @@ def _evict_at_peak(g, w, code, length, peak, settings, random):
     """Evict the cheapest values at the peak until they weigh the batch fraction of the excess, and one at least.
 
     What was evicted makes others more expensive, as their ancestors may now be missing. So the cheapest candidate is priced
-    again when its turn comes and goes back among the others if it has become more expensive: the lazy evaluation of Minoux
-    (1978), which spares pricing all candidates after each eviction.
+    when its turn comes and goes back among the others if it is more expensive than the next: the lazy evaluation of Minoux
+    (1978), which spares pricing all candidates after each eviction. It begins with the cost of each value's own op, and no walk
+    goes on for long beyond the next candidate's score: prices only rise, so that what is known of one is always a lower bound.
 
     Returns:
         False if there is no candidate, or no room for its interval.
     """
     _index_runs(g, w, length, settings.budget)
-    # Every evictable value is priced once for each peak. The rest of the round looks at the ranked candidates alone; a linear
-    # search for the cheapest is as fast as a heap, as a round takes few of them.
     candidates = 0
     for v in range(len(g.size)):
-        if g.evictable[v]:
-            price = _price(g, w, code, v, peak, settings.duration_exponent)
+        if g.evictable[v] and w.time_up[0] == 0:
+            price = _price(g, w, code, v, peak, settings.duration_exponent, 0.0)
             if price.score < IMPOSSIBLE:
                 w.candidate[candidates] = v
                 w.noise[candidates] = np.exp(settings.noise * (next_random(random) - 0.5) * 2) if settings.noise > 0 else 1.0
@@ -322,38 +358,35 @@ def _evict_at_peak(g, w, code, length, peak, settings, random):
                 candidates += 1
     # The noise of a candidate is drawn once: drawn again with each price, the comparison with the stored score would fail
     # at random, and the loop might not end.
+    for k in range(candidates // 2 - 1, -1, -1):
+        _sink(w, k, candidates)
     fits = candidates > 0
     first = True
     excess = peak.excess
     enough = excess * (1.0 - settings.batch_fraction)
-    while fits and candidates > 0 and (first or excess > enough):
-        best = 0
-        for k in range(1, candidates):
-            if w.score[k] < w.score[best]:
-                best = k
-        v = w.candidate[best]
-        price = _price(g, w, code, v, _Excess(peak.position, peak.stage, excess), settings.duration_exponent)
-        score = price.score * w.noise[best]
-        if not first and score > w.score[best] * (1 + _SAME_PRICE):
-            if score >= IMPOSSIBLE:
-                candidates -= 1
-                w.candidate[best] = w.candidate[candidates]
-                w.score[best] = w.score[candidates]
-                w.noise[best] = w.noise[candidates]
-            else:
-                w.score[best] = score
+    while fits and candidates > 0 and (first or excess > enough) and w.time_up[0] == 0:
+        v = w.candidate[0]
+        following = IMPOSSIBLE
+        for k in range(1, min(3, candidates)):
+            following = min(following, w.score[k])
+        most = _FURTHER * max(w.score[0], following) / w.noise[0]
+        price = _price(g, w, code, v, _Excess(peak.position, peak.stage, excess), settings.duration_exponent, most)
+        score = price.score * w.noise[0]
+        if price.score >= IMPOSSIBLE:
+            candidates = _drop_first(w, candidates)
+            fits = candidates > 0 or not first
             continue
-        # Candidates are removed by moving the last one into their place.
+        if price.partial or score > following * (1 + _SAME_PRICE):
+            w.score[0] = max(score, w.score[0])
+            _sink(w, 0, candidates)
+            continue
         fits = _evict(w, code, v, price.last_touch, peak.stage)
         for k in range(price.group):
             x = w.group[k]
             fits = _evict(w, code, w.value_of[x], w.last_read[x], peak.stage) and fits
         excess -= price.relieved
         first = False
-        candidates -= 1
-        w.candidate[best] = w.candidate[candidates]
-        w.score[best] = w.score[candidates]
-        w.noise[best] = w.noise[candidates]
+        candidates = _drop_first(w, candidates)
     return fits
 
 
@@ -388,7 +421,7 @@ def repair(g, w, code, settings, random):
         if peak <= settings.budget:
             return cost < settings.cutoff, cost, length, decodes
         # Evictions add computations, so a plan that costs too much already does not come back below the cutoff.
-        if cost > settings.cutoff or decodes > settings.rounds:
+        if cost > settings.cutoff or decodes > settings.rounds or w.time_up[0] != 0:
             return False, cost, length, decodes
         moment = _Excess(peak_at, int(w.stage_of[peak_at]), peak - settings.budget)
         if not _evict_at_peak(g, w, code, length, moment, settings, random):
@@ -477,7 +510,7 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
     current_cost = state.current_cost
     best_cost = state.best_cost
     decodes = state.decodes
-    while decodes < work_limit:
+    while decodes < work_limit and w.time_up[0] == 0:
         n = 0
         for v in range(values):
             if current.used[v]:

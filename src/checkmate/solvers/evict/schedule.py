@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkmate.core.graph import Graph
+from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import kernel
 from checkmate.solvers.evict.decode import next_random, seed_random
 from checkmate.solvers.evict.instance import Floats, Ints, rows
@@ -55,15 +56,30 @@ class ScheduleParameters:
 PARAMETERS = ScheduleParameters()
 
 
-def low_order(graph: Graph, seed: int) -> list[int]:
+class Scheduled(NamedTuple):
+    """An order of every op once, beside the graph's own.
+
+    Attributes:
+        order: The order.
+        peak_bytes: Its peak above resident bytes; infinite if not even one order was made in time.
+        given_peak_bytes: That of the graph's own order.
+    """
+
+    order: tuple[int, ...]
+    peak_bytes: float
+    given_peak_bytes: float
+
+
+def low_order(graph: Graph, seed: int, time_up: Flag | None = None) -> Scheduled:
     """A topological order with a low peak: always the ready op that adds the fewest bytes, many times over with noise.
 
     Args:
         graph: A graph whose views are folded.
         seed: Seed of the noise.
+        time_up: Ends the tries when it is raised; by default nothing does.
 
     Returns:
-        Every op once.
+        The lowest order of all tries; the graph's own if not even one try came to its end.
     """
     count = len(graph.ops)
     # Liveness is that of storages: a view reads as its owner, and makes nothing.
@@ -87,7 +103,7 @@ def low_order(graph: Graph, seed: int) -> list[int]:
     random = np.zeros(1, dtype=np.uint64)
     seed_random(random, seed)
     tries = max(1, min(PARAMETERS.tries, PARAMETERS.work // max(1, count * count)))
-    order = np.zeros(count, dtype=np.int64)
+    order = np.arange(count, dtype=np.int64)
     dag = Dag(
         *rows(inputs),
         *rows(outputs),
@@ -97,8 +113,9 @@ def low_order(graph: Graph, seed: int) -> list[int]:
         size=np.array([value.size_bytes for value in graph.values], dtype=np.float64),
         workspace=np.array([op.workspace_bytes for op in graph.ops], dtype=np.float64),
     )
-    lowest_peak(dag, PARAMETERS.noise, tries, random, order)
-    return order.tolist()
+    given = peak_of(dag, order)
+    peak = lowest_peak(dag, PARAMETERS.noise, tries, random, no_alarm() if time_up is None else time_up, order)
+    return Scheduled(tuple(order.tolist()), peak, given)
 
 
 class Dag(NamedTuple):
@@ -130,7 +147,28 @@ class Dag(NamedTuple):
 
 
 @kernel
-def lowest_peak(g, rating_noise, tries, random, best_order):
+def peak_of(g, order):
+    """Peak of an order of every op, in bytes."""
+    left = g.readers.copy()
+    held = 0.0
+    peak = 0.0
+    for o in order:
+        for q in range(g.output_start[o], g.output_start[o + 1]):
+            held += g.size[g.outputs[q]]
+        peak = max(peak, held + g.workspace[o])
+        for q in range(g.output_start[o], g.output_start[o + 1]):
+            if g.readers[g.outputs[q]] == 0:
+                held -= g.size[g.outputs[q]]
+        for q in range(g.input_start[o], g.input_start[o + 1]):
+            v = g.inputs[q]
+            left[v] -= 1
+            if left[v] == 0:
+                held -= g.size[v]
+    return peak
+
+
+@kernel
+def lowest_peak(g, rating_noise, tries, random, time_up, best_order):
     """Fill ``best_order`` with the order of lowest peak of so many tries; returns its peak in bytes.
 
     A ready op is rated by the bytes that it makes, less those of the values that it reads last, less a
@@ -141,6 +179,7 @@ def lowest_peak(g, rating_noise, tries, random, best_order):
         rating_noise: The noise.
         tries: Orders to make.
         random: State of the random numbers.
+        time_up: Ends the tries when it is not 0. Shape ``[1]``.
         best_order: Filled. Shape ``[op]``.
     """
     count = len(g.waits_for)
@@ -161,6 +200,8 @@ def lowest_peak(g, rating_noise, tries, random, best_order):
         held = 0.0
         peak = 0.0
         for place in range(count):
+            if time_up[0] != 0:
+                return best_peak
             chosen = -1
             lowest = np.inf
             for k in range(many):

@@ -153,6 +153,7 @@ class _Bisection:
 
     def found(self) -> MinBudget:
         """The smallest peak so far."""
+        self._clock.close()
         graph, lowest = self._graph, self._floor
         cost = simulate(graph, self._best).cost
         return MinBudget(
@@ -184,5 +185,5 @@ class _Bisection:
         from checkmate.solvers.evict.search import Search
 
         folded = self._fold.apply(self._problem.replace_budget(self._peak))
-        for order, late in starts(folded, self._seed):
-            yield Search(folded, late, self._seed, order)
+        for order, late in starts(folded, self._seed, self._clock.time_up):
+            yield Search(folded, late, self._seed, order, self._clock.time_up)

@@ -8,9 +8,8 @@ from functools import cache
 from typing import NamedTuple
 
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.simulate import simulate
+from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.orders import deferred_weight_gradients, on_demand_ops
 
 
@@ -71,7 +70,7 @@ def target_lists(problem: Problem) -> list[frozenset[int]]:
     return [on_demand | deferred, on_demand] if deferred else [on_demand]
 
 
-def starts(problem: Problem, seed: int) -> Iterator[Start]:
+def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator[Start]:
     """Starts of searches, each made when the one before it has been used.
 
     The given order first. Then the lower of it and one of list scheduling, annealed to hold less above
@@ -80,6 +79,7 @@ def starts(problem: Problem, seed: int) -> Iterator[Start]:
     Args:
         problem: A problem whose views are folded.
         seed: Seed of the scheduling.
+        time_up: Ends kernels when it is raised; by default nothing does.
     """
     from checkmate.solvers.evict.reorder import reorder
     from checkmate.solvers.evict.schedule import low_order
@@ -89,11 +89,10 @@ def starts(problem: Problem, seed: int) -> Iterator[Start]:
     yield from (Start(given, late) for late in target_lists(problem))
     if not problem.reorder:
         return
-    low = tuple(low_order(graph, seed))
-    peaks = [simulate(graph, Plan.from_order(graph, order)).peak_bytes - graph.resident_bytes for order in (low, given)]
-    lower = peaks[0] < PARAMETERS.lower * peaks[1]
+    low = low_order(graph, seed, time_up)
+    lower = low.peak_bytes < PARAMETERS.lower * low.given_peak_bytes
     if len(graph.ops) <= PARAMETERS.annealed_ops:
         room = problem.budget_bytes - graph.resident_bytes
-        yield Start(tuple(reorder(graph, low if lower else given, room, seed)), frozenset())
+        yield Start(tuple(reorder(graph, low.order if lower else given, room, seed, time_up)), frozenset())
     elif lower:
-        yield Start(low, frozenset())
+        yield Start(low.order, frozenset())

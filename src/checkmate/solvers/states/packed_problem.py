@@ -23,6 +23,9 @@ MOST_BITS: Final = 128
 """Bits of a state, in two words. More words would admit more graphs, but the number of states grows exponentially:
 linear32, with 65 bits, is at some budgets out of reach already."""
 
+_MOST_COST: Final = 1 << 50
+"""Cost of computing every op once from which on graphs are refused: sums over long paths have to stay below 2^63."""
+
 
 class PackedProblem(NamedTuple):
     """A folded problem as words and amounts. Bit v stands for value v being live; further bits for ops that were computed.
@@ -66,6 +69,8 @@ def pack(folded: Problem) -> PackedProblem | str:
     values, ops = len(graph.values), len(graph.ops)
     if any(value.base is not None for value in graph.values) or any(op.replay_bytes for op in graph.ops):
         return "the graph has views with a fixed place or ops with replay bytes, which the search over states does not model"
+    if graph.cost > _MOST_COST:
+        return f"the costs sum to {graph.cost}, over the {_MOST_COST} that the search over states adds exactly"
     once = [not may_run_again(folded, o) for o in range(ops)]
     before = [*graph.order, *(() if folded.reorder else pairwise(range(ops)))]
     sinks = [o for o, op in enumerate(graph.ops) if not any(graph.readers[v] or graph.values[v].kept for v in op.outputs)]

@@ -32,7 +32,7 @@ from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
+from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
 from checkmate.torch.step.programs import Loss, check_micro_batches
 from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step, validate_example
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
@@ -110,6 +110,7 @@ def compile(  # noqa: A001 - named like torch.compile
     *,
     example: Example,
     budget: Amount | Budget | None = None,
+    budget_of: BudgetOf = "allocated",
     compiler: Compiler = "eager",
     whole: bool | None = None,
     micro_batches: int = 1,
@@ -140,6 +141,7 @@ def compile(  # noqa: A001 - named like torch.compile
         optimizer: Updates the parameters after every backward; the gradients are then cleared. None leaves them in ``.grad``.
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
         budget: See `Options`, like every argument that is not described here.
+        budget_of: Whether the budget is of allocated memory, or of what the CUDA allocator reserves.
         compiler: ``"inductor"`` measures every compilation on the example: a step runs twice, and all that it changes is
             restored. With it the updates are in the step only where ``whole`` or ``micro_batches`` asks for that: they are then
             compiled, for SGD, Adam, AdamW, Adagrad and RMSprop, which rounds them differently.
@@ -186,6 +188,7 @@ def compile(  # noqa: A001 - named like torch.compile
     """
     options = Options(
         budget=budget,
+        budget_of=budget_of,
         compiler=compiler,
         solver=solver,
         time_limit_s=time_limit_s,

@@ -1,0 +1,194 @@
+"""Time limits on graphs of 500 to 100,000 ops, each in a fresh process, with other processes at work beside it.
+
+    python benchmarks/limits.py                     # about half an hour
+    python benchmarks/limits.py --only skipping     # these graphs only; the others keep their rows
+    python benchmarks/limits.py --busy 0            # on a machine that does nothing else
+    python benchmarks/limits.py --table             # the Markdown table from the committed JSON
+
+Every solve has a gap of 0, so that only the time limit or a proof ends it. A solve has to return within 1.1 times its limit and
+one second; loading the solver's kernels, which a process does once, is not counted, as for every limit. Exit status 1 if one
+is late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import checkmate
+from checkmate import Graph, Limits, Problem
+from checkmate.core.budget import keep_all_bytes
+from checkmate.solvers.bounds.floor import floor
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "limits.json"
+TABLE = HERE.parent / "docs" / "benchmarks" / "limits.md"
+CAPTURED = ("bert", "gpt2_loss", "resnet50_split")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One solve.
+
+    Attributes:
+        wall_s: Wall seconds of the call.
+        first_s: Seconds to the first plan, or None.
+        rss_bytes: Largest resident size of the process, Python and libraries included.
+    """
+
+    graph: str
+    ops: int
+    budget: str
+    limit_s: float
+    wall_s: float
+    first_s: float | None
+    overhead: float | None
+    gap: float | None
+    reason: str
+    rss_bytes: int
+
+    @property
+    def in_time(self) -> bool:
+        """Whether it returned in time."""
+        return self.wall_s <= 1.1 * self.limit_s + 1.0
+
+
+def made(kind: str, ops: int) -> Graph:
+    """A graph of the list."""
+    sys.path.insert(0, str(HERE))
+    from generate import chain, gpt_of, layered, skipping
+
+    if kind in CAPTURED:
+        graph = checkmate.read(HERE / "graphs" / f"{kind}.graph.json")
+        assert isinstance(graph, Graph)
+        return graph
+    kinds: dict[str, Callable[[int], Graph]] = {
+        "chain": lambda n: chain((n - 1) // 2), "skipping": skipping, "layered": layered, "gpt": gpt_of
+    }  # fmt: skip
+    return kinds[kind](ops)
+
+
+CASES: list[tuple[str, int, float, float]] = [
+    *((kind, 0, share, limit_s) for kind in CAPTURED for share in (0.1, 0.5) for limit_s in (2.0, 10.0)),
+    *(("gpt", ops, 0.3, limit_s) for ops, limit_s in ((1000, 2.0), (10_000, 10.0), (100_000, 120.0))),
+    *(("layered", ops, 0.8, limit_s) for ops, limit_s in ((500, 2.0), (1000, 5.0), (5000, 5.0), (5000, 20.0))),
+    *(("chain", ops, 0.1, limit_s) for ops, limit_s in ((500, 2.0), (20_000, 5.0), (20_000, 20.0))),
+    *(
+        ("skipping", ops, share, limit_s)
+        for ops, share, limit_s in (
+            (500, 0.1, 2.0), (5000, 0.1, 5.0), (10_000, 0.5, 10.0), (100_000, 0.5, 20.0), (100_000, 0.5, 120.0),
+            (100_000, 0.1, 120.0),
+        )
+    ),
+]  # fmt: skip
+"""Kind, ops, share of the way from the floor to the peak of keeping everything, and limit."""
+
+
+def measure(kind: str, ops: int, share: float, limit_s: float) -> Row:
+    """Solve one case in this process."""
+    checkmate.solve(Problem(made("chain", 33), 6), limits=Limits(time_s=1.0))  # loads the kernels
+    graph = made(kind, ops)
+    low, high = floor(graph).peak_bytes, keep_all_bytes(graph)
+    problem = Problem(graph, int(low + share * (high - low)))
+    began = time.perf_counter()
+    result = checkmate.solve(problem, limits=Limits(time_s=limit_s, gap=0.0), raise_on_failure=False)
+    wall_s = time.perf_counter() - began
+    plans = [point for point in result.history if point.cost is not None]
+    return Row(
+        graph=kind,
+        ops=len(graph.ops),
+        budget=f"f = {share}",
+        limit_s=limit_s,
+        wall_s=round(wall_s, 2),
+        first_s=round(plans[0].time_s, 2) if plans else None,
+        overhead=result.overhead,
+        gap=result.gap,
+        reason=result.termination.reason.value,
+        rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def spin(stop: object) -> None:
+    """Keep a core busy."""
+    while not stop.is_set():  # type: ignore[attr-defined]
+        sum(range(100_000))
+
+
+def table(rows: list[Row], where: dict[str, str]) -> str:
+    """The Markdown page."""
+    lines = [
+        "# Time limits",
+        "",
+        "Made by `python benchmarks/limits.py`: each solve in a fresh process, with a gap of 0, so that only its limit or",
+        f"a proof ends it, and with {where['busy']} busy processes beside it on {where['cpu']}. A solve has to return within",
+        "1.1 times its limit and one second. `f` is the fraction of the way from the largest working set to the peak of keeping",
+        "everything. Memory is the largest resident size of the process, Python and its libraries included.",
+        f"Python {where['python']}, HiGHS {where['highspy']}, numba {where['numba']}.",
+        "",
+        f"{sum(row.in_time for row in rows)} of {len(rows)} solves returned in time.",
+        "",
+        "| graph | ops | budget | limit, s | wall, s | first plan, s | overhead | gap | memory, MiB |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        first = "" if row.first_s is None else f"{row.first_s:.1f}"
+        overhead = row.reason if row.overhead is None else f"{row.overhead:.4f}"
+        gap = "" if row.gap is None else f"{100 * row.gap:.3f} %"
+        lines.append(
+            f"| {row.graph} | {row.ops} | {row.budget} | {row.limit_s:g} | {row.wall_s:.1f} | {first} | {overhead} | {gap} "
+            f"| {row.rss_bytes >> 20} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the cases and write the JSON and the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="names of graphs")
+    parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="busy processes beside each solve")
+    parser.add_argument("--table", action="store_true", help="only rewrite the table")
+    options = parser.parse_args()
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "where": {}}
+    rows = {(row["graph"], row["ops"], row["budget"], row["limit_s"]): Row(**row) for row in stored["rows"]}
+    if not options.table:
+        spawn = multiprocessing.get_context("spawn")
+        stop = spawn.Event()
+        beside = [spawn.Process(target=spin, args=(stop,), daemon=True) for _ in range(options.busy)]
+        for process in beside:
+            process.start()
+        try:
+            for case in CASES:
+                if options.only and case[0] not in options.only:
+                    continue
+                with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+                    row = pool.submit(measure, *case).result()
+                rows[row.graph, row.ops, row.budget, row.limit_s] = row
+                print("in time" if row.in_time else "LATE", *asdict(row).values(), flush=True)
+        finally:
+            stop.set()
+        stored["where"] = {
+            "cpu": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}",
+            "busy": str(options.busy),
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("highspy", "numba", "numpy")},
+        }
+        RESULTS.write_text(
+            json.dumps({"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}, indent=1) + "\n"
+        )
+    TABLE.write_text(table(list(rows.values()), stored["where"]))
+    return 0 if all(row.in_time for row in rows.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

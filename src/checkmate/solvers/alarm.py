@@ -1,0 +1,63 @@
+"""A flag in memory that says when a solve's time is up, for compiled code, which cannot look at a clock."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Flag = npt.NDArray[np.int32]
+"""An array of one entry: 0 until the time is up."""
+
+_LONGEST_S: Final = 3600.0
+"""Longest wait in one go; a wait of years overflows the operating system's timers."""
+
+
+def no_alarm() -> Flag:
+    """A flag that nothing raises."""
+    return np.zeros(1, dtype=np.int32)
+
+
+class Alarm:
+    """Raises its flag when a clock has run out, from a thread: kernels run without the interpreter's lock (`kernel`).
+
+    Args:
+        left_s: Seconds left, possibly infinite; no thread is started then.
+
+    Attributes:
+        flag: The flag.
+    """
+
+    def __init__(self, left_s: Callable[[], float]) -> None:
+        self.flag = no_alarm()
+        self._left_s = left_s
+        self._ended: threading.Event | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it has been set and not been turned off since."""
+        return self._ended is not None
+
+    def set(self) -> None:
+        """Wait for the clock from now on; a flag that was raised is lowered if there is time left."""
+        self.off()
+        self.flag[0] = self._left_s() <= 0
+        self._ended = threading.Event()
+        if not self.flag[0] and math.isfinite(self._left_s()):
+            threading.Thread(target=self._wait, args=(self._ended,), daemon=True, name="checkmate-alarm").start()
+
+    def off(self) -> None:
+        """Wait no longer. The flag stays as it is."""
+        if self._ended is not None:
+            self._ended.set()
+        self._ended = None
+
+    def _wait(self, ended: threading.Event) -> None:
+        while (left := self._left_s()) > 0:
+            if ended.wait(min(left, _LONGEST_S)):
+                return
+        self.flag[0] = 1
