@@ -138,11 +138,12 @@ class Session:
     def left_s(self) -> float:
         """Wall seconds left to a solver, possibly infinite, never negative.
 
-        What it takes to check a plan is kept back: seconds on 100,000 ops, and the best plan is checked once more at the end.
+        What it takes to check a plan, and a half more, is kept back: that is seconds on 100,000 ops, and the best plan is
+        checked once more at the end.
         """
         if self.limits.time_s is None:
             return math.inf
-        return max(0.0, self.limits.time_s - self._checking_s - self.elapsed_s())
+        return max(0.0, self.limits.time_s - 1.5 * self._checking_s - self.elapsed_s())
 
     @property
     def gap(self) -> float:
