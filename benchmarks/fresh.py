@@ -127,6 +127,7 @@ def by_model(
     draw: Callable[[str, Any], None] = lambda name, row: None,
     rounds: int = 5,
     own_cache: bool = False,
+    packages: Sequence[str] = ("torch", "transformers"),
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """The main program of a benchmark that has a child for every model: measure, keep the results, and check the promises.
@@ -144,6 +145,7 @@ def by_model(
         draw: Draws a row.
         rounds: How many there are by default.
         own_cache: Whether what an earlier run measured must not answer for this one.
+        packages: Packages whose versions are kept.
         settings: Further settings of the environment of a child.
 
     Returns:
@@ -166,7 +168,7 @@ def by_model(
             rows[name] = child(script, name, str(options.time_limit), str(options.rounds), **environment)
         report = {
             "hardware": hardware(),
-            "versions": versions("torch", "transformers"),
+            "versions": versions(*packages),
             "models": {n: rows[n] for n in models if n in rows},
         }
         publish(script, report, table(report))

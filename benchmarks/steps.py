@@ -27,6 +27,7 @@ class Variant:
         step: Runs forward and backward, returns the loss.
         model: Its copy of the model.
         row: What is measured.
+        planned: The graph and the plan of ours, where they are needed.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Variant:
     step: Callable[[], Any]
     model: Any
     row: dict[str, Any] = field(default_factory=dict)
+    planned: Any = None
 
 
 def compiled_by_torch(model: Any) -> Callable[..., Any]:

@@ -115,7 +115,8 @@ def test_forward_mode_is_refused():
         jax.jvp(unverified(jnp.sum, budget="100%"), (jnp.ones(3),), (jnp.ones(3),))
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_dropout_draws_the_same_masks(make_key):
     """Keys are values: a mask that is drawn again is the same mask."""
     weights, x = network()
@@ -131,6 +132,7 @@ def test_dropout_draws_the_same_masks(make_key):
     assert difference(value_and_grad(dropout)(weights, x, key), value_and_grad(loss)(weights, x, key)) < ROUNDING
 
 
+@pytest.mark.slow
 def test_custom_derivatives_are_honoured():
     """A rule that is no derivative at all shows whether it is used."""
 
@@ -147,6 +149,7 @@ def test_custom_derivatives_are_honoured():
     assert identical(jax.grad(function)(x), jax.grad(unverified(function, budget="100%"))(x))
 
 
+@pytest.mark.slow
 def test_mixed_precision():
     """Parameters in float32, computation in bfloat16."""
     weights, x = network()
@@ -207,7 +210,7 @@ def test_a_second_call_does_not_plan_again(monkeypatch):
     jax.eval_shape(jax.grad(loss), weights, x + 1)
 
 
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_shard_map(checked):
     """Each device runs the plan on its part of the batch."""
     weights, x = network()
@@ -272,6 +275,16 @@ def test_figures_before_the_first_derivative_are_refused():
     """There are none yet."""
     with pytest.raises(checkmate.PlanError, match="nothing is planned yet"):
         _ = unverified(mlp_loss, budget="70%").result
+
+
+def test_costs_are_measured_inside_a_trace(caplog):
+    """The function is planned while JAX traces it, and the ops that are measured must not be."""
+    weights, x = mlp(layers=1)
+    loss = cj.remat(mlp_loss, budget="100%", verify=False)
+    with caplog.at_level(logging.INFO, logger="checkmate.jax"):
+        jax.eval_shape(jax.grad(loss), weights, x)
+    assert not [record for record in caplog.records if "could not be measured" in record.message]
+    assert all(op.cost > 0 for op in loss.graph.ops if op.kind == "dot_general")
 
 
 def test_undone_fences_are_told_once(caplog, monkeypatch):

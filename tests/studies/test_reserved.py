@@ -12,7 +12,7 @@ from checkmate.allocators.pytorch import CachingAllocator
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.problem import Problem
 from checkmate.studies.requests import requests
-from checkmate.studies.reserved import reserved_bytes
+from checkmate.studies.reserved import allocator_peaks, reserved_bytes, smallest_arena
 
 KIB, MIB = 2**10, 2**20
 
@@ -114,3 +114,28 @@ def test_what_is_resident_has_segments_too() -> None:
     assert reserved_bytes(graph, plan, [9 * MIB] * 5) == 60 * MIB + 2 * MIB
     assert reserved_bytes(graph, plan, [9 * MIB] * 4) == 60 * MIB + 2 * MIB
     assert reserved_bytes(graph, plan, [9 * MIB] * 4 + [9 * MIB // 2] * 2) == 60 * MIB + 2 * MIB
+
+
+@pytest.mark.parametrize(("kinds", "most"), [(3, 1.1), (6, 1.1), (24, 1.25)])
+def test_an_arena_reserves_no_more_and_is_close_to_the_allocated_peak(kinds: int, most: float) -> None:
+    """All large requests are known in advance. Layers of a model repeat some sizes; with a size for each layer more is lost."""
+    chance = random.Random(kinds)
+    layers = 24
+    sizes = [int(2 ** chance.uniform(21, 26)) for _ in range(kinds)] * (layers // kinds)
+    edges = [(i, i + 1) for i in range(2 * layers - 1)] + [(layers - 1 - i, layers + i) for i in range(1, layers)]
+    graph = Graph.from_dag(cost=[1] * 2 * layers, size_bytes=[*sizes, *reversed(sizes)], edges=edges, resident_bytes=100 * MIB)
+    result = solve(Problem(graph, int(0.6 * keep_all_bytes(graph))))
+    alone, arena = allocator_peaks(graph, result.plan), smallest_arena(graph, result.plan)
+    assert alone.reserved_bytes == reserved_bytes(graph, result.plan)
+    assert arena.reserved_bytes <= alone.reserved_bytes
+    again = allocator_peaks(graph, result.plan, arena_bytes=arena.size_bytes)
+    assert again.reserved_bytes == arena.reserved_bytes
+    assert result.peak_bytes <= again.allocated_bytes <= arena.reserved_bytes <= most * result.peak_bytes
+
+
+def test_a_block_is_counted_with_what_is_not_split_off() -> None:
+    """Up to 1 MiB of a large segment stays with its block, and counts as allocated."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[23 * MIB // 2, 35 * MIB // 2], edges=[(0, 1)], kept=[1])
+    plan = Plan.from_order(graph, [0, 1])
+    assert simulate(graph, plan).peak_bytes == 29 * MIB
+    assert allocator_peaks(graph, plan).allocated_bytes == 30 * MIB

@@ -16,6 +16,7 @@ from checkmate.cli import (
     demo,
     devices,
     diff,
+    doctor,
     explain,
     fits,
     max_batch,
@@ -36,6 +37,7 @@ _NO_BOX = Box("    \n" * 8)
 OK, NO_PLAN, BAD_INPUT, INTERNAL = 0, 1, 2, 3
 _VERBS = (
     demo.demo,
+    doctor.doctor,
     capture.capture,
     plan.plan,
     verify.verify,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from checkmate.core.errors import OptionError
 
@@ -34,6 +34,22 @@ _warned: set[str] = set()
 """Places that this process has warned of."""
 _locked: set[Path] = set()
 """Files on which this process has waited in vain, and does not wait again."""
+
+
+class Fault(NamedTuple):
+    """A reason that keeps a process from using a file.
+
+    Attributes:
+        place: The file or the folder with the fault; empty where no folder is known.
+        reason: What is wrong, in words.
+        cure: What to do about it, as an imperative.
+        used: What cannot be done with the place: it cannot be ``"used"`` or not be ``"written"``.
+    """
+
+    place: str
+    reason: str
+    cure: str
+    used: str = "used"
 
 
 class Database:
@@ -73,6 +89,27 @@ class Database:
             self._explain(path, error)
             return otherwise
 
+    def fault(self) -> Fault | None:
+        """The fault of the file, of which every page is read; None if it can be read and written."""
+        try:
+            path = self._locate()
+        except OptionError as error:
+            return Fault("", error.message, error.hint)
+        try:
+            with closing(self._connect(path)) as connection:
+                (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                if verdict != "ok":
+                    raise sqlite3.DatabaseError(verdict)
+                with closing(sqlite3.connect(":memory:")) as intended:
+                    intended.executescript(self._schema)
+                    if not _columns(intended) <= _columns(connection):
+                        raise sqlite3.DatabaseError("its tables have other columns")
+                connection.execute("BEGIN IMMEDIATE")  # a file that can only be read is refused here
+                connection.rollback()
+        except (sqlite3.Error, OSError, ValueError, TypeError) as error:
+            return _fault(path, error)
+        return None
+
     def _connect(self, path: Path) -> sqlite3.Connection:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,16 +135,9 @@ class Database:
         return connection
 
     def _explain(self, path: Path, error: Exception) -> None:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the kind of error, the others are details
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             _locked.add(path)
-        folder = path.parent
-        if isinstance(error, OSError) or (code in _CURES and not os.access(folder, os.W_OK | os.X_OK)):
-            place, cure = f"the cache folder {folder}", "make it a folder that can be written"
-        else:
-            place, cure = str(path), _CURES.get(code, "remove the file")
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        used = "written" if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL) else "used"
+        place, reason, cure, used = _fault(path, error)
         self._warn(
             place, f"{place} cannot be {used} ({reason}): {self._without}; {cure}, or set CHECKMATE_CACHE to another folder"
         )
@@ -116,6 +146,27 @@ class Database:
         if place not in _warned:
             _warned.add(place)
             _log.warning("%s", text)
+
+
+def _fault(path: Path, error: Exception) -> Fault:
+    code, folder = _code(error), path.parent
+    if isinstance(error, OSError) or (code in _CURES and not os.access(folder, os.W_OK | os.X_OK)):
+        place, cure = f"the cache folder {folder}", "make it a folder that can be written"
+    else:
+        place, cure = str(path), _CURES.get(code, "remove the file")
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return Fault(place, reason, cure, "written" if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL) else "used")
+
+
+def _code(error: Exception) -> int:
+    """SQLite's error code: the low byte is the kind of error, the others are details."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _columns(connection: sqlite3.Connection) -> set[tuple[str, str]]:
+    """Table and name of every column of a database."""
+    query = "SELECT t.name, c.name FROM sqlite_master AS t, pragma_table_info(t.name) AS c WHERE t.type = 'table'"
+    return set(connection.execute(query))
 
 
 def cache_folder() -> Path:

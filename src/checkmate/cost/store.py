@@ -48,7 +48,7 @@ class CostStore:
         def locate() -> Path:
             return Path(path) if path is not None else cache_folder() / "op_costs.sqlite"
 
-        self._database = Database(locate, _SCHEMA, "costs of ops are measured again in every process")
+        self.database = Database(locate, _SCHEMA, "costs of ops are measured again in every process")
 
     def get(self, keys: Iterable[str]) -> dict[str, OpCost]:
         """Measures of those keys that are in the store.
@@ -67,7 +67,7 @@ class CostStore:
                 found.update((key, OpCost(int(cost), int(workspace))) for key, cost, workspace in rows)
             return found
 
-        return self._database.run(read, {})
+        return self.database.run(read, {})
 
     def add(self, measures: Mapping[str, OpCost]) -> None:
         """Store measures whose keys are new; others stay as they are.
@@ -76,7 +76,7 @@ class CostStore:
             measures: Signature of an op -> its measure.
         """
         rows = [(key, *measure) for key, measure in measures.items()]
-        self._database.run(
+        self.database.run(
             lambda connection: connection.executemany("INSERT OR IGNORE INTO measures VALUES (?, ?, ?)", rows), None
         )
 

@@ -1,7 +1,8 @@
 """Measured peaks of compiled plans, in a SQLite file in the user's cache folder.
 
 The peak of a compiled plan is known only after it has run. Measured plans are therefore stored with their peaks. The answer to
-each budget is stored too, so that no smaller budget is later answered with a larger peak (`PlanStore.monotone_bounds`).
+each budget is stored too, so that no smaller budget is later answered with a larger peak (`PlanStore.monotone_bounds`), and
+whether a step is compiled at all (`CompilerChoices`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ CREATE TABLE IF NOT EXISTS steps (
     key TEXT, plan TEXT, peak_bytes INTEGER NOT NULL, memory TEXT NOT NULL, PRIMARY KEY (key, plan)
 );
 CREATE TABLE IF NOT EXISTS answers (key TEXT, budget_bytes INTEGER, peak_bytes INTEGER NOT NULL, PRIMARY KEY (key, budget_bytes));
+CREATE TABLE IF NOT EXISTS compilers (key TEXT PRIMARY KEY, compiler TEXT NOT NULL, reason TEXT NOT NULL);
 """
+
+
+def _database(path: str | os.PathLike[str] | None, without: str) -> Database:
+    """The file.
+
+    Args:
+        path: Its path; None for that in the user's cache folder.
+        without: What happens in a process that cannot use it.
+    """
+    return Database(lambda: cache_folder() / "measured_plans.sqlite" if path is None else Path(path), _SCHEMA, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +73,7 @@ class PlanStore:
 
     def __init__(self, key: str, path: str | os.PathLike[str] | None = None) -> None:
         self.key = key
-
-        def locate() -> Path:
-            return Path(path) if path is not None else cache_folder() / "measured_plans.sqlite"
-
-        self._database = Database(locate, _SCHEMA, "compiled plans are measured again in every process")
+        self.database = _database(path, "compiled plans are measured again in every process")
 
     def all(self) -> list[MeasuredPlan]:
         """Every plan, the smallest peak first."""
@@ -75,7 +83,7 @@ class PlanStore:
             rows = connection.execute(query, (self.key,))
             return [MeasuredPlan(tuple(json.loads(plan)), msgspec.json.decode(memory, type=StepMemory)) for plan, memory in rows]
 
-        return self._database.run(read, [])
+        return self.database.run(read, [])
 
     def add(self, plan: MeasuredPlan) -> None:
         """Store a plan; what was measured earlier for the same plan is replaced."""
@@ -107,7 +115,42 @@ class PlanStore:
 
     def _rows(self, statement: str, values: tuple[str | int, ...]) -> list[Any]:
         """Rows that a statement gives; none if the file cannot be used."""
-        return self._database.run(lambda connection: list(connection.execute(statement, values)), [])
+        return self.database.run(lambda connection: list(connection.execute(statement, values)), [])
+
+
+class CompilerChoices:
+    """Which compiler was chosen for each step, in the same file.
+
+    Args:
+        path: The file; ``measured_plans.sqlite`` in the user's cache folder by default.
+
+    Examples:
+        >>> import tempfile
+        >>> choices = CompilerChoices(Path(tempfile.mkdtemp()) / "plans.sqlite")
+        >>> choices.get("a step") is None
+        True
+        >>> choices.add("a step", "eager", "a step takes 4 ms")
+        >>> choices.get("a step")
+        ('eager', 'a step takes 4 ms')
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.database = _database(path, "the compiler of a step is chosen in every process")
+
+    def get(self, key: str) -> tuple[str, str] | None:
+        """The compiler that was chosen for a step, and why; None if none was."""
+
+        def read(connection: sqlite3.Connection) -> tuple[str, str] | None:
+            return connection.execute("SELECT compiler, reason FROM compilers WHERE key = ?", (key,)).fetchone()
+
+        return self.database.run(read, None)
+
+    def add(self, key: str, compiler: str, reason: str) -> None:
+        """Store a choice; an earlier one of another process stays."""
+        self.database.run(
+            lambda connection: connection.execute("INSERT OR IGNORE INTO compilers VALUES (?, ?, ?)", (key, compiler, reason)),
+            None,
+        )
 
 
 def _text(order: Sequence[int]) -> str:

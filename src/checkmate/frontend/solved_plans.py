@@ -84,7 +84,7 @@ class SolvedPlans:
             return Path(path) if path is not None else cache_folder() / "solved_plans.sqlite"
 
         self._locate = locate
-        self._database = Database(locate, _SCHEMA, "plans are searched again in every process")
+        self.database = Database(locate, _SCHEMA, "plans are searched again in every process")
 
     @classmethod
     def of_user(cls) -> SolvedPlans | None:
@@ -147,7 +147,7 @@ class SolvedPlans:
             if _is_readable(connection, self._locate()):
                 connection.execute("INSERT OR REPLACE INTO solved VALUES (?, ?, ?)", (key, body, _checksum(key, body)))
 
-        self._database.run(write, None)
+        self.database.run(write, None)
 
     def _read(self, key: str) -> _Row | None:
         def read(connection: sqlite3.Connection) -> tuple[bytes, str] | None:
@@ -155,7 +155,7 @@ class SolvedPlans:
                 return None
             return connection.execute("SELECT row, checksum FROM solved WHERE key = ?", (key,)).fetchone()
 
-        found = self._database.run(read, None)
+        found = self.database.run(read, None)
         if found is None:
             return None
         body, checksum = found

@@ -22,7 +22,23 @@ if find_spec("jax") is None:
 
 from checkmate.jax.measure.compiled import compiler_options
 from checkmate.jax.planned_function import PlannedFunction, remat
-from checkmate.jax.scan_policy import ScanPolicy, policy
+from checkmate.jax.scan.groups import LayerGroup
+from checkmate.jax.scan.maxtext import maxtext_config
+from checkmate.jax.scan.planned_scan import PlannedScan, scan
+from checkmate.jax.scan.policy import ScanPolicy, policy
 from checkmate.jax.step import PlannedStep, capture, plan
 
-__all__ = ["PlannedFunction", "PlannedStep", "ScanPolicy", "capture", "compiler_options", "plan", "policy", "remat"]
+__all__ = [
+    "LayerGroup",
+    "PlannedFunction",
+    "PlannedScan",
+    "PlannedStep",
+    "ScanPolicy",
+    "capture",
+    "compiler_options",
+    "maxtext_config",
+    "plan",
+    "policy",
+    "remat",
+    "scan",
+]

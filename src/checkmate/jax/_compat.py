@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
+from jax.interpreters import partial_eval
 
 source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines are those of the user's program
 
@@ -17,6 +18,16 @@ source_info_util.register_exclusion(str(Path(__file__).parent))  # source lines 
 def opened(closed: Any) -> tuple[Any, list[Any]]:
     """The jaxpr of a parameter or of a trace, and its constants: JAX 0.11 merges ``ClosedJaxpr`` and ``Jaxpr``."""
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()) or ())
+
+
+def without_dead_code(closed: Any) -> Any:
+    """A trace without what no result needs, also inside loops, opened.
+
+    Args:
+        closed: What `jax.make_jaxpr` returned.
+    """
+    jaxpr, _ = opened(closed)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def as_function(closed: Any, constants: Sequence[Any]) -> Callable[..., list[Any]]:
@@ -71,6 +82,14 @@ def varying_axes(value: Any) -> frozenset[str]:
     kind = jax.typeof(value)
     manual = getattr(kind, "manual_axis_type", None) or getattr(kind, "mat", None)
     return frozenset(getattr(manual, "varying", None) or getattr(kind, "vma", None) or ())
+
+
+def as_varying(value: jax.Array, like: jax.Array) -> jax.Array:
+    """A value that counts as different along the axes of `jax.shard_map` along which another one is."""
+    axes = tuple(varying_axes(like) - varying_axes(value))
+    if not axes:
+        return value
+    return jax.lax.pcast(value, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(value, axes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager

@@ -3,11 +3,14 @@
 XLA merges equal computations and schedules what is left, and so would undo a plan. A fence is one `jax.lax.optimization_barrier`
 over *all* values that are alive: it depends on all that came before, and all that comes after depends on it. A barrier over the
 inputs of a recomputation alone is kept too, but XLA then schedules the recomputation as early as it likes (docs/decisions/0100).
+
+Fences change what XLA fuses, and so the rounding. In an exact program every op stands alone between barriers, so that it is
+compiled to the same instructions in every plan (docs/decisions/0101).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ class PlannedProgram:
     Args:
         capture: The captured function.
         plan: A plan of its graph.
+        exact: Whether every op stands alone, so that all plans have the same bits.
         fences: False omits the fences, for the test that they are necessary.
 
     Attributes:
@@ -31,8 +35,8 @@ class PlannedProgram:
         saved: Values that the forward leaves to the backward, without constants; empty for a whole step.
     """
 
-    def __init__(self, capture: Capture, plan: Plan, *, fences: bool = True) -> None:
-        self.capture = capture
+    def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False, fences: bool = True) -> None:
+        self.capture, self._exact = capture, exact
         self.order = plan.order
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
@@ -80,7 +84,11 @@ class PlannedProgram:
             if live:
                 _fence(values, live)
             op = self.order[p]
-            _compute(self.capture.members[op], self.capture.outputs[op], values)
+            local = values
+            if self._exact and self.capture.members[op]:
+                local = values | _alone(values, self.capture.inputs[op])
+            made = _compute(self.capture.members[op], self.capture.outputs[op], local)
+            values.update(made)
 
     def _live(self, fenced: set[int]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
         """Values that are alive before each fenced computation, and those that the backward is given; no constants."""
@@ -132,15 +140,26 @@ def _fence(values: dict[int, Any], live: Sequence[int]) -> None:
     values.update(zip(fenced, jax.lax.optimization_barrier(tuple(values[v] for v in fenced)), strict=True))
 
 
-def _compute(chain: Sequence[Equation], outputs: Sequence[int], values: dict[int, Any]) -> None:
+def _alone(values: Mapping[int, Any], inputs: Sequence[int]) -> dict[int, Any]:
+    """The inputs of an op behind a barrier, so that XLA fuses the op with nothing before it."""
+    by_axes: dict[frozenset[str], list[int]] = {}
+    for v in inputs:
+        by_axes.setdefault(varying_axes(values[v]), []).append(v)
+    found: dict[int, Any] = {}
+    for some in by_axes.values():
+        found.update(zip(some, jax.lax.optimization_barrier(tuple(values[v] for v in some)), strict=True))
+    return found
+
+
+def _compute(chain: Sequence[Equation], outputs: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:
     local: dict[int, Any] = {}
     for equation in chain:
         inputs = [local[v] if isinstance(v, int) and v in local else _read(values, v) for v in equation.inputs]
         local.update(zip(equation.outputs, bind(equation.eqn, inputs), strict=True))
-    values.update((v, local[v]) for v in outputs)
+    return {v: local[v] for v in outputs}
 
 
-def _read(values: dict[int, Any], source: Source) -> Any:
+def _read(values: Mapping[int, Any], source: Source) -> Any:
     return values[source] if isinstance(source, int) else source.val
 
 

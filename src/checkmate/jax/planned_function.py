@@ -43,10 +43,13 @@ class PlannedFunction:
         options: Which plans to look for.
         costs: Where costs come from.
         verify: Whether plans are compiled.
+        exact: Whether every op stands alone.
     """
 
-    def __init__(self, function: Callable[..., Any], options: PlanningOptions, costs: CostSource | str, verify: bool) -> None:
-        self._function, self._options, self._verify = function, options, verify
+    def __init__(
+        self, function: Callable[..., Any], options: PlanningOptions, costs: CostSource | str, verify: bool, exact: bool
+    ) -> None:
+        self._function, self._options, self._verify, self._exact = function, options, verify, exact
         self._costs = cost_source(costs)
         self._planned: dict[Any, Planned] = {}
         self._last: Planned | None = None
@@ -143,14 +146,14 @@ class PlannedFunction:
         planned = self._plan(captured)
         self._last = planned
         # The trace is of this call: its constants and tracers must not be those of an earlier one.
-        return PlannedProgram(captured, planned.result.plan)
+        return PlannedProgram(captured, planned.result.plan, exact=self._exact)
 
     def _plan(self, captured: Capture) -> Planned:
-        compilation = Compilation(captured) if self._verify else None
+        compilation = Compilation(captured, exact=self._exact) if self._verify else None
         key = captured.graph.digest if compilation is None else compilation.store.key
         if key not in self._planned:
             if compilation is None or not _compiles_alone(captured):
-                planned = without_calibration(captured, self._options)
+                planned = without_calibration(captured, self._options, exact=self._exact)
             else:
                 planned = calibrate(captured, self._options, compilation)
             if planned.result.overhead > 1:
@@ -192,6 +195,7 @@ def remat(
     plan: PlanSource | None = None,
     costs: CostSource | str = "measured",
     verify: bool = True,
+    exact: bool = False,
 ) -> Callable[..., Any]:
     """A function whose derivative keeps a memory budget: a transformation, as `jax.checkpoint` is.
 
@@ -202,12 +206,14 @@ def remat(
 
     Args:
         function: A function of arrays and nests of arrays, such as a loss.
-        budget: As in `plan`. None, without a plan, returns the function as it is.
+        budget: As in `plan`. None, without a plan and not exact, returns the function as it is.
         solver: A solver or its name; `Auto` by default.
         time_limit_s: Seconds of wall time for planning, or None for no limit.
         plan: A plan, or its file, to run instead of solving.
         costs: Where costs come from, as in `plan`.
         verify: False skips the compilations.
+        exact: True gives the same bits at every budget, also under `jax.jit`: every op is compiled alone, so that XLA fuses no op
+            with another one. Without a budget everything is kept, with these bits. Second derivatives are not exact.
 
     Returns:
         A `PlannedFunction`; the decorator that makes one if ``function`` is left out.
@@ -226,14 +232,14 @@ def remat(
     """
     if function is None:
         return functools.partial(
-            remat, budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan, costs=costs, verify=verify
+            remat, budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan, costs=costs, verify=verify, exact=exact
         )
     if not callable(function):
         raise OptionError(f"function={function!r} is not a function", hint="pass the function first: remat(loss, budget='8GiB')")
     options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
-    if options.budget is None and options.plan is None:
+    if options.budget is None and options.plan is None and not exact:
         return function
-    return PlannedFunction(function, options, costs, verify)
+    return PlannedFunction(function, options, costs, verify, exact)
 
 
 def _compiles_alone(captured: Capture) -> bool:

@@ -100,6 +100,7 @@ def plan(
     costs: CostSource | str = "measured",
     donate_argnums: int | Sequence[int] = (),
     verify: bool = True,
+    exact: bool = False,
 ) -> PlannedStep:
     """Plan a whole step from the shapes of its arguments; the step does not run.
 
@@ -119,6 +120,7 @@ def plan(
             of a device, such as ``"H100"``, estimates for that device.
         donate_argnums: Positions of arguments whose buffers the results may reuse, as in `jax.jit`.
         verify: False skips the compilations, so that `PlannedStep.temp_bytes` is None.
+        exact: True gives the same bits at every budget, as in `remat`.
 
     Returns:
         The planned step, a traceable function.
@@ -142,9 +144,9 @@ def plan(
     options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
     arguments, flat, captured, positions = _captured(step, specs, donate_argnums, costs)
     if not verify:
-        planned = without_calibration(captured, options)
+        planned = without_calibration(captured, options, exact=exact)
     else:
-        planned = calibrate(captured, options, Compilation(captured, positions))
+        planned = calibrate(captured, options, Compilation(captured, positions, exact=exact))
     if planned.result.overhead > 1:
         warn_of_undone_fences()
     return PlannedStep(step, arguments, flat, planned)

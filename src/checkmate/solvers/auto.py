@@ -8,6 +8,7 @@ and ``0005`` have the measurements behind the order of the phases.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Termination
@@ -152,8 +153,16 @@ class Auto:
 
     rounds: int = 6
 
+    copies: ClassVar[bool] = True
+    """Whether it plans copies to a host."""
+
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search and prove until a limit of the session is met."""
+        if problem.host is not None:
+            session.prepare(_load_engines)
+            from checkmate.solvers.offload.joint import run_with_host
+
+            return run_with_host(problem, session, self)
         session.offer(range(len(problem.graph.ops)))
         if session.done:
             return Termination(Reason.FEASIBLE)
@@ -164,6 +173,13 @@ class Auto:
                 Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="search and cuts found none"
             )
         return Termination(Reason.FEASIBLE)
+
+
+def _load_engines() -> None:
+    """Import the engine and numba, which takes a second, and the compiled kernels."""
+    for module in ("backends.highs", "offload.joint"):
+        importlib.import_module(f"checkmate.solvers.{module}")
+    load_kernels()
 
 
 class _Run:

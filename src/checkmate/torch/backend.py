@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -115,8 +116,10 @@ def compile_graph(
         with progress.shown("capturing"), broadcasting_failures(compilation.ranks):
             if hooks.target is not None:
                 hooks.target.lower(gm)
-            run = _by_inductor(gm, example_inputs, compilation) if options.compiler == "inductor" else None
+            run = None if options.compiler == "eager" else _by_inductor(gm, example_inputs, compilation)
             if run is None:
+                if options.compiler == "auto":
+                    compilation = Compilation(example_inputs, dataclasses.replace(options, compiler="eager"), hooks)
                 run = _as_planned(gm, example_inputs, compilation)
             compilation.agree_to_run()
             return run
@@ -174,10 +177,14 @@ def _without_backward(module: fx.GraphModule, compilation: Compilation) -> Boxed
 
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
-    """Compile the graph by Inductor; None if the measured peak of every compilation exceeds the budget."""
-    from checkmate.torch.inductor.compile import compile_by_inductor  # an import of a second, which eager does not need
+    """Compile the graph by Inductor; None if the measured peak of every compilation exceeds the budget, or it does not pay."""
+    # Imports of a second, which eager does not need.
+    from checkmate.torch.inductor.compile import compile_by_inductor
+    from checkmate.torch.inductor.compiler_choice import compile_if_it_pays
 
-    compiled = compile_by_inductor(gm, example_inputs, compilation)
+    compiled = (compile_if_it_pays if compilation.options.compiler == "auto" else compile_by_inductor)(
+        gm, example_inputs, compilation
+    )
     if compiled is None:
         return None
     if compiled.planned is None:

@@ -14,7 +14,7 @@ from checkmate.core.units import Amount, parse_bytes
 from checkmate.frontend.options import PlanningOptions, PlanSource
 from checkmate.solvers.session import Solver
 
-Compiler = Literal["eager", "inductor"]
+Compiler = Literal["eager", "inductor", "auto"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Outputs = Literal["held", "released"]
 CostSource = Literal["measured", "estimated", "flops"]
@@ -23,6 +23,7 @@ Checkpoints = Literal["hints", "respected"]
 RanksMode = Literal["together", "alone"]
 Unplanned = Literal["error", "warn"]
 Chunking = Literal["exact", "auto", "off"]
+BudgetOf = Literal["allocated", "reserved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,16 @@ class Options:
             bytes, or a share of the whole step, such as ``"70%"``: what no plan can change (parameters, buffers, inputs, state of
             the optimizer, gradients that exist or that the step leaves, held outputs) plus 70 % of what keeping everything needs
             above that. None keeps everything.
+        budget_of: The memory that the budget is of. ``"allocated"`` is what tensors take. ``"reserved"`` is what the CUDA
+            allocator holds for them, unused parts of segments included: what other processes cannot have. The plan is then chosen
+            by a model of the allocator, and on a GPU the memory for it is reserved in one piece before the first step. It needs
+            ``compiler="eager"``, and all ops run whole.
         compiler: ``"eager"`` runs the ops of the plan one by one, in its exact order. ``"inductor"`` fuses them. The compiled
             step then runs twice on the first batch, all that it changes is restored, and its measured peak has to keep the
             budget; this takes up to four compilations. If none keeps it, the ``"eager"`` compiler is used, with a warning.
+            ``"auto"`` is ``"inductor"`` where a compiler for it is installed and the compiled step, as measured, makes up within
+            1,000 steps for the time that compiling took, and ``"eager"`` otherwise. The choice is logged, and kept for the next
+            processes.
         solver: A solver or its name; `Auto` by default.
         time_limit_s: Seconds that planning a step may take, all of its graphs together, or None for no limit.
         plan: A plan, or the path of a file with one, to run instead of solving.
@@ -63,6 +71,9 @@ class Options:
             data of their sizes on this device; they are looked for where whole ops have no plan, or an overhead above 10 %.
             With ``"auto"`` also those with sums over the pieces, which have another order than in the plain step, so that
             gradients are not bitwise the same. With ``compiler="inductor"`` and with several ranks all ops run whole.
+        host: Memory of the host that values may be copied to while the step runs, such as ``"32GiB"``, where that is faster than
+            computing them again; the rates of the bus are measured. Only in a whole step of ``compiler="eager"``
+            (`checkmate.torch.compile`). All ops run whole then.
         mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``. CUDA graphs, which ``"reduce-overhead"`` and
             ``"max-autotune"`` ask for, have no effect on a CPU, and are refused on a GPU under a budget.
         inductor_options: Settings of ``torch._inductor.config`` by name, for ``compiler="inductor"``; they override those of the
@@ -70,6 +81,7 @@ class Options:
     """
 
     budget: Amount | Budget | None = None
+    budget_of: BudgetOf = "allocated"
     compiler: Compiler = "eager"
     solver: Solver | str | None = None
     time_limit_s: float | None = 30.0
@@ -85,11 +97,13 @@ class Options:
     costs: CostSource = "measured"
     unplanned: Unplanned = "error"
     chunking: Chunking = "exact"
+    host: Amount | None = None
     mode: Mode = "default"
     inductor_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds = {
+            "budget_of": BudgetOf,
             "compiler": Compiler,
             "outputs": Outputs,
             "costs": CostSource,
@@ -105,10 +119,17 @@ class Options:
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}",
                     hint=f"set {name}={get_args(kind)[0]!r}, for example, or leave it out for the default",
                 )
-        if self.chunking == "auto" and self.compiler != "eager":
+        if self.chunking == "auto" and self.compiler == "inductor":
             raise OptionError(
                 "chunking='auto' needs compiler='eager': Inductor fuses ops and chooses their order itself",
                 hint="leave out compiler, or chunking",
+            )
+        if self.budget_of == "reserved" and (self.compiler != "eager" or self.chunking == "auto"):
+            given = f"compiler={self.compiler!r}" if self.compiler != "eager" else "chunking='auto'"
+            raise OptionError(
+                f"budget_of='reserved' cannot be kept with {given}: what the allocator holds is predicted from the requests of "
+                "whole ops in the order of the plan",
+                hint=f"leave out budget_of, or {given.partition('=')[0]}",
             )
         if self.compiler == "eager" and (self.mode != "default" or self.inductor_options):
             given = "inductor_options" if self.mode == "default" else f"mode={self.mode!r}"
@@ -127,6 +148,8 @@ class Options:
         for name in ("budget", "solver", "plan"):
             object.__setattr__(self, name, getattr(planning, name))
         parse_bytes(self.reserve)
+        if self.host is not None:
+            self._check_host()
         names = self.no_recompute
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise OptionError(
@@ -134,6 +157,19 @@ class Options:
                 hint="give a tuple, such as no_recompute=('my_library::op',)",
             )
         object.__setattr__(self, "no_recompute", tuple(names))
+
+    def _check_host(self) -> None:
+        assert self.host is not None
+        object.__setattr__(self, "host", parse_bytes(self.host))
+        if self.compiler != "eager":
+            raise OptionError(
+                "host needs compiler='eager': Inductor fuses ops and chooses their order itself",
+                hint="leave out compiler, or host",
+            )
+        if self.budget_of == "reserved":
+            raise OptionError("host and budget_of='reserved' are not planned together", hint="leave out budget_of, or host")
+        if self.budget is None:
+            raise OptionError("host without a budget copies nothing", hint="set a budget, such as budget='8GiB'")
 
     @property
     def planning(self) -> PlanningOptions:

@@ -99,21 +99,29 @@ def test_an_op_runs_as_often_as_its_readings_ask_for(
 
 
 @pytest.mark.parametrize(
-    ("readings_ms", "passes", "time_ms"),
+    ("readings_ms", "slow_s", "passes", "time_ms"),
     [
-        ([75.0, 75.0, 75.0], 3, 75.0),  # on a calm machine three passes are enough
-        ([97.0, 90.0, 80.0, 75.0, 75.0], 5, 75.0),  # while passes make it faster there is another
-        ([99.0 - n for n in range(20)], 10, 90.0),  # but not for ever
-        ([0.05], 1, 0.05),  # short ops have one
+        ([75.0, 75.0, 75.0], 0.0, 3, 75.0),  # on a calm machine three passes are enough
+        ([97.0, 90.0, 80.0, 75.0, 75.0], 0.0, 5, 75.0),  # while passes make it faster there is another
+        ([99.0 - n for n in range(20)], 0.0, 9, 91.0),  # but not for ever
+        ([97.0, 97.0, 97.0, 97.0, 75.0, 75.0], 2.0, 6, 75.0),  # while the machine is slow there is another
+        ([0.05], 0.0, 1, 0.05),  # short ops have one
     ],
 )
-def test_ops_are_measured_in_passes_until_they_settle(
-    monkeypatch: pytest.MonkeyPatch, readings_ms: list[float], passes: int, time_ms: float
+def test_ops_are_measured_in_passes_until_they_converge(
+    monkeypatch: pytest.MonkeyPatch, readings_ms: list[float], slow_s: float, passes: int, time_ms: float
 ) -> None:
     """A machine can be a third slower for a second, and all readings of an op that was measured then."""
-    left = [int(1e6 * reading) for reading in readings_ms]
+    left, now_s = [int(1e6 * reading) for reading in readings_ms], [0.0]
+
+    def run(*_: object) -> int:
+        now_s[0] += 0.55
+        return left.pop(0)
+
     monkeypatch.setattr(profiler, "_measured_or_warned", lambda node, other: OpCost(left.pop(0), 0))
-    monkeypatch.setattr(profiler, "_fastest_run_ns", lambda node, other: left.pop(0))
+    monkeypatch.setattr(profiler, "fastest_run_ns", run)
+    monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(profiler._Pace, "is_slow", lambda pace: now_s[0] < slow_s)
     graph = fx.Graph()
     node = graph.placeholder("x")
     node.meta["val"] = torch.ones(4)

@@ -73,7 +73,7 @@ def workspace_bytes(eqn: Any) -> int:
     Args:
         eqn: An equation as JAX traced it. Branches need the largest of them; a loop needs those of one iteration.
     """
-    return max((_peak_bytes(body) for body in bodies(eqn)), default=0)
+    return max((peak_bytes(body) for body in bodies(eqn)), default=0)
 
 
 def flops(eqn: Any) -> int:
@@ -128,8 +128,12 @@ def _elements(eqn: Any) -> int:
     return sum(math.prod(v.aval.shape) for v in arrays if hasattr(v.aval, "shape"))
 
 
-def _peak_bytes(jaxpr: Any) -> int:
-    """Peak of the values that a jaxpr makes, each freed after its last reader; chains of pointwise equations store nothing."""
+def peak_bytes(jaxpr: Any) -> int:
+    """Peak of the values that a jaxpr makes, each freed after its last reader; chains of pointwise equations store nothing.
+
+    Args:
+        jaxpr: A jaxpr, opened.
+    """
     last: dict[Any, int] = {}
     readers: dict[Any, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):

@@ -39,17 +39,19 @@ class Planned:
         result: The plan, with its proof.
         budget_bytes: The budget in bytes, or None.
         temp_bytes: Bytes of temporary values as XLA compiled the plan; None if it was not compiled.
+        exact: Whether every op stands alone.
     """
 
     capture: Capture
     result: Result
     budget_bytes: int | None
     temp_bytes: int | None
+    exact: bool
 
     @property
     def program(self) -> PlannedProgram:
         """The plan, ready to run."""
-        return PlannedProgram(self.capture, self.result.plan)
+        return PlannedProgram(self.capture, self.result.plan, exact=self.exact)
 
 
 class Compilation:
@@ -58,11 +60,12 @@ class Compilation:
     Args:
         capture: The captured function.
         donated: Positions of arguments whose buffers results may reuse.
+        exact: Whether every op stands alone.
     """
 
-    def __init__(self, capture: Capture, donated: Sequence[int] = ()) -> None:
-        self.capture, self.donated = capture, donated
-        self.store = PlanStore(_key(capture, donated))
+    def __init__(self, capture: Capture, donated: Sequence[int] = (), *, exact: bool = False) -> None:
+        self.capture, self.donated, self.exact = capture, donated, exact
+        self.store = PlanStore(_key(capture, donated, exact))
 
     @functools.cached_property
     def known(self) -> dict[tuple[int, ...], int]:
@@ -90,7 +93,7 @@ class Compilation:
         return min(results, key=lambda result: result.cost, default=None)
 
     def _function(self, result: Result) -> Any:
-        program = PlannedProgram(self.capture, result.plan)
+        program = PlannedProgram(self.capture, result.plan, exact=self.exact)
         return lambda *arguments: program(arguments)
 
 
@@ -100,10 +103,10 @@ def specs_of(capture: Capture) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
 
 
-def without_calibration(capture: Capture, options: PlanningOptions) -> Planned:
+def without_calibration(capture: Capture, options: PlanningOptions, *, exact: bool) -> Planned:
     """Plan a captured function, and compile nothing."""
     result = planner_for(options)(capture.graph)
-    return Planned(capture, result, None if options.budget is None else result.budget_bytes, None)
+    return Planned(capture, result, None if options.budget is None else result.budget_bytes, None, exact)
 
 
 def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilation) -> Planned:
@@ -119,7 +122,8 @@ def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilati
     """
     if options.plan is not None or options.budget is None:
         result = planner_for(options)(capture.graph)
-        return Planned(capture, result, None if options.budget is None else result.budget_bytes, compilation.temp_bytes(result))
+        budget = None if options.budget is None else result.budget_bytes
+        return Planned(capture, result, budget, compilation.temp_bytes(result), compilation.exact)
     graph = capture.graph
     budget = options.budget.resolve(graph)
     replan = Replanner(graph, options)
@@ -136,14 +140,14 @@ def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilati
             failure, result = error, replan.smallest()  # XLA may need less than was planned
         needed, planned = compilation.temp_bytes(result), result.peak_bytes - graph.resident_bytes
         _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, (planned, needed, room)), result.overhead)
-        trial = Trial.of(target, result, needed, Planned(capture, result, budget, needed))
+        trial = Trial.of(target, result, needed, Planned(capture, result, budget, needed, compilation.exact))
         calibration.record(replace(trial, planned_bytes=planned))
     best = calibration.best()
     if best is None or best.outcome is None:
         known = compilation.cheapest_within(room)  # such as the plan that an earlier refusal named
         if known is None:
             raise _refusal(calibration, graph.resident_bytes, budget, failure)
-        return Planned(capture, known, budget, compilation.temp_bytes(known))
+        return Planned(capture, known, budget, compilation.temp_bytes(known), compilation.exact)
     return best.outcome
 
 
@@ -161,8 +165,8 @@ def _refusal(
     return refused
 
 
-def _key(capture: Capture, donated: Sequence[int]) -> str:
+def _key(capture: Capture, donated: Sequence[int], exact: bool) -> str:
     """Text of all that decides on the bytes of a plan as it is compiled."""
     program = "\n".join(signature(chain) for chain in capture.members if chain)
-    settings = f"{capture.graph.digest} {tuple(donated)} {environment()}"
+    settings = f"{capture.graph.digest} {tuple(donated)} {environment()}{' exact' if exact else ''}"
     return hashlib.sha256(f"jax {settings}\n{program}".encode()).hexdigest()

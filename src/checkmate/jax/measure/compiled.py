@@ -15,6 +15,9 @@ _log = logging.getLogger("checkmate.jax")
 _BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 """For compilers that remove barriers before their last pass that merges equal computations: jaxlib 0.10 on CPUs."""
 
+_QUICKLY = {"xla_backend_optimization_level": "0"}
+"""For programs that never run: XLA allocates buffers before LLVM optimizes, which takes half of the time."""
+
 _PROBE_PRODUCTS = 2
 
 _told: set[str] = set()
@@ -47,7 +50,8 @@ def temp_bytes(function: Callable[..., Any], arguments: Sequence[Any], donated: 
         donated: Positions of arguments whose buffers results may reuse.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donated))
-    analysis: Any = jitted.lower(*arguments).compile(compiler_options=dict(_options())).memory_analysis()
+    options: Any = _options() | (_QUICKLY if jax.default_backend() == "cpu" else {})
+    analysis: Any = jitted.lower(*arguments).compile(compiler_options=options).memory_analysis()
     return int(analysis.temp_size_in_bytes)
 
 

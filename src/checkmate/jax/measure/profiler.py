@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, get_args
 
 import jax
@@ -143,11 +144,22 @@ def _parameters(eqn: Any) -> str:
 
 
 def _measure_all(chains: Mapping[str, Chain]) -> dict[str, OpCost]:
-    each = progress.counted(chains.items(), "measuring costs")
-    return {key: cost for key, chain in each if (cost := _measure(chain)) is not None}
+    """Time every op alone. All are compiled first, several at once: then nothing else runs while one is timed."""
+    with progress.shown("compiling ops to measure"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Settings of JAX such as `jax.enable_x64` are those of a thread: programs are traced in this one.
+        lowered = [_lowered(chain) for chain in chains.values()]
+        programs = dict(zip(chains, pool.map(_compiled, chains.values(), lowered), strict=True))
+    found: dict[str, OpCost] = {}
+    for key, chain in progress.counted(chains.items(), "measuring costs"):
+        program = programs.pop(key)
+        cost = None if program is None else _measure(chain, program)
+        if cost is not None:
+            found[key] = cost
+    return found
 
 
-def _measure(chain: Chain) -> OpCost | None:
+def _lowered(chain: Chain) -> Any:
+    """The program of one op, not compiled; None if it cannot be traced alone."""
     types = types_from_outside(chain)
 
     def run(*values: Any) -> list[Any]:
@@ -158,12 +170,29 @@ def _measure(chain: Chain) -> OpCost | None:
         return [known[v] for v in chain[-1].outputs]
 
     try:
-        values = [_synthetic(aval) for aval in types.values()]
-        program = jax.jit(run).lower(*values).compile()
+        return jax.jit(run).lower(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types.values()))
+    except Exception as error:  # noqa: BLE001 - whatever JAX raises for an op that cannot run alone
+        return _not_measured(chain, error)
+
+
+def _compiled(chain: Chain, lowered: Any) -> Any:
+    try:
+        return None if lowered is None else lowered.compile()
+    except Exception as error:  # noqa: BLE001 - whatever a backend raises
+        return _not_measured(chain, error)
+
+
+def _measure(chain: Chain, program: Any) -> OpCost | None:
+    try:
+        with jax.ensure_compile_time_eval():  # the caller may be traced, as `remat` is: these are arrays all the same
+            values = [jnp.asarray(_synthetic(aval)) for aval in types_from_outside(chain).values()]
         return OpCost(quantise(_time_ns(functools.partial(program, *values))), 0)
-    except Exception as error:  # noqa: BLE001 - whatever a backend raises for an op that cannot run alone
-        _log.info("%s could not be measured; its time is estimated: %s", chain[-1].kind, str(error).split("\n", 1)[0])
-        return None
+    except Exception as error:  # noqa: BLE001 - as above, when it runs
+        return _not_measured(chain, error)
+
+
+def _not_measured(chain: Chain, error: Exception) -> None:
+    _log.info("%s could not be measured; its time is estimated: %s", chain[-1].kind, str(error).split("\n", 1)[0])
 
 
 def _synthetic(aval: Any) -> np.ndarray[Any, Any]:

@@ -32,6 +32,11 @@ def kernel(function: Callable[..., Any]) -> Any:
     return compiled
 
 
+def fault() -> str | None:
+    """The reason that compiled functions cannot be kept on disk, as far as this process knows; None without one."""
+    return _told[0] if _told else None
+
+
 def _without_errors(access: Callable[..., Any]) -> Callable[..., Any]:
     """A function that reads or writes files of compiled functions; it returns None, as for no file, where that fails."""
 

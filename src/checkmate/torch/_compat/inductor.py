@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,10 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.fx_passes.post_grad import addmm as fuse_addmm
 from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._inductor.graph import GraphLowering
@@ -25,6 +27,7 @@ from torch._inductor.utils import get_dtype_size
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._triton import has_triton
 
 from checkmate.torch._compat.symbolic import at_upper_bounds, largest_value
 
@@ -40,6 +43,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "inductor_config",
+    "missing_compiler",
     "prefers_channels_last",
     "stock_patches",
     "sums_for_every_size",
@@ -70,6 +74,22 @@ def stock_patches(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
         RuntimeError: An option is unknown, or its value has another type.
     """
     return dict(torch._TorchCompileInductorWrapper(mode, dict(options), None).config)
+
+
+def missing_compiler(device_types: Collection[str]) -> str | None:
+    """In words, that Inductor has no compiler for one of the devices; None if it has one for each.
+
+    Args:
+        device_types: Types of devices.
+    """
+    if "cuda" in device_types and not has_triton():
+        return "Triton is not installed, or does not know the GPU"
+    if "cpu" in device_types or not device_types:
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "no C++ compiler is installed"
+    return None
 
 
 @contextmanager

@@ -12,13 +12,14 @@ import msgspec
 import torch
 from torch import fx
 
-from checkmate.core.budget import ResidentMemory
-from checkmate.core.errors import GraphError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.budget import Budget, ResidentMemory
+from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
-from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, Result
-from checkmate.core.units import format_at_least, format_bytes
-from checkmate.frontend.planner import cheapest, near_smallest, planner_for, result_of_order
+from checkmate.core.plan import Plan
+from checkmate.core.result import Result
+from checkmate.core.units import format_at_least, format_bytes, parse_bytes
+from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
+from checkmate.frontend.planner import GivenPlan, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
@@ -34,10 +35,13 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
 from checkmate.torch.joint.capture import Capture, Costs
+from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.measure.resident import gradient_bytes, other_allocated_bytes, unread_storages
+from checkmate.torch.measure.resident import cuda_device, gradient_bytes, other_allocated_bytes, unread_storages
 from checkmate.torch.measure.roofline import estimated_costs
+from checkmate.torch.measure.warm_up import warm_up
 from checkmate.torch.options import Options
+from checkmate.torch.partition.copies import measured_host
 from checkmate.torch.partition.split import CapturedJoint, Recapture, Task
 from checkmate.torch.passes.accumulation import accumulated_inputs
 
@@ -77,6 +81,7 @@ class Compilation:
         options: As given.
         hooks: As given.
         budget: The budget, or None.
+        planning: The options of planning, with what counts against the budget on the device.
         ranks: The ranks that plan together, or None.
         resident: Memory besides the graph's own inputs that no plan can change.
         planned: The graph with its program, once it is planned for a budget.
@@ -87,6 +92,9 @@ class Compilation:
         self.options = options
         self.hooks = hooks
         self.budget = options.planning.budget
+        warm_up(device := cuda_device(example_inputs, options))
+        counted = None if self.budget is None or hooks.target is not None else counted_memory(options.budget_of, device)
+        self.planning = replace(options.planning, counted=counted)
         self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.captured is None else None
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
         # On CUDA the allocator's count includes what graphs in flight and wrappers hold.
@@ -100,10 +108,14 @@ class Compilation:
             other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known) + self._unread_bytes,
         )
         self._num_inputs = len(example_inputs)
+        tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
+        self._device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self._accumulated = self._accumulating(example_inputs)
         self.planned: PlannedGraph | None = None
         self._recompile = recompile_current_frame()
         self._searched_s = 0.0
+        self._runs = 0
+        self._budget_bytes: int | None = None
         self.least_fused_bytes: int | None = None
 
     @functools.cached_property
@@ -143,6 +155,10 @@ class Compilation:
         def guarded(args: list[Any]) -> Any:
             if self.hooks.before_forward is not None:
                 self.hooks.before_forward()
+            if isinstance(self.planning.counted, ReservedMemory) and self._budget_bytes is not None:
+                if self._runs == 1:  # the first step is over
+                    self.planning.counted.check(self._budget_bytes)
+                self._runs += 1
             if self.ranks is not None:
                 self.ranks.record_forward()
             return run(args) if planned is None else COORDINATOR.forward(planned, args)
@@ -204,7 +220,7 @@ class Compilation:
             joint=joint,
             own=Program(result, memory, accumulated=accumulated, num_symbols=num_symbols),
             alone=self.alone(interface.graph) or self.share(interface.graph) is not None,
-            options=self.options.planning,
+            options=self.planning,
             resident=self.resident,
             planned_gradient_bytes=gradients,
             unread=self._unread,
@@ -305,24 +321,26 @@ class Compilation:
         options = self.options
         if self.ranks is not None or options.checkpoints != "hints" or options.compiler != "eager" or options.plan is not None:
             return None
+        if options.host is not None or options.budget_of == "reserved":
+            return None
         excluded = frozenset(options.no_recompute)
         chunks = Chunks(exact, lambda op: excluded.isdisjoint(op_names(op)))
         return None if options.budget is None else chunks
 
     def _in_pieces(self, step: ChunkableStep[Capture], chunks: Chunks) -> tuple[Capture, Result] | None:
         """The fastest plan found if regions may run piece by piece; None if there is nothing to gain."""
-        options = self.options.planning
+        options = self.planning
         assert options.budget is not None
-        budget_bytes = Problem(step.whole.graph, options.budget).budget_bytes
+        budget_bytes = resolved_budget(options.budget, step.whole.graph, options.counted)
+        within = Budget(str(options.budget), total_bytes=budget_bytes)
 
         def solve(capture: Capture, time_s: float | None) -> Result:
-            problem = Problem(capture.graph, budget_bytes)
             try:
-                return cheapest(problem, options.solver, Limits(time_s=time_s))
+                return planner_for(replace(options, budget=within, time_limit_s=time_s))(capture.graph)
             except PlanNotFoundError:
                 # The search for the smallest peak, which chooses the regions, finds plans that this one misses.
                 least = near_smallest(capture.graph, _SMALLEST.most_s, budget_bytes)
-                if least.peak_bytes > budget_bytes:
+                if counted_bytes(capture.graph, least, options.counted) > budget_bytes:
                     raise
                 return msgspec.structs.replace(least, budget_bytes=budget_bytes)
 
@@ -335,8 +353,11 @@ class Compilation:
             InfeasibleBudgetError: No plan keeps the budget, which is proven.
             PlanNotFoundError: No plan was found in time.
         """
+        given = self.options.planning.plan
+        if self.options.host is not None or (given is not None and given.host is not None):
+            return self._plan_with_host(graph, given)
         if self.alone(graph):
-            return planner_for(self.options.planning)(graph)
+            return planner_for(self.planning)(graph)
         assert self.budget is not None
         total = self.budget.total_bytes
         if total is not None and floor(part := _part_of_a_step(graph)).peak_bytes > total:
@@ -345,10 +366,22 @@ class Compilation:
         self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)
 
+    def _plan_with_host(self, graph: Graph, given: Plan | None) -> Result:
+        """A plan with copies to the host, in whole steps only."""
+        if not self.hooks.whole or self.ranks is not None:
+            raise OptionError(
+                "host needs a whole step on one device: which values are away is not known to another graph or another rank",
+                hint="use checkmate.torch.compile(model, loss, optimizer, example=..., budget=..., host=...), or leave out host",
+            )
+        if given is not None:
+            return GivenPlan(given, self.budget, copies=True)(graph)
+        host = measured_host(self._device, parse_bytes(self.options.host or 0))
+        return planner_for(replace(self.options.planning, host=host))(graph)
+
     def _refused(self, graph: Graph) -> Result:
         """Refuse a budget that one graph of a step of several exceeds by itself; what the others add is not known."""
         try:
-            return planner_for(self.options.planning)(graph)
+            return planner_for(self.planning)(graph)
         except InfeasibleBudgetError as error:
             least = format_at_least(error.smallest_bytes or error.floor_bytes)
             raise error.with_hint(
@@ -383,6 +416,9 @@ class Compilation:
         _log.info(
             "resident memory %s, of which besides the graph's inputs: %s", format_bytes(graph.resident_bytes), self.resident
         )
+        if isinstance(self.planning.counted, ReservedMemory):
+            self._budget_bytes = result.budget_bytes
+            self.planning.counted.prepare(graph, result.plan)
         self.hooks.planned(interface, result)
 
 

@@ -14,6 +14,7 @@ from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.frontend.step_graph import StepGraph, step_graph
@@ -24,6 +25,7 @@ from checkmate.torch.compilation.program import PlannedGraph, Program
 from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.joint.part import part_of
+from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.partition.split import CapturedJoint
 
 _log = logging.getLogger("checkmate.torch")
@@ -121,6 +123,8 @@ def plan_step(
         if error.binding_op and first.offered is not None:
             raise with_offer(error, chunkable, first.offered) from None
         raise
+    if isinstance(first.options.counted, ReservedMemory):
+        first.options.counted.prepare(step.graph, result.plan)
     orders = step.windows.cut(result.plan.order)
     programs = {
         run: run.planned.program(run.undefined, added, order, joint)
@@ -171,7 +175,7 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
     """
     if first.chunks is None:
         return None
-    budget_bytes = first.budget.resolve(step.whole.graph)
+    budget_bytes = resolved_budget(first.budget, step.whole.graph, first.options.counted)
     options = replace(first.options, budget=Budget(str(first.budget), total_bytes=budget_bytes))
     left = max(_LEAST_LEFT, 1 - spent_s / options.time_limit_s) if options.time_limit_s else 1.0
 
@@ -196,13 +200,14 @@ def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float = 0.0) -
     """
     graph, windows = step.graph, step.windows
     assert options.budget is not None
-    limit = target = options.budget.resolve(graph)
+    limit = target = resolved_budget(options.budget, graph, options.counted)
     for _ in range(_ATTEMPTS.most):
         now = replace(options, budget=Budget(str(options.budget), total_bytes=target))
         result = planner_for(now, spent_s)(graph)
         spent_s += result.elapsed_s
         moved = result_of_order(graph, windows.within_windows(result.plan.order))
-        if moved.peak_bytes <= limit:
+        taken = counted_bytes(graph, moved, options.counted)
+        if taken <= limit:
             return msgspec.structs.replace(
                 result,
                 plan=moved.plan,
@@ -212,8 +217,8 @@ def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float = 0.0) -
                 budget_bytes=limit,
                 gap=max(0.0, 1 - result.bound / moved.cost) if moved.cost else 0.0,
             )
-        _log.info("computations moved to the windows of their graphs take %s too much", format_bytes(moved.peak_bytes - limit))
-        target -= moved.peak_bytes - limit
+        _log.info("computations moved to the windows of their graphs take %s too much", format_bytes(taken - limit))
+        target -= taken - limit
     raise PlanNotFoundError(
         f"no plan of the step within {format_bytes(limit)} was found whose computations run where their graphs do",
         hint=f"raise the budget to at least {format_at_least(limit + (limit - target))}, or find the graph breaks with "

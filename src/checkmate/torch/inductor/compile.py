@@ -22,6 +22,7 @@ from torch import fx
 
 import checkmate
 from checkmate.core.errors import OptionError
+from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.step_memory import StepMemory
@@ -181,13 +182,20 @@ class PlanPartitioner(CustomPartitionerFn):
         self.joint, self.planned = joint, (GraphInterface.of(joint), result)
 
 
-def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Compiled | None:
+def compile_by_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compilation: Compilation,
+    *,
+    on_captured: Callable[[Graph], None] | None = None,
+) -> Compiled | None:
     """Compile a graph of Dynamo so that its measured peak keeps the budget.
 
     Args:
         gm: The graph; it is not changed.
         example_inputs: Its real inputs; the trial steps run on them.
         compilation: Options, resident memory and planner of the graph.
+        on_captured: Called with the captured graph before it is planned; may raise.
 
     Returns:
         The cheapest compilation whose measured peak keeps the budget; None if no compilation that was tried keeps it.
@@ -215,7 +223,7 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
     best: Compiled | None = None
     while True:
         whole = WholeStep() if compilation.hooks.whole else None
-        planning = dataclasses.replace(task, plan=functools.partial(_plan, search))
+        planning = dataclasses.replace(task, plan=functools.partial(_plan, search, on_captured))
         compiled = _generate(gm, example_inputs, planning, options, patches, whole, problem)
         if compiled.planned is None or compiled.cached or not search.measures:
             compiled.kernels.build()
@@ -263,12 +271,16 @@ def compile_by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compi
     return best
 
 
-def _plan(search: CalibratedSearch, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
+def _plan(
+    search: CalibratedSearch, on_captured: Callable[[Graph], None] | None, capture: Capture, recapture: Recapture
+) -> tuple[Capture, Result]:
     """The next plan to compile. Values that it counts as stored are marked, so that Inductor stores them.
 
     Without the marks Inductor inlines a pointwise op into its readers and may compute it once for each. The memory would not be
     the planned one; and reductions would run over other loops from plan to plan, which changes the order of sums and the bits.
     """
+    if on_captured is not None:
+        on_captured(capture.graph)
     graph, result = search.plan(capture.graph, trailing_reductions(m.node for m in capture.members))
     for o in search.chains.stored:
         node = capture.members[o].node

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -51,8 +52,10 @@ class TimingEffort:
         again_ns: Ops that take longer are measured in several passes over all of them.
         least_passes: How often they are measured at least; the fastest run of all passes counts. A machine can be a fifth slower
             for a second, and all readings of an op that is measured then.
-        most_passes: How often they are measured at most.
-        settled: No further pass after one that made them faster, all together, by less than this share.
+        converged: No further pass after one that made them faster, all together, by less than this share, unless the machine was
+            slow meanwhile.
+        slow_pace: The machine is slow where a reference op takes so many times the least that it took in this process.
+        most_s: No further pass once passes took so many seconds: a machine may stay slow.
         later_repeats: Most runs of an op in each pass after the first.
         between_bytes: Bytes that are read between two runs of an op on a CPU, about a last-level cache, as the other ops of a
             step read theirs. What an op reads in a step is partly in the cache and partly not, its code too; an op that runs
@@ -70,8 +73,9 @@ class TimingEffort:
     block: int = 1 << 18
     again_ns: int = 100_000
     least_passes: int = 3
-    most_passes: int = 10
-    settled: float = 0.004
+    converged: float = 0.004
+    slow_pace: float = 1.03
+    most_s: float = 4.0
     later_repeats: int = 2
     between_bytes: int = 32 << 20
 
@@ -143,14 +147,36 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
             costs[key] = _measured_or_warned(node, other)
         found = {k: cost for k, cost in costs.items() if cost is not None}
         again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
-        for number in range(2, _EFFORT.most_passes + 1):
-            before = sum(found[k].cost_ns for k in again)
+        pace, began = _Pace(), time.perf_counter()
+        for number in itertools.count(2) if again else ():
+            before, slow = sum(found[k].cost_ns for k in again), pace.is_slow()
             for key, node in progress.counted([*again.items()], "measuring costs"):
-                found[key] = found[key]._replace(cost_ns=min(found[key].cost_ns, quantise(_fastest_run_ns(node, other))))
+                found[key] = found[key]._replace(cost_ns=min(found[key].cost_ns, quantise(fastest_run_ns(node, other))))
             gained = before - sum(found[k].cost_ns for k in again)
-            if number >= _EFFORT.least_passes and gained <= _EFFORT.settled * before:
+            converged = gained <= _EFFORT.converged * before and not (pace.is_slow() or slow)
+            if number >= _EFFORT.least_passes and (converged or time.perf_counter() - began > _EFFORT.most_s):
                 break
     return found
+
+
+class _Pace:
+    """How fast a machine is now, by a reference op: a matrix product, and a sum over more than a cache holds."""
+
+    _least_ns: ClassVar[dict[int, int]] = {}  # by the number of threads, in this process
+
+    def __init__(self) -> None:
+        self._matrix, self._row = torch.ones(384, 384), torch.ones(4 << 20)
+
+    def is_slow(self) -> bool:
+        """Whether the reference op is slower than it was before."""
+        now, threads, took = clock(), torch.get_num_threads(), list[int]()
+        for _ in range(3):
+            began = now()
+            torch.mm(self._matrix, self._matrix)
+            self._row.sum()
+            took.append(now() - began)
+        least = self._least_ns[threads] = min(*took, self._least_ns.get(threads, min(took)))
+        return min(took) > _EFFORT.slow_pace * least
 
 
 def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -251,13 +277,13 @@ def _measured_or_warned(node: fx.Node, other: torch.Tensor) -> OpCost | None:
 
 def _cpu_cost(node: fx.Node, other: torch.Tensor) -> tuple[float, int]:
     """Nanoseconds of the fastest run and workspace of an op on the CPU; the other tensor is read between runs."""
-    run, clock = _ready_to_run(node), _clock()
+    run, now = _ready_to_run(node), clock()
     slow = max(_EFFORT.slow_factor * estimate_ns(node), _EFFORT.slow_ns)
     other.max()
     with memory_trace() as trace:
-        began = clock()
+        began = now()
         out = run()
-        first = clock() - began
+        first = now() - began
     del out
     # Workspace is the peak of the allocator, less the outputs.
     workspace = max(0, trace.peak() - _new_bytes(node))
@@ -265,9 +291,9 @@ def _cpu_cost(node: fx.Node, other: torch.Tensor) -> tuple[float, int]:
     fastest = first
     while not (_EFFORT.once_ns < fastest <= slow):
         other.max()
-        began = clock()
+        began = now()
         out = run()
-        took.append(clock() - began)
+        took.append(now() - began)
         del out
         fastest = min(first, *took)
         agreeing = sum(t <= _EFFORT.agreement * fastest for t in took)
@@ -285,20 +311,25 @@ def _is_measured_again(node: fx.Node, known: OpCost) -> bool:
     return _EFFORT.again_ns <= known.cost_ns <= _EFFORT.once_ns and not _on_cuda(node)
 
 
-def _fastest_run_ns(node: fx.Node, other: torch.Tensor) -> int:
-    """Nanoseconds of the fastest run of an op on the CPU in a later pass."""
-    run, clock = _ready_to_run(node), _clock()
+def fastest_run_ns(node: fx.Node, other: torch.Tensor) -> int:
+    """Nanoseconds of the fastest run of an op on the CPU in a later pass.
+
+    Args:
+        node: The op.
+        other: A tensor that is read before each run.
+    """
+    run, now = _ready_to_run(node), clock()
     took: list[int] = []
     while len(took) < _EFFORT.later_repeats and sum(took) <= _EFFORT.limit_ns:
         other.max()
-        began = clock()
+        began = now()
         out = run()
-        took.append(clock() - began)
+        took.append(now() - began)
         del out
     return min(took)
 
 
-def _clock() -> Callable[[], int]:
+def clock() -> Callable[[], int]:
     """The clock for an op on the CPU.
 
     On one thread, the process's CPU time excludes other processes. On several threads wall time has to be used, and a run waits

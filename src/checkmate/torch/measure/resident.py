@@ -40,7 +40,7 @@ def other_allocated_bytes(example_inputs: Sequence[Any], options: Options) -> in
         Bytes, from the CUDA allocator's count; 0 on a CPU, whose allocator keeps none.
     """
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
-    device = _cuda_device(tensors, options)
+    device = cuda_device(tensors, options)
     if device is None:
         return 0
     seen = unique_bytes(tensors, current_bytes) + gradient_bytes(example_inputs, accumulate=False)
@@ -71,12 +71,17 @@ def _left_in_container_bytes() -> int:
     return most - used
 
 
-def _cuda_device(inputs: Sequence[torch.Tensor], options: Options) -> torch.device | None:
-    """The CUDA device that a graph is planned for; None on a CPU."""
+def cuda_device(inputs: Sequence[Any], options: Options) -> torch.device | None:
+    """The CUDA device that a graph is planned for; None on a CPU.
+
+    Args:
+        inputs: Inputs of the graph.
+        options: Options of the backend; ``device`` names the device, by default that of the inputs.
+    """
     if options.device:
         device = torch.device(options.device)
         return device if device.type == "cuda" else None
-    return next((t.device for t in inputs if t.device.type == "cuda"), None)
+    return next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)
 
 
 WeakStorage = Callable[[], torch.UntypedStorage | None]
@@ -96,7 +101,7 @@ def unread_storages(example_inputs: Sequence[Any], options: Options) -> dict[int
         Storages by their keys; none on CUDA, where `other_allocated_bytes` counts them.
     """
     inputs = [t for t in example_inputs if isinstance(t, torch.Tensor)]
-    if _cuda_device(inputs, options) is not None:
+    if cuda_device(inputs, options) is not None:
         return {}
     read = {storage_key(part) for t in inputs for part in strided_parts(t)}
     tensors = {id(t): t for module in _running_modules() for t in (*module.parameters(), *module.buffers())}

@@ -32,7 +32,7 @@ from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
+from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
 from checkmate.torch.step.programs import Loss, check_micro_batches
 from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step, validate_example
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
@@ -110,6 +110,7 @@ def compile(  # noqa: A001 - named like torch.compile
     *,
     example: Example,
     budget: Amount | Budget | None = None,
+    budget_of: BudgetOf = "allocated",
     compiler: Compiler = "eager",
     whole: bool | None = None,
     micro_batches: int = 1,
@@ -124,6 +125,7 @@ def compile(  # noqa: A001 - named like torch.compile
     checkpoints: Checkpoints = "hints",
     costs: CostSource = "measured",
     chunking: Chunking = "exact",
+    host: Amount | None = None,
     dynamic: bool = False,
     mode: Mode = "default",
     inductor_options: Mapping[str, Any] | None = None,
@@ -140,6 +142,7 @@ def compile(  # noqa: A001 - named like torch.compile
         optimizer: Updates the parameters after every backward; the gradients are then cleared. None leaves them in ``.grad``.
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
         budget: See `Options`, like every argument that is not described here.
+        budget_of: Whether the budget is of allocated memory, or of what the CUDA allocator reserves.
         compiler: ``"inductor"`` measures every compilation on the example: a step runs twice, and all that it changes is
             restored. With it the updates are in the step only where ``whole`` or ``micro_batches`` asks for that: they are then
             compiled, for SGD, Adam, AdamW, Adagrad and RMSprop, which rounds them differently.
@@ -164,6 +167,7 @@ def compile(  # noqa: A001 - named like torch.compile
             without that boundary.
         costs: Where costs come from.
         chunking: Whether ops on large tensors may run piece by piece: where no bit changes, also with sums, or never.
+        host: Memory of the host that values may be copied to, such as ``"32GiB"``. Only in a whole step.
         dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
             every shape is compiled and planned separately.
         mode: The ``mode`` of `torch.compile`, with ``compiler="inductor"``.
@@ -186,6 +190,7 @@ def compile(  # noqa: A001 - named like torch.compile
     """
     options = Options(
         budget=budget,
+        budget_of=budget_of,
         compiler=compiler,
         solver=solver,
         time_limit_s=time_limit_s,
@@ -196,6 +201,7 @@ def compile(  # noqa: A001 - named like torch.compile
         checkpoints=checkpoints,
         costs=costs,
         chunking=chunking,
+        host=host,
         mode=mode,
         inductor_options=inductor_options or {},
     )

@@ -21,7 +21,7 @@ _FORMAT: Final = 1
 
 _SCHEMA: Final = "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, same INTEGER NOT NULL)"
 
-_database = Database(
+VERDICTS = Database(
     lambda: cache_folder() / "chunked_bits.sqlite", _SCHEMA, "bits of ops in pieces are compared again in every process"
 )
 
@@ -37,7 +37,7 @@ def known_verdict(key: str) -> bool | None:
         row = connection.execute("SELECT same FROM verdicts WHERE key = ?", (key,)).fetchone()
         return None if row is None else bool(row[0])
 
-    return _database.run(read, None)
+    return VERDICTS.run(read, None)
 
 
 def keep_verdict(key: str, same: bool) -> None:
@@ -47,7 +47,7 @@ def keep_verdict(key: str, same: bool) -> None:
         key: Of `verdict_key`.
         same: Whether the bits are the same.
     """
-    _database.run(lambda connection: connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, int(same))), None)
+    VERDICTS.run(lambda connection: connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, int(same))), None)
 
 
 def verdict_key(program: str, device: torch.device) -> str:

@@ -1,0 +1,148 @@
+"""What is measured of a step on a GPU, and on a CPU in its place."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fresh import hardware, versions
+
+from checkmate.torch import measure_peak
+
+CLOCK = 1.03
+"""How much slower ours may seem at another's peak: times of one step differ by as much from run to run."""
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What it runs on: processor, GPU with driver and memory, and the settings that matter."""
+    found = hardware()
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        }
+    return found
+
+
+def software() -> dict[str, str]:
+    """Versions; Checkmate's own is that of the source tree, which need not be installed."""
+    import checkmate
+
+    try:
+        return versions("torch")
+    except Exception:  # noqa: BLE001 - run from the folder, without installation
+        return {"python": platform.python_version(), "torch": torch.__version__, "checkmate-remat": checkmate.__version__}
+
+
+def settle() -> None:
+    """Free what the last variant left."""
+    gc.collect()
+    torch._dynamo.reset()
+    from checkmate.torch.compilation.coordinator import COORDINATOR
+
+    COORDINATOR.forget_steps()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def peaks(
+    step: Callable[[], Any], model: torch.nn.Module, batch: Iterable[torch.Tensor], device: str, *, emptied: bool = True
+) -> dict[str, int]:
+    """Peak of the next step with everything that is allocated, and what the allocator reserves; gradients are freed before.
+
+    ``requested_bytes`` is the peak of what was asked for, before the allocator rounds: a block of a GPU can be 1 MiB larger.
+
+    Args:
+        step: Runs a step.
+        model: Its model.
+        batch: Its batch.
+        device: Type of the device.
+        emptied: Whether segments that nothing uses are given back before; not where they were reserved on purpose.
+    """
+    model.zero_grad(set_to_none=True)
+    if device != "cuda":
+        held = [*model.parameters(), *model.buffers(), *batch]
+        resident = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+        peak = resident + measure_peak(step)
+        return {"allocated_bytes": peak, "requested_bytes": peak}
+    gc.collect()
+    torch.cuda.synchronize()
+    if emptied:
+        torch.cuda.empty_cache()
+    step()
+    model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    return {
+        "allocated_bytes": stats["allocated_bytes.all.peak"],
+        "requested_bytes": stats["requested_bytes.all.peak"],
+        "reserved_bytes": stats["reserved_bytes.all.peak"],
+    }
+
+
+def seconds(step: Callable[[], Any], model: torch.nn.Module, device: str, rounds: int) -> list[float]:
+    """Seconds of some steps: by events on a GPU, else by the clock."""
+    took: list[float] = []
+    for _ in range(rounds):
+        model.zero_grad(set_to_none=True)
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            step()
+            end.record()
+            end.synchronize()
+            took.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            step()
+            took.append(time.perf_counter() - began)
+    return took
+
+
+def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:
+    """A hash of loss, gradients, buffers and random state of one step from a fixed seed."""
+    torch.manual_seed(1)
+    before = [b.clone() for b in model.buffers()]
+    model.zero_grad(set_to_none=True)
+    loss = step()
+    found = hashlib.sha256()
+    state = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    for tensor in [loss, *(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state(), *state]:
+        found.update(b"none" if tensor is None else _bytes(tensor))
+    with torch.no_grad():
+        for buffer, old in zip(model.buffers(), before, strict=True):
+            buffer.copy_(old)
+    model.zero_grad(set_to_none=True)
+    return found.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def deterministic() -> None:
+    """Choose kernels that give the same bits in every run, where there are such."""
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)

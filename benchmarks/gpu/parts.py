@@ -1,0 +1,343 @@
+"""The parts of the pack: each measures one thing of one model, and returns rows for its JSON.
+
+A part stops before its deadline and says what it left out. Each runs in a process of its own, so that it finds the GPU as the
+driver leaves it.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import measure
+import torch
+from cases import Case, build
+
+import checkmate.torch
+from checkmate import InfeasibleBudgetError, Limits, PlanNotFoundError, evaluate, min_budget
+from checkmate.core.errors import CheckmateError
+from checkmate.frontend.counted_memory import counted_bytes
+from checkmate.frontend.planner import keep_everything
+from checkmate.studies.reserved import reserved_bytes, smallest_arena
+from checkmate.torch.measure.allocator import counted_memory
+from checkmate.torch.step.programs import forward_program
+
+FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
+"""Budgets of the peaks, between the smallest peak found and keeping everything."""
+
+KNOBS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Values of torch's ``activation_memory_budget``."""
+
+
+@dataclass
+class Setting:
+    """How a part runs.
+
+    Attributes:
+        device: Type of the device.
+        tiny: Whether models have their small size.
+        deadline: Reading of the clock before which it ends.
+        solve_s: Time limit of one solve.
+        rounds: Timed steps of a variant.
+        left_out: What was not measured for want of time, or failed; in words.
+    """
+
+    device: str
+    tiny: bool
+    deadline: float
+    solve_s: float
+    rounds: int
+    left_out: list[str] = field(default_factory=list[str])
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """Budgets between the smallest peak and keeping everything."""
+        return FRACTIONS[::2] if self.tiny else FRACTIONS
+
+    @property
+    def knobs(self) -> tuple[float, ...]:
+        """Values of torch's own budget."""
+        return KNOBS[2:3] if self.tiny else KNOBS
+
+    def asked(self, rows: list[dict[str, Any]]) -> list[int]:
+        """Peaks of other variants at which ours are measured, the largest first."""
+        found = sorted({row["allocated_bytes"] for row in rows}, reverse=True)
+        return found[1:2] if self.tiny else found
+
+    def time_for(self, what: str, seconds: float) -> bool:
+        """Whether so many seconds are left; what is not measured is noted."""
+        if time.perf_counter() + seconds < self.deadline:
+            return True
+        self.left_out.append(f"{what}: no time left")
+        return False
+
+    def case(self, name: str) -> Case:
+        """A fresh copy of a model."""
+        measure.settle()
+        return build(name, self.device, self.tiny)
+
+
+def observed(
+    setting: Setting, step: Callable[[], Any], case: Case, *, bits: bool = False, emptied: bool = True
+) -> dict[str, Any]:
+    """Peaks and times of a step, and a hash of what it computes."""
+    row: dict[str, Any] = {}
+    step()
+    case.model.zero_grad(set_to_none=True)
+    step()  # a plan for a step that begins without gradients is now in use, and every kernel is loaded
+    if bits:
+        row["bits"] = measure.bits(step, case.model)
+    row |= measure.peaks(step, case.model, case.batch, setting.device, emptied=emptied)
+    took = measure.seconds(step, case.model, setting.device, setting.rounds)
+    return {**row, "time_s": min(took), "median_s": statistics.median(took)}
+
+
+def peaks(setting: Setting, name: str) -> dict[str, Any]:
+    """Planned and measured peaks at five budgets: reserved memory, bits, time, and costs against the measured step."""
+    measure.deterministic()
+    case = setting.case(name)
+    began = time.perf_counter()
+    graph = checkmate.torch.capture(case.model, example=case.batch)
+    facts = {"ops": len(graph.ops), "capture_s": time.perf_counter() - began, "resident_bytes": graph.resident_bytes}
+    del case
+    counted = counted_memory("allocated", torch.device("cuda", 0) if setting.device == "cuda" else None)
+    smallest = min_budget(graph, limits=Limits(time_s=2 * setting.solve_s))
+    low, top = (counted_bytes(graph, result, counted) for result in (evaluate(graph, smallest.plan), keep_everything(graph)))
+    rows: list[dict[str, Any]] = []
+    for fraction in (None, *reversed(setting.fractions)):
+        label = "keep all" if fraction is None else f"{fraction:.0%}"
+        if not setting.time_for(label, 3 * setting.solve_s):
+            continue
+        budget = top if fraction is None else low + int(fraction * (top - low))
+        case = setting.case(name)
+        compiled = functools.partial(checkmate.torch.compile, case.model, example=case.batch, chunking="off")
+        try:
+            step = compiled(budget=None if fraction is None else budget, time_limit_s=setting.solve_s)
+        except (PlanNotFoundError, InfeasibleBudgetError):
+            step = compiled(plan=smallest.plan)
+        row = observed(setting, lambda step=step, case=case: step(*case.batch)[1], case, bits=True)
+        row |= {
+            "budget": label,
+            "budget_bytes": budget,
+            "planned_bytes": counted_bytes(step.graph, step.result, counted),
+            "live_bytes": step.result.peak_bytes,
+            "predicted_reserved_bytes": reserved_bytes(step.graph, step.plan),
+            "overhead": step.result.overhead,
+            "bound_overhead": step.result.bound / step.graph.cost,
+            "gap": step.result.gap,
+            "ops_s": step.result.cost / 1e9,
+        }
+        rows.append(row)
+        del case, step
+    keep = next((row for row in rows if row["budget"] == "keep all"), None)
+    for row in rows if keep is not None else []:
+        row["identical"] = row["bits"] == keep["bits"]
+        row["time_ratio"] = row["time_s"] / keep["time_s"]
+    return {**facts, "keep_all_bytes": top, "floor_bytes": smallest.floor_bytes, "points": rows}
+
+
+def front(setting: Setting, name: str) -> dict[str, Any]:
+    """Peak and time of every other way to spend less memory, and ours at the peaks that they reach."""
+    others: list[tuple[str, Callable[[Case], Callable[[], Any]]]] = [
+        ("eager", _eager),
+        ("activation checkpointing", functools.partial(_checkpointed, selective=False)),
+        ("selective checkpointing", functools.partial(_checkpointed, selective=True)),
+        *((f"activation_memory_budget={knob}", functools.partial(_knob, knob, "aot_eager")) for knob in setting.knobs),
+    ]
+    rows = _variants(setting, name, others)
+    mine = [(f"ours, {budget}", functools.partial(_ours, budget, "eager", setting.solve_s)) for budget in setting.asked(rows)]
+    return {"variants": rows + [{**row, "ours": True} for row in _variants(setting, name, mine)]}
+
+
+def inductor(setting: Setting, name: str) -> dict[str, Any]:
+    """The same with Inductor: stock, with torch's own budget, and ours at their peaks."""
+    others = [("Inductor", functools.partial(_knob, 1.0, "inductor"))]
+    others += [
+        (f"Inductor, activation_memory_budget={knob}", functools.partial(_knob, knob, "inductor")) for knob in setting.knobs[:3:2]
+    ]
+    rows = _variants(setting, name, others)
+    mine = [(f"ours, {budget}", functools.partial(_ours, budget, "inductor", setting.solve_s)) for budget in setting.asked(rows)]
+    return {"variants": rows + [{**row, "ours": True} for row in _variants(setting, name, mine)]}
+
+
+def _variants(
+    setting: Setting, name: str, variants: list[tuple[str, Callable[[Case], Callable[[], Any]]]]
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for label, make in variants:
+        if not setting.time_for(label, 3 * setting.solve_s):
+            continue
+        case = setting.case(name)
+        try:
+            rows.append({"name": label, **observed(setting, make(case), case)})
+        except (CheckmateError, RuntimeError) as error:  # out of memory among them
+            setting.left_out.append(f"{label}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        del case
+    return rows
+
+
+def _eager(case: Case) -> Callable[[], Any]:
+    def step() -> Any:
+        loss = case.model(*case.batch)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def _checkpointed(case: Case, *, selective: bool) -> Callable[[], Any]:
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    dear = ("mm", "addmm", "bmm", "convolution", "_scaled_dot_product")
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        known = any(op.__name__.startswith(part) for part in dear)
+        return CheckpointPolicy.MUST_SAVE if known else CheckpointPolicy.PREFER_RECOMPUTE
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    for block in case.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+    return _eager(case)
+
+
+def _knob(knob: float, backend: str, case: Case) -> Callable[[], Any]:
+    import torch._functorch.config as functorch_config
+
+    program = torch.compile(forward_program(case.model, None), backend=backend, dynamic=False)
+
+    def step() -> Any:
+        # The backward is compiled at its first run, under the same setting.
+        with functorch_config.patch(activation_memory_budget=knob, enable_autograd_cache=False):
+            loss = program(case.batch, {})[1]
+            loss.backward()
+            return loss.detach()
+
+    return step
+
+
+def _ours(budget: int, compiler: Any, time_limit_s: float, case: Case) -> Callable[[], Any]:
+    step = checkmate.torch.compile(
+        case.model, example=case.batch, budget=budget, compiler=compiler, time_limit_s=time_limit_s, chunking="off"
+    )
+    return lambda: step(*case.batch)[1]
+
+
+def fits(setting: Setting, name: str) -> dict[str, Any]:
+    """What `fits` predicts from shapes alone, against this device."""
+    shapes = build(name, "meta", setting.tiny)
+    device = _profile(setting)
+    if device is None:
+        setting.left_out.append(f"no profile of {torch.cuda.get_device_name(0)}: add one with `checkmate devices`")
+        return {}
+    report = checkmate.torch.fits(
+        shapes.model, example=shapes.batch, device=device, whole=False, time_limit_s=4 * setting.solve_s
+    )
+    case = setting.case(name)
+    step = checkmate.torch.compile(case.model, example=case.batch)
+    row = observed(setting, lambda: step(*case.batch)[1], case)
+    return {
+        "profile": device,
+        "predicted_keep_all_bytes": report.keep_all_bytes,
+        "predicted_reserved_bytes": report.reserved_bytes,
+        "predicted_least_s": report.result.cost / 1e9 if report.result is not None else None,
+        "remarks": list(report.remarks),
+        **row,
+    }
+
+
+def _profile(setting: Setting) -> str | None:
+    """The device profile of this device, by its name."""
+    from checkmate.cost.device import device_names
+
+    if setting.device != "cuda":
+        return "CPU"
+    known = torch.cuda.get_device_name(0).upper()
+    return next((name for name in device_names() if name.upper().removeprefix("RTX ") in known), None)
+
+
+def reserved(setting: Setting, name: str) -> dict[str, Any]:
+    """Budgets of reserved memory: what the allocator holds while a plan runs that is planned for it."""
+    case = setting.case(name)
+    keep = checkmate.torch.compile(case.model, example=case.batch)
+    top = smallest_arena(keep.graph, keep.plan).reserved_bytes
+    least = keep.graph.resident_bytes
+    del case, keep
+    rows: list[dict[str, Any]] = []
+    for share in (1.0,) if setting.tiny else (0.75, 0.5):
+        budget = least + int(share * (top - least))
+        if not setting.time_for(f"{share:.0%}", 4 * setting.solve_s):
+            continue
+        case = setting.case(name)
+        try:
+            step = checkmate.torch.compile(
+                case.model, example=case.batch, budget=budget, budget_of="reserved", time_limit_s=setting.solve_s, chunking="off"
+            )
+        except CheckmateError as error:
+            setting.left_out.append(f"{share:.0%}: {error.message}")
+            continue
+        row = observed(setting, lambda step=step, case=case: step(*case.batch)[1], case, emptied=False)
+        predicted = smallest_arena(step.graph, step.plan).reserved_bytes
+        rows.append({"budget": f"{share:.0%}", "budget_bytes": budget, "predicted_reserved_bytes": predicted, **row})
+        del case, step
+    return {"keep_all_reserved_bytes": top, "points": rows}
+
+
+def graphs(setting: Setting, name: str) -> dict[str, Any]:
+    """CUDA graphs: stock torch with them, and what a plan by Inductor takes in their place."""
+    rows = _variants(
+        setting,
+        name,
+        [
+            ("Inductor", functools.partial(_mode, "default")),
+            ("Inductor with CUDA graphs", functools.partial(_mode, "reduce-overhead")),
+        ],
+    )
+    refused = "nothing was refused"
+    case = setting.case(name)
+    try:
+        checkmate.torch.compile(
+            case.model,
+            example=case.batch,
+            budget="90%",
+            compiler="inductor",
+            mode="reduce-overhead",
+            time_limit_s=setting.solve_s,
+        )
+    except CheckmateError as error:
+        refused = error.message
+    return {"variants": rows, "under_a_budget": refused}
+
+
+def _mode(mode: str, case: Case) -> Callable[[], Any]:
+    program = torch.compile(forward_program(case.model, None), mode=mode, dynamic=False)
+
+    def step() -> Any:
+        loss = program(case.batch, {})[1]
+        loss.backward()
+        return loss.detach().clone()
+
+    return step
+
+
+def doctor(setting: Setting, name: str) -> dict[str, Any]:
+    """The report of ``checkmate doctor``."""
+    from checkmate.doctor import examine
+
+    return examine(setting.device, quick=setting.tiny or name == "quick").as_json()
+
+
+KINDS: dict[str, Callable[[Setting, str], dict[str, Any]]] = {
+    "doctor": doctor,
+    "peaks": peaks,
+    "front": front,
+    "fits": fits,
+    "reserved": reserved,
+    "inductor": inductor,
+    "graphs": graphs,
+}

@@ -1,0 +1,223 @@
+"""The evidence from a GPU: every promise measured on the card at hand, in parts that can be resumed.
+
+    python benchmarks/gpu/run.py                        # all parts on the first GPU; a second call continues
+    python benchmarks/gpu/run.py --parts peaks:gpt2     # some of them
+    python benchmarks/gpu/run.py --device cpu --tiny    # a rehearsal without a GPU
+
+Each part is a process of its own that takes at most eight minutes, and leaves one JSON with what it ran on. Nothing is
+downloaded. A part that is there already, from the same versions and hardware, is not run again. Exit status 1 if a promise is
+broken or a part failed. `python benchmarks/gpu/page.py` makes the page of the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
+
+MODELS = ("gpt2", "llama_1b", "bert", "vit_l", "resnet50", "unet", "dit", "mixtral")
+KINDS = ("peaks", "fits", "front", "reserved", "expandable", "inductor")
+PARTS = ("doctor", *(f"{kind}:{model}" for kind in KINDS for model in MODELS), "graphs:gpt2")
+"""All parts, in the order in which they are run: what decides most comes first."""
+
+FORMAT = "checkmate.gpu/1"
+GRACE_S = 45.0
+"""Seconds beyond its limit after which a part is ended: it looks at the clock between variants."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts, or one of them in this process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="models of milliseconds, to rehearse")
+    parser.add_argument(
+        "--parts", nargs="+", default=None, metavar="PART", help="kinds, models or parts: peaks, gpt2, peaks:gpt2"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="folder of the results; benchmarks/gpu/results for a GPU")
+    parser.add_argument("--minutes", type=float, default=8.0, help="limit of a part")
+    parser.add_argument("--again", action="store_true", help="also run parts whose results are there")
+    parser.add_argument("--list", action="store_true", help="list the parts and whether they are done")
+    parser.add_argument("--here", action="store_true", help="run parts in this process, to debug")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu needs --tiny: the models at full size are for a GPU")
+    folder = options.out or HERE / ("results" if options.device == "cuda" and not options.tiny else "rehearsal")
+    if options.child:
+        write(folder, options.child, measured(options.child, options))
+        return 0
+    chosen = chosen_parts(options.parts, parser)
+    broken: list[str] = []
+    for part in chosen:
+        known = read(folder, part)
+        if options.list:
+            print(f"{part:<24}{'not run' if known is None else 'failed' if 'failed' in known else 'done'}")
+            continue
+        if known is None or options.again or "failed" in known or not same_setting(known, options):
+            known = run_part(part, folder, options)
+        broken += [f"{part}: {line}" for line in verdict(known)]
+    if not options.list:
+        print("\n".join(broken) or f"all promises hold in {len(chosen)} parts")
+    return bool(broken)
+
+
+def chosen_parts(asked: Sequence[str] | None, parser: argparse.ArgumentParser) -> list[str]:
+    """The parts that are asked for, in the order of `PARTS`."""
+    unknown = [a for a in asked or () if not any(a == p or a in p.split(":") for p in PARTS)]
+    if unknown:
+        parser.error(f"no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
+    return [p for p in PARTS if asked is None or any(a == p or a in p.split(":") for a in asked)]
+
+
+def same_setting(known: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Whether a result is from this device, size and versions."""
+    import measure
+
+    settings = {"device": options.device, "tiny": options.tiny, "versions": measure.software()}
+    return all(known.get(name) == value for name, value in settings.items()) and known["hardware"].get("gpu", {}).get(
+        "name"
+    ) == measure.machine(options.device).get("gpu", {}).get("name")
+
+
+def run_part(part: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a part, in a process of its own or here, and return what it left."""
+    began = time.perf_counter()
+    print(f"{part} ...", end=" ", flush=True)
+    if options.here:
+        write(folder, part, measured(part, options))
+    else:
+        command = [sys.executable, "-W", "ignore", __file__, "--child", part, "--device", options.device]
+        command += ["--minutes", str(options.minutes), "--out", str(folder), *(["--tiny"] if options.tiny else [])]
+        path_of(folder, part).unlink(missing_ok=True)
+        try:
+            code = subprocess.run(command, env=environment(part), timeout=60 * options.minutes + GRACE_S, check=False).returncode
+            reason = f"it ended with status {code}"
+        except subprocess.TimeoutExpired:
+            reason = f"it took more than {options.minutes:g} minutes"
+        if read(folder, part) is None:
+            write(folder, part, {"format": FORMAT, "part": part, "failed": reason})
+    known = read(folder, part)
+    assert known is not None
+    state = "failed" if "failed" in known else f"{len(known.get('left_out', []))} left out" if known.get("left_out") else "done"
+    print(f"{state}, {time.perf_counter() - began:.0f} s", flush=True)
+    return known
+
+
+def environment(part: str) -> dict[str, str]:
+    """Settings that have to be made before PyTorch starts."""
+    settings = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if part.startswith("expandable"):
+        settings["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return settings
+
+
+def measured(part: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The result of a part, measured in this process."""
+    import logging
+
+    import measure
+    import parts
+
+    logging.disable(logging.WARNING)
+    kind, _, model = part.partition(":")
+    limit_s = 60 * options.minutes
+    setting = parts.Setting(
+        device=options.device,
+        tiny=options.tiny,
+        deadline=time.perf_counter() + limit_s,
+        solve_s=0.3 if options.tiny else 15.0,
+        rounds=2 if options.tiny else 5,
+    )
+    began = time.perf_counter()
+    result: dict[str, Any] = {"format": FORMAT, "part": part, "device": options.device, "tiny": options.tiny}
+    result |= {"hardware": measure.machine(options.device), "versions": measure.software()}
+    try:
+        result["result"] = parts.KINDS["peaks" if kind == "expandable" else kind](setting, model)
+    except Exception as error:  # noqa: BLE001 - what a GPU raises is what the part is there to show
+        result["failed"] = f"{type(error).__name__}: {error}"[:2000]
+        result["traceback"] = traceback.format_exc()[-4000:]
+    return {**result, "left_out": setting.left_out, "elapsed_s": round(time.perf_counter() - began, 1)}
+
+
+def verdict(known: dict[str, Any]) -> list[str]:
+    """Promises that a part's rows break, in words."""
+    if "failed" in known:
+        return [f"failed: {known['failed']}"]
+    kind, result = known["part"].partition(":")[0], known["result"]
+    if kind == "doctor":
+        return [f"{c['name']}: {c['detail']}" for c in result["checks"] if c["verdict"] == "failed"]
+    broken: list[str] = []
+    if kind in ("peaks", "expandable"):
+        for row in result["points"]:
+            if row["budget"] != "keep all" and row["allocated_bytes"] > row["budget_bytes"]:
+                broken.append(f"{row['budget']}: measured {row['allocated_bytes']}, budget {row['budget_bytes']}")
+            if abs(row["allocated_bytes"] - row["planned_bytes"]) > 0.01 * row["planned_bytes"]:
+                broken.append(f"{row['budget']}: measured {row['allocated_bytes']}, planned {row['planned_bytes']}")
+            if row.get("identical") is False:
+                broken.append(f"{row['budget']}: not equal to the bit to keeping everything")
+            if row.get("reserved_bytes", 0) > 1.05 * row["planned_bytes"]:
+                broken.append(f"{row['budget']}: reserved {row['reserved_bytes']}, planned {row['planned_bytes']}")
+    if kind in ("front", "inductor") and not known["tiny"]:
+        broken += beaten(result["variants"])
+    if kind == "fits" and result:
+        predicted, peak = result["predicted_keep_all_bytes"], result["allocated_bytes"]
+        if not known["tiny"] and abs(peak - predicted) > 0.02 * peak:
+            broken.append(f"predicted {predicted}, measured {peak}")
+    if kind == "reserved":
+        for row in result["points"]:
+            if row.get("reserved_bytes", 0) > row["budget_bytes"]:
+                broken.append(f"{row['budget']}: reserved {row['reserved_bytes']}, budget {row['budget_bytes']}")
+    return broken
+
+
+def beaten(variants: list[dict[str, Any]]) -> list[str]:
+    """Other ways that take less memory than any plan, or less time than the fastest plan at their peak."""
+    import measure
+
+    ours = [v for v in variants if v.get("ours")]
+    broken: list[str] = []
+    for other in (v for v in variants if not v.get("ours")):
+        fitting = [v for v in ours if v["allocated_bytes"] <= other["allocated_bytes"]]
+        if not fitting:
+            broken.append(f"{other['name']} takes {other['allocated_bytes']} bytes, and no plan as little")
+        elif min(v["time_s"] for v in fitting) > measure.CLOCK * other["time_s"]:
+            best = min(v["time_s"] for v in fitting)
+            broken.append(f"{other['name']}: {other['time_s']:.4f} s, the fastest plan at its peak {best:.4f} s")
+    return broken
+
+
+def path_of(folder: Path, part: str) -> Path:
+    """The file of a part."""
+    return folder / f"{part.replace(':', '-')}.json"
+
+
+def read(folder: Path, part: str) -> dict[str, Any] | None:
+    """What a part left; None if it has not run, or left something else."""
+    try:
+        found = json.loads(path_of(folder, part).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if found.get("format") == FORMAT else None
+
+
+def write(folder: Path, part: str, result: dict[str, Any]) -> None:
+    """Write what a part measured: the whole file or none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = path_of(folder, part)
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(result, indent=1) + "\n")
+    draft.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

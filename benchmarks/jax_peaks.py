@@ -1,0 +1,385 @@
+"""Compiled bytes, FLOPs and times of plans in JAX: networks in Flax NNX and Equinox, against the policies of `jax.checkpoint`.
+
+Every cell is a process: a network in a library with one budget (`exact=True`, so that bits are compared), with the smallest
+bytes of a plan, or with a policy of `jax.checkpoint` on each block and a plan within the bytes that the policy needs. A loop over
+32 layers has one choice for all layers and layers that differ at each budget. Bytes are those of temporary values as XLA
+compiles loss and gradients, FLOPs those of the compiled program, times the least processor time of several runs, both programs
+in turn. Exit status 1 if a promise breaks.
+
+    python benchmarks/jax_peaks.py [--models transformer-nnx-55% scan-nnx-0.5] [--time-limit 4] [--rounds 7]
+
+Cells that are not named keep their results of the last run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fresh import by_model, mib, ran_on
+
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+SCAN = "scan"
+SMALLEST = "smallest"
+BUDGETS = ("85%", "70%", "55%", "40%", "25%")
+SHARES = ("0.85", "0.7", "0.5", "0.35", "0.2")
+NESTED = "nested"
+POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
+NETWORKS = ("transformer", "bert", "vit", "unet", "resnet", "llama")
+WITHOUT_LAYERS = ("unet", "resnet")
+MOST = 4
+"""Most compilations of a request."""
+WITHIN = 0.05
+SLOWER = 1.03
+COMPARED = "nnx"
+"""The library in which policies are compared: they save the same in the other one."""
+SECTIONS = [f"{name}-{library}" for name in (SCAN, *NETWORKS) for library in ("nnx", "equinox")]
+
+
+def cells(section: str) -> list[str]:
+    """What is measured of a network in a library."""
+    name, library = section.split("-")
+    found = list(SHARES if name == SCAN else BUDGETS)
+    if library == COMPARED:
+        found += [*([] if name == SCAN else [SMALLEST]), *POLICIES, *([] if name in WITHOUT_LAYERS else [NESTED])]
+    return [f"{section}-{cell}" for cell in found]
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    packages = ("jax", "jaxlib", "flax", "equinox")
+    models = [cell for section in SECTIONS for cell in cells(section)]
+    return by_model(__file__, str(__doc__), models, run=run, table=table, verdict=verdict, rounds=7, packages=packages)
+
+
+def run(model: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
+    """One cell."""
+    name, library, cell = model.split("-", 2)
+    if name == SCAN:
+        return run_scan(library, cell, rounds)
+    return run_network(name, library, cell, time_limit_s, rounds)
+
+
+class Program:
+    """A compiled program and what is known of it.
+
+    Args:
+        function: The function.
+        arguments: Its arguments.
+        loops: Whether it has loops, whose bodies XLA counts once: FLOPs are then those of the trace.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, loops: bool = False) -> None:
+        import jax
+
+        import checkmate.jax as cj
+
+        self._run = jax.jit(function, compiler_options=cj.compiler_options()).lower(*arguments).compile()
+        self._arguments = arguments
+        self.temp_bytes = int(self._run.memory_analysis().temp_size_in_bytes)
+        self.flop = float(self._run.cost_analysis()["flops"]) if not loops else self._traced_flop(function)
+
+    def _traced_flop(self, function: Callable[..., Any]) -> float:
+        import jax
+
+        from checkmate.jax._compat import without_dead_code
+        from checkmate.jax.graph.op_properties import flops
+
+        return float(sum(map(flops, without_dead_code(jax.make_jaxpr(function)(*self._arguments)).eqns)))
+
+    def results(self) -> list[Any]:
+        """Flat results."""
+        import jax
+        import numpy as np
+
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(self._run(*self._arguments))]
+
+    def time_s(self) -> float:
+        """Processor time of a run."""
+        import jax
+
+        began = time.process_time()
+        jax.block_until_ready(self._run(*self._arguments))
+        return time.process_time() - began
+
+
+def in_turn(programs: Sequence[Program], rounds: int) -> list[float]:
+    """The least time of each program, run one after the other in every round."""
+    times = [[program.time_s() for program in programs] for _ in range(rounds + 1)]
+    return [min(column) for column in zip(*times[1:], strict=True)]
+
+
+class Compilations:
+    """Counts the programs that planning compiles."""
+
+    def __init__(self) -> None:
+        from checkmate.jax.measure import calibrate
+        from checkmate.jax.scan import search
+
+        self.count = 0
+        for module in (calibrate, search):
+            module.temp_bytes = functools.partial(self._compile, module.temp_bytes)
+
+    def _compile(self, original: Callable[..., int], *arguments: Any) -> int:
+        self.count += 1
+        return original(*arguments)
+
+    def during(self, act: Callable[[], Any]) -> tuple[Any, int]:
+        """What an action returns, and how many programs it compiled."""
+        before = self.count
+        return act(), self.count - before
+
+
+def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
+    """A cell of a network whose blocks are not in a loop."""
+    import jax
+    import jax_networks
+
+    import checkmate
+    import checkmate.jax as cj
+
+    lib = jax_networks.LIBRARIES[library]()
+    network = jax_networks.NETWORKS[name](lib)
+    compilations = Compilations()
+    exact = cell in BUDGETS
+    whole = Program(jax.value_and_grad(cj.remat(network.loss, exact=exact)), network.arguments)
+
+    def planned(budget: Any) -> tuple[Program, dict[str, Any]]:
+        loss: Any = cj.remat(network.loss, budget=budget, time_limit_s=time_limit_s, exact=exact)
+        began = time.perf_counter()
+        _, count = compilations.during(lambda: jax.eval_shape(jax.value_and_grad(loss), *network.arguments))
+        took = time.perf_counter() - began
+        program = Program(jax.value_and_grad(loss), network.arguments)
+        resident = loss.graph.resident_bytes
+        return program, {
+            "ops": len(loss.graph.ops),
+            "room_bytes": loss.budget_bytes - resident,
+            "planned_bytes": loss.result.peak_bytes - resident,
+            "temp_bytes": program.temp_bytes,
+            "flop": program.flop,
+            "overhead": loss.result.overhead,
+            "gap": loss.result.gap,
+            "compilations": count,
+            "plan_s": took,
+            **compared(whole.results(), program.results()),
+        }
+
+    row: dict[str, Any] = {"whole": {"temp_bytes": whole.temp_bytes, "flop": whole.flop}}
+    programs = [whole]
+    budget: Any = "1%" if cell == SMALLEST else cell
+    if cell not in (*BUDGETS, SMALLEST):
+        loss = network.loss
+        if cell == NESTED:
+            loss = functools.partial(loss, run=functools.partial(jax_networks.in_groups, lib))
+        else:
+            loss = functools.partial(loss, wrap=functools.partial(lib.checkpoint, policy=getattr(jax.checkpoint_policies, cell)))
+        programs = [Program(jax.value_and_grad(loss), network.arguments)]
+        row["policy"] = {"temp_bytes": programs[0].temp_bytes, "flop": programs[0].flop}
+        budget = fixed_bytes(network.arguments) + programs[0].temp_bytes
+    try:
+        ours, row["plan"] = planned(budget)
+    except checkmate.InfeasibleBudgetError as refused:
+        if "policy" in row:
+            return row
+        ours, row["plan"] = planned(refused.smallest_bytes)
+    times = in_turn([*programs, ours], rounds)
+    row["policy" if "policy" in row else "whole"]["time_s"], row["plan"]["time_s"] = times
+    return row
+
+
+def fixed_bytes(arguments: Sequence[Any]) -> int:
+    """Bytes of the arguments, the gradients of the first one, and the loss."""
+    import jax
+
+    return sum(a.nbytes for a in jax.tree.leaves((arguments, arguments[0]))) + 4
+
+
+def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
+    """A cell of the loop over 32 layers: a budget, with one choice and with layers that differ, or a policy."""
+    import jax
+    import jax_networks
+
+    import checkmate
+    import checkmate.jax as cj
+
+    length = jax_networks.LENGTH
+    block, carry, slices = jax_networks.scanned_layer(jax_networks.LIBRARIES[library]())
+    x = jax.ShapeDtypeStruct(carry.shape, carry.dtype)
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), slices)
+    compilations = Compilations()
+
+    def program(loop: Callable[..., Any]) -> Program:
+        def total(carry: Any, slices: Any) -> Any:
+            return (loop(carry, slices)[0] ** 2).sum()
+
+        return Program(jax.value_and_grad(total, argnums=(0, 1)), (carry, slices), loops=True)
+
+    def under(policy: Any, body: Callable[..., Any] = block) -> Callable[..., Any]:
+        return lambda carry, slices: jax.lax.scan(jax.checkpoint(body, policy=policy), carry, slices)
+
+    def nested(carry: Any, slices: Any) -> Any:
+        outer = 2 ** round(math.log2(length) / 2)
+        folded = jax.tree.map(lambda a: a.reshape(outer, length // outer, *a.shape[1:]), slices)
+        body = jax.checkpoint(lambda carry, some: jax.lax.scan(jax.checkpoint(block), carry, some))
+        return jax.lax.scan(body, carry, folded)
+
+    plain = program(lambda carry, slices: jax.lax.scan(block, carry, slices))
+    nothing = program(under(jax.checkpoint_policies.nothing_saveable))
+    fixed = 2 * fixed_bytes((carry, slices)) - sum(a.nbytes for a in jax.tree.leaves(slices))
+
+    def planned(find: Callable[..., Any], room_bytes: int) -> tuple[Program, dict[str, Any]]:
+        began = time.perf_counter()
+        found, count = compilations.during(lambda: find(block, x, one, length=length, budget=fixed + room_bytes))
+        took = time.perf_counter() - began
+        ours = program(found if find is cj.scan else under(found.policy, found.block))
+        return ours, {
+            "room_bytes": fixed + room_bytes - (found.peak_bytes - found.temp_bytes),
+            "temp_bytes": ours.temp_bytes,
+            "flop": ours.flop,
+            "overhead": found.overhead,
+            "bound": found.bound,
+            "compilations": count,
+            "plan_s": took,
+            "groups": [[g.layers, g.nested, len(g.names)] for g in getattr(found, "groups", ())],
+            **compared(plain.results(), ours.results()),
+        }
+
+    row: dict[str, Any] = {"whole": {"temp_bytes": plain.temp_bytes, "flop": plain.flop}}
+    if cell in SHARES:
+        room = nothing.temp_bytes + int(float(cell) * (plain.temp_bytes - nothing.temp_bytes))
+        uniform, row["uniform"] = planned(cj.policy, room)
+        ours, row["plan"] = planned(cj.scan, room)
+        row["uniform"]["time_s"], row["plan"]["time_s"] = in_turn([uniform, ours], rounds)
+        return row
+    theirs = program(nested if cell == NESTED else under(getattr(jax.checkpoint_policies, cell)))
+    row["policy"] = {"temp_bytes": theirs.temp_bytes, "flop": theirs.flop}
+    try:
+        ours, row["plan"] = planned(cj.scan, theirs.temp_bytes)
+    except checkmate.InfeasibleBudgetError:
+        return row
+    row["policy"]["time_s"], row["plan"]["time_s"] = in_turn([theirs, ours], rounds)
+    return row
+
+
+def compared(expected: Sequence[Any], given: Sequence[Any]) -> dict[str, Any]:
+    """How many arrays have the same bits, and the largest difference relative to the largest entry of its array."""
+    import numpy as np
+
+    pairs = list(zip(expected, given, strict=True))
+    return {
+        "arrays": len(pairs),
+        "identical": sum(np.array_equal(a, b) for a, b in pairs),
+        "difference": max(float(np.abs(a - b).max() / (np.abs(a).max() + 1e-30)) for a, b in pairs),
+    }
+
+
+def verdict(model: str, row: dict[str, Any]) -> list[str]:
+    """What does not hold in a cell."""
+    policy, plan = row.get("policy"), row.get("plan")
+    if plan is None:
+        return [f"{model}: no plan within its bytes"]
+    broken = [
+        f"{model}: {mib(p['temp_bytes'])} of {mib(p['room_bytes'])}" for p in of_cell(row) if p["temp_bytes"] > p["room_bytes"]
+    ]
+    broken += [f"{model}: {p['compilations']} compilations" for p in of_cell(row) if p["compilations"] > MOST]
+    if model.endswith("%"):
+        if plan["identical"] < plan["arrays"]:
+            broken.append(f"{model}: other bits")
+        if model.startswith("transformer") and abs(plan["planned_bytes"] / plan["temp_bytes"] - 1) > WITHIN:
+            broken.append(f"{model}: planned {mib(plan['planned_bytes'])}, compiled {mib(plan['temp_bytes'])}")
+    if policy is not None and plan["flop"] > policy["flop"]:
+        broken.append(f"{model}: {plan['flop'] / policy['flop']:.3f} of the FLOPs")
+    if policy is not None and plan["time_s"] > SLOWER * policy["time_s"]:
+        broken.append(f"{model}: {plan['time_s'] / policy['time_s']:.3f} of the time")
+    return broken
+
+
+def of_cell(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The plans of a cell."""
+    return [row[key] for key in ("uniform", "plan") if key in row]
+
+
+def table(report: dict[str, Any]) -> str:
+    """The page of the documentation."""
+    rows = report["models"]
+    lines = [
+        "# JAX: compiled bytes of plans, and the policies of `jax.checkpoint`",
+        "",
+        "Made by `benchmarks/jax_peaks.py`; do not edit. Every row is a process. Bytes are MiB of temporary values of loss and",
+        "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything.",
+        "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything.",
+        "",
+        ran_on(report),
+    ]
+    for section in SECTIONS:
+        found = {cell.removeprefix(f"{section}-"): rows[cell] for cell in cells(section) if cell in rows}
+        if found:
+            lines += [
+                "",
+                f"## {section.replace('-', ' in ')}",
+                "",
+                *(loops(found) if section.startswith(SCAN) else budgets(found)),
+            ]
+            lines += against(found)
+    return "\n".join(lines) + "\n"
+
+
+def budgets(found: dict[str, Any]) -> list[str]:
+    """Budgets of a network."""
+    lines = [
+        "| budget | of | planned | compiled | planned / compiled | overhead | gap | compilations | seconds | time | same bits |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for cell, row in found.items():
+        if cell in (*BUDGETS, SMALLEST):
+            p, whole = row["plan"], row["whole"]
+            bits = f"{p['identical']} of {p['arrays']}" + (f", {p['difference']:.0e}" if p["difference"] else "")
+            lines.append(
+                f"| {cell}: {mib(p['room_bytes'])} | {mib(whole['temp_bytes'])} | {mib(p['planned_bytes'])} "
+                f"| {mib(p['temp_bytes'])} | {p['planned_bytes'] / p['temp_bytes']:.3f} | {p['overhead']:.4f} "
+                f"| {100 * p['gap']:.1f} % | {p['compilations']} | {p['plan_s']:.1f} "
+                f"| {p['time_s'] / whole['time_s']:.3f} | {bits} |"
+            )
+    return lines if len(lines) > 2 else []
+
+
+def loops(found: dict[str, Any]) -> list[str]:
+    """Budgets of a loop over layers: one choice for all layers against layers that differ."""
+    lines = [
+        "| budget | of | one: compiled | overhead | differ: compiled | overhead | bound | less again | time | layers |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for cell, row in found.items():
+        if cell in SHARES:
+            one, other = row["uniform"], row["plan"]
+            less = 1 - (other["overhead"] - 1) / (one["overhead"] - 1) if one["overhead"] > 1 else 0.0
+            groups = ", ".join(f"{n} save {k}" + (f" in loops of {m}" if m > 1 else "") for n, m, k in other["groups"])
+            lines.append(
+                f"| {mib(one['room_bytes'])} | {mib(row['whole']['temp_bytes'])} | {mib(one['temp_bytes'])} "
+                f"| {one['overhead']:.4f} | {mib(other['temp_bytes'])} | {other['overhead']:.4f} | {other['bound']:.4f} "
+                f"| {100 * less:.1f} % | {other['time_s'] / one['time_s']:.3f} | {groups} |"
+            )
+    return lines if len(lines) > 2 else []
+
+
+def against(found: dict[str, Any]) -> list[str]:
+    """Policies of `jax.checkpoint`, and plans within the bytes of each."""
+    lines = ["", "| policy | compiled | plan compiled | FLOPs of the plan | time of the plan |", "|---|---:|---:|---:|---:|"]
+    for cell, row in found.items():
+        theirs, p = row.get("policy"), row.get("plan")
+        if theirs is not None:
+            ratios = (p["flop"] / theirs["flop"], p["time_s"] / theirs["time_s"]) if p else ()
+            ours = f"{mib(p['temp_bytes'])} | {ratios[0]:.3f} | {ratios[1]:.3f}" if p else "refused | |"
+            lines.append(f"| {cell} | {mib(theirs['temp_bytes'])} | {ours} |")
+    return lines if len(lines) > 3 else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

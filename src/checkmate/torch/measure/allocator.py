@@ -1,0 +1,114 @@
+"""PyTorch's CUDA allocator: how it is set up in this process, and what of a plan counts against a budget there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+import torch
+
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.units import format_bytes
+from checkmate.frontend.counted_memory import Counted
+from checkmate.studies.reserved import allocator_peaks, smallest_arena
+from checkmate.torch.options import BudgetOf
+
+_log = logging.getLogger("checkmate.torch")
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The variables, the one that wins first (c10/core/AllocatorConfig.cpp)."""
+
+
+def allocator_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The allocator's settings by name; empty where all are the defaults.
+
+    Args:
+        environment: Environment variables; those of the process by default.
+
+    Examples:
+        >>> allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True, max_split_size_mb:128"})
+        {'expandable_segments': 'True', 'max_split_size_mb': '128'}
+    """
+    given = os.environ if environment is None else environment
+    text = next((given[name] for name in _VARIABLES if given.get(name)), "")
+    pairs = (part.partition(":") for part in text.split(","))
+    return {name.strip(): value.strip() for name, _, value in pairs if name.strip()}
+
+
+def has_expandable_segments(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether segments grow and shrink page by page, in place of segments of fixed sizes."""
+    return allocator_settings(environment).get("expandable_segments", "").lower() == "true"
+
+
+def counted_memory(budget_of: BudgetOf, device: torch.device | None) -> Counted | None:
+    """The function that counts a plan against a budget; None where it is the live bytes alone.
+
+    With segments of fixed sizes a block can be up to 1 MiB larger than what was requested. ``torch.cuda.max_memory_allocated``
+    counts that, and so the budget has to.
+
+    Args:
+        budget_of: What the budget is of.
+        device: The CUDA device; None for a CPU, whose allocator adds nothing that it counts.
+    """
+    if budget_of == "reserved":
+        return ReservedMemory(device)
+    if device is None or has_expandable_segments() or torch.cuda.get_allocator_backend() != "native":
+        return None
+    return lambda graph, plan: allocator_peaks(graph, plan).allocated_bytes
+
+
+class ReservedMemory:
+    """Memory that the CUDA allocator holds while a plan runs, if it was reserved in one piece before.
+
+    Calling it predicts the bytes. On a CPU, which has no such allocator, it is only the prediction.
+
+    Args:
+        device: The CUDA device; None for a CPU.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._checked = False
+        self._unused_bytes = 0
+        if device is not None:
+            torch.cuda.empty_cache()  # of what earlier work left; segments of what is resident stay, with what is unused in them
+            self._unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+    def __call__(self, graph: Graph, plan: Plan) -> int:
+        """Predicted bytes of all segments."""
+        return smallest_arena(graph, plan).reserved_bytes + self._unused_bytes
+
+    def prepare(self, graph: Graph, plan: Plan) -> None:
+        """Reserve the memory for a plan in one piece, from which the allocator cuts its blocks.
+
+        Args:
+            graph: The graph.
+            plan: The plan that runs from now on.
+        """
+        if self._device is None:
+            return
+        size = smallest_arena(graph, plan).size_bytes
+        torch.cuda.empty_cache()
+        if size:
+            torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def check(self, budget_bytes: int) -> None:
+        """Warn, once, if the device holds more than the budget after a step.
+
+        Args:
+            budget_bytes: The budget.
+        """
+        if self._device is None or self._checked:
+            return
+        self._checked = True
+        held = torch.cuda.memory_reserved(self._device)
+        if held > budget_bytes:
+            _log.warning(
+                "the allocator holds %s after the first step, more than the budget of %s: what ran beside the plan is not in its "
+                "prediction\nhint: call torch.cuda.empty_cache() once after the first step, or lower the budget by %s",
+                format_bytes(held),
+                format_bytes(budget_bytes),
+                format_bytes(held - budget_bytes),
+            )

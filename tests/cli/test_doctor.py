@@ -1,0 +1,70 @@
+"""What `checkmate doctor` prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import checkmate.doctor
+from checkmate.doctor import Check, Report
+
+FIGURES = {
+    "budget_bytes": 20 << 20,
+    "planned_bytes": 19 << 20,
+    "measured_bytes": 19 << 20,
+    "reserved_bytes": None,
+    "identical": True,
+    "time_ratio": 1.061,
+}
+CHECKS = (
+    Check(name="torch", verdict="ok", detail="2.13.0+cpu, within 2.11 to 2.13"),
+    Check(
+        name="C++ compiler",
+        verdict="failed",
+        detail="g++ is not found: compiler='inductor' and stock torch.compile cannot be used without it; compiler='eager' can",
+        cure="install one: `apt-get install g++`, `conda install -c conda-forge gxx`, or set CXX to a compiler",
+    ),
+    Check(name="transformer", verdict="ok", detail="measured 19.0 MiB within 20.0 MiB, bits equal", figures=FIGURES),
+    Check(name="Inductor", verdict="skipped", detail="the compiler that it needs failed its check"),
+)
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """Replace the examination by one whose checks are given."""
+
+    def prepare(*checks: Check) -> None:
+        def examine(device, *, quick, on_check, on_start):
+            for check in checks:
+                if on_check is not None:
+                    on_check(check)
+            return Report(device="cpu", machine={}, versions={}, checks=checks, warnings=(), elapsed_s=41.6)
+
+        monkeypatch.setattr(checkmate.doctor, "examine", examine)
+
+    return prepare
+
+
+def test_output(run, golden, examined):
+    """A line a check with its verdict, what to do, a table of the steps, and a conclusion, in 80 columns."""
+    examined(*CHECKS)
+    outcome = run("doctor", "--out", "doctor.json")
+    golden("doctor", f"{outcome.out}--- stderr\n{outcome.err}--- exit code {outcome.code}\n")
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+def test_the_report_is_written_and_printed(run, examined, tmp_path):
+    """The file and stdout hold the same object."""
+    examined(*CHECKS)
+    printed = run("doctor", "--json", "--out", "doctor.json")
+    assert printed.json == json.loads((tmp_path / "doctor.json").read_text())
+    assert printed.json["checks"][1]["cure"] == CHECKS[1].cure
+    assert (printed.json["holds"], printed.code) == (False, 1)
+
+
+def test_exit_codes(run, examined):
+    """Notes and skipped checks are no faults; a wrong device is bad input."""
+    examined(CHECKS[0], CHECKS[3])
+    assert run("doctor").code == 0
+    assert run("doctor", "--device", "tpu").code == 2

@@ -1,0 +1,213 @@
+"""Each fault of an installation is found, and named with its cure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from checkmate.cost.database import Database
+from checkmate.cost.store import CostStore, OpCost
+from checkmate.doctor import caches, compilers, engines, versions
+from checkmate.doctor.check import Check, guarded
+from checkmate.doctor.versions import Requirement
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_a_failed_check_says_what_to_do():
+    """A verdict without a cure helps nobody."""
+    with pytest.raises(ValueError, match="says not what to do"):
+        Check(name="torch", verdict="failed", detail="broken")
+
+
+def test_a_check_that_raises_has_failed():
+    """A broken installation raises whatever it likes, and the checks after it are still made."""
+
+    def broken() -> Check:
+        raise ImportError("libomp.so: cannot open shared object file\nmore")
+
+    check = guarded("HiGHS", broken)
+    assert (check.verdict, check.name) == ("failed", "HiGHS")
+    assert "ImportError: libomp.so: cannot open" in check.detail
+    assert check.cure
+
+
+@pytest.mark.parametrize(
+    ("installed", "verdict", "cure"),
+    [
+        ("2.10.1+cu128", "failed", 'pip install --upgrade "torch>=2.11"'),
+        (None, "failed", 'pip install "checkmate-remat[torch]"'),
+        ("2.11.0", "ok", ""),
+        ("2.13.2+cpu", "ok", ""),
+        ("2.14.0.dev20261101", "note", 'pip install "torch==2.13.*"'),
+        ("3.0", "note", 'pip install "torch==2.13.*"'),
+    ],
+)
+def test_the_version_of_torch(installed, verdict, cure):
+    """Too old fails at once, and newer than tested is a note: it may work."""
+    check = versions.check_torch(installed)
+    assert check.verdict == verdict
+    assert cure in check.cure
+
+
+def test_versions_are_those_of_the_project():
+    """The floor and the newest tested version are stated elsewhere too."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (floor,) = (line.partition(">=")[2] for line in project["optional-dependencies"]["torch"])
+    assert versions.check_torch(floor).verdict == "ok"
+    major, minor = floor.split(".")
+    assert versions.check_torch(f"{major}.{int(minor) - 1}.9").verdict == "failed"
+    (pinned,) = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    assert versions.numbers(pinned.partition("==")[2])[:2] == versions.TESTED["torch"]
+    assert versions.check_python((3, 10, 12)).verdict == "failed"
+    assert project["requires-python"] == ">=3.11"
+
+
+def test_a_package_that_is_too_old_or_missing():
+    """Core packages have to be there; those of an extra only if they are used."""
+    required = (Requirement("numpy", "2.0", ""), Requirement("highspy", "1.15", ""), Requirement("ortools", "9.15", "solvers"))
+    good, numpy, highspy = versions.check_packages({"numpy": "1.26.4"}, required)
+    assert good.detail == ""
+    assert (numpy.name, numpy.verdict, numpy.cure) == ("numpy", "failed", 'run `pip install --upgrade "numpy>=2.0"`')
+    assert (highspy.name, highspy.verdict, highspy.detail) == ("highspy", "failed", "not installed")
+    (every,) = versions.check_packages({"numpy": "2.4.1", "highspy": "1.15.1"}, required)
+    assert (every.verdict, every.detail) == ("ok", "numpy 2.4.1, highspy 1.15.1")
+
+
+def test_a_missing_compiler(monkeypatch, tmp_path):
+    """Inductor needs one, and fails in the middle of a compilation without."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = compilers.check_cxx()
+    assert check.verdict == "failed"
+    assert "not found" in check.detail
+    assert "apt-get install g++" in check.cure
+    monkeypatch.setenv("CXX", "/nowhere/clang++ -O1")
+    assert "CXX=/nowhere/clang++ -O1 names no program" in compilers.check_cxx().detail
+
+
+def fake_compiler(folder: Path, message: str) -> Path:
+    """A program that refuses every source with a message."""
+    path = folder / "broken-g++"
+    path.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("message", "cure"),
+    [
+        ("check.cpp:2:10: fatal error: Python.h: No such file or directory", "python3-dev"),
+        ("check.cpp:3:10: fatal error: omp.h: No such file or directory", "libomp"),
+        ("error: unrecognized command line option -fopenmp", "set CXX to a compiler that knows C++17"),
+    ],
+)
+def test_a_compiler_without_headers(monkeypatch, tmp_path, message, cure):
+    """Each missing part has a package of its own."""
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, message)))
+    check = compilers.check_cxx()
+    assert check.verdict == "failed"
+    assert cure in check.cure
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
+def test_a_compiler_that_works(monkeypatch):
+    """The check itself compiles."""
+    monkeypatch.delenv("CXX", raising=False)
+    assert compilers.check_cxx().verdict == "ok"
+
+
+@pytest.mark.parametrize("fault", ["a-file", "read-only", "no-home"])
+def test_a_cache_folder_that_cannot_be_written(monkeypatch, tmp_path, fault):
+    """Everything would be measured and planned again in each process."""
+    place = tmp_path / "cache"
+    if fault == "a-file":
+        place.write_text("mine")
+    elif fault == "read-only":
+        place.mkdir(mode=0o500)
+        if os.access(place, os.W_OK):
+            place = Path("/proc/none")  # the superuser can write any folder of a disk
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("CHECKMATE_CACHE", "" if fault == "no-home" else str(place))
+    check = caches.check_cache_folder()
+    assert check.verdict == "failed"
+    assert "set CHECKMATE_CACHE to a" in check.cure
+    if fault != "no-home":
+        assert str(place) in check.detail
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_cache_folder_that_can_be_written(tmp_path):
+    """It is made if it does not exist, and nothing is left in it."""
+    assert caches.check_folder("cache folder", tmp_path / "a" / "b", "").verdict == "ok"
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def damaged(path: Path, how: str) -> Database:
+    """A store of costs with a fault."""
+    store = CostStore(path)
+    store.add({str(k): OpCost(k, 0) for k in range(3000)})
+    if how == "garbage":
+        path.write_bytes(b"this is no database" * 100)
+    elif how == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "a-page-overwritten":
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2 // 4096 * 4096)
+            file.write(b"\xa5" * 4096)
+    elif how == "other-columns":
+        path.unlink()
+        Database(lambda: path, "CREATE TABLE measures (key TEXT PRIMARY KEY, price TEXT)", "").run(lambda c: None, None)
+    return store.database
+
+
+@pytest.mark.parametrize("how", ["garbage", "truncated", "a-page-overwritten", "other-columns"])
+def test_a_corrupt_store(tmp_path, how):
+    """A damaged page may be one that no query of today reads."""
+    path = tmp_path / "op_costs.sqlite"
+    (check,) = caches.check_stores({"cost store": damaged(path, how)})
+    assert (check.name, check.verdict) == ("cost store", "failed")
+    assert str(path) in check.detail
+    assert check.cure.startswith("remove the file, or set CHECKMATE_CACHE")
+
+
+def test_intact_stores(tmp_path):
+    """One line for all of them; a store that does not exist yet is made."""
+    stores = {"costs": damaged(tmp_path / "a.sqlite", "not at all"), "plans": CostStore(tmp_path / "new.sqlite").database}
+    (check,) = caches.check_stores(stores)
+    assert (check.verdict, check.detail) == ("ok", "intact: costs, plans")
+
+
+def test_the_engines_find_the_known_optimum():
+    """HiGHS in this process, OR-Tools in one of its own."""
+    assert engines.check_highs().verdict == "ok"
+    assert engines.check_ortools().verdict in ("ok", "skipped")
+    assert engines.check_search().verdict == "ok"
+
+
+def test_an_engine_with_a_wrong_answer_fails():
+    """A check that cannot fail checks nothing."""
+    from checkmate import KeepAll, Milp
+
+    wrong = engines.check_engine("HiGHS", Milp(), "install it anew", optimum=engines.OPTIMUM - 1)
+    assert (wrong.verdict, wrong.detail) == ("failed", f"cost {engines.OPTIMUM}, and the optimum is {engines.OPTIMUM - 1}")
+    assert engines.check_engine("HiGHS", KeepAll(), "install it anew", optimum=None).verdict == "failed"
+
+
+def test_kernels_that_cannot_be_kept(monkeypatch):
+    """Each process then compiles the search for half a minute, which looks like slow planning."""
+    from checkmate.solvers.backends import kernels
+
+    monkeypatch.setattr(kernels, "_told", ["no locator available"])
+    check = engines.check_search()
+    assert check.verdict == "failed"
+    assert "set NUMBA_CACHE_DIR" in check.cure

@@ -1,0 +1,143 @@
+"""The measurements for a GPU run from nothing on a CPU, continue where they ended, and find a broken promise."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACK = ROOT / "benchmarks" / "gpu"
+REHEARSED = ("peaks:gpt2", "fits:gpt2", "front:gpt2", "reserved:gpt2")
+"""A part of each kind that needs no compiler."""
+
+
+@pytest.fixture(scope="module")
+def pack() -> Iterator[Any]:
+    """The runner; its modules have names that others have too."""
+    names = ("run", "page", "parts", "cases", "measure", "fresh")
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.path.insert(0, str(PACK))
+    yield importlib.import_module("run")
+    sys.path.remove(str(PACK))
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+
+
+@pytest.fixture(scope="module")
+def rehearsed(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The results of some parts at tiny size, and the exit status."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    settings = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("gpu")
+    try:
+        status = pack.main(["--device", "cpu", "--tiny", "--here", "--out", str(folder), "--parts", *REHEARSED])
+    finally:
+        import logging
+
+        logging.disable(logging.NOTSET)
+        torch.use_deterministic_algorithms(settings[0])
+        torch.backends.cudnn.deterministic = settings[1]
+        torch.set_num_threads(threads)
+    return folder, status
+
+
+def test_the_pack_runs_from_nothing(pack, rehearsed):
+    """Every kind of part leaves a JSON with what it ran on, and every promise holds on a CPU as well."""
+    folder, status = rehearsed
+    found = {part: pack.read(folder, part) for part in REHEARSED}
+    assert {part: known.get("failed", known["left_out"]) for part, known in found.items()} == {part: [] for part in REHEARSED}
+    assert status == 0
+    for known in found.values():
+        assert known["versions"]["torch"]
+        assert known["hardware"]["processor"]
+        assert known["elapsed_s"] < 60
+    points = found["peaks:gpt2"]["result"]["points"]
+    assert points[0]["budget"] == "keep all"
+    assert all(p["identical"] and p["allocated_bytes"] == p["planned_bytes"] for p in points)
+    assert points[-1]["allocated_bytes"] < points[0]["allocated_bytes"]
+    names = [v["name"] for v in found["front:gpt2"]["result"]["variants"]]
+    assert names[:3] == ["eager", "activation checkpointing", "selective checkpointing"]
+
+
+def test_a_second_call_runs_nothing(pack, rehearsed, monkeypatch):
+    """A part that is done is not done again; one from another version is."""
+    folder, _ = rehearsed
+    monkeypatch.setattr(pack, "run_part", lambda part, folder, options: pytest.fail(f"{part} was run again"))
+    arguments = ["--device", "cpu", "--tiny", "--out", str(folder), "--parts", *REHEARSED]
+    assert pack.main(arguments) == 0
+    path = pack.path_of(folder, "fits:gpt2")
+    text = path.read_text()
+    path.write_text(json.dumps({**json.loads(text), "versions": {"torch": "2.0"}}))
+    with pytest.raises(pytest.fail.Exception, match="fits:gpt2 was run again"):
+        pack.main(arguments)
+    path.write_text(text)
+
+
+def test_every_broken_promise_is_found(pack, rehearsed):
+    """A budget, a peak, a bit, reserved memory, a faster rival, a smaller one, a prediction."""
+    folder, _ = rehearsed
+    peaks = pack.read(folder, "peaks:gpt2")
+    assert pack.verdict(peaks) == []
+    last = peaks["result"]["points"][-1]
+    changed = {
+        "budget": {"allocated_bytes": last["budget_bytes"] + 1},
+        "planned": {"planned_bytes": int(0.98 * last["allocated_bytes"])},
+        "bit": {"identical": False},
+        "reserved": {"reserved_bytes": int(1.06 * last["planned_bytes"])},
+    }
+    for word, change in changed.items():
+        points = [*peaks["result"]["points"][:-1], {**last, **change}]
+        assert any(word in line for line in pack.verdict({**peaks, "result": {"points": points}})), word
+    ours = {"name": "ours", "ours": True, "allocated_bytes": 100, "time_s": 1.0}
+    faster = {"name": "rival", "allocated_bytes": 100, "time_s": 0.9}
+    smaller = {"name": "rival", "allocated_bytes": 99, "time_s": 9.0}
+    assert pack.beaten([ours, {**faster, "time_s": 1.0}]) == []
+    assert len(pack.beaten([ours, faster])) == len(pack.beaten([ours, smaller])) == 1
+    predicted = {"predicted_keep_all_bytes": 97, "allocated_bytes": 100}
+    assert pack.verdict({"part": "fits:gpt2", "tiny": False, "result": predicted})
+    failed = {"part": "fits:gpt2", "failed": "it took more than 8 minutes"}
+    assert pack.verdict(failed) == ["failed: it took more than 8 minutes"]
+
+
+def test_the_page_says_what_was_not_measured(pack, rehearsed):
+    """With results it has their figures; the committed page is that of the committed results."""
+    import page
+
+    folder, _ = rehearsed
+    found = {part: pack.read(folder, part) for part in REHEARSED}
+    text = page.page(found)
+    assert f"{len(REHEARSED)} of {len(pack.PARTS)} parts were measured." in text
+    assert "| gpt2 | keep all |" in text
+    assert "| bert | not measured |" in text
+    assert "Inductor.\n\nNot measured." in text
+    failed = page.page({"peaks:bert": {"part": "peaks:bert", "failed": "OutOfMemoryError: CUDA | out", "left_out": []}})
+    assert "not measured: OutOfMemoryError: CUDA / out" in failed
+    committed = {part: known for part in pack.PARTS if (known := pack.read(PACK / "results", part)) is not None}
+    assert page.PAGE.read_text() == page.page(committed), "run `python benchmarks/gpu/page.py`"
+
+
+def test_wrong_usage_is_refused(pack, capsys):
+    """A part that does not exist, and full size without a GPU."""
+    for arguments in (["--parts", "peaks:gpt5"], ["--device", "cpu"]):
+        with pytest.raises(SystemExit):
+            pack.main(arguments)
+    assert "no part 'peaks:gpt5'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_part_runs_in_a_process_of_its_own(tmp_path):
+    """As on a GPU: all kinds and all models, Inductor too."""
+    command = [sys.executable, str(PACK / "run.py"), "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1].startswith("all promises hold"), done.stdout + done.stderr
+    assert done.returncode == 0
