@@ -134,6 +134,7 @@ def table(rows: list[Row], where: dict[str, str]) -> str:
         f"a proof ends it, and with {where['busy']} busy processes beside it on {where['cpu']}. A solve has to return within",
         "1.1 times its limit and one second. `f` is the fraction of the way from the largest working set to the peak of keeping",
         "everything. Memory is the largest resident size of the process, Python and its libraries included.",
+        f"The machine had other work as well: its load average was up to {where['load']}.",
         f"Python {where['python']}, HiGHS {where['highspy']}, numba {where['numba']}.",
         "",
         f"{sum(row.in_time for row in rows)} of {len(rows)} solves returned in time.",
@@ -165,6 +166,7 @@ def main() -> int:
         stored["where"] = {
             "cpu": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}",
             "busy": str(options.busy),
+            "load": stored["where"].get("load", "0") if options.only else "0",
             "python": platform.python_version(),
             **{name: version(name) for name in ("highspy", "numba", "numpy")},
         }
@@ -180,6 +182,7 @@ def main() -> int:
                 with ProcessPoolExecutor(1, mp_context=spawn) as pool:
                     row = pool.submit(measure, *case).result()
                 rows[row.graph, row.ops, row.budget, row.limit_s] = row
+                stored["where"]["load"] = str(max(round(os.getloadavg()[0]), int(stored["where"]["load"])))
                 print("in time" if row.in_time else "LATE", *asdict(row).values(), flush=True)
                 whole = {"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}
                 RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
