@@ -319,7 +319,7 @@ def table(report: dict[str, Any]) -> str:
         "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything.",
         "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything.",
         "",
-        ran_on(report),
+        f"{ran_on(report)} {len(rows)} of {sum(len(cells(section)) for section in SECTIONS)} cells have been run.",
     ]
     for section in SECTIONS:
         found = {cell.removeprefix(f"{section}-"): rows[cell] for cell in cells(section) if cell in rows}
