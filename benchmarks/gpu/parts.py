@@ -175,7 +175,7 @@ def _variants(
         try:
             rows.append({"name": label, **observed(setting, make(case), case)})
         except (CheckmateError, RuntimeError) as error:  # out of memory among them
-            setting.left_out.append(f"{label}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            setting.left_out.append(f"{label}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         del case
     return rows
 

@@ -2,9 +2,10 @@
 
     python benchmarks/gpu/predicted.py [MODEL ...]
 
-The steps are traced from shapes for an H100, and planned for budgets between the smallest peak and keeping everything. Figures of each plan: the peak of
-its live bytes and of the blocks, what the allocator reserves with a segment for each large request, and what it reserves with one
-arena made before the first step (`budget_of="reserved"`). Results go to `predicted.json`; `page.py` shows them.
+The steps are traced from shapes for an H100, and planned for budgets between the smallest peak and keeping everything. Figures of
+each plan: the peak of its live bytes and of the blocks, what the allocator reserves with a segment for each large request, and
+what it reserves with one arena made before the first step (`budget_of="reserved"`). Results go to `predicted.json`; `page.py`
+shows them.
 """
 
 from __future__ import annotations

@@ -15,9 +15,12 @@ from checkmate.doctor.steps import PATHS, Path, check_path, run
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _quick(monkeypatch):
+    """One thread, and plans that are found in little time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    monkeypatch.setattr(steps, "_PLANNING_S", 0.3)
+    monkeypatch.setattr(steps, "_ROUNDS", 1)
     yield
     torch.set_num_threads(threads)
 
@@ -26,7 +29,7 @@ def small(scale: int) -> Example:
     """A few layers, with dropout: the networks of the doctor take several seconds each."""
     torch.manual_seed(0)
     layers = [m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))]
-    return Example(nn.Sequential(*layers), nn.functional.mse_loss, (torch.randn(512, 64), torch.randn(512, 64)))
+    return Example(nn.Sequential(*layers), nn.functional.mse_loss, (torch.randn(2048, 64), torch.randn(2048, 64)))
 
 
 class Hoarding(nn.Module):

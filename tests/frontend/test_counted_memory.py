@@ -31,7 +31,7 @@ def test_what_counts_keeps_the_budget(share: float) -> None:
     graph = training()
     budget = int(share * keep_all_bytes(graph))
     live = solve(Problem(graph, budget))
-    options = PlanningOptions(budget=Budget.parse(budget), counted=counted, time_limit_s=5.0)
+    options = PlanningOptions(budget=Budget.parse(budget), counted=counted, time_limit_s=2.0)
     result = planner_for(options)(graph)
     assert counted(graph, result.plan) <= budget
     assert result.budget_bytes == budget

@@ -13,7 +13,7 @@ import torch
 from checkmate.core.units import format_bytes
 from checkmate.doctor.caches import check_folder
 from checkmate.doctor.check import Check
-from checkmate.torch._compat.cache_folder import inductor_cache_folder
+from checkmate.torch._compat.aot_cache import inductor_cache_folder
 from checkmate.torch.measure.allocator import allocator_settings, has_expandable_segments
 
 

@@ -8,16 +8,19 @@ AOTAutograd wraps them. Nothing of that has a public name; where PyTorch is with
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch._functorch.config as functorch_config
 from torch._functorch._aot_autograd import autograd_cache
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-__all__ = ["CacheEntry", "CachedCompilation", "aot_cache_disabled", "cached_attributes"]
+__all__ = ["CacheEntry", "CachedCompilation", "aot_cache_disabled", "cached_attributes", "inductor_cache_folder"]
 
 _Cache: Any = getattr(autograd_cache, "AOTAutogradCache", None)
 _HAS_NAMES = all(hasattr(_Cache, name) for name in ("save", "_lookup"))
@@ -29,6 +32,11 @@ _KEYS = ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "guards_expr", "_
 """Attributes of compiled code by which an entry refers to it."""
 
 Run = Callable[..., Any]
+
+
+def inductor_cache_folder() -> Path:
+    """Where Inductor and AOTAutograd keep what they build: ``TORCHINDUCTOR_CACHE_DIR``, else a folder of temporary files."""
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
 
 
 def aot_cache_disabled() -> Any:
