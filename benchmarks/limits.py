@@ -162,6 +162,12 @@ def main() -> int:
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "where": {}}
     rows = {(row["graph"], row["ops"], row["budget"], row["limit_s"]): Row(**row) for row in stored["rows"]}
     if not options.table:
+        stored["where"] = {
+            "cpu": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}",
+            "busy": str(options.busy),
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("highspy", "numba", "numpy")},
+        }
         spawn = multiprocessing.get_context("spawn")
         stop = spawn.Event()
         beside = [spawn.Process(target=spin, args=(stop,), daemon=True) for _ in range(options.busy)]
@@ -175,17 +181,10 @@ def main() -> int:
                     row = pool.submit(measure, *case).result()
                 rows[row.graph, row.ops, row.budget, row.limit_s] = row
                 print("in time" if row.in_time else "LATE", *asdict(row).values(), flush=True)
+                whole = {"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}
+                RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
         finally:
             stop.set()
-        stored["where"] = {
-            "cpu": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}",
-            "busy": str(options.busy),
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("highspy", "numba", "numpy")},
-        }
-        RESULTS.write_text(
-            json.dumps({"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}, indent=1) + "\n"
-        )
     TABLE.write_text(table(list(rows.values()), stored["where"]))
     return 0 if all(row.in_time for row in rows.values()) else 1
 

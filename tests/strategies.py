@@ -6,7 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from checkmate import Graph, Op, Value
+from checkmate import Compute, Discard, Fetch, Free, Graph, HostMemory, Offload, Op, Plan, Value
 
 
 def random_graph(
@@ -107,3 +107,60 @@ def random_order(rng: random.Random, graph: Graph) -> list[int]:
             if op.recomputable and rng.random() < 0.15 and not any(c <= o for c in op.clobbered_by):
                 order.append(again)
     return order
+
+
+def random_host(rng: random.Random) -> HostMemory:
+    """A host whose bus moves the bytes of random graphs in about the time of their ops, or much faster or slower."""
+    rates = [rng.choice([3, 7, 10, 20, 50, 1000]) * 10**8 for _ in range(2)]
+    return HostMemory(rng.choice([0, 4, 8, 1000]), *rates)
+
+
+def random_copies(rng: random.Random, graph: Graph, host: HostMemory) -> Plan:
+    """A plan that can run, with copies wherever a rule allows them: early, late, twice, of what is never read again.
+
+    Its copies may take more of the host than there is.
+    """
+    given = Plan.from_order(graph, random_order(rng, graph)).steps
+    steps: list[Compute | Free | Offload | Fetch | Discard] = []
+    live: set[int] = set()
+    copied: set[int] = set()
+    away: set[int] = set()  # values that were freed early and that a later step may read
+    owners = [v for v, value in enumerate(graph.values) if value.base is None]
+    often = rng.choice([0.1, 0.3, 0.6])
+
+    def fetch(v: int) -> None:
+        steps.append(Fetch(v))
+        live.add(v)
+        away.discard(v)
+
+    for step in given:
+        if isinstance(step, Compute):
+            for v in graph.ops[step.op].inputs:
+                if v in away:
+                    fetch(v)
+            live.update(graph.ops[step.op].outputs)
+            away.difference_update(graph.ops[step.op].outputs)
+            steps.append(step)
+        elif isinstance(step, Free) and step.value in live:
+            steps.append(step)
+            live.remove(step.value)
+        else:
+            away.discard(step.value)
+        for v in owners:
+            if v in live and v not in copied and rng.random() < often:
+                steps.append(Offload(v))
+                copied.add(v)
+            elif v in live and v in copied and rng.random() < often:
+                steps.append(Free(v))
+                live.remove(v)
+                away.add(v)
+            elif v in away and rng.random() < often / 2:
+                fetch(v)
+            elif v in copied and v not in away and rng.random() < often / 2:
+                steps.append(Discard(v))
+                copied.remove(v)
+    for v, value in enumerate(graph.values):
+        if value.kept and v in away:
+            fetch(v)
+    steps += [Discard(v) for v in sorted(copied) if rng.random() < 0.5]
+    return Plan(tuple(steps), graph.digest, host)

@@ -22,7 +22,7 @@ from checkmate.core.errors import (
 from checkmate.core.evaluate import evaluate
 from checkmate.core.files import read, write
 from checkmate.core.graph import Graph, Op, Value
-from checkmate.core.plan import Compute, Free, Plan
+from checkmate.core.plan import Compute, Discard, Fetch, Free, HostMemory, Offload, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Curve, CurvePoint, Limits, MinBudget, NoPlan, Reason, Result, Termination
 from checkmate.core.simulate import Timeline, simulate
@@ -69,13 +69,16 @@ __all__ = [
     "Curve",
     "CurvePoint",
     "Device",
+    "Discard",
     "Explanation",
+    "Fetch",
     "FileFormatError",
     "Free",
     "Graph",
     "GraphError",
     "Griewank",
     "Held",
+    "HostMemory",
     "InfeasibleBudgetError",
     "Intervals",
     "KeepAll",
@@ -87,6 +90,7 @@ __all__ = [
     "MinBudget",
     "MissingExtraError",
     "NoPlan",
+    "Offload",
     "Op",
     "OptionError",
     "Plan",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import time
 
+import highspy
 import numpy as np
 import pytest
 
@@ -115,6 +117,21 @@ def test_engines_keep_their_limits():
     solved = solve_integer(program, time_s=1.0)
     assert time.perf_counter() - began <= in_time(1.0)
     assert not solved.finished
+
+
+def test_an_engine_that_is_left_behind_keeps_no_other_from_running(monkeypatch):
+    """It does not hear of its limit in presolve, and goes on; the next program has nothing to do with it."""
+    stop = threading.Event()
+    builder = ProgramBuilder()
+    builder.add_row(builder.add_columns([1.0]), np.ones(1), low=1.0)
+    program = builder.build()
+    run = highspy.Highs.run
+    monkeypatch.setattr(highspy.Highs, "run", lambda self: stop.wait(20.0))
+    assert solve_linear(program, time_s=0.05).bound == -math.inf
+    monkeypatch.setattr(highspy.Highs, "run", run)
+    assert solve_linear(program, time_s=5.0).bound == pytest.approx(1.0)
+    assert solve_integer(program, time_s=5.0).bound == pytest.approx(1.0)
+    stop.set()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 
 import checkmate
 from checkmate import (
+    AStar,
     Auto,
     Graph,
     InfeasibleBudgetError,
@@ -368,3 +369,19 @@ def test_a_budget_that_the_smallest_plan_keeps_is_not_refused(monkeypatch: pytes
     result = solve(Problem(graph, budget))
     assert result.peak_bytes <= budget
     assert result.termination.reason is Reason.FEASIBLE
+
+
+@pytest.mark.parametrize("solver", [Auto(), AStar(), LocalSearch(decodes=100), checkmate.Milp()], ids=repr)
+def test_the_largest_amounts_are_planned(solver):
+    """Costs and bytes up to a sum of 2^60: floats round above 2^53, and no bound may be rounded above a plan's cost."""
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
+    cost, size = (2**60 - 1) // 5, 2**60 // 5
+    graph = Graph.from_dag(cost=[cost] * 5, size_bytes=[size] * 5, edges=edges, backward=[False, False, False, True, True])
+    assert float(graph.cost) > graph.cost
+    for budget in (3 * size, 5 * size):
+        result = solve(Problem(graph, budget), solver, limits=Limits(time_s=20.0), raise_on_failure=False)
+        assert result.bound <= graph.cost
+        assert result.plan is not None or not isinstance(solver, Auto)  # A* refuses such costs, and says so
+        if result.plan is not None:
+            assert result.bound <= result.cost
+            assert result.peak_bytes <= budget

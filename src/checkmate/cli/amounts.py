@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
+from checkmate.core.plan import HostMemory
 from checkmate.core.units import format_bytes
+from checkmate.cost.device import load_device
+
+
+def host_memory(amount: str | None, device: str | None) -> HostMemory | None:
+    """The host of ``--host`` with the bus of ``--device``; None without the former.
+
+    Raises:
+        OptionError: Only one of the two is given, or the device's profile has no bus.
+    """
+    if amount is None and device is None:
+        return None
+    if amount is None or device is None:
+        raise OptionError(
+            "--host and --device belong together: how much memory of the host may be used, and over which bus",
+            hint="give both, such as --host 32GiB --device H100",
+        )
+    return load_device(device).host_memory(amount)
 
 
 def format_share(share: float | None, digits: int = 1) -> str:

@@ -51,6 +51,9 @@ def _one(device: Device, json: bool) -> int:
     ]
     if device.pcie_bytes_per_s is not None:
         facts.append(("pcie_bytes_per_s", f"{device.pcie_bytes_per_s / 1e9:g} GB/s one way"))
+    for field in ("host_out_bytes_per_s", "host_in_bytes_per_s"):
+        if (rate := getattr(device, field)) is not None:
+            facts.append((field, f"{rate / 1e9:g} GB/s"))
     terminal.facts(facts)
     for title, notes in (("published", device.sources), ("assumed", device.assumed)):
         for field, note in sorted(notes.items()):

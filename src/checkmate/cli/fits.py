@@ -26,6 +26,7 @@ def fits(
     headroom: float = 0.03,
     sequence_dim: int | None = None,
     chunking: Literal["off", "auto", "exact"] = "off",
+    host: str | None = None,
     time_limit: float = 60.0,
     out: Path | None = None,
     json: terminal.Json = False,
@@ -44,6 +45,7 @@ def fits(
         headroom: Share of the memory to leave free.
         sequence_dim: Sequence dimension of the example's tensors, to find the longest sequence besides the largest batch.
         chunking: With auto, ops on large tensors may run piece by piece; exact cannot be answered for a device that is not there.
+        host: Memory of the host that values can be copied to over the device's bus, such as 32GiB; none by default.
         time_limit: Time limit in seconds of wall time.
         out: Graph file to write, of the step on the device; none by default.
         json: Print one JSON object on stdout.
@@ -75,6 +77,7 @@ def fits(
             headroom=headroom,
             sequence_dim=sequence_dim,
             chunking=chunking,
+            host=host,
             time_limit_s=time_limit,
         )
     if out is not None:

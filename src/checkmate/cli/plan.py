@@ -31,6 +31,8 @@ def plan(
     threads: int = 1,
     recompute: Literal["all", "forward"] = "all",
     reorder: Annotated[bool, Parameter(negative="--no-reorder")] = True,
+    host: str | None = None,
+    device: str | None = None,
     out: Path | None = None,
     result: Path | None = None,
     json: terminal.Json = False,
@@ -47,6 +49,8 @@ def plan(
         threads: Maximum number of threads of the solver.
         recompute: The ops that a plan can recompute.
         reorder: Whether a plan can change the order of the graph.
+        host: Memory of the host that values can be copied to, such as 32GiB; none by default. It needs --device.
+        device: Name of a device, or path of a profile, whose bus to the host the copies take.
         out: Plan file to write; by default the name comes from graph and budget.
         result: Result file to write as well, with the plan, its lower bound and how the solve ended; `checkmate report` reads it.
         json: Print one JSON object on stdout.
@@ -55,7 +59,7 @@ def plan(
         The exit code.
     """
     target = files.load(graph, Graph)
-    problem = Problem(target, budget, recompute, reorder)
+    problem = Problem(target, budget, recompute, reorder, amounts.host_memory(host, device))
     chosen = solver_named(solver)
     where = out or files.beside(graph, f"-{budget.replace(' ', '').replace('%', 'pct')}.plan.json")
     outputs = files.Outputs(graph)
@@ -81,6 +85,8 @@ def plan(
     header = [("plan", False), *((n, True) for n in ("peak", "cost", "overhead", "remats", "gap", "time")), ("status", False)]
     terminal.table(header, [_keep_all_row(target, keep_all, problem.budget_bytes), _plan_row(target, name, found, solved)])
     _conclude(name, solved)
+    if problem.host is not None:
+        _tell_copies(target, solved)
     wrote = [where] if result is None else [where, result]
     next_verb = f"checkmate verify {graph} {where} --budget {budget}"
     terminal.closing(wrote, f"check the plan with `{next_verb}`, draw it with `checkmate report {graph} {wrote[-1]}`")
@@ -119,8 +125,26 @@ def _conclude(name: str, result: Result) -> None:
     terminal.say(text)
 
 
+def _tell_copies(graph: Graph, result: Result) -> None:
+    assert result.plan is not None
+    timeline = simulate(graph, result.plan)
+    moved = sum(graph.values[c.value].size_bytes for c in timeline.copies if c.direction == "out")
+    if timeline.copies:
+        waits = format_cost(timeline.waited, graph.cost_unit)
+        held = format_bytes(timeline.host_peak_bytes)
+        terminal.say(f"copies {format_bytes(moved)} to the host, holds {held} there at most, and waits {waits} for copies")
+    terminal.say(*(remark for remark in result.remarks if remark.startswith(("offload", "copies"))))
+
+
 def _as_json(graph: Graph, path: Path, keep_all: Timeline, result: Result, where: Path) -> dict[str, Any]:
     assert result.plan is not None
+    timeline = simulate(graph, result.plan)
+    copies = {
+        "copies": len(timeline.copies),
+        "offloaded_bytes": sum(graph.values[c.value].size_bytes for c in timeline.copies if c.direction == "out"),
+        "host_peak_bytes": timeline.host_peak_bytes,
+        "waited": timeline.waited,
+    }
     return {
         "graph": str(path),
         "graph_digest": graph.digest,
@@ -141,4 +165,5 @@ def _as_json(graph: Graph, path: Path, keep_all: Timeline, result: Result, where
         "elapsed_s": round(result.elapsed_s, 3),
         "remarks": list(result.remarks),
         "keep_all": {"peak_bytes": keep_all.peak_bytes, "cost": keep_all.cost},
+        "host": copies if timeline.copies else None,
     }

@@ -47,8 +47,9 @@ def verify(
     """
     target, steps = files.load(graph, Graph), files.load_plan(plan)
     budget_bytes = None if budget is None else Problem(target, budget, recompute, reorder).budget_bytes
-    broken = list(validate(target, steps, budget_bytes, recompute=recompute, reorder=reorder))
     timeline = _timeline(target, steps)
+    cost = None if timeline is None else timeline.cost
+    broken = list(validate(target, steps, budget_bytes, recompute=recompute, reorder=reorder, cost=cost))
     if timeline is not None and budget_bytes is not None and (timeline.peak_bytes > budget_bytes) != _over(broken):
         broken.append(Violation("budget", timeline.peak_step, "the two accounts of memory disagree, which is a bug of Checkmate"))
     overhead = timeline.cost / target.cost if timeline is not None and target.cost else None

@@ -44,7 +44,7 @@ def evaluate(graph: Graph, plan: Plan, budget: Amount | Budget | None = None) ->
         )
     timeline = simulate(graph, plan)
     peak, cost = timeline.peak_bytes, timeline.cost
-    broken = validate(graph, plan, peak)  # the other account of memory has to come to the same peak
+    broken = validate(graph, plan, peak, cost=cost)  # the other account has to come to the same peak and cost
     if broken:
         raise PlanError(
             f"the plan cannot run: {broken[0].message}" + (f" (and {len(broken) - 1} more)" if broken[1:] else ""),

@@ -1,4 +1,4 @@
-"""Evaluation plans: what to compute and what to free, in execution order."""
+"""Evaluation plans: what to compute, what to free and what to copy to the host and back, in execution order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from checkmate.core.errors import PlanError
+from checkmate.core.errors import OptionError, PlanError
 from checkmate.core.graph import Graph
+from checkmate.core.units import parse_bytes
 
 BoolMatrix = npt.NDArray[np.bool_]
 
@@ -35,7 +36,76 @@ class Free(msgspec.Struct, frozen=True, tag_field="step", tag="free", forbid_unk
     value: int
 
 
-Step = Compute | Free
+class Offload(msgspec.Struct, frozen=True, tag_field="step", tag="offload", forbid_unknown_fields=True):
+    """Begin to copy the storage of a value to the host. It stays on the device until it is freed.
+
+    Attributes:
+        value: Index of the value, which owns its storage.
+    """
+
+    value: int
+
+
+class Fetch(msgspec.Struct, frozen=True, tag_field="step", tag="fetch", forbid_unknown_fields=True):
+    """Begin to copy a value back from the host into a new instance, whose storage is allocated at once.
+
+    Attributes:
+        value: Index of the value.
+    """
+
+    value: int
+
+
+class Discard(msgspec.Struct, frozen=True, tag_field="step", tag="discard", forbid_unknown_fields=True):
+    """Free the copy of a value on the host.
+
+    Attributes:
+        value: Index of the value.
+    """
+
+    value: int
+
+
+Step = Compute | Free | Offload | Fetch | Discard
+
+
+class HostMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory of the host that copies may fill, and the bus to it, with one copy engine in each direction.
+
+    Attributes:
+        bytes: The most bytes of copies at any moment: what may be pinned. Text such as ``"32GiB"`` is read too.
+        out_bytes_per_s: Traffic to the host, in bytes per second.
+        in_bytes_per_s: Traffic from the host, in bytes per second.
+
+    Raises:
+        OptionError: A rate is not a positive whole number.
+        UnitError: The bytes cannot be read.
+
+    Examples:
+        >>> host = HostMemory("32GiB", 25_000_000_000, 20_000_000_000)
+        >>> host.bytes, host.out_ns(1000), host.in_ns(1000)
+        (34359738368, 40, 50)
+    """
+
+    bytes: int
+    out_bytes_per_s: int
+    in_bytes_per_s: int
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "bytes", parse_bytes(self.bytes))
+        for name in ("out_bytes_per_s", "in_bytes_per_s"):
+            rate = getattr(self, name)
+            if isinstance(rate, bool) or int(rate) != rate or rate < 1:
+                raise OptionError(f"{name}={rate!r} is not a positive whole number of bytes per second")
+            msgspec.structs.force_setattr(self, name, int(rate))
+
+    def out_ns(self, size_bytes: int) -> int:
+        """Nanoseconds that the engine takes to copy bytes to the host, rounded up."""
+        return -(-size_bytes * 10**9 // self.out_bytes_per_s)
+
+    def in_ns(self, size_bytes: int) -> int:
+        """Nanoseconds that the engine takes to copy bytes from the host, rounded up."""
+        return -(-size_bytes * 10**9 // self.in_bytes_per_s)
 
 
 class Stages(NamedTuple):
@@ -50,12 +120,17 @@ class Stages(NamedTuple):
     S: BoolMatrix
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Steps in execution order.
 
     Attributes:
-        steps: `Compute` and `Free` steps; an op may be computed any number of times.
+        steps: `Compute` and `Free` steps; an op may be computed any number of times. With a host, also `Offload`, `Fetch` and
+            `Discard` steps.
         graph_digest: Digest of the graph it was made for, or "" where it was written by hand.
+        host: The host and the bus for which its copies were placed; None if it has no copies.
+
+    Raises:
+        PlanError: It has copies and no host.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
@@ -65,9 +140,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     steps: tuple[Step, ...]
     graph_digest: str = ""
+    host: HostMemory | None = None
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "steps", tuple(self.steps))
+        copies = any(isinstance(step, (Offload, Fetch, Discard)) for step in self.steps)
+        if copies and self.host is None:
+            raise PlanError("a plan with copies to the host has no host", hint="give it host=HostMemory(...)")
+        if not copies:
+            msgspec.structs.force_setattr(self, "host", None)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -102,8 +183,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         computed: set[int] = set()
         advanced = False
         for step in self.steps:
+            if isinstance(step, Fetch):
+                live.add(step.value)
             if isinstance(step, Free):
                 live.discard(step.value)
+            if not isinstance(step, Compute):
                 continue
             op = step.op
             if not 0 <= op < len(graph.ops):

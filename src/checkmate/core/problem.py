@@ -8,6 +8,7 @@ from typing import Literal
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
+from checkmate.core.plan import HostMemory
 from checkmate.core.units import Amount, parse_bytes
 
 
@@ -20,6 +21,8 @@ class Problem:
         budget_bytes: The most bytes at any moment, resident bytes included.
         recompute: ``"forward"`` allows only forward ops, and `Graph.view_ops`, to be computed again.
         reorder: False makes first computations follow the graph's own order; only `Graph.view_ops` may move.
+        host: Memory of the host to which values may be copied and from which they may be fetched, or None. The cost of a plan is
+            then the time at which the step ends.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
@@ -31,9 +34,15 @@ class Problem:
     budget_bytes: int
     recompute: Literal["all", "forward"]
     reorder: bool
+    host: HostMemory | None
 
     def __init__(
-        self, graph: Graph, budget_bytes: Amount | Budget, recompute: Literal["all", "forward"] = "all", reorder: bool = True
+        self,
+        graph: Graph,
+        budget_bytes: Amount | Budget,
+        recompute: Literal["all", "forward"] = "all",
+        reorder: bool = True,
+        host: HostMemory | None = None,
     ) -> None:
         """Make a problem.
 
@@ -43,19 +52,30 @@ class Problem:
                 ``"70%"`` is what no plan can change plus 70 % of what keeping everything needs above that.
             recompute: Which ops may be computed again.
             reorder: Whether first computations may leave the graph's own order.
+            host: Memory of the host and the bus to it, where copies are allowed.
 
         Raises:
             UnitError: The budget cannot be read.
-            OptionError: ``recompute`` is neither ``"all"`` nor ``"forward"``.
+            OptionError: ``recompute`` is neither ``"all"`` nor ``"forward"``, or copies are allowed and costs are no nanoseconds.
         """
         if recompute not in ("all", "forward"):
             raise OptionError(f"recompute={recompute!r} is neither 'all' nor 'forward'")
+        if host is not None and graph.cost_unit != "ns":
+            raise OptionError(
+                f"copies to the host take nanoseconds, and the costs of graph {graph.name!r} are in {graph.cost_unit!r}",
+                hint="measure or estimate the costs in nanoseconds (cost_unit='ns'), or leave out the host",
+            )
         if isinstance(budget_bytes, str):
             budget_bytes = Budget.parse(budget_bytes)
         resolved = budget_bytes.resolve(graph) if isinstance(budget_bytes, Budget) else parse_bytes(budget_bytes)
-        for name, value in (("graph", graph), ("budget_bytes", resolved), ("recompute", recompute), ("reorder", bool(reorder))):
+        rules = (("recompute", recompute), ("reorder", bool(reorder)), ("host", host))
+        for name, value in (("graph", graph), ("budget_bytes", resolved), *rules):
             object.__setattr__(self, name, value)
 
     def replace_budget(self, budget_bytes: int) -> Problem:
         """The same question with another budget."""
-        return Problem(self.graph, budget_bytes, self.recompute, self.reorder)
+        return Problem(self.graph, budget_bytes, self.recompute, self.reorder, self.host)
+
+    def without_host(self) -> Problem:
+        """The same question where nothing may be copied to the host."""
+        return Problem(self.graph, self.budget_bytes, self.recompute, self.reorder)

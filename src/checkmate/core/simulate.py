@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from checkmate.core.errors import PlanError, WrongGraphError
 from checkmate.core.graph import Graph, view_source
-from checkmate.core.plan import Compute, Plan
+from checkmate.core.plan import Compute, Discard, Fetch, Free, HostMemory, Offload, Plan
 
 
 class Resident(NamedTuple):
@@ -27,6 +27,30 @@ class Resident(NamedTuple):
     made_at: int
 
 
+class Copy(NamedTuple):
+    """A copy between device and host.
+
+    Attributes:
+        direction: ``"out"`` to the host, ``"in"`` from it.
+        value: The value whose storage is copied.
+        step: Step that issues it.
+        issued_ns: Time at which the compute stream issues it, from the beginning of the step.
+        begin_ns: Time at which its engine begins it.
+        end_ns: Time at which it is done.
+    """
+
+    direction: Literal["out", "in"]
+    value: int
+    step: int
+    issued_ns: int
+    begin_ns: int
+    end_ns: int
+
+
+def _no_bytes() -> npt.NDArray[np.int64]:
+    return np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
     """Bytes and cost of a plan, step by step.
@@ -35,19 +59,34 @@ class Timeline:
         graph: The graph.
         plan: The plan.
         bytes: Bytes at every step, resident bytes included: while it runs for a `Compute`, after
-            it for a `Free`. Shape ``[step]``, int64.
-        cost: Sum of the costs of all computations, in the graph's ``cost_unit``.
+            it for any other step. Shape ``[step]``, int64.
+        cost: Sum of the costs of all computations, in the graph's ``cost_unit``; with copies, the time at which the step ends,
+            waits for copies included.
+        host_bytes: Bytes of the copies on the host after every step. Shape ``[step]``, int64.
+        copies: Copies in the order in which they are issued.
     """
 
     graph: Graph
     plan: Plan
     bytes: npt.NDArray[np.int64]
     cost: int
+    host_bytes: npt.NDArray[np.int64] = field(default_factory=_no_bytes)
+    copies: tuple[Copy, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes held at any moment, resident bytes included."""
         return int(self.bytes.max()) if len(self.bytes) else self.graph.resident_bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most bytes that copies take on the host at any moment."""
+        return int(self.host_bytes.max()) if len(self.host_bytes) else 0
+
+    @property
+    def waited(self) -> int:
+        """Part of the cost in which the compute stream waits for copies."""
+        return self.cost - sum(self.graph.ops[o].cost for o in self.plan.order)
 
     @property
     def peak_step(self) -> int:
@@ -65,7 +104,7 @@ class Timeline:
         return ledger.storages()
 
 
-def simulate(graph: Graph, plan: Plan) -> Timeline:
+def simulate(graph: Graph, plan: Plan, host: HostMemory | None = None) -> Timeline:
     """Bytes held at every step of a plan, its peak and its cost.
 
     A `Compute` makes new instances of all outputs of its op; a read takes the newest. A view holds
@@ -73,15 +112,21 @@ def simulate(graph: Graph, plan: Plan) -> Timeline:
     While an op runs, what was live, its outputs and its workspace are there; an instance that it
     replaces goes after it.
 
+    Copies run beside the compute stream, on one engine in each direction, in the order in which they are issued. The compute
+    stream waits for a copy only where it needs it done: where an op reads a fetched value, where storage is freed, where the copy
+    on the host is discarded, and at the end. So the bytes depend on the order of the steps alone, and not on any time.
+
     Args:
         graph: The graph.
         plan: Steps in execution order.
+        host: Time the copies on this bus in place of the plan's.
 
     Returns:
         The timeline.
 
     Raises:
-        PlanError: A step reads or frees a value that no earlier step left live.
+        PlanError: A step reads, frees or copies a value that no earlier step left there, or the plan has copies and costs are
+            no nanoseconds.
         WrongGraphError: The plan was made for another graph.
 
     Examples:
@@ -95,18 +140,85 @@ def simulate(graph: Graph, plan: Plan) -> Timeline:
             f"the plan was made for another graph ({plan.graph_digest[:15]}, not {graph.digest[:15]})",
             hint="plan this graph again, or pass the graph that the plan was made for",
         )
-    ledger = _Ledger(graph, plan)
-    held = np.fromiter((ledger.run(p) for p in range(len(plan.steps))), dtype=np.int64, count=len(plan.steps))
-    return Timeline(graph, plan, held, ledger.cost)
+    if plan.host is not None and graph.cost_unit != "ns":
+        raise PlanError(
+            f"the plan has copies, whose times are in nanoseconds, and the costs of the graph are in {graph.cost_unit!r}",
+            hint="use a graph with cost_unit='ns', or a plan without copies",
+        )
+    ledger = _Ledger(graph, plan, host)
+    count = len(plan.steps)
+    held, on_host = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    for p in range(count):
+        held[p] = ledger.run(p)
+        on_host[p] = ledger.bus.held
+    return Timeline(graph, plan, held, ledger.bus.finished(), on_host, tuple(ledger.bus.copies))
+
+
+class _Bus:
+    """Clock of the compute stream, and the copies beside it.
+
+    Attributes:
+        now: Time that the compute stream has come to.
+        held: Bytes of the copies on the host.
+        copies: Copies so far.
+        engine: Time at which each engine has done what it was given.
+        busy: Storage instance to the time at which the last copy from or into it is done, which frees have to wait for.
+        arriving: Storage instance to the time at which the copy into it is done, which reads have to wait for.
+        host_copy: Value to the time at which copies to and from its host copy are done.
+    """
+
+    def __init__(self, graph: Graph, host: HostMemory | None) -> None:
+        self.graph = graph
+        self.host = host
+        self.now = 0
+        self.held = 0
+        self.copies: list[Copy] = []
+        self.engine: dict[str, int] = {"out": 0, "in": 0}
+        self.busy: dict[int, int] = {}
+        self.arriving: dict[int, int] = {}
+        self.host_copy: dict[int, int] = {}
+
+    def wait_to_read(self, instance: int) -> None:
+        self.now = max(self.now, self.arriving.pop(instance, 0))
+
+    def wait_to_free(self, instance: int) -> None:
+        self.now = max(self.now, self.busy.pop(instance, 0))
+
+    def offload(self, position: int, v: int, instance: int) -> None:
+        assert self.host is not None
+        size = self.graph.values[v].size_bytes
+        self.held += size
+        self.host_copy[v] = self._copy("out", v, position, self.now, self.host.out_ns(size))
+        self.busy[instance] = self.host_copy[v]
+
+    def fetch(self, position: int, v: int, instance: int) -> None:
+        assert self.host is not None
+        ready = max(self.now, self.host_copy[v])
+        self.host_copy[v] = self._copy("in", v, position, ready, self.host.in_ns(self.graph.values[v].size_bytes))
+        self.busy[instance] = self.arriving[instance] = self.host_copy[v]
+
+    def discard(self, v: int) -> None:
+        self.now = max(self.now, self.host_copy.pop(v))
+        self.held -= self.graph.values[v].size_bytes
+
+    def finished(self) -> int:
+        """Time at which the step ends."""
+        return max(self.now, *self.engine.values())
+
+    def _copy(self, direction: Literal["out", "in"], v: int, position: int, ready: int, duration: int) -> int:
+        begin = max(ready, self.engine[direction])
+        self.engine[direction] = begin + duration
+        self.copies.append(Copy(direction, v, position, self.now, begin, begin + duration))
+        return begin + duration
 
 
 class _Ledger:
     """Live instances while a plan is replayed."""
 
-    def __init__(self, graph: Graph, plan: Plan) -> None:
+    def __init__(self, graph: Graph, plan: Plan, host: HostMemory | None = None) -> None:
         self.graph = graph
         self.steps = plan.steps
-        self.cost = 0
+        self.bus = _Bus(graph, host or plan.host)
         self.held = graph.resident_bytes
         self.storage_of: dict[int, int] = {}  # value -> storage instance of its newest instance
         self.storage: dict[int, Resident] = {}
@@ -124,7 +236,12 @@ class _Ledger:
         """Replay one step; return the bytes it reports."""
         step = self.steps[position]
         if not isinstance(step, Compute):
-            self._free(position, step.value)
+            if isinstance(step, Free):
+                self._free(position, step.value)
+            elif not 0 <= step.value < len(self.graph.values):
+                raise PlanError(f"step {position} copies value {step.value} of {len(self.graph.values)}")
+            else:
+                self._copy(position, step)
             return self.held
         if not 0 <= step.op < len(self.graph.ops):
             raise PlanError(f"step {position} computes op {step.op} of {len(self.graph.ops)}")
@@ -138,9 +255,12 @@ class _Ledger:
         if step.op in self.last_replay and step.op not in self.replaying:
             self.replaying.add(step.op)
             self.held += op.replay_bytes
+        if self.bus.arriving:
+            for v in op.inputs:
+                self.bus.wait_to_read(self.storage_of[v])
         replaced = [self.storage_of[v] for v in op.outputs if v in self.storage_of]
         self._make(position, op.outputs)
-        self.cost += op.cost
+        self.bus.now += op.cost
         peak = self.held + op.workspace_bytes
         for instance in replaced:
             self._release(instance)
@@ -155,20 +275,39 @@ class _Ledger:
         views = [v for v in outputs if self.graph.values[v].base is not None]
         shared = {v: self.storage_of.get(view_source(self.graph, v)) for v in views}
         for v in outputs:
-            if v in shared:
-                continue
-            instance = len(self.users)
-            size = self.graph.values[v].size_bytes
-            self.storage_of[v] = instance
-            self.users[instance] = 1
-            self.storage[instance] = Resident(v, size, position)
-            self.held += size
+            if v not in shared:
+                self._allocate(position, v)
         for v in views:
             source = view_source(self.graph, v)
             instance = self.storage_of[source] if source in outputs else shared[v]
             assert instance is not None
             self.storage_of[v] = instance
             self.users[instance] += 1
+
+    def _allocate(self, position: int, v: int) -> int:
+        instance = len(self.users)
+        size = self.graph.values[v].size_bytes
+        self.storage_of[v] = instance
+        self.users[instance] = 1
+        self.storage[instance] = Resident(v, size, position)
+        self.held += size
+        return instance
+
+    def _copy(self, position: int, step: Offload | Fetch | Discard) -> None:
+        v, live, copied = step.value, step.value in self.storage_of, step.value in self.bus.host_copy
+        if isinstance(step, Offload):
+            if not live or copied or self.graph.values[v].base is not None:
+                why = "is a view" if self.graph.values[v].base is not None else "has a copy" if copied else "is not live"
+                raise PlanError(f"step {position} copies value {v} to the host, and it {why}")
+            self.bus.offload(position, v, self.storage_of[v])
+        elif not copied:
+            raise PlanError(f"step {position} needs a copy of value {v} on the host, and there is none")
+        elif isinstance(step, Discard):
+            self.bus.discard(v)
+        elif live:
+            raise PlanError(f"step {position} fetches value {v}, and it is live")
+        else:
+            self.bus.fetch(position, v, self._allocate(position, v))
 
     def _free(self, position: int, v: int) -> None:
         if v not in self.storage_of:
@@ -178,4 +317,5 @@ class _Ledger:
     def _release(self, instance: int) -> None:
         self.users[instance] -= 1
         if not self.users[instance]:
+            self.bus.wait_to_free(instance)
             self.held -= self.storage.pop(instance).size_bytes

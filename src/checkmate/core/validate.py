@@ -2,6 +2,9 @@
 
 Memory is derived here from lifetimes: for every storage made, the steps from its birth to the death
 of the last value that shares it. `simulate` keeps a running balance instead; the two must agree.
+
+The time of a plan with copies is derived as a longest path: computations and copies are nodes, each with those that it waits for.
+`simulate` moves clocks instead.
 """
 
 from __future__ import annotations
@@ -10,10 +13,13 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Free, Plan
+from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan
 from checkmate.core.units import format_bytes
 
-Rule = Literal["graph", "index", "read", "free", "once", "missing", "kept", "order", "clobber", "budget", "phase", "reorder"]
+Rule = Literal[
+    "graph", "index", "read", "free", "once", "missing", "kept", "order", "clobber", "budget", "phase", "reorder",
+    "offload", "fetch", "discard", "host", "cost",
+]  # fmt: skip
 
 
 class Violation(NamedTuple):
@@ -37,6 +43,8 @@ def validate(
     *,
     recompute: Literal["all", "forward"] = "all",
     reorder: bool = True,
+    host: HostMemory | None = None,
+    cost: int | None = None,
 ) -> tuple[Violation, ...]:
     """Everything that is wrong with a plan; empty for a plan that holds.
 
@@ -46,6 +54,8 @@ def validate(
         budget_bytes: The most bytes it may hold at any step, resident bytes included.
         recompute: ``"forward"`` if only forward ops, and `Graph.view_ops`, may be computed again.
         reorder: False if first computations must follow the graph's own order, `Graph.view_ops` apart.
+        host: The memory that copies may fill, and the bus that they are timed on; by default the plan's.
+        cost: The cost that the plan is said to have: with copies, the nanoseconds after which the step ends.
 
     Returns:
         The violations, in the order of their steps.
@@ -62,16 +72,29 @@ def validate(
     found: list[Violation] = []
     table = _Table(graph, found)
     for step_index, step in enumerate(plan.steps):
-        if isinstance(step, Free):
-            table.free(step_index, step.value)
-        else:
+        if isinstance(step, Compute):
             table.compute(step_index, step.op)
+        elif isinstance(step, Free):
+            table.free(step_index, step.value)
+        elif not 0 <= step.value < len(graph.values):
+            found.append(Violation("index", step_index, f"there is no value {step.value}"))
+        elif isinstance(step, Offload):
+            table.offload(step_index, step.value)
+        elif isinstance(step, Fetch):
+            table.fetch(step_index, step.value)
+        else:
+            table.discard(step_index, step.value)
     end = len(plan.steps)
     table.finish(end)
     _check_counts(graph, table.runs, end, found, recompute)
     _check_sequence(graph, table.runs, found, reorder)
     if budget_bytes is not None:
         found += _check_budget(graph, plan, table, budget_bytes)
+    bus = host or plan.host
+    if bus is not None and plan.host is not None:
+        found += _check_host(graph, table, bus.bytes, end)
+    if cost is not None and not found:
+        found += _check_cost(graph, plan, table, bus, cost)
     return tuple(sorted(found, key=lambda violation: violation.step))
 
 
@@ -85,6 +108,12 @@ class _Table:
         self.current: dict[int, int] = {}  # value -> storage number
         self.sharers: list[int] = []  # storage number -> live values that name it
         self.runs: dict[int, list[int]] = {}  # op -> steps that compute it
+        self.copied: dict[int, list[int]] = {}  # value -> steps of the copies to and from the host copy that it has
+        self.on_host: list[tuple[int, int, int]] = []  # value, first step, step that discards it
+        self.moves: dict[int, list[int]] = {}  # storage number -> steps of its copies
+        self.fetched: dict[int, int] = {}  # storage number -> step of the copy into it
+        self.waits: dict[int, list[int]] = {}  # step -> steps of copies that it waits for, after a computation if it is one
+        self.reads: dict[int, list[int]] = {}  # step that computes -> steps of the copies into what it reads
 
     def compute(self, step: int, o: int) -> None:
         if not 0 <= o < len(self.graph.ops):
@@ -95,6 +124,8 @@ class _Table:
             if v not in self.current:
                 name = self.graph.values[v].name
                 self.found.append(Violation("read", step, f"op {o} ({op.name!r}) reads value {v} ({name!r}), which is not live"))
+            elif self.current[v] in self.fetched:
+                self.reads.setdefault(step, []).append(self.fetched[self.current[v]])
         self.runs.setdefault(o, []).append(step)
         before = {v: self.current[v] for v in (*op.inputs, *op.outputs) if v in self.current}
         for v in op.outputs:
@@ -113,7 +144,36 @@ class _Table:
             self.found.append(Violation("free", step, f"value {v} is freed and is not live"))
             return
         # A storage that dies by a free is gone at the free itself: it last counted one step before.
-        self._leave(self.current.pop(v), step - 1)
+        self._leave(self.current.pop(v), step - 1, step)
+
+    def offload(self, step: int, v: int) -> None:
+        if v not in self.current or v in self.copied or self.graph.values[v].base is not None:
+            why = "is not live" if v not in self.current else "has a copy there" if v in self.copied else "is a view"
+            self.found.append(Violation("offload", step, f"value {v} is copied to the host and {why}"))
+            return
+        self.copied[v] = [step]
+        self.moves.setdefault(self.current[v], []).append(step)
+
+    def fetch(self, step: int, v: int) -> None:
+        if v in self.current or v not in self.copied:
+            why = "has no copy there" if v not in self.copied else "is live"
+            self.found.append(Violation("fetch", step, f"value {v} is fetched from the host and {why}"))
+            return
+        storage = len(self.names)
+        self.names[storage] = [v, step, -1]
+        self.sharers.append(0)
+        self._point(v, storage, step)
+        self.copied[v].append(step)
+        self.moves[storage] = [step]
+        self.fetched[storage] = step
+
+    def discard(self, step: int, v: int) -> None:
+        if v not in self.copied:
+            self.found.append(Violation("discard", step, f"the copy of value {v} is discarded and there is none"))
+            return
+        copies = self.copied.pop(v)
+        self.on_host.append((v, copies[0], step))
+        self.waits.setdefault(step, []).extend(copies)
 
     def finish(self, end: int) -> None:
         for v, value in enumerate(self.graph.values):
@@ -122,6 +182,7 @@ class _Table:
         for life in self.names.values():
             if life[2] < 0:
                 life[2] = end
+        self.on_host += [(v, copies[0], end) for v, copies in self.copied.items()]
 
     def _shared(self, o: int, v: int, before: dict[int, int]) -> int | None:
         """Storage that a new view shares: its base's, or that of another view of it that the op reads."""
@@ -144,13 +205,15 @@ class _Table:
         """Let a value name another storage; the one it named counts to the end of this step."""
         self.sharers[storage] += 1
         if v in self.current:
-            self._leave(self.current[v], step)
+            self._leave(self.current[v], step, step)
         self.current[v] = storage
 
-    def _leave(self, storage: int, last: int) -> None:
+    def _leave(self, storage: int, last: int, step: int) -> None:
         self.sharers[storage] -= 1
         if not self.sharers[storage]:
             self.names[storage][2] = last
+            if storage in self.moves:
+                self.waits.setdefault(step, []).extend(self.moves[storage])
 
 
 def _check_counts(graph: Graph, runs: dict[int, list[int]], end: int, found: list[Violation], recompute: str) -> None:
@@ -200,3 +263,44 @@ def _check_budget(graph: Graph, plan: Plan, table: _Table, budget_bytes: int) ->
         return []
     text = f"{format_bytes(worst)} are held, {worst - budget_bytes} bytes over the budget of {format_bytes(budget_bytes)}"
     return [Violation("budget", at, text)]
+
+
+def _check_host(graph: Graph, table: _Table, limit_bytes: int, steps: int) -> list[Violation]:
+    change = [0] * (steps + 2)
+    for v, first, last in table.on_host:
+        change[first] += graph.values[v].size_bytes
+        change[last] -= graph.values[v].size_bytes
+    held = 0
+    for step in range(steps):
+        held += change[step]
+        if held > limit_bytes:
+            text = (
+                f"copies take {format_bytes(held)} of the host, {held - limit_bytes} bytes over its {format_bytes(limit_bytes)}"
+            )
+            return [Violation("host", step, text)]
+    return []
+
+
+def _check_cost(graph: Graph, plan: Plan, table: _Table, bus: HostMemory | None, cost: int) -> list[Violation]:
+    """Whether the longest path through the computations and the copies is as long as the plan is said to take."""
+    done: dict[int, int] = {}  # step that issues a copy -> time at which the copy is done
+    engines: dict[type, list[int]] = {Offload: [], Fetch: []}  # direction -> steps of its copies so far
+    made: dict[int, int] = {}  # value -> step that copied it to the host
+    stream = 0  # end of the longest path to the newest node of the compute stream
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, Compute):
+            stream = max([stream, *(done[copy] for copy in table.reads.get(index, ()))]) + graph.ops[step.op].cost
+        elif isinstance(step, (Offload, Fetch)):
+            assert bus is not None
+            rate = bus.out_bytes_per_s if isinstance(step, Offload) else bus.in_bytes_per_s
+            after = engines[type(step)][-1:] + ([made[step.value]] if isinstance(step, Fetch) else [])
+            length = (graph.values[step.value].size_bytes * 1_000_000_000 + rate - 1) // rate
+            done[index] = max([stream, *(done[copy] for copy in after)]) + length
+            engines[type(step)].append(index)
+            if isinstance(step, Offload):
+                made[step.value] = index
+        stream = max([stream, *(done[copy] for copy in table.waits.get(index, ()))])
+    longest = max([stream, *done.values()])
+    return (
+        [] if longest == cost else [Violation("cost", len(plan.steps), f"the plan takes {longest} {graph.cost_unit}, not {cost}")]
+    )

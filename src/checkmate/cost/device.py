@@ -7,14 +7,19 @@ import functools
 import os
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from checkmate.core.errors import FileFormatError, OptionError
 from checkmate.core.files import schema_of
+from checkmate.core.plan import HostMemory
+from checkmate.core.units import parse_bytes
 
 FORMAT = "checkmate.device/1"
+
+BUS_SHARE: Final = 0.8
+"""Share of a bus's specified rate that copies of pinned memory are taken to reach: an H100 is measured at 53 of 64 GB/s."""
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 Amount = Annotated[int, msgspec.Meta(ge=0)]
@@ -35,7 +40,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         peak_flop_per_s: Floating-point operations per second, dense, by type; ``"tf32"`` is float32 on tensor cores.
         bytes_per_s: Memory traffic per second.
         launch_ns: Least time from the start of one op to the start of the next.
-        pcie_bytes_per_s: Traffic to the host per second, one way.
+        pcie_bytes_per_s: Traffic to the host per second, one way, as the bus is specified.
+        host_out_bytes_per_s: The same as copies from the device to pinned memory of the host reach it.
+        host_in_bytes_per_s: The same for copies from the host.
         sources: Field -> where its figure is published.
         assumed: Field -> why its figure is what it is, where none is published.
     """
@@ -52,6 +59,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bytes_per_s: Positive
     launch_ns: Amount = 0
     pcie_bytes_per_s: Positive | None = None
+    host_out_bytes_per_s: Positive | None = None
+    host_in_bytes_per_s: Positive | None = None
     sources: dict[str, str] = {}
     assumed: dict[str, str] = {}
 
@@ -64,6 +73,30 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def flop_per_s(self, dtype: str) -> int:
         """Peak for a type; that of float32 for one that is not listed."""
         return self.peak_flop_per_s.get(dtype, self.peak_flop_per_s["float32"])
+
+    def host_memory(self, amount: int | float | str) -> HostMemory:
+        """The host for `Problem`: an amount of its memory, and the device's bus.
+
+        Rates that no measurement gives are taken as 80 % of the specified one (`BUS_SHARE`).
+
+        Args:
+            amount: The most bytes of copies, such as ``"32GiB"``.
+
+        Raises:
+            OptionError: The profile has no bus.
+
+        Examples:
+            >>> load_device("RTX 4090").host_memory("32GiB").out_bytes_per_s
+            25600000000
+        """
+        specified = None if self.pcie_bytes_per_s is None else round(BUS_SHARE * self.pcie_bytes_per_s)
+        out, back = self.host_out_bytes_per_s or specified, self.host_in_bytes_per_s or specified
+        if out is None or back is None:
+            raise OptionError(
+                f"the profile of {self.name!r} has no bus to a host",
+                hint="add pcie_bytes_per_s, or host_out_bytes_per_s and host_in_bytes_per_s, to the profile",
+            )
+        return HostMemory(parse_bytes(amount), out, back)
 
 
 def device_names() -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Literal
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.files import read
-from checkmate.core.plan import Plan
+from checkmate.core.plan import HostMemory, Plan
 from checkmate.core.result import Result
 from checkmate.core.units import Amount
 from checkmate.frontend.counted_memory import Counted
@@ -33,6 +33,7 @@ class PlanningOptions:
         solver: The solver; `Auto` by default.
         time_limit_s: Seconds of wall time for planning a step, all of its graphs together, or None for no limit.
         plan: A plan to run instead of looking for one.
+        host: Memory of the host that values may be copied to, with its bus; None if nothing may be copied.
         counted: Bytes of a plan that count against the budget; None for its peak of live bytes.
     """
 
@@ -40,6 +41,7 @@ class PlanningOptions:
     solver: Solver | None = None
     time_limit_s: float | None = None
     plan: Plan | None = None
+    host: HostMemory | None = None
     counted: Counted | None = None
 
     @classmethod

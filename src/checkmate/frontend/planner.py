@@ -20,7 +20,7 @@ from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Free, Plan
+from checkmate.core.plan import Compute, Free, HostMemory, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.core.units import format_bytes
@@ -66,7 +66,7 @@ def planner_for(options: PlanningOptions, spent_s: float = 0.0) -> Planner:
     if options.plan is not None:
         return GivenPlan(options.plan, options.budget)
     if options.budget is not None:
-        return CheapestWithin(options.budget, options.solver, options.time_limit_s, spent_s, options.counted)
+        return CheapestWithin(options.budget, options.solver, options.time_limit_s, spent_s, options.counted, options.host)
     return keep_everything
 
 
@@ -85,6 +85,7 @@ class CheapestWithin:
         time_limit_s: Seconds of wall time, or None.
         spent_s: Seconds of it that other searches have used.
         counted: Bytes of a plan that count against the budget; None for its peak of live bytes.
+        host: Memory of the host that values may be copied to, or None.
     """
 
     budget: Budget
@@ -92,6 +93,7 @@ class CheapestWithin:
     time_limit_s: float | None = None
     spent_s: float = 0.0
     counted: Counted | None = None
+    host: HostMemory | None = None
 
     def __call__(self, graph: Graph) -> Result:
         """The cheapest plan that the solver finds, now or in an earlier process.
@@ -100,7 +102,7 @@ class CheapestWithin:
             KeyboardInterrupt: The user interrupted the search.
             PlanNotFoundError: No plan was found of which what counts keeps the budget.
         """
-        problem = Problem(graph, resolved_budget(self.budget, graph, self.counted))
+        problem = Problem(graph, resolved_budget(self.budget, graph, self.counted), host=self.host)
         limits = Limits(time_s=self.time_limit_s)
         if self.counted is None:
             return cheapest(problem, self.solver, limits, self.spent_s)
@@ -148,7 +150,8 @@ def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[
     Raises:
         KeyboardInterrupt: The user interrupted the search; the best plan so far is stored.
     """
-    plans = SolvedPlans.of_user()
+    # A stored plan is an order of computations; where its copies belong is not stored.
+    plans = SolvedPlans.of_user() if problem.host is None else None
     known = plans.get(problem, repr(solver), limits) if plans is not None else None
     if known is not None and known[1]:
         log_planned(problem.graph, known[0])
@@ -218,15 +221,27 @@ class GivenPlan:
     Attributes:
         plan: The plan.
         budget: The budget that it has to keep, if any.
+        copies: Whether the program makes the copies of a plan to and from the host.
     """
 
     plan: Plan
     budget: Budget | None = None
+    copies: bool = False
 
     def __call__(self, graph: Graph) -> Result:
-        """The figures of the plan."""
+        """The figures of the plan.
+
+        Raises:
+            PlanError: The plan does not hold, or the program would not run as it says.
+        """
+        if self.plan.host is not None and not self.copies:
+            raise PlanError(
+                "the plan copies values to the host, which this program does not",
+                hint="run it with checkmate.torch.compile(model, loss, optimizer, example=..., plan=...), or plan without a host",
+            )
         result = evaluate(graph, self.plan, self.budget)
-        refuse_unexecutable(graph, self.plan)
+        if self.plan.host is None:  # with copies, the peak of the program that runs is compared with the plan's
+            refuse_unexecutable(graph, self.plan)
         return result
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Plan
+from checkmate.core.plan import Compute, Fetch, Free, Plan, Step
 from checkmate.core.simulate import simulate
 from checkmate.report.markup import Markup
 from checkmate.studies.lifetimes import CATEGORIES, replays, storage_lifetimes
@@ -64,6 +64,19 @@ def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> M
     return Markup(msgspec.json.encode(content).decode().replace("<", "\\u003c"))
 
 
+def _code(graph: Graph, step: Step) -> int:
+    """A step as a number.
+
+    That is o for a computation of op o, -1 - v for a free of value v, and, with n values, -2 - n - v for a fetch of v and
+    -1 - n for any other copy.
+    """
+    if isinstance(step, Compute):
+        return step.op
+    if isinstance(step, Free):
+        return -1 - step.value
+    return -1 - len(graph.values) - (1 + step.value if isinstance(step, Fetch) else 0)
+
+
 def _run(graph: Graph, run: Run) -> dict[str, Any]:
     timeline = simulate(graph, run.plan)
     made = storage_lifetimes(graph, run.plan)
@@ -72,8 +85,7 @@ def _run(graph: Graph, run: Run) -> dict[str, Any]:
         "peak": timeline.peak_bytes,
         "peak_step": timeline.peak_step,
         "cost": timeline.cost,
-        # A computation of op o is o, a free of value v is -1 - v.
-        "steps": [step.op if isinstance(step, Compute) else -1 - step.value for step in run.plan.steps],
+        "steps": [_code(graph, step) for step in run.plan.steps],
         "lives": {
             "value": [life.value for life in made],
             "made": [life.made_at for life in made],

@@ -8,6 +8,7 @@ and ``0005`` have the measurements behind the order of the phases.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Reason, Termination
@@ -152,8 +153,16 @@ class Auto:
 
     rounds: int = 6
 
+    copies: ClassVar[bool] = True
+    """Whether it plans copies to a host."""
+
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search and prove until a limit of the session is met."""
+        if problem.host is not None:
+            session.prepare(_load_engines)
+            from checkmate.solvers.offload.joint import run_with_host
+
+            return run_with_host(problem, session, self)
         session.offer(range(len(problem.graph.ops)))
         if session.done:
             return Termination(Reason.FEASIBLE)
@@ -164,6 +173,13 @@ class Auto:
                 Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="search and cuts found none"
             )
         return Termination(Reason.FEASIBLE)
+
+
+def _load_engines() -> None:
+    """Import the engine and numba, which takes a second, and the compiled kernels."""
+    for module in ("backends.highs", "offload.joint"):
+        importlib.import_module(f"checkmate.solvers.{module}")
+    load_kernels()
 
 
 class _Run:
@@ -257,6 +273,8 @@ class _Run:
         searches: list[Search] = []
         proven = False
         for order, on_demand in starts(self.folded, seed, session.time_up):
+            if searches and self.out_of_time():
+                break
             search = Search(self.folded, on_demand, seed, order, session.time_up)
             searches.append(search)
             late = self._begin(Phase.FIRST_PLANS)
@@ -323,11 +341,19 @@ class _Run:
         from checkmate.solvers.evict.starts import starts
 
         session = self.session
-        late = self._begin(Phase.TIGHT_BUDGET)
+        until_s = self._until(Phase.TIGHT_BUDGET)
+
+        def late() -> bool:
+            return session.left_s() <= 0 or session.elapsed_s() > until_s
+
         forward = Problem(self.graph, self.folded.budget_bytes, "forward", self.folded.reorder)
         for order, on_demand in starts(forward, session.limits.seed, session.time_up):
+            if late():
+                break
             search = Search(forward, on_demand, session.limits.seed, order, session.time_up)
-            if late() or (search.first(out_of_time=late, stop_at_first=True) and self.offer(search.order())):
+            with session.within(until_s):
+                found = search.first(out_of_time=late, stop_at_first=True)
+            if found and self.offer(search.order()):
                 break
         if session.plan is not None or session.left_s() <= 0:  # `Limits` refuses a time of zero
             return
@@ -340,7 +366,9 @@ class _Run:
         """Bound by single events where the plans hold most; returns the event that proves most."""
         from checkmate.solvers.bounds.refine import promising_events
 
-        plans = [search.order() for search in searches if math.isfinite(search.best_cost)]
+        # On a large graph the bytes of a plan take seconds to count, and the events of keeping everything are good enough.
+        few = len(self.graph.ops) <= PARAMETERS.many_ops
+        plans = [search.order() for search in searches if few and math.isfinite(search.best_cost)]
         events = promising_events(self.graph, [range(len(self.graph.ops)), *plans[: PARAMETERS.plans_for_events]])
         late = self._begin(Phase.SINGLE_EVENTS)
         return self._single_cuts(model, events, searches[0], lambda: self.session.done or late())

@@ -138,11 +138,12 @@ class Session:
     def left_s(self) -> float:
         """Wall seconds left to a solver, possibly infinite, never negative.
 
-        What it takes to check a plan is kept back: seconds on 100,000 ops, and the best plan is checked once more at the end.
+        What it takes to check a plan, and a half more, is kept back: that is seconds on 100,000 ops, and the best plan is
+        checked once more at the end.
         """
         if self.limits.time_s is None:
             return math.inf
-        return max(0.0, self.limits.time_s - self._checking_s - self.elapsed_s())
+        return max(0.0, self.limits.time_s - 1.5 * self._checking_s - self.elapsed_s())
 
     @property
     def gap(self) -> float:
@@ -181,10 +182,25 @@ class Session:
             plan = plan_of_needed(self.problem, tuple(order))
         except PlanError as error:
             raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
-        # Whatever a solver claims, cost and peak are those of the simulated plan.
-        timeline = simulate(self.problem.graph, plan)
+        taken = self.offer_plan(plan)
         self._checking_s = max(self._checking_s, self.elapsed_s() - began)
+        return taken
+
+    def offer_plan(self, plan: Plan) -> bool:
+        """Take a plan as it is, copies to the host included, if it keeps the limits and is the cheapest so far.
+
+        Args:
+            plan: The plan.
+
+        Returns:
+            Whether it was taken.
+        """
+        host = self.problem.host
+        # Whatever a solver claims, cost and peak are those of the simulated plan.
+        timeline = simulate(self.problem.graph, plan, host)
         if timeline.peak_bytes > self.problem.budget_bytes:
+            return False
+        if plan.host is not None and (host is None or timeline.host_peak_bytes > host.bytes):
             return False
         if self.cost is not None and timeline.cost >= self.cost:
             return False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final, Literal, NoReturn, overload
 
-from checkmate.core.errors import InfeasibleBudgetError, PlanError, PlanNotFoundError, SolverError
+import msgspec
+
+from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanError, PlanNotFoundError, SolverError
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, NoPlan, Reason, Result, Termination
@@ -76,6 +78,7 @@ def solve(
         PlanNotFoundError: No plan was found within the limits.
         PlanError: The initial plan was made for another graph or breaks a rule of the problem.
         SolverError: The solver offered an invalid plan or bound; a bug of the solver.
+        OptionError: The problem has a host, and the solver does not plan copies.
 
     Examples:
         >>> import checkmate
@@ -84,6 +87,8 @@ def solve(
         1.0
     """
     solver = Auto() if solver is None else solver
+    if problem.host is not None and not getattr(solver, "copies", False):
+        raise OptionError(f"{solver!r} plans no copies to a host", hint="use Auto(), or leave out the host")
     session = Session(problem, Limits() if limits is None else limits, on_progress)
     if initial is not None:
         _offer(initial, session)
@@ -109,7 +114,7 @@ def solve(
 
 def _below_floor(problem: Problem, session: Session) -> Termination | None:
     """The proof that no plan keeps a budget below the floor, or None."""
-    lowest = floor(problem.graph)
+    lowest = floor(problem.graph, copies=problem.host is not None)
     if lowest.peak_bytes <= problem.budget_bytes:
         return None
     session.prove(math.inf)
@@ -118,21 +123,30 @@ def _below_floor(problem: Problem, session: Session) -> Termination | None:
 
 def _offer(initial: Plan, session: Session) -> None:
     problem = session.problem
-    broken = validate(problem.graph, initial, recompute=problem.recompute, reorder=problem.reorder)
+    broken = validate(problem.graph, initial, recompute=problem.recompute, reorder=problem.reorder, host=problem.host)
+    if initial.host is not None and problem.host is None:
+        raise PlanError(
+            "the initial plan has copies to a host, and the problem has none", hint="give the problem host=HostMemory(...)"
+        )
     if broken:
         raise PlanError(f"the initial plan does not hold: {broken[0].message}", hint="start from a plan of the same problem")
-    session.offer(initial.order)
+    if initial.host is None:
+        session.offer(initial.order)
+    else:
+        session.offer_plan(initial)
 
 
 def _checked(problem: Problem, solver: Solver, session: Session, plan: Plan, termination: Termination) -> Result:
     graph = problem.graph
-    broken = validate(graph, plan, problem.budget_bytes, recompute=problem.recompute, reorder=problem.reorder)
+    timeline = simulate(graph, plan, problem.host)
+    cost = timeline.cost
+    broken = validate(
+        graph, plan, problem.budget_bytes, recompute=problem.recompute, reorder=problem.reorder, host=problem.host, cost=cost
+    )
     if broken:
         error = SolverError(f"{solver!r} returned a plan that does not hold: {broken[0].message}")
         error.add_note(f"graph {graph.digest}, budget {problem.budget_bytes}; {len(broken)} violations")
         raise error
-    timeline = simulate(graph, plan)
-    cost = timeline.cost
     # A bound above a valid plan's cost is wrong: an error is better than a false proof of optimality.
     if session.bound > cost:
         raise SolverError(f"{solver!r} claims a bound of {session.bound}, above the cost {cost} of the plan that it found")
@@ -203,11 +217,16 @@ def _smallest(problem: Problem, session: Session) -> MinBudget:
     It does not depend on the budget: a solve within the peak that a refusal names searches in the same way, and finds it again.
     """
     left = min(session.left_s(), SMALLEST.time_s)
-    if session.problem.budget_bytes < floor(problem.graph).peak_bytes or left <= SMALLEST.quick_s:
-        quick = Limits(time_s=SMALLEST.quick_s, seed=session.limits.seed)
-        return quick_peak(problem, quick)
-    limits = Limits(time_s=left, seed=session.limits.seed)
-    return smallest_peak(problem, limits)
+    lowest = floor(problem.graph, copies=problem.host is not None)
+    if session.problem.budget_bytes < lowest.peak_bytes or left <= SMALLEST.quick_s:
+        found = quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=session.limits.seed))
+    else:
+        found = smallest_peak(problem, Limits(time_s=left, seed=session.limits.seed))
+    if problem.host is None:
+        return found
+    # Plans with copies can peak lower than the one that was found, but not below their own floor.
+    name = "" if lowest.op is None else problem.graph.ops[lowest.op].name
+    return msgspec.structs.replace(found, floor_bytes=lowest.peak_bytes, why=lowest.why, binding_op=name)
 
 
 def unit_question(budget_bytes: int) -> str:

@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 from checkmate.core.errors import WrongGraphError, printable
 from checkmate.core.graph import Graph, view_source
-from checkmate.core.plan import Compute, Plan
+from checkmate.core.plan import Compute, Fetch, Free, Plan
 from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
@@ -236,8 +236,11 @@ def _reasons(graph: Graph, plan: Plan, step: int) -> Iterator[tuple[_Instance, s
     why: dict[_Instance, str] = {}
     unread: set[_Instance] = set()
     for p, done in enumerate(plan.steps):
-        if not isinstance(done, Compute):
+        if isinstance(done, Free):
             storage.pop(done.value)
+        elif isinstance(done, Fetch):
+            storage[done.value] = _Instance(done.value, p)
+        if not isinstance(done, Compute):
             if p == step:
                 unread = set(storage.values())
             continue

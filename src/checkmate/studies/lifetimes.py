@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.core.graph import Graph, view_source
-from checkmate.core.plan import Compute, Plan
+from checkmate.core.plan import Compute, Fetch, Free, Plan
 
 Category = Literal["resident", "activations", "recomputed", "gradients", "updates", "workspace"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -54,8 +54,13 @@ def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
             gone[storage] = step
 
     for p, step in enumerate(plan.steps):
-        if not isinstance(step, Compute):
+        if isinstance(step, Free):
             leave(newest.pop(step.value), p)
+        elif isinstance(step, Fetch):
+            newest[step.value] = len(made)
+            made.append((step.value, p, _category(graph.ops[graph.producer[step.value]].phase, 1)))
+            sharers.append(1)
+        if not isinstance(step, Compute):
             continue
         op = graph.ops[step.op]
         runs[step.op] = runs.get(step.op, 0) + 1

@@ -71,6 +71,9 @@ class Options:
             data of their sizes on this device; they are looked for where whole ops have no plan, or an overhead above 10 %.
             With ``"auto"`` also those with sums over the pieces, which have another order than in the plain step, so that
             gradients are not bitwise the same. With ``compiler="inductor"`` and with several ranks all ops run whole.
+        host: Memory of the host that values may be copied to while the step runs, such as ``"32GiB"``, where that is faster than
+            computing them again; the rates of the bus are measured. Only in a whole step of ``compiler="eager"``
+            (`checkmate.torch.compile`). All ops run whole then.
         mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``. CUDA graphs, which ``"reduce-overhead"`` and
             ``"max-autotune"`` ask for, have no effect on a CPU, and are refused on a GPU under a budget.
         inductor_options: Settings of ``torch._inductor.config`` by name, for ``compiler="inductor"``; they override those of the
@@ -94,6 +97,7 @@ class Options:
     costs: CostSource = "measured"
     unplanned: Unplanned = "error"
     chunking: Chunking = "exact"
+    host: Amount | None = None
     mode: Mode = "default"
     inductor_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -144,6 +148,8 @@ class Options:
         for name in ("budget", "solver", "plan"):
             object.__setattr__(self, name, getattr(planning, name))
         parse_bytes(self.reserve)
+        if self.host is not None:
+            self._check_host()
         names = self.no_recompute
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise OptionError(
@@ -151,6 +157,19 @@ class Options:
                 hint="give a tuple, such as no_recompute=('my_library::op',)",
             )
         object.__setattr__(self, "no_recompute", tuple(names))
+
+    def _check_host(self) -> None:
+        assert self.host is not None
+        object.__setattr__(self, "host", parse_bytes(self.host))
+        if self.compiler != "eager":
+            raise OptionError(
+                "host needs compiler='eager': Inductor fuses ops and chooses their order itself",
+                hint="leave out compiler, or host",
+            )
+        if self.budget_of == "reserved":
+            raise OptionError("host and budget_of='reserved' are not planned together", hint="leave out budget_of, or host")
+        if self.budget is None:
+            raise OptionError("host without a budget copies nothing", hint="set a budget, such as budget='8GiB'")
 
     @property
     def planning(self) -> PlanningOptions:

@@ -11,7 +11,7 @@ import pytest
 
 from checkmate import BruteForce, Graph, Op, Plan, Problem, Value, simulate, solve
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
-from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutModel, CutProgram, NoColumn, _Builder
+from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutBuilder, CutModel, CutProgram, NoColumn
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.bounds.proof import event_sides, least_share, stated_rows, strict_ancestors
@@ -79,7 +79,7 @@ def test_the_program_allows_the_points_that_the_proof_allows():
         model = CutModel(problem, targets)
         chain = some_chain(rng, model)
         for floating in (False, True):
-            builder = _Builder(model, tuple(chain), floating)
+            builder = CutBuilder(model, tuple(chain), floating)
             program = builder.build().program
             if builder.impossible or not len(program.cost):
                 continue
@@ -299,7 +299,7 @@ def test_ops_without_values_need_nothing():
 def test_ops_that_float_without_values_follow_the_dag_too():
     """An op computed before an event is computed before the next, and so are its parents; `order` alone makes one."""
     graph = Graph(tuple(Op(name, (), (), 1) for name in "abst"), (), order=((0, 1), (2, 3)))
-    builder = _Builder(CutModel(Problem(graph, 9)), (2, 3), True)
+    builder = CutBuilder(CutModel(Problem(graph, 9)), (2, 3), True)
     program = builder.build().program
     (a0, b0), (a1, b1) = (computed[:2] for computed in builder.computed[:2])
     for early, late in ((b0, a0), (b1, a1), (a0, a1), (b0, b1)):

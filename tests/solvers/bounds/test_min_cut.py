@@ -115,3 +115,21 @@ def test_amounts_of_any_unit_give_the_same_share():
     assert np.ptp(shares) < 2 * PARAMETERS.accuracy
     exact = least_share(Problem(unit_chain(8), 4), [9])
     assert max(shares) <= exact + 1e-5
+
+
+def test_an_op_beside_the_event_comes_after_those_that_it_reads():
+    """Else the one with the large output would be put off, and the one that reads it would have run before."""
+    graph = Graph(
+        (
+            Op("q", (), (0,), 10),
+            Op("x", (0,), (1,), 1),
+            Op("event", (1,), (2,), 1, workspace_bytes=10),
+            Op("p", (), (3,), 4),
+            Op("o", (0, 3), (4,), 1),
+            Op("use", (2, 3, 4), (5,), 1),
+        ),
+        tuple(Value(name, size) for name, size in (("q", 5), ("x", 1), ("e", 1), ("p", 5), ("o", 1), ("u", 1))),
+    )
+    problem = Problem(graph, 13)
+    assert single_event(CutModel(problem), 2, no_alarm()) * graph.cost == pytest.approx(4.0, rel=1e-3)
+    assert least_share(problem, [2]) * graph.cost == pytest.approx(4.0, rel=1e-3)

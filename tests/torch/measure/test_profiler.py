@@ -108,7 +108,7 @@ def test_an_op_runs_as_often_as_its_readings_ask_for(
         ([0.05], 0.0, 1, 0.05),  # short ops have one
     ],
 )
-def test_ops_are_measured_in_passes_until_they_settle(
+def test_ops_are_measured_in_passes_until_they_converge(
     monkeypatch: pytest.MonkeyPatch, readings_ms: list[float], slow_s: float, passes: int, time_ms: float
 ) -> None:
     """A machine can be a third slower for a second, and all readings of an op that was measured then."""

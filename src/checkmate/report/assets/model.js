@@ -145,7 +145,11 @@ class Run {
       since.delete(value);
     };
     steps.forEach((code, p) => {
-      if (code < 0) { if (since.has(-1 - code)) close(-1 - code, p); return; }
+      if (code < 0) { // a free, a fetch from the host, or another copy, which changes nothing here
+        const v = -1 - code, count = step.values.size.length;
+        if (v > count) since.set(v - count - 1, p); else if (since.has(v)) close(v, p);
+        return;
+      }
       for (const v of step.ops.outputs[code]) if (!since.has(v)) since.set(v, p);
     });
     for (const value of [...since.keys()]) close(value, steps.length);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -125,32 +126,44 @@ def _can_stop(program: Program, time_s: float) -> bool:
 
 
 def _run(engine: Any, time_s: float, found: deque[Floats], on_solution: Callable[[Floats], None] | None) -> bool:
-    """Run in the engine's thread, so that Ctrl-C, exceptions of ``on_solution`` and the time limit end it.
+    """Run in another thread, so that Ctrl-C, exceptions of ``on_solution`` and the time limit end it.
 
-    Solutions are passed on here, not in the engine's callback, where an exception would be lost.
+    Solutions are passed on here, not in the engine's callback, where an exception would be lost. `highspy.Highs.startSolve` is
+    not used: its locks belong to the class, so that no two engines can run at a time, not even one beside another that is left
+    behind.
 
     Returns:
         Whether it has ended. One that neither keeps its limit nor hears of it goes on by itself and may not be touched.
     """
     engine.HandleUserInterrupt = True
     until = time.monotonic() + time_s + _GRACE_S
-    thread = engine.startSolve()
+    ended = threading.Event()
+
+    def work() -> None:
+        try:
+            engine.run()
+            engine.resetGlobalScheduler(False)  # as highspy does in its threads: the engine's workers end with them
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=work, daemon=True, name="checkmate-highs")
+    thread.start()
     try:
         finished = False
         while not finished:
-            finished = engine.wait(_POLL_S)[0]
+            finished = ended.wait(_POLL_S)
             while found and on_solution is not None:
                 on_solution(found.popleft())
             if not finished and time.monotonic() > until:
                 engine.cancelSolve()
-                if not engine.wait(_GRACE_S)[0]:
+                if not ended.wait(_GRACE_S):
                     # An engine that runs while the interpreter ends could crash it.
                     atexit.register(thread.join)
                     return False
                 finished = True
     except BaseException:
         engine.cancelSolve()
-        engine.wait()
+        ended.wait()
         raise
     return True
 

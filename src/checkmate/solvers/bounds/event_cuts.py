@@ -26,7 +26,7 @@ instead of by positions the bound holds for any order. We know of no earlier use
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -77,12 +77,14 @@ class CutProgram:
         program: Minimises the cost of recomputation, as a share of computing every op once.
         live: Column of S, or a `NoColumn`. Shape ``[event, value]``.
         impossible: Whether an event alone exceeds the budget, in exact bytes.
+        fetched: Column of z (`bounds.copy_cuts`), or a `NoColumn`. Shape ``[value]``.
     """
 
     cuts: tuple[int, ...]
     program: Program
     live: Ints
     impossible: bool
+    fetched: Ints
 
 
 class CutModel:
@@ -206,7 +208,7 @@ class CutModel:
                 the bound weaker: their values are taken as available at no cost, and they need no inputs.
                 Measured on ResNet-50 at 40 % of keep-all: single-event bound 1.154 without them, 1.167 with them.
         """
-        return _Builder(self, tuple(cuts), floating).build()
+        return CutBuilder(self, tuple(cuts), floating).build()
 
     def _reach(self, roots: list[int], adjacent: list[list[int]]) -> Mask:
         """Ops that are reached from some, those themselves only if one reaches another. Shape ``[op + 1]``."""
@@ -220,7 +222,7 @@ class CutModel:
         return seen
 
 
-class _Builder:
+class CutBuilder:
     """Columns and rows of one program, one method for each group of rows of the proof.
 
     Attributes:
@@ -230,15 +232,19 @@ class _Builder:
         computed: Columns of X; `NoColumn.UNMODELLED` where ``sure`` or ``unmodelled`` says it all. The same shape.
         recomputable: Ops worth modelling as computed again after each event. Shape ``[event]`` of ``[op + 1]``.
         recomputed: (event, later event or end) -> columns of y. Shape of each ``[op + 1]``.
+        copies: Whether values may be copied to a host and back.
+        fetched: Columns of z, if so: whether a value is fetched after the event. Shape ``[value]``.
     """
 
-    def __init__(self, model: CutModel, cuts: tuple[int, ...], floating: bool) -> None:
+    def __init__(self, model: CutModel, cuts: tuple[int, ...], floating: bool, *, copies: bool = False) -> None:
         self.model = model
+        self.copies = copies
         self.floating = floating
         self.cuts = cuts
         self.budget = model.problem.budget_bytes - model.problem.graph.resident_bytes
         self.builder = ProgramBuilder()
         self.live = np.full((len(cuts), len(model.size)), NoColumn.UNMODELLED, dtype=np.int64)
+        self.fetched = np.full(len(model.size), NoColumn.UNMODELLED, dtype=np.int64)
         self.sure: list[Mask] = []
         self.unmodelled: list[Mask] = []
         self.computed: list[Ints] = []
@@ -246,19 +252,21 @@ class _Builder:
         self.recomputed: dict[tuple[int, int], Ints] = {}
         self.impossible = False
 
-    def build(self) -> CutProgram:
+    def build(self, add: Callable[[CutBuilder], None] = lambda _: None) -> CutProgram:
+        """The program; ``add`` adds columns and rows of another kind once those of S and y are there."""
         for e in range(len(self.cuts)):
             self._add_event(e)
         self.sure.append(np.ones(self.model.end + 1, dtype=np.bool_))
         self.unmodelled.append(np.zeros(self.model.end + 1, dtype=np.bool_))
         self.computed.append(np.full(self.model.end + 1, NoColumn.UNMODELLED, dtype=np.int64))
         self._add_segments()
+        add(self)
         for e in range(len(self.cuts)):
             self._limit_memory(e)
             self._order_floating(e)
         for e, f in self.recomputed:
             self._link(e, f)
-        return CutProgram(self.cuts, self.builder.build(), self.live, self.impossible)
+        return CutProgram(self.cuts, self.builder.build(), self.live, self.impossible, self.fetched)
 
     def _add_event(self, e: int) -> None:
         """Columns of X and S: ops that may have been computed, and values that may or must be live, at event e."""
@@ -286,7 +294,8 @@ class _Builder:
         later = below[m.edge_op]
         read_later = np.zeros(len(m.size), dtype=np.bool_)
         read_later[m.edge_value[later]] = True
-        forced |= read_later & ~again[m.producer]
+        if not self.copies:
+            forced |= read_later & ~again[m.producer]
         forced &= above[m.producer]
         free = np.flatnonzero(useful_values & (above | floating)[m.producer] & ~forced)
         self.live[e, forced] = NoColumn.ALWAYS_LIVE
@@ -441,6 +450,7 @@ class _Builder:
             [
                 (live[v], 1.0),
                 (redo[producer[use]], 1.0),
+                (self.fetched[v], 1.0),
                 (ended[use], 1.0),
                 (begun[use], -1.0),
                 (need[use], -1.0),

@@ -25,7 +25,7 @@ class Floor(NamedTuple):
     why: str
 
 
-def floor(graph: Graph) -> Floor:
+def floor(graph: Graph, *, copies: bool = False) -> Floor:
     """The largest working set of an op, or the kept values at the end if they are larger.
 
     In every plan of any order the following are in memory at once:
@@ -40,11 +40,12 @@ def floor(graph: Graph) -> Floor:
 
     Args:
         graph: Any graph; views count as the storage that they share.
+        copies: Whether values may be copied to a host: what may run only once need not wait on the device then.
     """
     # Views of one storage hold its bytes once, so every set below is a set of storage owners.
     kept = sum(graph.values[v].size_bytes for v in {graph.root[v] for v, value in enumerate(graph.values) if value.kept})
     best = Floor(graph.resident_bytes + kept, None, f"{format_bytes(kept)} of kept values must be there at the end")
-    pinned = _Pinned(graph)
+    pinned = _Pinned(graph, copies=copies)
     worst = -1
     for o, op in enumerate(graph.ops):
         inputs, outputs = _storages(graph, o)
@@ -68,8 +69,10 @@ class _Pinned:
     counted, so that memory grows with the ops and not with their square; the rest would only raise the bound.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, copies: bool) -> None:
         once = [v for v, x in enumerate(graph.values) if x.size_bytes and not graph.ops[graph.producer[v]].recomputable]
+        if copies:  # they may be on the host
+            once = []
         self._values = sorted(once, key=lambda v: (-graph.values[v].size_bytes, v))[:_MOST_PINNED]
         self._size = [graph.values[v].size_bytes for v in self._values]
         self._bit = {v: 1 << i for i, v in enumerate(self._values)}

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -219,7 +219,13 @@ class _Network:
             of_cost: Capacity of a unit of cost.
             of_byte: Capacity of a byte.
         """
-        exact = np.concatenate([self._paid_cost * of_cost, self._held_bytes * of_byte])
-        capacity = np.minimum(np.floor(exact), _UNLIMITED).astype(np.int64)
+        scaled = np.concatenate([_rounded_down(self._paid_cost, of_cost), _rounded_down(self._held_bytes, of_byte)])
+        capacity = np.minimum(scaled, _UNLIMITED).astype(np.int64)
         whole = np.concatenate([capacity, np.full(self._unlimited, _UNLIMITED, dtype=np.int64)])
         return max_flow(self._arcs, whole, _SOURCE, _SINK, self._time_up)
+
+
+def _rounded_down(amounts: npt.NDArray[Any], factor: float) -> npt.NDArray[np.float64]:
+    """Amounts times a factor, as whole numbers that are no larger: the product itself may have been rounded up."""
+    product = amounts * factor
+    return np.floor(product if factor in (0.0, 1.0) else np.nextafter(product, 0.0))

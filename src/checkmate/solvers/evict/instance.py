@@ -30,11 +30,24 @@ NEVER = 1 << 40
 """A stage that is never reached."""
 
 
+class Move(NamedTuple):
+    """An op beside those of the graph, which costs nothing and runs once: what a copy to or from the host does to a value.
+
+    Attributes:
+        value: The value.
+        fetches: Whether it makes a new instance of the value; otherwise it reads the newest, which is held to there.
+    """
+
+    value: int
+    fetches: bool
+
+
 class Instance(NamedTuple):
     """A folded graph as flat arrays.
 
-    Ops 0..n-1 are the graph's. Op n is END: the target of the last stage, which reads every kept value, so that
-    no further rule is needed for what must be live at the end. Bytes and costs are float64, which is exact below 2^53.
+    Ops 0..n-1 are the graph's. Op n is END: the target of the last stage, which reads every kept value, so that no further
+    rule is needed for what must be live at the end. Ops after END are moves. Bytes and costs are float64, which is exact
+    below 2^53.
 
     Attributes:
         targets: Op that each stage computes. Shape ``[stage]``.
@@ -51,6 +64,7 @@ class Instance(NamedTuple):
         replay: Replay bytes of each op. Shape ``[op]``.
         size: Bytes of each value. Shape ``[value]``.
         evictable: Whether a value may be dropped and made again. Shape ``[value]``.
+        fetched_at: Stage of the last move that fetches a value, or `NEVER`. Shape ``[value]``.
     """
 
     targets: Ints
@@ -67,6 +81,7 @@ class Instance(NamedTuple):
     replay: Floats
     size: Floats
     evictable: Flags
+    fetched_at: Ints
 
 
 class Code(NamedTuple):
@@ -86,23 +101,28 @@ class Code(NamedTuple):
     used: SmallInts
 
 
-def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[int] | None = None) -> Instance:
+def build_instance(
+    problem: Problem, on_demand: frozenset[int], order: Sequence[int] | None = None, moves: Sequence[Move] = ()
+) -> Instance:
     """Arrays of a problem whose views are folded.
 
     Args:
         problem: The problem. A view left in its graph counts as a read of its storage's owner too.
         on_demand: Ops without a stage: computed when another op needs them.
         order: Order of the targets; the graph's own by default.
+        moves: Moves, which the order has as ops from that after END on.
     """
     graph = problem.graph
     count = len(graph.ops)
     reads = [_reads_with_storage(graph, op.inputs) for op in graph.ops]
     reads.append(_reads_with_storage(graph, [v for v, value in enumerate(graph.values) if value.kept]))
+    reads += [[] if move.fetches else [move.value] for move in moves]
     writes: list[Sequence[int]] = [*(op.outputs for op in graph.ops), ()]
+    writes += [[move.value] if move.fetches else [] for move in moves]
     targets = [o for o in (range(count) if order is None else order) if o not in on_demand] + [count]
     stage = {o: t for t, o in enumerate(targets)}
     # An op may run in the stage of the op that overwrites its inputs, which is computed last in it, but not after.
-    last_stage = np.full(count + 1, NEVER, dtype=np.int64)
+    last_stage = np.full(count + 1 + len(moves), NEVER, dtype=np.int64)
     for o, op in enumerate(graph.ops):
         if op.clobbered_by:
             last_stage[o] = min(stage[c] for c in op.clobbered_by)
@@ -120,7 +140,11 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
     # evicted and made again, both instances would be live and the bytes counted here too few.
     viewed = np.zeros(len(graph.values), dtype=np.bool_)
     viewed[[graph.root[v] for v, value in enumerate(graph.values) if value.base is not None]] = True
-    once_flags = np.array([*once, True], dtype=np.uint8)
+    once_flags = np.array([*once, True, *(True for _ in moves)], dtype=np.uint8)
+    fetched_at = np.full(len(graph.values), NEVER, dtype=np.int64)
+    for m, move in enumerate(moves):
+        if move.fetches:
+            fetched_at[move.value] = stage[count + 1 + m]
     return Instance(
         targets=np.array(targets, dtype=np.int64),
         once=once_flags,
@@ -131,11 +155,12 @@ def build_instance(problem: Problem, on_demand: frozenset[int], order: Sequence[
         writes=written_values,
         producer=producer,
         slot=slot,
-        cost=_floats([op.cost for op in graph.ops]),
-        workspace=_floats([op.workspace_bytes for op in graph.ops]),
-        replay=_floats([op.replay_bytes for op in graph.ops]),
+        cost=_floats([op.cost for op in graph.ops], moves),
+        workspace=_floats([op.workspace_bytes for op in graph.ops], moves),
+        replay=_floats([op.replay_bytes for op in graph.ops], moves),
         size=size,
         evictable=((once_flags[producer] == 0) & (size > 0) & ~viewed).astype(np.uint8),
+        fetched_at=fetched_at,
     )
 
 
@@ -293,6 +318,6 @@ def _reads_with_storage(graph: Graph, inputs: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(u for v in inputs for u in (v, graph.root[v])))
 
 
-def _floats(amounts: list[int]) -> Floats:
-    """Amounts of the ops, and 0 for END."""
-    return np.array([*amounts, 0], dtype=np.float64)
+def _floats(amounts: list[int], moves: Sequence[Move]) -> Floats:
+    """Amounts of the ops, and 0 for END and moves."""
+    return np.array([*amounts, 0, *(0 for _ in moves)], dtype=np.float64)

@@ -196,6 +196,9 @@ def _remake_cost(g, w, code, root_op, peak_at, need_at, need_stage, most):
             if w.seen_value[v] == mark:
                 continue
             w.seen_value[v] = mark
+            # Fetched from the host by then, and held from there on.
+            if need_stage >= g.fetched_at[v]:
+                continue
             p = g.producer[v]
             made = _run_before(w, p, need_at)
             # Not computed before: it is an op on demand, and the plan pays for its first computation in any case.

@@ -15,7 +15,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.decode import add_interval, seed_random
-from checkmate.solvers.evict.instance import Code, build_instance, build_scratch
+from checkmate.solvers.evict.instance import Code, Move, build_instance, build_scratch
 from checkmate.solvers.evict.repair import Improved, Repaired, RepairSettings, RuinParameters, repair, ruin_and_repair
 
 
@@ -91,6 +91,7 @@ class Search:
         seed: Seed of the search.
         order: Order of first computations; the graph's own by default.
         time_up: Ends kernels when it is raised (`Session.time_up`); by default nothing does.
+        moves: Moves of values to and from the host, which the order names as ops from that after END on.
 
     Attributes:
         stage: Stage of each target op.
@@ -105,9 +106,10 @@ class Search:
         seed: int,
         order: Sequence[int] | None = None,
         time_up: Flag | None = None,
+        moves: Sequence[Move] = (),
     ) -> None:
         self.problem = problem
-        self.instance: Any = build_instance(problem, on_demand, order)
+        self.instance: Any = build_instance(problem, on_demand, order, moves)
         self.stage = {int(o): t for t, o in enumerate(self.instance.targets)}
         self.best_cost = math.inf
         self.order_bound = -math.inf

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.plan import Compute, Fetch, Step
 from checkmate.core.problem import Problem
 
 
@@ -90,7 +91,7 @@ class FoldViews:
         Args:
             problem: A problem of the original graph.
         """
-        return Problem(self.folded, problem.budget_bytes, problem.recompute, problem.reorder)
+        return Problem(self.folded, problem.budget_bytes, problem.recompute, problem.reorder, problem.host)
 
     def apply_order(self, order: Iterable[int]) -> list[int]:
         """Order of the folded graph for an order of the original one.
@@ -110,19 +111,34 @@ class FoldViews:
         Args:
             order: Ops of the folded graph, in the order of their computations.
         """
-        sequence = [self.kept_ops[o] for o in order]
+        return [step.op for step in self.invert_steps([Compute(o) for o in order]) if isinstance(step, Compute)]
+
+    def invert_steps(self, steps: Iterable[Step]) -> list[Step]:
+        """As `invert`, for a sequence in which copies stand between the computations.
+
+        Views of a value that was fetched are computed again, since its storage is another one.
+
+        Args:
+            steps: `Compute`, `Offload`, `Fetch` and `Free` steps of the folded graph.
+        """
+        kept_ops = set(self.kept_ops)
+        values = [v for v, o in enumerate(self.original.producer) if o in kept_ops]
+        sequence = [
+            Compute(self.kept_ops[step.op]) if isinstance(step, Compute) else type(step)(values[step.value]) for step in steps
+        ]
         if len(self.kept_ops) == len(self.original.ops):
             return sequence
         emitted = self._emit(sequence, frozenset())
         # Views without a reader are known only after a pass that inserts the others.
-        missing = frozenset(range(len(self.original.ops))) - frozenset(emitted)
+        computed = {step.op for step in emitted if isinstance(step, Compute)}
+        missing = frozenset(range(len(self.original.ops))) - computed
         return self._emit(sequence, missing) if missing else emitted
 
-    def _emit(self, sequence: Sequence[int], eager: frozenset[int]) -> list[int]:
+    def _emit(self, sequence: Sequence[Step], eager: frozenset[int]) -> list[Step]:
         """The sequence with views inserted.
 
         Args:
-            sequence: Ops of the original graph without its views.
+            sequence: Steps of the original graph without its views.
             eager: Views to compute as soon as their storage is first computed.
         """
         graph = self.original
@@ -131,7 +147,7 @@ class FoldViews:
         # version would be read with old contents and hold old bytes, so it is made again after each new version.
         version = [0] * len(graph.values)
         bound = [-1] * len(graph.values)  # version of the storage that the newest instance of a view shares
-        out: list[int] = []
+        out: list[Step] = []
         with_root: dict[int, list[int]] = {}
         for o in sorted(eager):
             for v in graph.ops[o].outputs:
@@ -153,15 +169,20 @@ class FoldViews:
                     stack += stale
                     continue
                 stack.pop()
-                out.append(o)
+                out.append(Compute(o))
                 for u in graph.ops[o].outputs:
                     bound[u] = version[graph.root[u]]
 
         done: set[int] = set()
-        for o in sequence:
+        for step in sequence:
+            if not isinstance(step, Compute):
+                out.append(step)
+                version[step.value] += isinstance(step, Fetch)
+                continue
+            o = step.op
             for v in graph.ops[o].inputs:
                 ensure(v)
-            out.append(o)
+            out.append(step)
             for v in graph.ops[o].outputs:
                 version[v] += 1
             if o not in done:

@@ -13,12 +13,13 @@ import torch
 from torch import fx
 
 from checkmate.core.budget import Budget, ResidentMemory
-from checkmate.core.errors import GraphError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
 from checkmate.core.result import Result
-from checkmate.core.units import format_at_least, format_bytes
+from checkmate.core.units import format_at_least, format_bytes, parse_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
-from checkmate.frontend.planner import near_smallest, planner_for, result_of_order
+from checkmate.frontend.planner import GivenPlan, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
@@ -40,6 +41,7 @@ from checkmate.torch.measure.resident import cuda_device, gradient_bytes, other_
 from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.measure.warm_up import warm_up
 from checkmate.torch.options import Options
+from checkmate.torch.partition.copies import measured_host
 from checkmate.torch.partition.split import CapturedJoint, Recapture, Task
 from checkmate.torch.passes.accumulation import accumulated_inputs
 
@@ -106,6 +108,8 @@ class Compilation:
             other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known) + self._unread_bytes,
         )
         self._num_inputs = len(example_inputs)
+        tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
+        self._device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self._accumulated = self._accumulating(example_inputs)
         self.planned: PlannedGraph | None = None
         self._recompile = recompile_current_frame()
@@ -317,7 +321,7 @@ class Compilation:
         options = self.options
         if self.ranks is not None or options.checkpoints != "hints" or options.compiler != "eager" or options.plan is not None:
             return None
-        if options.budget_of == "reserved":
+        if options.host is not None or options.budget_of == "reserved":
             return None
         excluded = frozenset(options.no_recompute)
         chunks = Chunks(exact, lambda op: excluded.isdisjoint(op_names(op)))
@@ -349,6 +353,9 @@ class Compilation:
             InfeasibleBudgetError: No plan keeps the budget, which is proven.
             PlanNotFoundError: No plan was found in time.
         """
+        given = self.options.planning.plan
+        if self.options.host is not None or (given is not None and given.host is not None):
+            return self._plan_with_host(graph, given)
         if self.alone(graph):
             return planner_for(self.planning)(graph)
         assert self.budget is not None
@@ -358,6 +365,18 @@ class Compilation:
         smallest = near_smallest(graph, _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total)
         self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)
+
+    def _plan_with_host(self, graph: Graph, given: Plan | None) -> Result:
+        """A plan with copies to the host, in whole steps only."""
+        if not self.hooks.whole or self.ranks is not None:
+            raise OptionError(
+                "host needs a whole step on one device: which values are away is not known to another graph or another rank",
+                hint="use checkmate.torch.compile(model, loss, optimizer, example=..., budget=..., host=...), or leave out host",
+            )
+        if given is not None:
+            return GivenPlan(given, self.budget, copies=True)(graph)
+        host = measured_host(self._device, parse_bytes(self.options.host or 0))
+        return planner_for(replace(self.options.planning, host=host))(graph)
 
     def _refused(self, graph: Graph) -> Result:
         """Refuse a budget that one graph of a step of several exceeds by itself; what the others add is not known."""

@@ -10,11 +10,13 @@ import torch
 
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
+from checkmate.core.plan import HostMemory
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Reason, Result
 from checkmate.core.units import Amount, format_bytes, parse_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.frontend.planner import keep_everything
+from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.solve import solve
 from checkmate.studies.fit_report import Fits, Verdict
 from checkmate.studies.min_budget import min_budget
@@ -44,6 +46,7 @@ def fits(
     headroom: float = 0.03,
     sequence_dim: int | None = None,
     chunking: Chunking = "off",
+    host: Amount | None = None,
     time_limit_s: float = 60.0,
 ) -> Fits:
     """Predict whether a training step fits a device, which need not be present; exact in bytes, approximate in time.
@@ -67,6 +70,8 @@ def fits(
         chunking: With ``"auto"``, ops on large tensors may run piece by piece, as in `compile`: the smallest peak, the plan and
             the largest sizes are then those of the step with some regions in pieces, which are named. Times of pieces are
             roofline estimates like all others. ``"exact"`` cannot be answered for a device that is not there.
+        host: Memory of the host that values may be copied to over the device's bus, such as ``"32GiB"``. The verdict and the plan
+            are then those with copies; the smallest peak and the largest sizes are without.
         time_limit_s: Seconds for everything. Tracing a large model takes half a minute; searches for which no time is left
             are skipped, with a remark.
 
@@ -88,7 +93,10 @@ def fits(
     """
     began = time.perf_counter()
     check_chunking(chunking)
+    if host is not None and chunking != "off":
+        raise OptionError("host and chunking are not planned together", hint="leave out chunking, or host")
     target = EmulatedDevice(load_device(device), cpu_costs=Profiler())
+    memory_of_host = None if host is None else target.device.host_memory(host)
     memory_bytes = target.device.memory_bytes if memory is None else parse_bytes(memory)
     headroom_bytes = _share(headroom, memory_bytes)
     available = memory_bytes - target.device.context_bytes - headroom_bytes
@@ -109,7 +117,7 @@ def fits(
     remarks = _caveats(target, step)
     least = least_peak(step, chunking)
     smallest = min_budget(least.captured.graph, limits=Limits(time_s=tracer.share_s(SHARES.smallest_budget)))
-    verdict, graph, result = _best(step, least, smallest, available, tracer, remarks)
+    verdict, graph, result = _best(step, least, smallest, available, tracer, remarks, memory_of_host)
     largest = functools.partial(largest_size, tracer, step, available, least.kinds, remarks)
     # First what was asked for: time may be left for one of the two.
     longest = None if sequence is None or sequence_dim is None else largest("sequence", sequence_dim, sequence)
@@ -176,12 +184,14 @@ def _best(
     available: int,
     tracer: DeviceTracer,
     remarks: list[str],
+    host: HostMemory | None,
 ) -> tuple[Verdict, Graph, Result | None]:
     """The verdict for the available bytes, and the cheapest plan found with the graph that it is for."""
     graph = step.graph
     if step.keep_all_bytes <= available:
         return "keeps everything", graph, keep_everything(graph)
-    if max(smallest.floor_bytes, step.update_bytes) > available:
+    lowest = smallest.floor_bytes if host is None else floor(graph, copies=True).peak_bytes
+    if max(lowest, step.update_bytes) > available:
         return "does not fit", graph, None
     if least.kinds:
         found = best_in_pieces(step, least, smallest, available, tracer.share_s(SHARES.plan))
@@ -192,9 +202,12 @@ def _best(
         return "not known", graph, None
     known = smallest.plan if smallest.peak_bytes <= available else None
     limits = Limits(time_s=tracer.share_s(SHARES.plan))
-    result = solve(Problem(graph, available), limits=limits, initial=known, raise_on_failure=False)
+    result = solve(Problem(graph, available, host=host), limits=limits, initial=known, raise_on_failure=False)
+    if host is not None:
+        remarks.append("the smallest peak, its floor and the largest sizes are those without copies to the host")
+        remarks += result.remarks
     if isinstance(result, Result):
-        return "fits with recomputation", graph, result
+        return ("fits with recomputation" if result.plan.host is None else "fits with offload"), graph, result
     if result.termination.reason is Reason.INFEASIBLE:
         remarks.append(f"the solver's cuts prove that no plan of any order keeps {format_bytes(available)}")
         return "does not fit", graph, None

@@ -52,7 +52,7 @@ class TimingEffort:
         again_ns: Ops that take longer are measured in several passes over all of them.
         least_passes: How often they are measured at least; the fastest run of all passes counts. A machine can be a fifth slower
             for a second, and all readings of an op that is measured then.
-        settled: No further pass after one that made them faster, all together, by less than this share, unless the machine was
+        converged: No further pass after one that made them faster, all together, by less than this share, unless the machine was
             slow meanwhile.
         slow_pace: The machine is slow where a reference op takes so many times the least that it took in this process.
         most_s: No further pass once passes took so many seconds: a machine may stay slow.
@@ -73,7 +73,7 @@ class TimingEffort:
     block: int = 1 << 18
     again_ns: int = 100_000
     least_passes: int = 3
-    settled: float = 0.004
+    converged: float = 0.004
     slow_pace: float = 1.03
     most_s: float = 4.0
     later_repeats: int = 2
@@ -153,8 +153,8 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
             for key, node in progress.counted([*again.items()], "measuring costs"):
                 found[key] = found[key]._replace(cost_ns=min(found[key].cost_ns, quantise(fastest_run_ns(node, other))))
             gained = before - sum(found[k].cost_ns for k in again)
-            settled = gained <= _EFFORT.settled * before and not (pace.is_slow() or slow)
-            if number >= _EFFORT.least_passes and (settled or time.perf_counter() - began > _EFFORT.most_s):
+            converged = gained <= _EFFORT.converged * before and not (pace.is_slow() or slow)
+            if number >= _EFFORT.least_passes and (converged or time.perf_counter() - began > _EFFORT.most_s):
                 break
     return found
 

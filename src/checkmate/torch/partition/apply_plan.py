@@ -9,8 +9,11 @@ which order; the partitioner decides that. Here every recomputation is a separat
 - with recompute tags left on nodes, it would hand the graph to the min-cut partitioner, which would ignore the plan;
 - with a module attribute (body of a higher-order op) shared between forward and backward, it would be treated as a value to save.
 
-Frees of the plan need no nodes: boxed FX code frees every tensor after its last use (`checkmate.torch._compat.aot.boxed`), which
-is never later than the plan does. `checkmate.torch.partition.check_peak` verifies the outcome.
+Copies to the host are nodes too, and so are the waits for them (`checkmate.torch.partition.copies`), in whole steps only.
+
+Other frees of the plan need no nodes: boxed FX code frees every tensor after its last use
+(`checkmate.torch._compat.aot.boxed`), which is never later than the plan does. `checkmate.torch.partition.check_peak`
+verifies the outcome.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from checkmate.core.plan import Plan
+from checkmate.core.plan import Compute, Fetch, Free, Offload, Plan, Step
 from checkmate.torch.graph.op_properties import (
     BATCH_NORM_NO_STATS,
     op_properties,
@@ -33,6 +36,7 @@ from checkmate.torch.graph.op_properties import (
 from checkmate.torch.graph.rng import emit_replay, emit_with_saved_state
 from checkmate.torch.graph.symbolic import size_arithmetic
 from checkmate.torch.joint.capture import Capture, Member
+from checkmate.torch.partition import copies
 
 _RECOMPUTE_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
@@ -59,10 +63,15 @@ class _Writer:
         done: Ops that were computed at least once.
         state: Random op to the node of its saved generator state.
         backward: Whether the boundary was passed.
+        node_of: Value to the node of the original graph that returns it.
+        host: Value to the node of its copy on the host.
+        sending: Values on the device whose copies to the host are waited for when they are freed.
+        arriving: Values on the device whose copies from the host are waited for when they are read.
     """
 
     def __init__(self, capture: Capture, plan: Plan) -> None:
         self.capture = capture
+        self.steps = plan.steps
         self.order = plan.order
         self.times = Counter(self.order)
         self.graph = fx.Graph()
@@ -70,6 +79,10 @@ class _Writer:
         self.done: set[int] = set()
         self.state: dict[int, fx.Node] = {}
         self.backward = False
+        self.node_of = {v: node for node, v in capture.value_of.items()}
+        self.host: dict[int, fx.Node] = {}
+        self.sending: set[int] = set()
+        self.arriving: set[int] = set()
 
     def write(self) -> fx.GraphModule:
         joint = self.capture.joint
@@ -81,12 +94,21 @@ class _Writer:
                 self._tag(self._copy(node), node)
         stats = self._stats_readers()
         returned: list[Any] = []
-        for position, o in enumerate(self.order):
+        position = -1
+        for step in self.steps:
+            if not isinstance(step, Compute):
+                self._move(step)
+                continue
+            o, position = step.op, position + 1
+            for v in self.arriving.intersection(self.capture.graph.ops[o].inputs):
+                self._wait_fetched(v)
             if o == self.capture.graph.boundary:
                 returned = [self._now(out) for out in self.capture.forward_outputs]
                 self.backward = True
             else:
                 self._emit(o, self.capture.members[o], position in stats)
+        for v in sorted(self.arriving):
+            self._wait_fetched(v)
         if self.capture.graph.boundary is None:
             returned = [self._now(out) for out in self.capture.forward_outputs]
         returned += [self._now(out) for out in self.capture.backward_outputs]
@@ -95,6 +117,41 @@ class _Writer:
         module = fx.GraphModule(joint, self.graph)
         module.graph.lint()
         return module
+
+    def _move(self, step: Step) -> None:
+        """Emit the nodes of a copy, and of the wait for one at a free; other frees need none."""
+        assert not isinstance(step, Compute)
+        v, node = step.value, self.node_of.get(step.value)
+        if isinstance(step, Offload):
+            assert node is not None
+            self.host[v] = self._call(copies.offload, (self.env[node],), None)
+            self.sending.add(v)
+        elif isinstance(step, Free):
+            if v in self.sending:
+                assert node is not None
+                self._call(copies.wait_sent, (self.host[v], self.env[node]), None)
+                self.sending.remove(v)
+            self.arriving.discard(v)
+        elif isinstance(step, Fetch):
+            assert node is not None
+            self.env[node] = self._call(copies.fetch, (self.host[v],), node)
+            self.arriving.add(v)
+        else:
+            self._call(copies.discard, (self.host.pop(v),), None)
+            self.sending.discard(v)
+
+    def _wait_fetched(self, v: int) -> None:
+        node = self.node_of[v]
+        self.env[node] = self._call(copies.wait_fetched, (self.env[node], self.host[v]), node)
+        self.arriving.remove(v)
+
+    def _call(self, function: Any, arguments: tuple[fx.Node, ...], like: fx.Node | None) -> fx.Node:
+        """Emit a call; what it returns is like a node of the original graph, or no tensor."""
+        emitted = self.graph.call_function(function, arguments)
+        emitted.meta = {"val": None} if like is None else dict(like.meta)
+        if like is not None:
+            self._tag(emitted, like)
+        return emitted
 
     def _emit(self, o: int, member: Member, with_stats: bool) -> None:
         node = member.node

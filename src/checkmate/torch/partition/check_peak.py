@@ -27,6 +27,7 @@ from checkmate.torch._compat.dispatch import HigherOrderOperator
 from checkmate.torch.graph.op_properties import UNDEFINED, random_op
 from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, leaves, storage_bytes, storage_key
+from checkmate.torch.partition.copies import is_copy
 
 _EXTERNAL = -1
 
@@ -112,7 +113,7 @@ class _Liveness:
         self.death: list[int] = []
         self.where: dict[fx.Node, dict[int, int]] = {}
         self.extra: dict[int, int] = {}
-        run = [n for n in nodes if n.target is not operator.getitem]
+        run = [n for n in nodes if n.target is not operator.getitem and not is_copy(n)]
         self.workspace = {n: c.workspace_bytes for n, c in zip(run, costs(run), strict=True)}
 
     def module(self, module: fx.GraphModule, saved: dict[str, dict[int, int]]) -> None:

@@ -125,6 +125,7 @@ def compile(  # noqa: A001 - named like torch.compile
     checkpoints: Checkpoints = "hints",
     costs: CostSource = "measured",
     chunking: Chunking = "exact",
+    host: Amount | None = None,
     dynamic: bool = False,
     mode: Mode = "default",
     inductor_options: Mapping[str, Any] | None = None,
@@ -166,6 +167,7 @@ def compile(  # noqa: A001 - named like torch.compile
             without that boundary.
         costs: Where costs come from.
         chunking: Whether ops on large tensors may run piece by piece: where no bit changes, also with sums, or never.
+        host: Memory of the host that values may be copied to, such as ``"32GiB"``. Only in a whole step.
         dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
             every shape is compiled and planned separately.
         mode: The ``mode`` of `torch.compile`, with ``compiler="inductor"``.
@@ -199,6 +201,7 @@ def compile(  # noqa: A001 - named like torch.compile
         checkpoints=checkpoints,
         costs=costs,
         chunking=chunking,
+        host=host,
         mode=mode,
         inductor_options=inductor_options or {},
     )

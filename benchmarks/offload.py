@@ -1,0 +1,224 @@
+"""Fronts with and without a host on GPUs that are not there: cost and bound against the budget, with copies planned jointly.
+
+Steps are traced on shapes alone; op costs are roofline estimates for the device, and copies take the rates of its profile.
+Nothing was measured: the fronts compare plans under one model. ``waits`` is the time in which the step waits for copies.
+
+    python benchmarks/offload.py [--cases gpt2-xl llama-7b resnet-50] [--devices H100 ...] [--seconds 30]
+
+Rows of cases and devices that are not named stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fresh import hardware, ran_on, versions
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "offload.json"
+TABLE = HERE.parent / "docs" / "benchmarks" / "offload.md"
+DEVICES = ("RTX 4090", "H100", "H200", "GH200")
+BUDGETS = ("20%", "40%")
+HOST = "64GiB"
+
+
+def gpt2_xl() -> tuple[Any, Any, Any]:
+    """GPT-2 XL in bfloat16 without dropout, 4 sequences of 1024 tokens."""
+    import torch
+    from torch_fits import _logits, _loss
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=48, n_embd=1600, n_head=25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    )
+    with torch.device("meta"):
+        tokens = torch.zeros(4, 1024, dtype=torch.long)
+        return _logits(GPT2LMHeadModel(config).to(torch.bfloat16)), _loss, (tokens, tokens)
+
+
+def llama_7b() -> tuple[Any, Any, Any]:
+    """The shapes of Llama 7B in bfloat16, one sequence of 2048 tokens."""
+    from torch_fits import llama_7b as case
+
+    model, loss, example, _ = case()
+    return model, loss, example
+
+
+def llama_1b() -> tuple[Any, Any, Any]:
+    """The shapes of Llama 3.2 1B in bfloat16, 4 sequences of 2048 tokens: the case of torchtitan#3881."""
+    import torch
+    from torch_fits import _logits, _loss
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, rope_theta=500000.0, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        tokens = torch.zeros(4, 2048, dtype=torch.long)
+        return _logits(LlamaForCausalLM(config).to(torch.bfloat16)), _loss, (tokens, tokens)
+
+
+def resnet_50() -> tuple[Any, Any, Any]:
+    """ResNet-50 in float32 (TF32), 64 images of 224 x 224 pixels."""
+    import torch
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = ResNetForImageClassification(ResNetConfig(num_labels=1000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(pixel_values=x).logits
+
+    with torch.device("meta"):
+        return Logits(), torch.nn.functional.cross_entropy, (torch.zeros(64, 3, 224, 224), torch.zeros(64, dtype=torch.long))
+
+
+CASES = {"gpt2-xl": gpt2_xl, "llama-7b": llama_7b, "llama-1b": llama_1b, "resnet-50": resnet_50}
+
+
+def front(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
+    """Both curves of a case on a device, from the smallest budget up."""
+    import checkmate
+    import checkmate.torch
+
+    profile = checkmate.load_device(device)
+    model, loss, example = CASES[name]()
+    graph = checkmate.torch.capture(model, loss, example=example, device=profile, optimizer=None, outputs="released")
+    host = profile.host_memory(HOST)
+    rows: list[dict[str, Any]] = []
+    for budget in BUDGETS:
+        found = {}
+        for kind, given in (("alone", None), ("host", host)):
+            problem = checkmate.Problem(graph, budget, host=given)
+            start = found["alone"].plan if kind == "host" else None
+            limits = checkmate.Limits(time_s=seconds if kind == "host" else seconds / 2)
+            found[kind] = checkmate.solve(problem, limits=limits, initial=start, raise_on_failure=False)
+        row = {
+            "case": name,
+            "about": " ".join((CASES[name].__doc__ or "").split()),
+            "device": device,
+            "budget": budget,
+            "budget_bytes": checkmate.Problem(graph, budget).budget_bytes,
+            "resident_bytes": graph.resident_bytes,
+            "ops": len(graph.ops),
+            "once_ns": graph.cost,
+            "forward_ns": sum(op.cost for op in graph.ops if op.phase == "forward"),
+            "out_bytes_per_s": host.out_bytes_per_s,
+            "in_bytes_per_s": host.in_bytes_per_s,
+            **{kind: _figures(graph, result) for kind, result in found.items()},
+        }
+        print(_line(row), file=sys.stderr)
+        rows.append(row)
+    return rows
+
+
+def _figures(graph: Any, result: Any) -> dict[str, Any]:
+    import checkmate
+
+    figures = {
+        "bound": None if result.bound == float("inf") else result.bound / graph.cost,
+        "elapsed_s": round(result.elapsed_s, 1),
+    }
+    if result.plan is None:
+        return {**figures, "status": result.termination.reason.value}
+    timeline = checkmate.simulate(graph, result.plan)
+    return {
+        **figures,
+        "status": result.termination.reason.value,
+        "overhead": result.overhead,
+        "gap": result.gap,
+        "peak_bytes": result.peak_bytes,
+        "recomputations": len(result.plan.order) - len(graph.ops),
+        "copies": sum(c.direction == "out" for c in timeline.copies),
+        "offloaded_bytes": sum(graph.values[c.value].size_bytes for c in timeline.copies if c.direction == "out"),
+        "host_peak_bytes": timeline.host_peak_bytes,
+        "waits_ns": timeline.waited,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    alone, host = row["alone"], row["host"]
+    cells = [
+        row["case"], row["device"], row["budget"], f"{row['budget_bytes'] / 2**30:.2f} GiB", _overhead(alone), _overhead(host),
+        f"{host.get('offloaded_bytes', 0) / 2**30:.2f} GiB", f"{host.get('waits_ns', 0) / row['once_ns']:.1%}",
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def _window(row: dict[str, Any]) -> str:
+    window = row["forward_ns"] * row["out_bytes_per_s"] / 1e9
+    return f"| {row['case']} | {row['device']} | {row['forward_ns'] / 1e6:.1f} ms | {window / 2**30:.2f} GiB |"
+
+
+def _overhead(figures: dict[str, Any]) -> str:
+    if "overhead" not in figures:
+        return figures["status"]
+    return f"{figures['overhead']:.4f} (at least {max(1.0, figures['bound']):.4f})"
+
+
+def page(rows: list[dict[str, Any]], ran: dict[str, Any]) -> str:
+    """The page of the documentation."""
+    about = {row["case"]: f"{row['about']} {row['ops']} ops." for row in rows}
+    rates = {row["device"]: (row["out_bytes_per_s"], row["in_bytes_per_s"]) for row in rows}
+    lines = [
+        "# Fronts with and without a host",
+        "",
+        "Overheads of the best plans found, each with the proven bound for every plan of its kind: without copies, and",
+        f"with copies to {HOST} of a host planned jointly with recomputation ([offload](../explanation/offload.md)). An",
+        "overhead is the time at which the step ends, over the time of computing every op once. Budgets are shares of",
+        "what a plan can change. The steps are plain loops without the optimizer's updates.",
+        "",
+        "**Nothing here was measured on a GPU.** Times of ops are roofline estimates, which real kernels take longer",
+        "than: on a device more copies are hidden than here. Rates of buses are those of the device profiles; for the",
+        "H100, the H200 and the GH200 they are from published measurements, see `checkmate devices NAME`. *Window* is",
+        "what can leave the device while the forward runs, at the rate of the bus.",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+        *(f"- {name}: {out / 1e9:g} GB/s to the host, {back / 1e9:g} GB/s from it." for name, (out, back) in rates.items()),
+        "",
+        "| step | device | forward | window |",
+        "|---|---|---|---|",
+        *dict.fromkeys(map(_window, rows)),
+        "",
+        "| step | device | budget | bytes | without copies | with copies | offloaded | waits |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(_line, rows),
+        "",
+        f"At most {ran['seconds'] / 2:g} s for a plan without copies, and {ran['seconds']:g} s for one with copies. "
+        + ran_on(ran),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the named cases, keep the rows of the others, and write both files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
+    parser.add_argument("--seconds", type=float, default=30.0)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    for device in options.devices:
+        for case in options.cases:
+            new = front(case, device, options.seconds)
+            rows = [row for row in rows if (row["case"], row["device"]) != (case, device)] + new
+            rows.sort(
+                key=lambda row: (list(CASES).index(row["case"]), DEVICES.index(row["device"]), BUDGETS.index(row["budget"]))
+            )
+            ran = {"hardware": hardware(), "versions": versions("torch", "transformers"), "seconds": options.seconds}
+            RESULTS.write_text(json.dumps({**ran, "rows": rows}, indent=1) + "\n")
+            TABLE.write_text(page(rows, ran))
+
+
+if __name__ == "__main__":
+    main()

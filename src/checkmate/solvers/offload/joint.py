@@ -1,0 +1,328 @@
+"""The search over computing again and copying: which values go to the host, and what is computed again beside that.
+
+A round chooses a set of values to copy, places their copies for the times of the best plan so far (`placement`), and lets the
+search over evictions (`evict`) find the recomputations that are still needed; the plan is timed with its copies by
+`simulate`. The first sets come from the linear programs of the joint bound, whose z says what is worth its time on the bus;
+later ones from the best set, by exchanging a few values. Copies that are hidden come first: placed at the speed of the bus,
+they cost nothing. Placed for a faster bus than there is, they hold less and are waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+
+from checkmate.core.errors import PlanError
+from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan, Step
+from checkmate.core.problem import Problem
+from checkmate.core.result import Reason, Termination
+from checkmate.core.simulate import simulate
+from checkmate.solvers.bounds.copy_cuts import build_with_host, proven_ns
+from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.refine import promising_events
+from checkmate.solvers.evict.instance import Move
+from checkmate.solvers.evict.search import Search
+from checkmate.solvers.evict.starts import starts
+from checkmate.solvers.offload.placement import Placed, Reference, place
+from checkmate.solvers.offload.sequence import needed_steps, plan_with_copies
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session, Solver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointParameters:
+    """Parameters of `run_with_host`. Chosen by hand on GPT-2 and ResNet-50.
+
+    Attributes:
+        alone_share: Share of the time for plans without copies.
+        bound_share: Share of the time left for the programs of the joint bound.
+        speeds: Factors of the bus for which copies are placed; 1 hides them.
+        greedy: Greedy plans to make for each set of copies.
+        decodes: Sequences to try around each set of copies; and around a set that gave the best plan so far.
+        better_decodes: The latter.
+        patience: Sets without gain after which to stop.
+        exchanged: Most values that are exchanged between two sets.
+        again_chance: How often values are added that the best plan computes again, rather than any.
+        linear_s: Most seconds for one linear program.
+    """
+
+    alone_share: float = 0.3
+    bound_share: float = 0.3
+    speeds: tuple[float, ...] = (1.0, 1.3, 2.0, 4.0, 1e9)
+    greedy: int = 8
+    decodes: int = 60
+    better_decodes: int = 400
+    patience: int = 200
+    exchanged: int = 4
+    again_chance: float = 0.7
+    linear_s: float = 5.0
+
+
+PARAMETERS = JointParameters()
+
+
+def run_with_host(problem: Problem, session: Session, alone: Solver) -> Termination:
+    """Find the plan whose step ends first; never later than without copies, whose plans are offered first.
+
+    Args:
+        problem: A problem with a host.
+        session: Takes plans and bounds.
+        alone: Solver for the problem without copies.
+    """
+    without = _Alone(problem, session)
+    without.run(alone)
+    if session.cost == problem.graph.cost:
+        session.remark("offload does not pay: the budget holds every value, so nothing is computed again or copied")
+        return Termination(Reason.FEASIBLE)
+    _Joint(problem, session).run()
+    if session.plan is None:
+        return Termination(
+            Reason.NOT_FOUND, limit="time" if session.left_s() <= 0 else "", detail="no copies were found that fit"
+        )
+    if session.plan.host is None:
+        session.remark("offload does not pay here: no plan with copies was found that ends earlier")
+    elif without.cost is not None:
+        gain = (without.cost - (session.cost or 0)) / without.cost
+        session.remark(f"copies to the host end the step {gain:.1%} earlier than the best plan without them")
+    return Termination(Reason.FEASIBLE)
+
+
+class _Alone:
+    """The plan without copies."""
+
+    def __init__(self, problem: Problem, session: Session) -> None:
+        self.problem, self.session = problem, session
+        self.cost: int | None = None
+
+    def run(self, solver: Solver) -> None:
+        from checkmate.solvers.bounds.floor import floor
+
+        problem, session = self.problem.without_host(), self.session
+        left = session.left_s()
+        if session.plan is not None and session.plan.host is None:  # one to start from was given
+            self.cost = session.cost
+            return
+        if left <= 0 or floor(problem.graph).peak_bytes > problem.budget_bytes:
+            return
+        limits = replace(session.limits, time_s=left * PARAMETERS.alone_share if math.isfinite(left) else None)
+        inner = Session(problem, limits)
+        try:
+            solver.run(problem, inner)
+        finally:  # also where the user interrupts
+            inner.close()
+            if inner.plan is not None:
+                session.offer_plan(inner.plan)
+                self.cost = inner.cost
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A set of values to copy and the best plan found with it."""
+
+    chosen: frozenset[int]
+    cost: int
+    order: tuple[int, ...]
+
+
+class _Joint:
+    def __init__(self, problem: Problem, session: Session) -> None:
+        assert problem.host is not None
+        self.problem, self.session = problem, session
+        self.host: HostMemory = problem.host
+        self.fold = FoldViews.of(problem.graph, priced=problem.reorder)
+        self.folded = self.fold.apply(problem.without_host())
+        self.graph = self.folded.graph
+        self.size = [value.size_bytes for value in self.graph.values]
+        self.random = Random(session.limits.seed)
+        self.best: _Tried | None = None
+
+    def run(self) -> None:
+        references = self._references()
+        if self.session.plan is not None and self.session.cost is not None:
+            known = tuple(self.fold.apply_order(self.session.plan.order))
+            self.best = _Tried(frozenset(), self.session.cost, known)
+        sets = self._prove_and_choose(references[0])
+        everything = frozenset(references[0].gaps)
+        for chosen in dict.fromkeys([*sets, everything]):
+            for reference in references:
+                self._try(chosen, reference, PARAMETERS.decodes)
+                if self.session.done:
+                    return
+        self._improve()
+
+    def _references(self) -> list[Reference]:
+        """Times of the best plan so far, and of orders that compute every op once."""
+        orders: list[Sequence[int]] = []
+        found: list[Reference] = []
+        if self.session.plan is not None:
+            known = self.fold.apply_order(self.session.plan.order)
+            orders.append(known)
+            if self.best is None and self.session.plan.host is None:
+                found.append(Reference.of(self.graph, known))
+        for start in starts(self.folded, self.session.limits.seed, self.session.time_up):
+            if not start.on_demand:
+                orders.append(list(start.order))
+        for order in orders:
+            first = Reference.of(self.graph, list(dict.fromkeys(order)))
+            if all(first.sequence != other.sequence for other in found):
+                found.append(first)
+        return found
+
+    def _prove_and_choose(self, reference: Reference) -> list[frozenset[int]]:
+        """Bounds from single events, and the values that their linear programs copy, the best bound first."""
+        from checkmate.solvers.backends.highs import solve_linear
+
+        session = self.session
+        plain = FoldViews.of(self.problem.graph)
+        model = CutModel(plain.apply(self.problem))
+        until = session.elapsed_s() + PARAMETERS.bound_share * min(60.0, session.left_s())
+        found: list[tuple[float, frozenset[int]]] = []
+        for event in promising_events(plain.folded, [reference.targets]):
+            cut = build_with_host(model, event, self.host, self.problem.graph.cost)
+            if cut.impossible:
+                session.prove(math.inf)
+                return []
+            solved = solve_linear(cut.program, time_s=PARAMETERS.linear_s)
+            session.prove(proven_ns(solved.bound, model, self.problem.graph.cost))
+            if solved.solution is not None:
+                columns = np.flatnonzero(cut.fetched >= 0)
+                away = columns[solved.solution[cut.fetched[columns]] >= 0.5]
+                found.append((solved.bound, frozenset(int(v) for v in away)))
+            if session.done or session.elapsed_s() > until:
+                break
+        found.sort(key=lambda pair: -pair[0])
+        return [chosen for _, chosen in found[:3] if chosen]
+
+    def _improve(self) -> None:
+        """Exchange some values of the best set until several sets in a row bring no gain."""
+        without_gain = 0
+        while self.best is not None and without_gain < PARAMETERS.patience and not self.session.done:
+            best = self.best
+            reference = Reference.of(self.graph, best.order)
+            chosen = set(best.chosen)
+            others = sorted(set(reference.gaps) - chosen)
+            again = self._made_again(best.order)
+            if self.random.random() < PARAMETERS.again_chance and not again.isdisjoint(others):
+                others = [v for v in others if v in again]
+            if self.random.random() < 0.7 and others:
+                chosen.update(self.random.sample(others, min(len(others), self.random.randint(1, PARAMETERS.exchanged))))
+            if self.random.random() < 0.5 and chosen:
+                members = sorted(chosen)
+                chosen.difference_update(
+                    self.random.sample(members, min(len(members), self.random.randint(1, PARAMETERS.exchanged)))
+                )
+            self._try(frozenset(chosen), reference, PARAMETERS.decodes)
+            without_gain = 0 if self.best.cost < best.cost else without_gain + 1
+
+    def _made_again(self, order: Sequence[int]) -> set[int]:
+        """Values that a sequence computes more than once, of which copies can take the place."""
+        times = Counter(order)
+        return {v for o, count in times.items() if count > 1 for v in self.graph.ops[o].outputs}
+
+    def _try(self, chosen: frozenset[int], reference: Reference, decodes: int) -> None:
+        """Search with the copies of a set placed for each speed of the bus, from hidden ones on."""
+        before: list[Placed] = []
+        for speed in PARAMETERS.speeds:
+            if self.session.left_s() <= 0:
+                return
+            placed = place(reference, chosen, self.host, self.size, speed)
+            if placed == before:  # nothing, or the same places once more
+                continue
+            before = placed
+            cost = self._search(frozenset(p.value for p in placed), placed, reference, decodes)
+            if cost is not None and speed > 1 and (self.best is None or cost > self.best.cost):
+                return
+
+    def _search(self, chosen: frozenset[int], placed: list[Placed], reference: Reference, decodes: int) -> int | None:
+        end = len(self.graph.ops)
+        moves: list[Move] = []
+        at: dict[int, list[int]] = {}
+        for p in sorted(placed, key=lambda p: p.gone_at):
+            moves.append(Move(p.value, False))
+            at.setdefault(p.gone_at, []).append(end + len(moves))
+        for p in placed:
+            moves.append(Move(p.value, True))
+            at.setdefault(p.fetch_at, []).append(end + len(moves))
+        order = [o for stage, target in enumerate(reference.targets) for o in (*at.get(stage, ()), target)]
+        order += at.get(len(reference.targets), [])
+        search = Search(self.folded, frozenset(), self.session.limits.seed, order, self.session.time_up, moves)
+        if len(reference.sequence) > len(reference.targets):
+            search.start_from_order(self._with_moves(reference, at, moves))
+        search.first(PARAMETERS.greedy, lambda: self.session.left_s() <= 0)
+        if not math.isfinite(search.best_cost):
+            return None
+        best: int | None = None
+        for effort in (0, decodes, PARAMETERS.better_decodes):
+            if effort and not search.improve(effort, 6e-4, lambda: self.session.left_s() <= 0):
+                break
+            cost = self._offer(search.order(), moves, chosen)
+            if cost is None or (best is not None and cost >= best):
+                break
+            best = cost
+            if self.best is None or cost > self.best.cost * 1.01:
+                break
+        return best
+
+    def _with_moves(self, reference: Reference, at: dict[int, list[int]], moves: Sequence[Move]) -> list[int]:
+        """The sequence of a reference with moves in their stages, less what need not be computed again beside them."""
+        end = len(self.graph.ops)
+        sent, back = {m.value for m in moves if m.fetches}, set[int]()
+        ids = {(move.value, move.fetches): end + 1 + m for m, move in enumerate(moves)}
+        steps: list[Step] = []
+        done: set[int] = set()
+
+        def begin(stage: int) -> None:
+            for o in at.get(stage, ()):
+                move = moves[o - end - 1]
+                steps.append(Fetch(move.value) if move.fetches else Free(move.value))
+                if move.fetches:
+                    back.add(move.value)
+
+        begin(0)
+        for o in reference.sequence:
+            outputs = self.graph.ops[o].outputs
+            if o in done and back.issuperset(outputs):
+                continue
+            steps.append(Compute(o))
+            if o not in done:
+                steps += [Offload(v) for v in outputs if v in sent]
+                done.add(o)
+                begin(len(done))
+        order: list[int] = []
+        for step in needed_steps(self.folded, steps):
+            if isinstance(step, Compute):
+                order.append(step.op)
+            elif not isinstance(step, Offload):
+                order.append(ids[step.value, isinstance(step, Fetch)])
+        return order
+
+    def _offer(self, order: list[int], moves: Sequence[Move], chosen: frozenset[int]) -> int | None:
+        """Make the plan, time it and offer it; returns its cost if it keeps the budget."""
+        end = len(self.graph.ops)
+        steps: list[Step] = []
+        sent: dict[int, list[int]] = {}
+        for v in sorted(chosen):
+            sent.setdefault(self.graph.producer[v], []).append(v)
+        for o in order:
+            if o > end:
+                move = moves[o - end - 1]
+                steps.append(Fetch(move.value) if move.fetches else Free(move.value))
+                continue
+            steps.append(Compute(o))
+            steps += [Offload(v) for v in sent.pop(o, ())]
+        plan: Plan = plan_with_copies(self.problem, self.fold.invert_steps(steps))
+        try:
+            timeline = simulate(self.problem.graph, plan)
+        except PlanError as error:
+            raise AssertionError(f"a plan with copies cannot run: {error}") from error
+        if timeline.peak_bytes > self.problem.budget_bytes or timeline.host_peak_bytes > self.host.bytes:
+            return None
+        self.session.offer_plan(plan)
+        if self.best is None or timeline.cost < self.best.cost:
+            self.best = _Tried(chosen, timeline.cost, tuple(o for o in order if o < end))
+        return timeline.cost

@@ -1,0 +1,142 @@
+"""Where copies are placed: the gap in which a value is away, and the steps at which its copies are done and begun.
+
+Times are those of a reference, a sequence of computations without copies. A computation that is added later only moves the
+steps after it back, so that copies which are hidden in the reference stay hidden: the time between the step that issues a
+copy and the step that waits for it can only grow.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from checkmate.core.graph import Graph
+from checkmate.core.plan import HostMemory
+
+
+class Gap(NamedTuple):
+    """The longest time between two uses of a value.
+
+    Attributes:
+        value: The value.
+        made_ns: Time at which its first computation ends, from which on it can be copied.
+        left_ns: End of the last use before the gap.
+        needed_ns: Begin of the first use after it.
+        stage: Stage in which it is needed again.
+    """
+
+    value: int
+    made_ns: int
+    left_ns: int
+    needed_ns: int
+    stage: int
+
+
+class Placed(NamedTuple):
+    """A value that is away for some stages.
+
+    Attributes:
+        value: The value.
+        gone_at: First stage at which its copy to the host is done, so that it can be freed before it.
+        fetch_at: Stage before which its copy back is issued.
+    """
+
+    value: int
+    gone_at: int
+    fetch_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A sequence of computations with its times.
+
+    Attributes:
+        sequence: Ops in the order of their computations.
+        targets: Ops in the order of their first computations, one for each stage.
+        begins: Time at which each stage begins, and the end. Shape ``[stage + 1]``.
+        gaps: Value to its longest gap, for values that can be copied.
+    """
+
+    sequence: tuple[int, ...]
+    targets: tuple[int, ...]
+    begins: tuple[int, ...]
+    gaps: dict[int, Gap]
+
+    @classmethod
+    def of(cls, graph: Graph, sequence: Sequence[int]) -> Reference:
+        """The reference of a sequence.
+
+        Args:
+            graph: The graph, its views folded.
+            sequence: Ops in the order of their computations.
+        """
+        now = 0
+        done: set[int] = set()
+        targets: list[int] = []
+        begins = [0]  # a stage ends with the first computation of its target
+        made: dict[int, int] = {}
+        last: dict[int, int] = {}  # value -> end of its last use
+        best: dict[int, Gap] = {}
+        # A view that folding left is tied to its place and keeps the storage that it was made from.
+        viewed = {graph.root[v] for v, value in enumerate(graph.values) if value.base is not None}
+        free = {v for v, value in enumerate(graph.values) if value.base is None and value.size_bytes and v not in viewed}
+
+        def use(v: int, begin: int, end: int) -> None:
+            if v not in free:
+                return
+            if v in last:
+                gap = Gap(v, made[v], last[v], begin, len(targets))
+                if v not in best or gap.needed_ns - gap.left_ns > best[v].needed_ns - best[v].left_ns:
+                    best[v] = gap
+            made.setdefault(v, end)
+            last[v] = end
+
+        for o in sequence:
+            op = graph.ops[o]
+            end = now + op.cost
+            for v in dict.fromkeys(op.inputs):
+                use(v, now, end)
+            for v in op.outputs:
+                use(v, now, end)
+            now = end
+            if o not in done:
+                done.add(o)
+                targets.append(o)
+                begins.append(now)
+        for v, value in enumerate(graph.values):
+            if value.kept:
+                use(v, now, now)
+        return cls(tuple(sequence), tuple(targets), tuple(begins), best)
+
+
+def place(reference: Reference, chosen: Iterable[int], host: HostMemory, size: Sequence[int], speed: float) -> list[Placed]:
+    """Places of the copies of some values, each as late as its deadline allows and as early as the bus does.
+
+    Copies to the host are made in the order in which the values are computed, copies back in the order in which they are needed.
+    Values that would be away for no stage are left out.
+
+    Args:
+        reference: The times.
+        chosen: The values.
+        host: The bus.
+        size: Bytes of each value.
+        speed: Factor of the bus: above 1 less is held and copies are waited for.
+    """
+    gaps = [reference.gaps[v] for v in chosen if v in reference.gaps]
+    begins = reference.begins
+    gone: dict[int, int] = {}
+    engine = 0
+    for gap in sorted(gaps, key=lambda gap: (gap.made_ns, gap.value)):
+        engine = max(engine, gap.made_ns) + int(host.out_ns(size[gap.value]) / speed)
+        gone[gap.value] = bisect_left(begins, max(engine, gap.left_ns))
+    placed: list[Placed] = []
+    latest = begins[-1]
+    for gap in sorted(gaps, key=lambda gap: (-gap.needed_ns, -gap.stage, gap.value)):
+        begin = min(latest, gap.needed_ns) - int(host.in_ns(size[gap.value]) / speed)
+        fetch_at = min(gap.stage, bisect_right(begins, begin) - 1)
+        if gone[gap.value] < fetch_at:
+            placed.append(Placed(gap.value, gone[gap.value], fetch_at))
+            latest = begin
+    return placed[::-1]

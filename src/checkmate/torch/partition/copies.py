@@ -1,0 +1,248 @@
+"""Copies of storages to the host and back, beside the ops of a step: what the nodes of a plan with copies call.
+
+On the CPU two threads are the copy engines. They copy into memory that torch's allocator does not know, so that the measured
+peak of the device is that of the step alone. On CUDA each engine is a stream, with pinned memory and events.
+
+The order of waits is that of `checkmate.simulate`: the compute stream waits for a copy where its storage is freed
+(`wait_sent`), where a fetched value is first read (`wait_fetched`), and where the copy on the host is discarded. Device
+storage is allocated and freed on the compute stream alone, which has then waited for every copy of it, so that the allocator
+needs no `record_stream`; and a host buffer is used again only by a copy that is issued after such a wait.
+
+On CUDA nothing here has been run: no GPU was at hand. torch 2.13 has separate ops for the same purpose (``ao::offload``,
+``ao::reload``, ``ao::wait_tensor``). They are not used: both directions share one stream there, so that a copy back would wait
+for the copies out before it, and ``wait_tensor`` frees the storage of its source although views may share it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import fx
+from torch.fx.node import has_side_effect
+
+from checkmate.core.plan import HostMemory
+from checkmate.torch._compat.dispatch import no_dispatch, no_modes
+
+_SAMPLE_BYTES: Final = 32 * 2**20
+"""Bytes of a copy that measures a bus: enough for its full rate."""
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+class HostBuffers:
+    """Buffers on the host, counted.
+
+    Attributes:
+        held_bytes: Bytes of the copies that are there now.
+        peak_bytes: The most so far.
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = self.peak_bytes = 0
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+        """A buffer of bytes; pinned ones are kept for the next step, since pinning takes longer than copying."""
+        with self._lock:
+            self.held_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            known = self._free.get(size_bytes)
+            if pinned and known:
+                return known.pop()
+        if pinned:
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.from_numpy(np.empty(size_bytes, dtype=np.uint8))
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Take a buffer out of use."""
+        with self._lock:
+            self.held_bytes -= buffer.numel()
+            if buffer.is_pinned():
+                self._free.setdefault(buffer.numel(), []).append(buffer)
+
+
+BUFFERS = HostBuffers()
+
+
+class HostCopy:
+    """The copy of one storage on the host.
+
+    Attributes:
+        buffer: Its bytes.
+        tensor: Type, device, size, strides and offset of the tensor that was copied.
+        sent: Waits until the copy out is done.
+        fetched: Waits until the last copy back is done.
+    """
+
+    def __init__(self, buffer: torch.Tensor, tensor: tuple[Any, ...]) -> None:
+        self.buffer = buffer
+        self.tensor = tensor
+        self.sent: Callable[[], None] = _nothing
+        self.fetched: Callable[[], None] = _nothing
+
+    def wait_for_fetch(self) -> None:
+        """Wait until the last copy back is done."""
+        self.fetched()
+
+
+def offload(tensor: torch.Tensor) -> HostCopy:
+    """Begin to copy the storage of a tensor to the host."""
+    where = _bytes_of(tensor)
+    buffer = BUFFERS.take(where.numel(), pinned=tensor.is_cuda)
+    meaning = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.size(), tensor.stride())
+    copy = HostCopy(buffer, meaning)
+    copy.sent = _engines(tensor.device).copy("out", buffer, where, after=None)
+    return copy
+
+
+def wait_sent(copy: HostCopy, tensor: torch.Tensor) -> None:
+    """Wait until a tensor's storage has been copied, so that it can be freed."""
+    del tensor  # an argument keeps it alive to here
+    copy.sent()
+
+
+def fetch(copy: HostCopy) -> torch.Tensor:
+    """Allocate a tensor and begin to copy it back from the host."""
+    dtype, device, offset, size, stride = copy.tensor
+    where = torch.empty(copy.buffer.numel(), dtype=torch.uint8, device=device)
+    copy.fetched = _engines(device).copy("in", where, copy.buffer, after=copy.sent)
+    return torch.empty(0, dtype=dtype, device=device).set_(where.untyped_storage(), offset, size, stride)
+
+
+def wait_fetched(tensor: torch.Tensor, copy: HostCopy) -> torch.Tensor:
+    """Wait until a tensor has been copied back, so that it can be read."""
+    copy.wait_for_fetch()
+    return tensor
+
+
+def discard(copy: HostCopy) -> None:
+    """Free a copy on the host, once all copies to and from it are done."""
+    copy.sent()
+    copy.fetched()
+    BUFFERS.give_back(copy.buffer)
+
+
+COPY_FUNCTIONS: Final[frozenset[Callable[..., Any]]] = frozenset({offload, wait_sent, fetch, wait_fetched, discard})
+for _function in COPY_FUNCTIONS:
+    has_side_effect(_function)
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether a node belongs to a copy."""
+    return node.op == "call_function" and node.target in COPY_FUNCTIONS
+
+
+def measured_host(device: torch.device, amount_bytes: int) -> HostMemory:
+    """The host with the rates at which the engines of a device copy, each measured alone.
+
+    Args:
+        device: The device.
+        amount_bytes: The most bytes of copies.
+    """
+    with no_dispatch(), no_modes(), torch.no_grad():  # compilers call this while they trace with fake tensors
+        return _measured(device, amount_bytes)
+
+
+def _measured(device: torch.device, amount_bytes: int) -> HostMemory:
+    sample = torch.ones(_SAMPLE_BYTES, dtype=torch.uint8, device=device)
+    best = {"out": float("inf"), "in": float("inf")}
+    for _ in range(4):  # the first also allocates
+        began = time.perf_counter()
+        copy = offload(sample)
+        copy.sent()
+        _synchronize(device)
+        sent = time.perf_counter()
+        wait_fetched(fetch(copy), copy)
+        _synchronize(device)
+        best["in"] = min(best["in"], time.perf_counter() - sent)
+        best["out"] = min(best["out"], sent - began)
+        discard(copy)
+    return HostMemory(amount_bytes, int(_SAMPLE_BYTES / best["out"]), int(_SAMPLE_BYTES / best["in"]))
+
+
+class _Engines(Protocol):
+    def copy(
+        self, direction: Literal["out", "in"], into: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None
+    ) -> Callable[[], None]:
+        """Begin a copy; what is returned waits for it."""
+        ...
+
+
+class ThreadEngines:
+    """One thread for each direction, for tensors of the CPU.
+
+    Attributes:
+        before_copy: Called by a thread before each copy; tests delay copies with it.
+    """
+
+    def __init__(self) -> None:
+        self.before_copy: Callable[[], None] = _nothing
+        self._threads = {d: ThreadPoolExecutor(1, thread_name_prefix=f"checkmate-copy-{d}") for d in ("out", "in")}
+
+    def copy(
+        self, direction: Literal["out", "in"], into: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None
+    ) -> Callable[[], None]:
+        """Queue a copy. It is done through numpy: the version counters of torch are not for another thread to write."""
+        both = [(into.numpy(), source.numpy())]
+
+        def run() -> None:
+            self.before_copy()
+            if after is not None:
+                after()
+            # The thread keeps this function a moment longer than the copy takes: it must not keep the storages.
+            np.copyto(*both.pop())
+
+        done: Future[None] = self._threads[direction].submit(run)
+        return done.result
+
+
+class _StreamEngines:
+    """One stream for each direction, for a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
+
+    def copy(
+        self, direction: Literal["out", "in"], into: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None
+    ) -> Callable[[], None]:
+        stream = self._streams[direction]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            if after is not None:
+                after()  # waits on the current stream, which is that of this copy
+            into.copy_(source, non_blocking=True)
+        done = stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+
+THREADS = ThreadEngines()
+_STREAMS: dict[torch.device, _StreamEngines] = {}
+
+
+def _engines(device: torch.device) -> _Engines:
+    if device.type == "cpu":
+        return THREADS
+    if device not in _STREAMS:
+        _STREAMS[device] = _StreamEngines(device)
+    return _STREAMS[device]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of a tensor as a tensor of bytes; nothing is allocated."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,184 @@
+"""Copies to the host: three accounts of bytes and time agree, and bytes do not depend on time."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import checkmate
+from checkmate import Compute, Discard, Fetch, Free, Graph, HostMemory, Offload, Plan, PlanError, simulate, validate
+from tests.oracle import naive_bytes, naive_end, naive_host_bytes
+from tests.strategies import random_copies, random_graph, random_host
+
+BUS = HostMemory(100, 10**9, 5 * 10**8)  # a byte takes 1 ns out and 2 ns back
+
+
+def chain() -> Graph:
+    """Three forward and two backward ops; the last reads the first's output."""
+    return Graph.from_dag(
+        cost=[3, 3, 3, 3, 3], size_bytes=[6, 2, 2, 2, 2], edges=[(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)], kept=[4], name="chain"
+    )
+
+
+def offloaded(*, fetch_after: int = 2, free_after: int = 1) -> Plan:
+    """The chain with its first value on the host between two of its ops."""
+    steps: list[object] = []
+    for o in range(5):
+        if o == 4 and fetch_after == 4:
+            steps.append(Fetch(0))
+        steps.append(Compute(o))
+        if o == 0:
+            steps.append(Offload(0))
+        if o == free_after:
+            steps.append(Free(0))
+        if o == fetch_after:
+            steps.append(Fetch(0))
+        if 0 < o < 4 and o - 1 > 0:
+            steps.append(Free(o - 1))
+    return Plan((*steps, Free(3), Discard(0), Free(0)), chain().digest, BUS)  # type: ignore[arg-type]
+
+
+def accounts_agree(seed: int) -> Plan:
+    """Compare the three accounts on one random instance."""
+    rng = random.Random(seed)
+    graph, host = random_graph(rng, max_ops=rng.choice([3, 6, 9])), random_host(rng)
+    plan = random_copies(rng, graph, host)
+    timeline = simulate(graph, plan)
+    assert timeline.bytes.tolist() == naive_bytes(graph, plan)
+    on_host = naive_host_bytes(graph, plan)
+    assert timeline.host_bytes.tolist() == on_host
+    assert timeline.cost == naive_end(graph, plan, host)
+    peak, top = timeline.peak_bytes, max(on_host, default=0)
+    roomy = HostMemory(top, host.out_bytes_per_s, host.in_bytes_per_s)
+    assert validate(graph, plan, peak, host=roomy, cost=timeline.cost) == ()
+    assert [v.rule for v in validate(graph, plan, peak, host=roomy, cost=timeline.cost + 1)] == ["cost"]
+    if peak:
+        assert [v.rule for v in validate(graph, plan, peak - 1, host=roomy)] == ["budget"]
+    if top:
+        tight = HostMemory(top - 1, host.out_bytes_per_s, host.in_bytes_per_s)
+        assert [v.rule for v in validate(graph, plan, peak, host=tight)] == ["host"]
+    elsewhere = simulate(graph, plan, random_host(rng))
+    assert np.array_equal(elsewhere.bytes, timeline.bytes)
+    assert np.array_equal(elsewhere.host_bytes, timeline.host_bytes)
+    assert validate(graph, plan, peak, host=random_host(rng)) == () or top > 0
+    return plan
+
+
+def test_three_accounts_agree_on_random_copies():
+    """Bytes on both sides and the end of the step; the bytes are the same on any bus."""
+    plans = [accounts_agree(seed) for seed in range(400)]
+    kinds = {type(step) for plan in plans for step in plan.steps}
+    assert kinds == {Compute, Free, Offload, Fetch, Discard}
+    assert sum(plan.host is not None for plan in plans) > 250
+
+
+@pytest.mark.slow
+def test_three_accounts_agree_on_ten_thousand_random_copies():
+    """The same for many more seeds."""
+    copied = sum(accounts_agree(seed).host is not None for seed in range(1000, 14_000))
+    assert copied >= 10_000
+
+
+def test_a_copy_runs_beside_the_ops():
+    """Six bytes leave in 6 ns, from 3 to 9, and come back in 12, from 9 to 21: only the last op waits, until 21."""
+    timeline = simulate(chain(), offloaded(fetch_after=2, free_after=2))
+    assert [(c.direction, c.issued_ns, c.begin_ns, c.end_ns) for c in timeline.copies] == [("out", 3, 3, 9), ("in", 9, 9, 21)]
+    assert (timeline.cost, timeline.waited) == (24, 9)
+    fast = HostMemory(100, 10**9, 4 * 10**9)
+    assert simulate(chain(), offloaded(fetch_after=2, free_after=2), fast).waited == 0
+
+
+def test_a_free_waits_for_the_copy_out():
+    """Freed after op 1, at 6, the storage is there until its copy is done at 9; the ops behind it wait."""
+    timeline = simulate(chain(), offloaded(free_after=1))
+    assert timeline.copies[1].issued_ns == 12
+    assert validate(chain(), offloaded(free_after=1), cost=timeline.cost) == ()
+
+
+def test_bytes_follow_the_order_of_the_steps():
+    """A fetched value counts from the step that issues the copy, and an offloaded one until it is freed."""
+    timeline = simulate(chain(), offloaded(fetch_after=2, free_after=1))
+    steps = timeline.plan.steps
+    assert timeline.bytes[steps.index(Free(0))] == 2
+    assert timeline.bytes[steps.index(Fetch(0))] == timeline.bytes[steps.index(Compute(2))] + 6
+    assert timeline.host_bytes.tolist() == [0] + [6] * (steps.index(Discard(0)) - 1) + [0] * 2
+    assert timeline.host_peak_bytes == 6
+
+
+@pytest.mark.parametrize(
+    ("steps", "rule", "says"),
+    [
+        ((Compute(0), Offload(1)), "offload", "value 1 is copied to the host and is not live"),
+        ((Compute(0), Offload(0), Offload(0)), "offload", "value 0 is copied to the host and has a copy there"),
+        ((Compute(0), Offload(0), Fetch(0)), "fetch", "value 0 is fetched from the host and is live"),
+        ((Compute(0), Free(0), Fetch(0)), "fetch", "value 0 is fetched from the host and has no copy there"),
+        ((Compute(0), Discard(0)), "discard", "the copy of value 0 is discarded and there is none"),
+        ((Compute(0), Offload(9)), "index", "there is no value 9"),
+    ],
+)
+def test_copies_that_cannot_be_made_are_found(steps, rule, says):
+    """Both accounts refuse them, each in its words."""
+    plan = Plan(steps, host=BUS)
+    assert (rule, says) in [(v.rule, v.message) for v in validate(chain(), plan)]
+    with pytest.raises(PlanError):
+        simulate(chain(), plan)
+
+
+def test_a_view_is_not_copied():
+    """A copy is of a storage, which its owner names."""
+    ops = (checkmate.Op("f", (), (0,), 1), checkmate.Op("view", (0,), (1,), 0), checkmate.Op("g", (1,), (2,), 1))
+    values = (checkmate.Value("a", 4), checkmate.Value("a.T", 0, base=0), checkmate.Value("b", 4, kept=True))
+    graph = Graph(ops, values)
+    plan = Plan((Compute(0), Compute(1), Offload(1), Compute(2)), host=BUS)
+    assert "is a view" in validate(graph, plan)[0].message
+    with pytest.raises(PlanError, match="is a view"):
+        simulate(graph, plan)
+
+
+def test_a_plan_with_copies_needs_a_host():
+    """And one without copies has none."""
+    with pytest.raises(PlanError, match="has no host"):
+        Plan((Compute(0), Offload(0)))
+    assert Plan((Compute(0),), host=BUS).host is None
+
+
+def test_costs_without_a_unit_of_time_are_refused():
+    """A copy takes nanoseconds, which do not add up with other units."""
+    graph = Graph.from_dag(cost=[1], size_bytes=[1], edges=[])
+    unitless = Graph(graph.ops, graph.values, cost_unit="FLOP")
+    with pytest.raises(checkmate.OptionError, match="'FLOP'"):
+        checkmate.Problem(unitless, 10, host=BUS)
+    with pytest.raises(PlanError, match="nanoseconds"):
+        simulate(unitless, Plan((Compute(0), Offload(0)), host=BUS))
+
+
+@pytest.mark.parametrize(("out", "back"), [(0, 1), (1, -5), (1.5, 1), (True, 1)])
+def test_a_bus_without_a_rate_is_refused(out, back):
+    """A rate divides."""
+    with pytest.raises(checkmate.OptionError, match="positive whole number"):
+        HostMemory(10, out, back)
+
+
+def test_files_with_copies_have_version_two(tmp_path):
+    """Files without copies stay version 1, so that earlier releases read them; both come back equal."""
+    plain, copied = Plan.from_order(chain(), range(5)), offloaded(free_after=2)
+    for plan, version in ((plain, 1), (copied, 2)):
+        result = checkmate.evaluate(chain(), plan)
+        for name, value in (("plan", plan), ("result", result)):
+            path = tmp_path / f"{name}.json"
+            checkmate.write(value, path)
+            text = path.read_text()
+            assert text.startswith(f'{{"format":"checkmate.{name}/{version}"')
+            assert ("host" in text) == (version == 2)
+            assert checkmate.read(path) == value
+    path.write_text(text.replace("checkmate.result/2", "checkmate.result/1"))
+    with pytest.raises(checkmate.FileFormatError, match="has no copies"):
+        checkmate.read(path)
+
+
+def test_the_cost_of_a_plan_with_copies_is_the_end_of_the_step():
+    """`evaluate` has both accounts agree on it."""
+    result = checkmate.evaluate(chain(), offloaded(free_after=2))
+    assert (result.cost, result.bound) == (24, 15.0)

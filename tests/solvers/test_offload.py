@@ -1,0 +1,203 @@
+"""Copies and recomputations planned jointly: against brute force, never worse than without copies, and a bound that holds."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import pytest
+
+import checkmate
+from checkmate import Auto, Fetch, Graph, HostMemory, Limits, Offload, OptionError, Problem, simulate, solve, validate
+from checkmate.solvers.backends.highs import solve_integer, solve_linear
+from checkmate.solvers.bounds.copy_cuts import build_with_host
+from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.offload.placement import Reference, place
+from checkmate.solvers.reductions.fold_views import FoldViews
+from tests.solvers.joint_brute_force import least_time
+from tests.strategies import random_graph, random_host
+
+QUICK = Limits(time_s=1, gap=0)
+
+
+def tiny(seed: int) -> Problem | None:
+    """A problem for brute force with a budget that keeping everything does not fit, or None."""
+    rng = random.Random(seed)
+    graph = random_graph(rng, max_ops=rng.choice([4, 5, 6]), views=False, training=True if rng.random() < 0.8 else None)
+    graph = msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, replay_bytes=0) for op in graph.ops))
+    most, least = checkmate.core.budget.keep_all_bytes(graph), floor(graph, copies=True).peak_bytes
+    return None if least >= most else Problem(graph, rng.randint(least, most - 1), host=random_host(rng))
+
+
+def layers(count: int, *, masks: bool = False) -> Graph:
+    """A chain of forward ops and its backward, each of which reads one of the forward; the masks cannot be made again."""
+    ops, values = [], []
+    for k in range(count):
+        ops.append(checkmate.Op(f"f{k}", (k - 1,) if k else (), (k,), 100, recomputable=not masks))
+        values.append(checkmate.Value(f"a{k}", 100))
+    for k in range(count):
+        reads = (count + k - 1, count - 1 - k) if k else (count - 1,)
+        ops.append(checkmate.Op(f"b{k}", reads, (count + k,), 100, phase="backward"))
+        values.append(checkmate.Value(f"g{k}", 100, kept=k == count - 1))
+    return Graph(tuple(ops), tuple(values), name="layers")
+
+
+def bounds_hold(problem: Problem, most_states: int = 40_000) -> tuple[int, float] | None:
+    """Compare every event's bounds with the best step; returns its time and the best bound."""
+    try:
+        found = least_time(problem, most_states)
+    except MemoryError:
+        return None
+    fold = FoldViews.of(problem.graph)
+    model = CutModel(fold.apply(problem))
+    once = max(1.0, float(model.cost.sum()))
+    best = float(problem.graph.cost)
+    assert problem.host is not None
+    for event in range(len(fold.folded.ops)):
+        cut = build_with_host(model, event, problem.host, problem.graph.cost)
+        if cut.impossible:
+            assert found is None
+            continue
+        bounds = [solve_linear(cut.program).bound, solve_integer(cut.program, absolute_gap=1e-7).bound]
+        if found is not None:
+            assert max(bounds) * once + problem.graph.cost <= found[0] * (1 + 1e-5)
+            best = max(best, max(bounds) * once + problem.graph.cost)
+    if found is None:
+        return None
+    time, plan = found
+    assert validate(problem.graph, plan, problem.budget_bytes, host=problem.host, cost=time) == ()
+    return time, best
+
+
+def test_the_joint_bound_is_below_every_step():
+    """Linear and integer programs of every event, against every order, recomputation and copy of tiny graphs."""
+    checked = [found for seed in range(40) if (problem := tiny(seed)) and (found := bounds_hold(problem, 3000))]
+    assert len(checked) >= 4
+
+
+@pytest.mark.slow
+def test_the_joint_bound_is_below_every_step_of_many_graphs():
+    """The same for more seeds; the bound is met by the best step in half of them."""
+    checked = [found for seed in range(100, 500) if (problem := tiny(seed)) and (found := bounds_hold(problem, 10_000))]
+    assert len(checked) >= 50
+    assert sum(best >= time - 0.5 for time, best in checked) > len(checked) / 2
+
+
+@pytest.mark.slow
+def test_the_joint_search_comes_near_the_best_step():
+    """On tiny graphs it finds the best step in most cases, and never one that is better than the best."""
+    exact = missed = 0
+    for seed in range(120):
+        problem = tiny(seed)
+        try:
+            found = None if problem is None else least_time(problem, 10_000)
+        except MemoryError:
+            continue
+        if problem is None or found is None:
+            continue
+        result = solve(problem, limits=QUICK, raise_on_failure=False)
+        missed += result.plan is None
+        if result.cost is not None:
+            assert result.cost >= found[0]
+            assert result.bound <= found[0]
+            exact += result.cost == found[0]
+    assert exact >= 10
+    assert missed <= 2
+
+
+@pytest.mark.parametrize("rate", [10**9, 2 * 10**8])
+def test_a_budget_below_the_smallest_without_copies_is_kept(rate):
+    """Values that cannot be made again go to the host, whatever the bus takes for them."""
+    graph = layers(6, masks=True)
+    budget = floor(graph).peak_bytes - 200
+    host = HostMemory(10_000, rate, rate)
+    result = solve(Problem(graph, budget, host=host), limits=QUICK)
+    assert result.peak_bytes <= budget
+    assert {Offload, Fetch} <= {type(step) for step in result.plan.steps}
+    assert simulate(graph, result.plan).host_peak_bytes <= host.bytes
+    with pytest.raises(checkmate.InfeasibleBudgetError):
+        solve(Problem(graph, budget), limits=QUICK)
+
+
+def test_hidden_copies_replace_recomputation():
+    """On a fast bus the step takes as long as its ops; on one without copies some are computed again."""
+    graph = layers(8)
+    alone = solve(Problem(graph, 600), limits=QUICK)
+    fast = solve(Problem(graph, 600, host=HostMemory(10_000, 4 * 10**9, 4 * 10**9)), limits=QUICK)
+    assert alone.overhead > 1
+    assert (fast.overhead, simulate(graph, fast.plan).waited) == (1.0, 0)
+
+
+@pytest.mark.parametrize("rate", [1, 10**7])
+def test_offload_that_does_not_pay_is_not_used(rate):
+    """On a bus that is too slow the plan is that without copies, and the result says so."""
+    graph = layers(8)
+    alone = solve(Problem(graph, 600), limits=QUICK)
+    slow = solve(Problem(graph, 600, host=HostMemory(10_000, rate, rate)), limits=QUICK)
+    assert (slow.cost, slow.plan.host) == (alone.cost, None)
+    assert any("does not pay" in remark for remark in slow.remarks)
+
+
+def test_a_budget_that_holds_everything_makes_no_copies():
+    """Nothing is gained."""
+    result = solve(Problem(layers(4), "100%", host=HostMemory(10_000, 10**9, 10**9)), limits=QUICK)
+    assert (result.overhead, result.plan.host) == (1.0, None)
+    assert any("does not pay" in remark for remark in result.remarks)
+
+
+@pytest.mark.parametrize("room", [0, 150, 300])
+def test_the_limit_of_the_host_is_kept(room):
+    """Pinned memory is limited as well."""
+    graph = layers(8)
+    result = solve(Problem(graph, 600, host=HostMemory(room, 10**9, 10**9)), limits=QUICK)
+    assert simulate(graph, result.plan).host_peak_bytes <= room
+
+
+@pytest.mark.parametrize("solver", [checkmate.Milp(), checkmate.LocalSearch(), checkmate.BruteForce()])
+def test_solvers_that_plan_no_copies_refuse_a_host(solver):
+    """Their bounds hold only without copies."""
+    with pytest.raises(OptionError, match="plans no copies"):
+        solve(Problem(layers(3), 500, host=HostMemory(10, 1, 1)), solver)
+
+
+def test_a_plan_with_copies_is_a_start():
+    """And is refused where nothing may be copied."""
+    graph, host = layers(6, masks=True), HostMemory(10_000, 10**9, 10**9)
+    budget = floor(graph).peak_bytes - 200
+    first = solve(Problem(graph, budget, host=host), limits=QUICK)
+    again = solve(Problem(graph, budget, host=host), initial=first.plan, limits=Limits(time_s=0.01))
+    assert again.cost <= first.cost
+    with pytest.raises(checkmate.PlanError, match="has copies"):
+        solve(Problem(graph, "90%"), initial=first.plan)
+
+
+def test_hidden_copies_fit_between_the_uses():
+    """A copy out begins when its value is made, one back ends when it is needed; a value away for no stage is left out."""
+    graph = layers(4)
+    reference = Reference.of(graph, range(8))
+    host = HostMemory(1000, 10**9, 10**9)
+    size = [v.size_bytes for v in graph.values]
+    placed = place(reference, range(4), host, size, 1.0)
+    assert [(p.value, p.gone_at, p.fetch_at) for p in placed] == [(1, 3, 5), (0, 2, 6)]
+    assert place(reference, range(4), HostMemory(1000, 10**8, 10**8), size, 1.0) == []
+    assert len(place(reference, range(4), HostMemory(1000, 10**8, 10**8), size, math.inf)) == 3
+
+
+def test_auto_plans_views_around_copies():
+    """A view of a fetched value is made again from its new storage."""
+    ops = [checkmate.Op("f", (), (0,), 100, recomputable=False), checkmate.Op("t", (0,), (1,), 0)]
+    values = [checkmate.Value("a", 100), checkmate.Value("a.T", 0, base=0)]
+    for k in range(2, 8):
+        ops.append(checkmate.Op(f"g{k}", (k - 1,), (k,), 100))
+        values.append(checkmate.Value(f"b{k}", 100))
+    ops.append(checkmate.Op("h", (1, 7), (8,), 100))
+    values.append(checkmate.Value("c", 100, kept=True))
+    graph = Graph(tuple(ops), tuple(values))
+    result = solve(Problem(graph, 300, host=HostMemory(1000, 10**9, 10**9)), Auto(), limits=QUICK)
+    assert result.overhead == 1.0
+    tight = Graph((*graph.ops[:4], msgspec.structs.replace(graph.ops[4], workspace_bytes=100), *graph.ops[5:]), graph.values)
+    copied = solve(Problem(tight, 300, host=HostMemory(1000, 10**9, 10**9)), Auto(), limits=QUICK)
+    assert copied.plan.order.count(1) == 2
+    assert copied.overhead == 1.0

@@ -1,0 +1,156 @@
+"""Steps that copy values to the host: the same bits, and the planned bytes on both sides, however late the copies are."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import checkmate
+import checkmate.torch
+from checkmate import Compute, Fetch, Free, HostMemory, Limits, Offload, OptionError, Plan, PlanError, Problem, simulate, solve
+from checkmate.frontend.planner import GivenPlan
+from checkmate.solvers.offload.placement import Reference, place
+from checkmate.solvers.offload.sequence import plan_with_copies
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.torch.partition import copies
+
+FAST = HostMemory(2**30, 10**12, 10**12)
+X, Y = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 5
+LOSS = torch.nn.functional.cross_entropy
+
+
+@pytest.fixture
+def delays() -> Iterator[random.Random]:
+    """Delays of up to three milliseconds before every copy, longer than any op takes."""
+    rng = random.Random(0)
+    before = copies.THREADS.before_copy
+    copies.THREADS.before_copy = lambda: time.sleep(rng.random() * 0.003)
+    yield rng
+    copies.THREADS.before_copy = before
+
+
+def network() -> torch.nn.Module:
+    """Layers with views, dropout masks and batch statistics."""
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = [torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32)]
+    for _ in range(4):
+        layers += [torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Dropout(0.2)]
+    return torch.nn.Sequential(*layers, torch.nn.Unflatten(1, (4, 8)), torch.nn.Flatten(), torch.nn.Linear(32, 5))
+
+
+def step_of(**keywords: object) -> tuple[torch.nn.Module, checkmate.torch.Step]:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return model, checkmate.torch.compile(model, LOSS, optimizer, example=(X, Y), **keywords)  # type: ignore[arg-type]
+
+
+def trained(model: torch.nn.Module, step: checkmate.torch.Step) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    losses = [step(X, Y)[1].clone() for _ in range(3)]
+    return [*losses, *(p.detach().clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[checkmate.torch.Step, list[torch.Tensor]]:
+    """The step that keeps everything, and what it computes."""
+    model, step = step_of()
+    return step, trained(model, step)
+
+
+@pytest.fixture(scope="module")
+def plan(plain) -> Plan:
+    """A plan that copies every value that is away for some op, on a bus that is fast enough for it."""
+    graph = plain[0].graph
+    fold = FoldViews.of(graph)
+    reference = Reference.of(fold.folded, range(len(fold.folded.ops)))
+    placed = place(reference, reference.gaps, FAST, [v.size_bytes for v in fold.folded.values], 1.0)
+    steps: list[Compute | Free | Fetch | Offload] = []
+    for stage, o in enumerate(reference.targets):
+        steps += [Free(p.value) for p in placed if p.gone_at == stage]
+        steps += [Fetch(p.value) for p in placed if p.fetch_at == stage]
+        steps.append(Compute(o))
+        steps += [Offload(p.value) for p in placed if fold.folded.producer[p.value] == o]
+    found = plan_with_copies(Problem(graph, "100%", host=FAST), fold.invert_steps(steps))
+    assert sum(isinstance(s, Fetch) for s in found.steps) > 10
+    return found
+
+
+def test_bits_and_bytes_are_as_planned_under_random_delays(delays, plain, plan):
+    """Losses, parameters and statistics are those of the step that keeps everything; device and host bytes are the plan's."""
+    model, step = step_of(plan=plan)
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], trained(model, step), strict=True))
+    timeline = simulate(step.graph, step.plan)
+    for _ in range(3):
+        copies.BUFFERS.peak_bytes = 0
+        measured = checkmate.torch.measure_peak(lambda: step(X, Y))
+        assert measured == timeline.peak_bytes - step.graph.resident_bytes
+        assert (copies.BUFFERS.peak_bytes, copies.BUFFERS.held_bytes) == (timeline.host_peak_bytes, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["40%", "50%", "60%", "80%"])
+def test_bits_and_bytes_are_as_planned_at_every_budget(delays, plain, budget):
+    """The same, from few copies to many."""
+    host = HostMemory(2**30, 10**9, 5 * 10**8)
+    model, step = step_of(plan=solve(Problem(plain[0].graph, budget, host=host), limits=Limits(time_s=5)).plan)
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], trained(model, step), strict=True))
+    timeline = simulate(step.graph, step.plan)
+    copies.BUFFERS.peak_bytes = 0
+    assert checkmate.torch.measure_peak(lambda: step(X, Y)) == timeline.peak_bytes - step.graph.resident_bytes
+    assert copies.BUFFERS.peak_bytes == timeline.host_peak_bytes
+
+
+def test_a_missing_wait_shows(delays, plain, plan, monkeypatch):
+    """Without the wait before a read the delayed copy comes too late, and the bits are others: the test above can fail."""
+    monkeypatch.setattr(copies.HostCopy, "wait_for_fetch", lambda self: None)
+    assert not all(torch.equal(a, b) for a, b in zip(plain[1], trained(*step_of(plan=plan)), strict=True))
+
+
+@pytest.mark.slow
+def test_the_option_host_keeps_the_budget():
+    """Planned with the measured rates of this machine, whatever they make of it."""
+    _, step = step_of(budget="60%", host="1GiB", time_limit_s=1)
+    step(X, Y)  # makes the optimizer's state
+    assert step.result.peak_bytes <= step.result.budget_bytes
+    measured = checkmate.torch.measure_peak(lambda: step(X, Y))
+    assert measured <= step.result.budget_bytes - step.graph.resident_bytes
+
+
+def test_a_bus_is_measured():
+    """Rates of the two engines, each alone."""
+    host = copies.measured_host(torch.device("cpu"), 5)
+    assert host.bytes == 5
+    assert 10**7 < host.out_bytes_per_s < 10**12
+    assert 10**7 < host.in_bytes_per_s < 10**12
+
+
+def test_strides_and_offsets_come_back(delays):
+    """A copy is of a storage; the tensor that names it may be a part of it, with any strides."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    part = whole.t()[1:4]
+    copy = copies.offload(part)
+    copies.wait_sent(copy, part)
+    again = copies.wait_fetched(copies.fetch(copy), copy)
+    assert torch.equal(again, part)
+    assert (again.stride(), again.storage_offset()) == (part.stride(), part.storage_offset())
+    assert again.untyped_storage().nbytes() == whole.untyped_storage().nbytes()
+    copies.discard(copy)
+
+
+def test_host_is_refused_where_copies_are_not_run(plain, plan):
+    """In graphs that are no whole step, under Inductor and without a budget; before anything runs."""
+    compiled = torch.compile(network(), backend="checkmate", options={"budget": "50%", "host": "1GiB"})
+    with pytest.raises(OptionError, match="whole step"):
+        LOSS(compiled(X), Y).backward()
+    with pytest.raises(OptionError, match="compiler='eager'"):
+        step_of(budget="50%", host="1GiB", compiler="inductor")
+    with pytest.raises(OptionError, match="without a budget"):
+        step_of(host="1GiB")
+    with pytest.raises(checkmate.UnitError):
+        step_of(budget="50%", host="a lot")
+    with pytest.raises(PlanError, match="which this program does not"):
+        GivenPlan(plan)(plain[0].graph)
