@@ -211,6 +211,25 @@ def test_a_step_runs_its_plan_compiled() -> None:
     assert losses[0] > losses[-1]
 
 
+def test_a_loss_outside_of_the_model_stays_fused(caplog: pytest.LogCaptureFixture) -> None:
+    """The usual loop: the step is planned as a whole after its first run, and what it saves may differ from the plan."""
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)),
+        *(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)),
+    )
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    torch._dynamo.reset()
+    options = {"compiler": "inductor", "time_limit_s": 3}
+    run, planned = compiled(lambda: model(x), budget="100%", **options)
+    with caplog.at_level(logging.INFO, "checkmate.torch"):
+        for _ in range(4):
+            nn.functional.cross_entropy(run(), y).backward()
+            model.zero_grad(set_to_none=True)
+    assert all("compiled by Inductor" in " ".join(result.remarks) for _, result in planned)
+    assert len(planned) == 2
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_an_unknown_compiler_is_refused() -> None:
     """With the known ones in the message."""
     with pytest.raises(OptionError, match="eager, inductor"):

@@ -279,7 +279,9 @@ class KnownSteps:
         alone = len(runs) == 1 and (runs[0].planned.alone or fixed) and not runs[0].undefined
         alone = alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes
         if alone and _same_accumulation(runs[0].planned.own, gradients):
-            memory, free = runs[0].planned.own.memory, _free_bytes(step)
+            memory, known = runs[0].planned.own.memory, self._shares.get(runs[0].planned.key)
+            # What it was compiled to take in the plan of its step leaves room for eager code already.
+            free = _free_bytes(step) if known is None or known.order is None else known.limit.peak_bytes
             if memory.forward_peak_bytes + carried[1] <= free and memory.backward_peak_bytes + carried[2] <= free:
                 return _Planned(None, carried)
             if not fixed and step.ranks is None and self._compiled_for_less(runs[0].planned, free - max(carried)):
@@ -317,7 +319,12 @@ class KnownSteps:
         for planned, program in zip(plan.graphs, plan.programs, strict=True):
             if program is None:
                 continue
-            self._shares[planned.key] = Share.of(program, plan.result.budget_bytes - plan.result.peak_bytes)
+            free = plan.result.budget_bytes - plan.result.peak_bytes
+            if len(runs) == 1:  # nothing runs beside it but eager code, and what it saves may differ from the plan
+                most, order = program.memory.peak_bytes + free, program.result.plan.order
+                self._shares[planned.key] = Share.of_only_graph(most, order, _eager_bytes(step))
+            else:
+                self._shares[planned.key] = Share.of(program, free)
             if planned.recompile is not None:
                 planned.recompile()
         return _Planned(None, carried)
@@ -350,9 +357,14 @@ def _free_bytes(step: _KnownStep) -> int:
         free = own.result.budget_bytes - own.result.peak_bytes + own.memory.peak_bytes
     else:  # what fused ops take was measured, and is not what the plan predicts
         free = own.result.budget_bytes - planned.interface.graph.resident_bytes
-    eager_bytes = step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
+    eager_bytes = _eager_bytes(step)
     free -= eager_bytes if _matters(eager_bytes) else 0
     return free + planned.unread_bytes  # which are carried, and in the peak of the plan
+
+
+def _eager_bytes(step: _KnownStep) -> int:
+    """The most that eager code takes in a step, with what it was given."""
+    return step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
 
 
 def _same_accumulation(program: Program, gradients: _Gradients) -> bool:

@@ -367,10 +367,19 @@ class Share:
         return cls(program.result.plan.order, program.memory.plus(free_bytes))
 
     @classmethod
-    def of_only_graph(cls, size_bytes: int) -> Share:
-        """The share of a graph that may take so many bytes at any time."""
-        nothing = StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=0, gradient_bytes=0)
-        return cls(None, nothing.plus(size_bytes))
+    def of_only_graph(cls, size_bytes: int, order: tuple[int, ...] | None = None, between_bytes: int = 0) -> Share:
+        """The share of the only graph of its step: it may take so many bytes at any time.
+
+        Args:
+            size_bytes: What the step may take.
+            order: Its ops in the order of their computations; None where any order will do.
+            between_bytes: What eager code takes of that between its forward and its backward.
+        """
+        left = max(0, size_bytes - between_bytes)
+        limit = StepMemory(
+            forward_peak_bytes=size_bytes, saved_bytes=left, backward_peak_bytes=size_bytes, gradient_bytes=size_bytes
+        )
+        return cls(order, limit)
 
 
 @dataclass(eq=False, slots=True)
