@@ -36,7 +36,6 @@ def rehearsed(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """The results of some parts at tiny size, and the exit status."""
     torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
-    settings = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("gpu")
     try:
@@ -45,8 +44,6 @@ def rehearsed(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         import logging
 
         logging.disable(logging.NOTSET)
-        torch.use_deterministic_algorithms(settings[0])
-        torch.backends.cudnn.deterministic = settings[1]
         torch.set_num_threads(threads)
     return folder, status
 

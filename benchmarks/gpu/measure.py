@@ -139,10 +139,3 @@ def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:
 def _bytes(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
-
-
-def deterministic() -> None:
-    """Choose kernels that give the same bits in every run, where there are such."""
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(True, warn_only=True)

@@ -20,6 +20,7 @@ from cases import Case, build
 import checkmate.torch
 from checkmate import InfeasibleBudgetError, Limits, PlanNotFoundError, evaluate, min_budget
 from checkmate.core.errors import CheckmateError
+from checkmate.doctor.steps import deterministic
 from checkmate.frontend.counted_memory import counted_bytes
 from checkmate.frontend.planner import keep_everything
 from checkmate.studies.reserved import reserved_bytes, smallest_arena
@@ -96,9 +97,9 @@ def observed(
     return {**row, "time_s": min(took), "median_s": statistics.median(took)}
 
 
+@deterministic()
 def peaks(setting: Setting, name: str) -> dict[str, Any]:
     """Planned and measured peaks at five budgets: reserved memory, bits, time, and costs against the measured step."""
-    measure.deterministic()
     case = setting.case(name)
     began = time.perf_counter()
     graph = checkmate.torch.capture(case.model, example=case.batch)

@@ -184,8 +184,8 @@ def test_a_curve_that_cannot_be_read_is_refused_in_words(tmp_path):
     assert len(curve.points) > 1
     checkmate.write(curve, tmp_path / "c.json")
     text = (tmp_path / "c.json").read_text()
-    (tmp_path / "c.json").write_text(text.replace("checkmate.curve/1", "checkmate.curve/2"))
-    with pytest.raises(FileFormatError, match=r"'checkmate\.curve/2' is not read here"):
+    (tmp_path / "c.json").write_text(text.replace("checkmate.curve/1", "checkmate.curve/3"))
+    with pytest.raises(FileFormatError, match=r"'checkmate\.curve/3' is not read here"):
         checkmate.read(tmp_path / "c.json")
     content = json.loads(text)
     content["points"].reverse()

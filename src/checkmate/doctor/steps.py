@@ -163,16 +163,14 @@ def _check(path: Path, device: str, scale: int) -> Check:
 def deterministic() -> Generator[None]:
     """Kernels that give the same bits in every run, where there are such; on a GPU several add in any order otherwise."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn = torch.backends.cudnn.deterministic
+    unchanged: Any = dict.fromkeys(("enabled", "benchmark", "benchmark_limit", "allow_tf32", "fp32_precision"))
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic = True
     try:
-        with warnings.catch_warnings():
+        with torch.backends.cudnn.flags(**unchanged, deterministic=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one for each op without such a kernel
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.deterministic = cudnn
 
 
 def run(path: Path, device: str, scale: int, budget: str | int | None) -> Ran:

@@ -87,7 +87,9 @@ def resolved_budget(budget: Budget, graph: Graph, counted: Counted | None) -> in
         graph: The graph.
         counted: What counts against it; None for live bytes.
     """
-    if counted is None or budget.total_bytes is not None:
+    if budget.total_bytes is not None:
+        return budget.total_bytes
+    if counted is None:
         return budget.resolve(graph)
     keep_all = counted(graph, Plan.from_order(graph, range(len(graph.ops))))
     return budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all)

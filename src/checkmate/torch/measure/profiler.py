@@ -55,6 +55,7 @@ class TimingEffort:
         converged: No further pass after one that made them faster, all together, by less than this share, unless the machine was
             slow meanwhile.
         slow_pace: The machine is slow where a reference op takes so many times the least that it took in this process.
+        matters_ns: Ops that take less together have no more than the least number of passes.
         most_s: No further pass once passes took so many seconds: a machine may stay slow.
         later_repeats: Most runs of an op in each pass after the first.
         between_bytes: Bytes that are read between two runs of an op on a CPU, about a last-level cache, as the other ops of a
@@ -74,7 +75,8 @@ class TimingEffort:
     again_ns: int = 100_000
     least_passes: int = 3
     converged: float = 0.004
-    slow_pace: float = 1.03
+    slow_pace: float = 1.15
+    matters_ns: int = 20_000_000
     most_s: float = 4.0
     later_repeats: int = 2
     between_bytes: int = 32 << 20
@@ -154,6 +156,7 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
                 found[key] = found[key]._replace(cost_ns=min(found[key].cost_ns, quantise(fastest_run_ns(node, other))))
             gained = before - sum(found[k].cost_ns for k in again)
             converged = gained <= _EFFORT.converged * before and not (pace.is_slow() or slow)
+            converged |= before < _EFFORT.matters_ns
             if number >= _EFFORT.least_passes and (converged or time.perf_counter() - began > _EFFORT.most_s):
                 break
     return found
