@@ -317,10 +317,11 @@ class Coordinator:
         alone = planned.alone and (not self._pending or not planned.replaceable or planned.options.plan is not None)
         if (id(planned), first) in self._warned or (alone and not self._recorder.watched):
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
-        if not planned.replaceable and self.steps.share(planned.interface.whole, planned.budget) is not None:
-            return  # it was compiled for the plan of its step
         counted = _union([*self._pending, flight]) | {key: s.nbytes() for key, s in planned.unread_now().items()}
         eager_bytes = self._recorder.eager_bytes(counted)
+        share = None if planned.replaceable else self.steps.share(planned.interface.whole, planned.budget)
+        if alone and share is not None and share.eager_bytes is not None and eager_bytes <= share.eager_bytes:
+            return  # it was compiled to leave as much
         if alone:
             needed, total = own.result.peak_bytes + eager_bytes, own.result.budget_bytes
         else:

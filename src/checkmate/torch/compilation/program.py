@@ -351,10 +351,12 @@ class Share:
     Attributes:
         order: Its ops in the order of their computations; None where it is the only graph of its step, and any order will do.
         limit: The most that it may take, above its resident memory: as planned, and what the plan leaves of the budget.
+        eager_bytes: What eager code takes beside it in the plan; None for one of several graphs.
     """
 
     order: tuple[int, ...] | None
     limit: StepMemory
+    eager_bytes: int | None = None
 
     @classmethod
     def of(cls, program: Program, free_bytes: int) -> Share:
@@ -367,19 +369,19 @@ class Share:
         return cls(program.result.plan.order, program.memory.plus(free_bytes))
 
     @classmethod
-    def of_only_graph(cls, size_bytes: int, order: tuple[int, ...] | None = None, between_bytes: int = 0) -> Share:
+    def of_only_graph(cls, size_bytes: int, order: tuple[int, ...] | None = None, eager_bytes: int = 0) -> Share:
         """The share of the only graph of its step: it may take so many bytes at any time.
 
         Args:
             size_bytes: What the step may take.
             order: Its ops in the order of their computations; None where any order will do.
-            between_bytes: What eager code takes of that between its forward and its backward.
+            eager_bytes: What eager code takes of that between its forward and its backward.
         """
-        left = max(0, size_bytes - between_bytes)
+        left = max(0, size_bytes - eager_bytes)
         limit = StepMemory(
             forward_peak_bytes=size_bytes, saved_bytes=left, backward_peak_bytes=size_bytes, gradient_bytes=size_bytes
         )
-        return cls(order, limit)
+        return cls(order, limit, eager_bytes)
 
 
 @dataclass(eq=False, slots=True)
