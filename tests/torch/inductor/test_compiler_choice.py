@@ -22,6 +22,12 @@ from tests.torch.steps import Planned, compiled, observe
 ROWS = 512
 
 
+@pytest.fixture(autouse=True)
+def _own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that another test compiled costs nothing to compile, so that it would be chosen."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
 def started(model: nn.Module, x: torch.Tensor, **options: Any) -> tuple[Callable[[], Any], Planned]:
     torch._dynamo.reset()
     COORDINATOR.forget_steps()
