@@ -27,7 +27,7 @@ _MISSING: Final = {
     "Python.h": ("the headers of Python are missing", "install them: `apt-get install python3-dev`, or your system's package"),
     "omp.h": ("OpenMP is missing", "install it: `apt-get install libomp-dev` for clang, or `brew install libomp`"),
 }
-"""What a compiler's message that names a header means, and what to do."""
+"""The meaning of a header that a compiler does not find, and what to do."""
 
 
 def check_cxx() -> Check:
