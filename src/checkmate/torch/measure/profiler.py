@@ -6,7 +6,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -24,13 +25,14 @@ from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.errors import ProfilerBusyError
 from checkmate.torch.measure.roofline import estimate_ns
-from checkmate.torch.measure.timing import EFFORT, LeastTimes, Pace, reading_ns
+from checkmate.torch.measure.timing import EFFORT, LeastTimes, reading_ns
 
 _log = logging.getLogger("checkmate.torch")
 
 
 _METHOD = "cache-shared direct"
 """How times are measured, as part of an op's signature: times measured otherwise are not mixed with these."""
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Profiler:
@@ -71,11 +73,15 @@ def signature(node: fx.Node) -> str | None:
     return " ".join(parts)
 
 
-def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
+def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]] = _NONE) -> dict[str, OpCost]:
     """Measure time and workspace of nodes by running them on tensors of the traced shapes.
+
+    A shared machine may be a tenth slower today, or for some seconds, than when other ops of the graph were measured. Some of
+    these are measured again, in turns with the nodes, and times are scaled by what these took then (docs/decisions/0012).
 
     Args:
         nodes: Signature to node.
+        known: Signature to node and cost of other ops of the graph.
 
     Returns:
         Signature to cost. Nodes that fail are logged and left out.
@@ -96,18 +102,32 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
             costs[key] = _measured_or_warned(node, other, times[key])
         found = {k: cost for k, cost in costs.items() if cost is not None}
         again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
-        pace, began = Pace(), time.perf_counter()
+        matters = sum(found[k].cost_ns for k in again) >= EFFORT.matters_ns
+        references = {k: LeastTimes(known[k][0]) for k in _references(known)} if matters else {}
+        for key in references:
+            _measured_or_warned(known[key][0], other, references[key])
+        began = time.perf_counter()
         for number in itertools.count(2) if again else ():
-            before, slow = sum(found[k].cost_ns for k in again), pace.is_slow()
+            before = sum(times[k].total_ns for k in again)
             for key, node in progress.counted([*again.items()], "measuring costs"):
                 run_again(node, other, times[key])
-                found[key] = found[key]._replace(cost_ns=quantise(times[key].total_ns))
-            gained = before - sum(found[k].cost_ns for k in again)
-            converged = gained <= EFFORT.converged * before and not (pace.is_slow() or slow)
-            converged |= before < EFFORT.matters_ns
-            if number >= EFFORT.least_passes and (converged or time.perf_counter() - began > EFFORT.most_s):
+            for key in references:
+                run_again(known[key][0], other, references[key])
+            converged = before - sum(times[k].total_ns for k in again) <= EFFORT.converged * before
+            if number >= EFFORT.least_passes and (converged or not matters or time.perf_counter() - began > EFFORT.most_s):
                 break
+        took = sum(reference.total_ns for reference in references.values())
+        pace = sum(known[k][1].cost_ns for k in references) / took if took else 1.0
+        for key in again:
+            found[key] = found[key]._replace(cost_ns=quantise(pace * times[key].total_ns))
     return found
+
+
+def _references(known: Mapping[str, tuple[fx.Node, OpCost]]) -> list[str]:
+    """Ops to measure beside others: the longest that are not too long to be measured in every pass."""
+    short = [key for key, (node, cost) in known.items() if cost.cost_ns <= EFFORT.reference_ns and _is_measured_again(node, cost)]
+    whole = [key for key in short if PIECES not in known[key][0].meta]
+    return sorted(whole, key=lambda key: -known[key][1].cost_ns)[: EFFORT.references]
 
 
 def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

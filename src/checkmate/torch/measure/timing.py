@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -37,10 +37,10 @@ class TimingEffort:
         again_ns: Ops that take longer are measured in several passes over all of them.
         least_passes: How often they are measured at least; the fastest run of all passes counts. A machine can be a fifth slower
             for a second, and all readings of an op that is measured then.
-        converged: No further pass after one that made them faster, all together, by less than this share, unless the machine was
-            slow meanwhile.
-        slow_pace: The machine is slow where a reference op takes so many times the least that it took in this process.
-        matters_ns: Ops that take less together have no more than the least number of passes.
+        converged: No further pass after one that made them faster, all together, by less than this share.
+        references: So many ops that were measured before are measured beside new ones, which are stated in the same unit.
+        reference_ns: Longest op among these.
+        matters_ns: Ops that take less together have no more than the least number of passes, and no references.
         most_s: No further pass once passes took so many seconds: a machine may stay slow.
         later_repeats: Most runs of an op in each pass after the first.
         between_bytes: Bytes that are read between two runs of an op on a CPU, about a last-level cache, as the other ops of a
@@ -60,7 +60,8 @@ class TimingEffort:
     again_ns: int = 100_000
     least_passes: int = 3
     converged: float = 0.004
-    slow_pace: float = 1.15
+    references: int = 5
+    reference_ns: int = 30_000_000
     matters_ns: int = 20_000_000
     most_s: float = 4.0
     later_repeats: int = 2
@@ -114,26 +115,6 @@ def reading_ns(run: Callable[[], Iterator[Any]]) -> list[int]:
         took.append(ended - began)
         began = ended
     return took
-
-
-class Pace:
-    """How fast a machine is now, by a reference op: a matrix product, and a sum over more than a cache holds."""
-
-    _least_ns: ClassVar[dict[int, int]] = {}  # by the number of threads, in this process
-
-    def __init__(self) -> None:
-        self._matrix, self._row = torch.ones(384, 384), torch.ones(4 << 20)
-
-    def is_slow(self) -> bool:
-        """Whether the reference op is slower than it was before."""
-        now, threads, took = clock(), torch.get_num_threads(), list[int]()
-        for _ in range(3):
-            began = now()
-            torch.mm(self._matrix, self._matrix)
-            self._row.sum()
-            took.append(now() - began)
-        least = self._least_ns[threads] = min(*took, self._least_ns.get(threads, min(took)))
-        return min(took) > EFFORT.slow_pace * least
 
 
 def clock() -> Callable[[], int]:
