@@ -102,25 +102,33 @@ def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Nod
             costs[key] = _measured_or_warned(node, other, times[key])
         found = {k: cost for k, cost in costs.items() if cost is not None}
         again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
-        matters = sum(found[k].cost_ns for k in again) >= EFFORT.matters_ns
-        references = {k: LeastTimes(known[k][0]) for k in _references(known)} if matters else {}
-        for key in references:
-            _measured_or_warned(known[key][0], other, references[key])
-        began = time.perf_counter()
-        for number in itertools.count(2) if again else ():
-            before = sum(times[k].total_ns for k in again)
-            for key, node in progress.counted([*again.items()], "measuring costs"):
-                run_again(node, other, times[key])
-            for key in references:
-                run_again(known[key][0], other, references[key])
-            converged = before - sum(times[k].total_ns for k in again) <= EFFORT.converged * before
-            if number >= EFFORT.least_passes and (converged or not matters or time.perf_counter() - began > EFFORT.most_s):
-                break
-        took = sum(reference.total_ns for reference in references.values())
-        pace = sum(known[k][1].cost_ns for k in references) / took if took else 1.0
+        beside = {k: known[k][0] for k in _references(known)} if sum(found[k].cost_ns for k in again) >= EFFORT.matters_ns else {}
+        for key, node in [*beside.items()]:
+            times[key] = LeastTimes(node)
+            if _measured_or_warned(node, other, times[key]) is None:  # its known cost is an estimate
+                del beside[key]
+        if again:
+            _repeat(again, beside, times, other)
+        took = sum(times[k].total_ns for k in beside)
+        pace = sum(known[k][1].cost_ns for k in beside) / took if took else 1.0
         for key in again:
             found[key] = found[key]._replace(cost_ns=quantise(pace * times[key].total_ns))
     return found
+
+
+def _repeat(
+    nodes: Mapping[str, fx.Node], beside: Mapping[str, fx.Node], times: Mapping[str, LeastTimes], other: torch.Tensor
+) -> None:
+    """Measure nodes that were measured once in further passes, and others beside them."""
+    began = time.perf_counter()
+    for number in itertools.count(2):
+        before = sum(times[k].total_ns for k in nodes)
+        for key, node in progress.counted([*nodes.items(), *beside.items()], "measuring costs"):
+            run_again(node, other, times[key])
+        converged = before - sum(times[k].total_ns for k in nodes) <= EFFORT.converged * before
+        over = converged or before < EFFORT.matters_ns or time.perf_counter() - began > EFFORT.most_s
+        if number >= EFFORT.least_passes and over:
+            break
 
 
 def _references(known: Mapping[str, tuple[fx.Node, OpCost]]) -> list[str]:

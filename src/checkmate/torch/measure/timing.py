@@ -75,7 +75,7 @@ class LeastTimes:
     """The least time of each part of an op on a CPU, over all its runs.
 
     An op is one part, unless it runs piece by piece: then each piece is one, and what it does after the last is another. Equal
-    pieces count as runs of one part. A long run is seldom undisturbed from its beginning to its end, and the least of a few long
+    pieces count as runs of one part, but for the first, which finds nothing of what they share in the cache. A long run is seldom undisturbed from its beginning to its end, and the least of a few long
     readings would make an op in pieces look slower than the ops that it replaces, of which each is short (docs/decisions/0012).
 
     Args:
@@ -84,8 +84,8 @@ class LeastTimes:
 
     def __init__(self, node: fx.Node) -> None:
         pieces: Pieces | None = node.meta.get(PIECES)
-        self._parts: list[int | None] = [None] if pieces is None else [*map(id, pieces.graphs), None]
-        self._least_ns: dict[int | None, int] = {}
+        self._parts: list[object] = ["op"] if pieces is None else ["first piece", *pieces.graphs[1:], "end"]
+        self._least_ns: dict[object, int] = {}
 
     def add(self, reading_ns: Sequence[int]) -> None:
         """Count one run.
