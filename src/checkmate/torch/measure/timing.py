@@ -75,8 +75,9 @@ class LeastTimes:
     """The least time of each part of an op on a CPU, over all its runs.
 
     An op is one part, unless it runs piece by piece: then each piece is one, and what it does after the last is another. Equal
-    pieces count as runs of one part, but for the first, which finds nothing of what they share in the cache. A long run is seldom undisturbed from its beginning to its end, and the least of a few long
-    readings would make an op in pieces look slower than the ops that it replaces, of which each is short (docs/decisions/0012).
+    pieces count as runs of one part, but for the first, which finds nothing of what they share in the cache. A long run is seldom
+    undisturbed from its beginning to its end: by the least of a few long readings an op in pieces would look slower than the ops
+    that it replaces, of which each is short (docs/decisions/0012).
 
     Args:
         node: The op.
