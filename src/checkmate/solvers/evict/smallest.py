@@ -185,5 +185,5 @@ class _Bisection:
         from checkmate.solvers.evict.search import Search
 
         folded = self._fold.apply(self._problem.replace_budget(self._peak))
-        for order, late in starts(folded, self._seed, self._clock.time_up):
-            yield Search(folded, late, self._seed, order, self._clock.time_up)
+        for start in starts(folded, self._seed, self._clock.time_up):
+            yield Search(folded, start.on_demand, self._seed, start.order, self._clock.time_up, at_end=start.at_end)
