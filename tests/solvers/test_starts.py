@@ -16,15 +16,15 @@ from tests.strategies import random_graph
 
 def test_a_stage_for_each_kept_value_reaches_peaks_that_one_for_all_does_not():
     """The gradient that needs most beside it is made first, the least last; in one stage the graph's order decides."""
-    graph = gradients(4)
-    problem = Problem(graph, 23)
-    assert kept_to_the_end(problem) == (7, 5, 3, 1)
+    graph = gradients(6, 4)
+    problem = Problem(graph, 32)
+    assert kept_to_the_end(problem) == (11, 9, 7, 5, 3, 1)
     with_stages = Search(problem, frozenset(), 0, at_end=kept_to_the_end(problem))
     assert with_stages.first()
     order = with_stages.order()
     assert set(order) == set(range(len(graph.ops)))
-    assert simulate(graph, Plan.from_order(graph, order)).peak_bytes == 23
-    assert with_stages.targets == list(range(8))
+    assert simulate(graph, Plan.from_order(graph, order)).peak_bytes <= 32
+    assert with_stages.targets == list(range(12))
     assert not Search(problem, frozenset(), 0).first()
 
 

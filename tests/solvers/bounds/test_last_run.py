@@ -87,12 +87,12 @@ def test_no_plan_has_a_lower_peak():
     assert higher > 15
 
 
-def gradients(layers: int) -> Graph:
+def gradients(layers: int, more: int = 1) -> Graph:
     """A chain of states, from each of which an op with a large workspace makes a kept gradient that is larger than it."""
     ops, values = [], []
     for k in range(layers):
         ops.append(Op(f"state{k}", (2 * k - 2,) if k else (), (2 * k,), 1))
-        ops.append(Op(f"gradient{k}", (2 * k,), (2 * k + 1,), 1, workspace_bytes=6 + k))
+        ops.append(Op(f"gradient{k}", (2 * k,), (2 * k + 1,), 1, workspace_bytes=6 + more * k))
         values += [Value(f"s{k}", 1), Value(f"g{k}", 4, kept=True)]
     return Graph(tuple(ops), tuple(values))
 
