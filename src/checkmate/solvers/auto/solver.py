@@ -77,9 +77,13 @@ def _solve(run: Run, rounds: int) -> None:
     """All phases, one after another, until the session is done."""
     from checkmate.solvers.auto.first_plans import first_plans
     from checkmate.solvers.auto.rounds import best_single, final_search, refine
+    from checkmate.solvers.bounds.row import row_bound
 
     session = run.session
     searches = first_plans(run)
+    if session.done:
+        return
+    session.prove(run.fold.original.cost + row_bound(run.folded))
     if session.done:
         return
     event = best_single(run, run.any_order, searches)
