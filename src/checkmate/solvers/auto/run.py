@@ -1,4 +1,4 @@
-"""What all phases of the default solver share: the folded problem, the session with its clock, and the bound's model."""
+"""Shared by all phases of the default solver: the folded problem, the session with its clock, and the bound's model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Run:
             search.order_bound = max(search.order_bound, share)
 
     def best_share(self) -> float:
-        """What the best plan costs beyond computing every op once, as a share; infinite without a plan."""
+        """Cost of the best plan beyond computing every op once, as a share; infinite without a plan."""
         if self.session.cost is None:
             return math.inf
         return (self.session.cost - self.fold.original.cost) / self.once
