@@ -6,6 +6,7 @@ import math
 import random
 from functools import cache
 
+import msgspec
 import pytest
 
 from benchmarks.generate import chain, skipping
@@ -108,3 +109,60 @@ def test_long_rows_take_no_time(ops):
     graph = skipping(ops)
     problem = Problem(graph, floor(graph).peak_bytes)
     assert 0 <= row_bound(problem) < math.inf
+
+
+def changed(layers: int, *, steps: int = 0, readers: int = 0, both: bool = False, sizes: int = 1) -> Graph:
+    """A chain whose ops need more.
+
+    Args:
+        layers: Its layers.
+        steps: Workspace of the layers after the first.
+        readers: Workspace of the gradients.
+        both: Whether a gradient also reads the layer above its own; the first step and the first gradient have workspace then.
+        sizes: Bytes of every second gradient.
+    """
+    unit = chain(layers)
+    ops = list(unit.ops)
+    for o in range(1, layers):
+        ops[o] = msgspec.structs.replace(ops[o], workspace_bytes=steps)
+    for o in range(layers + 1, len(ops)):
+        above = (2 * layers - o + 1,) if both and o > layers + 1 else ()
+        ops[o] = msgspec.structs.replace(ops[o], workspace_bytes=readers, inputs=(*ops[o].inputs, *above))
+    for o in (0, layers + 1) if both else ():
+        ops[o] = msgspec.structs.replace(ops[o], workspace_bytes=3)
+    size = [sizes if v > layers and v % 2 else x.size_bytes for v, x in enumerate(unit.values)]
+    values = [msgspec.structs.replace(x, size_bytes=b) for x, b in zip(unit.values, size, strict=True)]
+    return msgspec.structs.replace(unit, ops=tuple(ops), values=tuple(values))
+
+
+@pytest.mark.parametrize(
+    ("graph", "budget", "checkpoints"),
+    [
+        (changed(6), 5, 2),
+        # The first step reads nothing of the row: one more fits beside it, which says nothing about the others.
+        (changed(6, steps=2, readers=2), 5, 2),
+        # A gradient, or a step, alone decides where the others need more.
+        (changed(6, steps=2), 5, 2),
+        (changed(6, readers=2), 6, 3),
+        # What a gradient reads of the row beside its own value is one of the checkpoints.
+        (changed(6, steps=3, both=True), 6, 3),
+        # Of the gradients that are carried from one to the next the smallest is sure.
+        (changed(6, readers=4, sizes=2), 6, 3),
+    ],
+)
+def test_room_for_checkpoints_is_what_the_ops_leave(graph, budget, checkpoints):
+    """The op with most room decides, and the optimum is never below."""
+    problem = Problem(graph, budget)
+    assert row_bound(problem) == computations(6, checkpoints) - 6
+    optimum = solve(problem, AStar(), limits=Limits(gap=0.0), raise_on_failure=False).cost
+    assert optimum is None or graph.cost + row_bound(problem) <= optimum
+
+
+def test_ops_in_both_roles_are_no_row():
+    """Where each op reads the two before it, the same ops would be steps and readers."""
+    count = 12
+    edges = [(i, i + 1) for i in range(count - 1)] + [(i, i + 2) for i in range(count - 2)]
+    graph = Graph.from_dag(cost=[1] * count, size_bytes=[1] * count, edges=edges)
+    problem = Problem(graph, 3)
+    optimum = solve(problem, AStar(), limits=Limits(gap=0.0)).cost
+    assert graph.cost + row_bound(problem) <= optimum == count
