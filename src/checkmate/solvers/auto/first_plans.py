@@ -6,7 +6,8 @@ import math
 
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits
-from checkmate.solvers.auto.phases import PARAMETERS, PHASES, Phase
+from checkmate.solvers.auto import phases
+from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.auto.run import Run
 from checkmate.solvers.bounds.refine import highest_events
 from checkmate.solvers.evict.search import Search
@@ -27,7 +28,7 @@ def first_plans(run: Run) -> list[Search]:
         search = Search(run.folded, start.on_demand, seed, start.order, session.time_up, at_end=start.at_end)
         searches.append(search)
         late = run.begin(Phase.FIRST_PLANS)
-        with session.within(session.elapsed_s() + PARAMETERS.first_share * session.left_s()):
+        with session.within(session.elapsed_s() + phases.PARAMETERS.first_share * session.left_s()):
             found = search.first(out_of_time=late, stop_at_first=True)
             if found:
                 run.offer(search.order())
@@ -58,15 +59,15 @@ def first_plans(run: Run) -> list[Search]:
             with session.within(until_s):
                 cheaper = search.start_from_order(run.fold.apply_order(session.plan.order))
         if math.isfinite(search.best_cost) and (phase is Phase.PROVEN_SEARCH or not session.done):
-            decodes = suggested_decodes(len(run.graph.ops)) // PARAMETERS.first_divisor
-            if run.improve(search, decodes, PARAMETERS.temperature, until_s) or cheaper:
+            decodes = suggested_decodes(len(run.graph.ops)) // phases.PARAMETERS.first_divisor
+            if run.improve(search, decodes, phases.PARAMETERS.temperature, until_s) or cheaper:
                 run.offer(search.order())
     return sorted(searches, key=lambda search: search.best_cost)
 
 
 def _first_proof(run: Run, searches: list[Search]) -> None:
     """Bound the events that hold most, until a plan is proven clearly within the gap."""
-    events, model = highest_events(run.graph, PARAMETERS.first_events), run.any_order
+    events, model = highest_events(run.graph, phases.PARAMETERS.first_events), run.any_order
     late = run.begin(Phase.FIRST_EVENTS)
     run.single_cuts(model, events, searches[0], lambda: _clearly_done(run) or late())
 
@@ -75,7 +76,7 @@ def _clearly_done(run: Run) -> bool:
     """Whether no search could gain more than a part of the gap, or none is wanted."""
     session = run.session
     return session.done and (
-        session.gap <= PARAMETERS.clear_gap * session.limits.gap or session.gap > session.limits.gap or session.decided
+        session.gap <= phases.PARAMETERS.clear_gap * session.limits.gap or session.gap > session.limits.gap or session.decided
     )
 
 
@@ -103,7 +104,7 @@ def _tight_budget_start(run: Run) -> None:
             break
     if session.plan is not None or session.left_s() <= 0:  # `Limits` refuses a time of zero
         return
-    most_s = PHASES[Phase.TIGHT_BUDGET] * min(PARAMETERS.horizon_s, session.left_s())
+    most_s = phases.PHASES[Phase.TIGHT_BUDGET] * min(phases.PARAMETERS.horizon_s, session.left_s())
     limits = Limits(time_s=most_s, seed=session.limits.seed)
     smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
     session.offer(smallest.plan.order)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from checkmate.solvers.auto.phases import PARAMETERS, Phase
+from checkmate.solvers.auto import phases
+from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.auto.run import Run
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
@@ -27,7 +28,7 @@ def refine(run: Run, searches: list[Search], event: int, rounds: int) -> None:
     session = run.session
     work = suggested_decodes(len(run.graph.ops))
     proven = run.session.bound - run.fold.original.cost
-    close = proven > PARAMETERS.close_share * run.once * run.best_share()
+    close = proven > phases.PARAMETERS.close_share * run.once * run.best_share()
     events, phase = [event], Phase.ANY_ORDER_CLOSE if close else Phase.ANY_ORDER
     for k in range(rounds):
         before = (session.cost, session.bound)
@@ -53,8 +54,8 @@ def refine(run: Run, searches: list[Search], event: int, rounds: int) -> None:
             other = chain_of(run.any_order, [*cuts, event])
             events = max(events, other, key=lambda chain: _quick_bound(run, search, chain)[0])
             phase = Phase.ANY_ORDER_AGAIN
-        decodes = max(PARAMETERS.least_round_decodes, work // PARAMETERS.round_divisor)
-        if run.improve(search, decodes, PARAMETERS.temperature, run.until(Phase.ROUND_SEARCH)):
+        decodes = max(phases.PARAMETERS.least_round_decodes, work // phases.PARAMETERS.round_divisor)
+        if run.improve(search, decodes, phases.PARAMETERS.temperature, run.until(Phase.ROUND_SEARCH)):
             run.offer(search.order())
         searches[place] = _reorder_search(run, search, run.until(Phase.ROUND_SEARCH))
         if session.done:
@@ -75,7 +76,7 @@ def _refine_once(run: Run, model: CutModel, search: Search, first: list[int], ph
     """Refine from some events for the time of a phase; returns the events it came to."""
     session = run.session
     until = run.until(phase)
-    gap = max(PARAMETERS.least_gap, session.limits.gap / PARAMETERS.gap_divisor)
+    gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
 
     def left_s() -> float:
         return 0.0 if session.done else until - session.elapsed_s()
@@ -87,9 +88,9 @@ def _refine_once(run: Run, model: CutModel, search: Search, first: list[int], ph
 def best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None:
     """Bound by single events where the plans hold most; returns the event that proves most."""
     # On a large graph the bytes of a plan take seconds to count, and the events of keeping everything are good enough.
-    few = len(run.graph.ops) <= PARAMETERS.many_ops
+    few = len(run.graph.ops) <= phases.PARAMETERS.many_ops
     plans = [search.order() for search in searches if few and math.isfinite(search.best_cost)]
-    events = promising_events(run.graph, [range(len(run.graph.ops)), *plans[: PARAMETERS.plans_for_events]])
+    events = promising_events(run.graph, [range(len(run.graph.ops)), *plans[: phases.PARAMETERS.plans_for_events]])
     late = run.begin(Phase.SINGLE_EVENTS)
     return run.single_cuts(model, events, searches[0], lambda: run.session.done or late())
 
@@ -105,9 +106,9 @@ def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Sear
     Returns:
         The search with the cheapest plan; the newest among equals, as equal plans in other orders lead on.
     """
-    patience = PARAMETERS.patience
-    decodes = min(PARAMETERS.order_decodes, suggested_decodes(len(run.graph.ops)))
-    can = run.folded.reorder and math.isfinite(search.best_cost) and len(run.graph.ops) <= PARAMETERS.many_ops
+    patience = phases.PARAMETERS.patience
+    decodes = min(phases.PARAMETERS.order_decodes, suggested_decodes(len(run.graph.ops)))
+    can = run.folded.reorder and math.isfinite(search.best_cost) and len(run.graph.ops) <= phases.PARAMETERS.many_ops
     without_gain = 0 if can else patience
     while without_gain < patience and not (run.session.done or run.session.elapsed_s() > until_s):
         before = search.best_cost
@@ -115,7 +116,7 @@ def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Sear
         order = reorder(run.graph, search.order(), _room(run), seed, run.session.time_up)
         other = Search(run.folded, frozenset(), seed, first_computations(order), run.session.time_up, at_end=search.at_end)
         other.start_from_order(order)
-        if run.improve(other, decodes, PARAMETERS.temperature, until_s):
+        if run.improve(other, decodes, phases.PARAMETERS.temperature, until_s):
             run.offer(other.order())
         # Also at equal cost: the new order is lower, and the next search starts from it.
         if other.best_cost <= before:
@@ -134,11 +135,11 @@ def final_search(run: Run, searches: list[Search]) -> None:
     work = suggested_decodes(len(run.graph.ops))
     best = min(searches, key=lambda search: search.best_cost)
     without_gain = 0
-    while math.isfinite(best.best_cost) and without_gain < PARAMETERS.patience and not run.session.done:
+    while math.isfinite(best.best_cost) and without_gain < phases.PARAMETERS.patience and not run.session.done:
         others = [_reorder_search(run, best)]
-        if len(run.graph.ops) <= PARAMETERS.few_ops and run.folded.reorder:
+        if len(run.graph.ops) <= phases.PARAMETERS.few_ops and run.folded.reorder:
             others.append(_reorder_search(run, _from_new_order(run)))
-        elif run.improve(best, work // PARAMETERS.round_divisor, PARAMETERS.final_temperature, math.inf):
+        elif run.improve(best, work // phases.PARAMETERS.round_divisor, phases.PARAMETERS.final_temperature, math.inf):
             run.offer(best.order())
         other = min(*others, best, key=lambda search: search.best_cost)
         without_gain += 1
@@ -159,4 +160,4 @@ def _from_new_order(run: Run) -> Search:
 
 def _room(run: Run) -> float:
     """Bytes that a plan may hold at no penalty when it is put in another order: the budget or a little less, at random."""
-    return run.random.choice(PARAMETERS.rooms) * (run.folded.budget_bytes - run.graph.resident_bytes)
+    return run.random.choice(phases.PARAMETERS.rooms) * (run.folded.budget_bytes - run.graph.resident_bytes)

@@ -9,7 +9,8 @@ from functools import cached_property, partial
 from random import Random
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.auto.phases import PARAMETERS, PHASES, Phase
+from checkmate.solvers.auto import phases
+from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import single_cuts
 from checkmate.solvers.evict.search import Search
@@ -82,7 +83,7 @@ class Run:
     def until(self, phase: Phase) -> float:
         """Log a phase; returns when it has to end, on the session's clock."""
         now = self.session.elapsed_s()
-        seconds = PHASES[phase] * min(PARAMETERS.horizon_s, self.session.left_s())
+        seconds = phases.PHASES[phase] * min(phases.PARAMETERS.horizon_s, self.session.left_s())
         _log.debug("%.2f s: %s, for %.2f s at most; cost %s, bound %.0f", now, phase, seconds, self.session.cost,
                    self.session.bound)  # fmt: skip
         return now + seconds

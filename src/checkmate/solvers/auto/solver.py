@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
-from checkmate.solvers.auto.phases import PARAMETERS, Phase
+from checkmate.solvers.auto import phases
+from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.session import Session
 
@@ -94,7 +95,7 @@ def _solve(run: Run, rounds: int) -> None:
         return
     # A* may still close the gap; one round gives it a better plan, and so a lower limit.
     under_way = exploration is not None and exploration.ended is None
-    if len(run.graph.ops) <= PARAMETERS.many_ops:
+    if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
         refine(run, searches, event, 1 if under_way else rounds)
     if exploration is not None and not session.done:
         exploration.run(run.begin(Phase.STATES_AGAIN))
@@ -116,6 +117,6 @@ def _explore(run: Run) -> Exploration | None:
     if isinstance(packed, str):
         return None
     run.session.prepare(load_kernels)
-    exploration = Exploration(run.fold, packed, run.session, PARAMETERS.max_states)
+    exploration = Exploration(run.fold, packed, run.session, phases.PARAMETERS.max_states)
     exploration.run(run.begin(Phase.STATES))
     return exploration
