@@ -144,6 +144,7 @@ def changed(layers: int, *, steps: int = 0, readers: int = 0, both: bool = False
         # A gradient, or a step, alone decides where the others need more.
         (changed(6, steps=2), 5, 2),
         (changed(6, readers=2), 6, 3),
+        (changed(6, readers=2, both=True), 6, 3),
         # What a gradient reads of the row beside its own value is one of the checkpoints.
         (changed(6, steps=3, both=True), 6, 3),
         # Of the gradients that are carried from one to the next the smallest is sure.
@@ -156,13 +157,3 @@ def test_room_for_checkpoints_is_what_the_ops_leave(graph, budget, checkpoints):
     assert row_bound(problem) == computations(6, checkpoints) - 6
     optimum = solve(problem, AStar(), limits=Limits(gap=0.0), raise_on_failure=False).cost
     assert optimum is None or graph.cost + row_bound(problem) <= optimum
-
-
-def test_ops_in_both_roles_are_no_row():
-    """Where each op reads the two before it, the same ops would be steps and readers."""
-    count = 12
-    edges = [(i, i + 1) for i in range(count - 1)] + [(i, i + 2) for i in range(count - 2)]
-    graph = Graph.from_dag(cost=[1] * count, size_bytes=[1] * count, edges=edges)
-    problem = Problem(graph, 3)
-    optimum = solve(problem, AStar(), limits=Limits(gap=0.0)).cost
-    assert graph.cost + row_bound(problem) <= optimum == count

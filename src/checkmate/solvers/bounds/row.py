@@ -107,8 +107,7 @@ def _longest_row(graph: Graph, size: int) -> list[_Link]:
             earlier = inputs[graph.producer[v]]
             for h in {h for w in op.outputs for h in graph.readers[w]}:
                 for u in large[h]:
-                    # Its own op must not make a value of the row: that is a chain of gradients, or the layers themselves.
-                    if u in earlier and u not in op.outputs and (length + 1, link) > best.get(_Link(h, u), (1, link)):
+                    if u in earlier and (length + 1, link) > best.get(_Link(h, u), (1, link)):
                         best[_Link(h, u)] = (length + 1, link)
     row: list[_Link] = []
     while longest is not None:
@@ -123,8 +122,8 @@ def _bound_of(problem: Problem, row: list[_Link]) -> float:
     values = {link.value for link in row}
     steps = [graph.producer[link.value] for link in row]
     readers = [link.reader for link in row]
-    # The argument needs different ops in the two roles; what else they read or make does not matter.
-    if len(row) < 2 or len({*steps, *readers}) < 2 * len(row):
+    # All ops differ: the first reader reads the last step's value, readers only rise from there, and steps only fall.
+    if len(row) < 2:
         return 0.0
     budget = problem.budget_bytes - graph.resident_bytes
     unit = min(graph.values[v].size_bytes for v in values)

@@ -146,7 +146,9 @@ class _Bisection:
         from checkmate.solvers.bounds.last_run import last_run_floor
 
         found = last_run_floor(self._fold.folded, self._floor.peak_bytes, self._clock.time_up)
-        if found is not None:
+        # Higher by less than a bisection sees it says nothing more, and why it holds is harder to read.
+        least = self._floor.peak_bytes + (self._floor.peak_bytes - self._graph.resident_bytes) // PARAMETERS.precision
+        if found is not None and found.peak_bytes > least:
             self._floor = Floor(found.peak_bytes, self._fold.kept_ops[found.op], found.why)
             self._enough = max(self._enough, found.peak_bytes)
 
