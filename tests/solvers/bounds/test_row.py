@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from benchmarks.generate import chain, skipping
-from checkmate import AStar, BruteForce, Graph, Limits, Op, Problem, Value, solve
+from checkmate import AStar, BruteForce, Graph, Limits, Op, Problem, Reason, Value, solve
 from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.bounds.row import computations, row_bound
@@ -157,3 +157,11 @@ def test_room_for_checkpoints_is_what_the_ops_leave(graph, budget, checkpoints):
     assert row_bound(problem) == computations(6, checkpoints) - 6
     optimum = solve(problem, AStar(), limits=Limits(gap=0.0), raise_on_failure=False).cost
     assert optimum is None or graph.cost + row_bound(problem) <= optimum
+
+
+def test_a_chain_is_solved_to_the_proof():
+    """The recursion for chains has the plan, and the bound of its row is met: A* alone reaches 106 of 111 in a minute."""
+    result = solve(Problem(chain(32), 6), limits=Limits(time_s=20, gap=0.0))
+    assert result.termination.reason is Reason.OPTIMAL
+    assert result.cost == 111
+    assert result.elapsed_s < 15

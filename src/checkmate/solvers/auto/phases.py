@@ -86,6 +86,8 @@ class AutoParameters:
         clear_gap: Share of the session's gap. First plans that are proven within it are not searched any further.
         plans_for_events: Plans, beside keeping everything, whose peaks are candidates for events.
         first_share: Share of the time left in which the greedy plans of one start have to be made.
+        chain_ops: Largest graph on which the recursion for training chains is tried, where a row of layers has to run again: some
+            seconds.
         many_ops: Largest graph for programs of several events, and for other orders than those of the starts.
         horizon_s: Shares of `PHASES` are of so many seconds at most, so that a phase that does not help ends in time also
             where the limit is an hour, or there is none.
@@ -108,6 +110,7 @@ class AutoParameters:
     clear_gap: float = 0.2
     plans_for_events: int = 2
     first_share: float = 0.4
+    chain_ops: int = 100
     many_ops: int = 30_000
     horizon_s: float = 60.0
 

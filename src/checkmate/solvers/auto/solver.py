@@ -16,6 +16,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
+from checkmate.solvers.chain_dp import ChainDP
 from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.session import Session
 
@@ -84,7 +85,10 @@ def _solve(run: Run, rounds: int) -> None:
     searches = first_plans(run)
     if session.done:
         return
-    session.prove(run.fold.original.cost + row_bound(run.folded))
+    again = row_bound(run.folded)
+    session.prove(run.fold.original.cost + again)
+    if not session.done and again > 0 and len(run.graph.ops) <= phases.PARAMETERS.chain_ops:
+        ChainDP().run(session.problem, session)  # says so if the graph is no chain
     if session.done:
         return
     event = best_single(run, run.any_order, searches)
