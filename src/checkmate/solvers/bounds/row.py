@@ -35,7 +35,7 @@ class RowParameters:
     """
 
     sizes: int = 4
-    most_ops: int = 30_000
+    most_ops: int = 10_000
 
 
 PARAMETERS = RowParameters()
