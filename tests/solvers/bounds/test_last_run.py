@@ -103,6 +103,7 @@ def test_the_last_gradient_needs_its_workspace_beside_the_others():
     assert floor(graph).peak_bytes == 16
     # The last gradient to be made is one of those, at best the first: four gradients, a state and a workspace of 6.
     found = last_run_floor(graph, 16)
+    assert found is not None
     assert (found.peak_bytes, found.op, found.least_bytes) == (16 + 1 + 6, 1, 11)
     smallest = min_budget(graph)
     assert smallest.peak_bytes == smallest.floor_bytes == 23
