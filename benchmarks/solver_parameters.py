@@ -40,15 +40,15 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "solver_parameters.json"
 TABLE = HERE.parent / "docs" / "benchmarks" / "solver_parameters.md"
 
-SEARCHED = ("evict.search", "evict.reorder", "evict.schedule", "targets")
-BOUNDED = ("auto", "bounds.refine", "local_search")
+SEARCHED = ("evict.search", "evict.reorder", "evict.schedule", "evict.starts")
+BOUNDED = ("auto.phases", "bounds.refine", "local_search")
 DECODES = 300
 AUTO_S = 1.0
 SEEDS = (0, 1)
 CHANCE_SEEDS = (2, 3, 4, 5, 6, 7)
 FIXED = {
     "bounds.refine.share_tolerance": "values are 0 or 1 up to the engine's tolerance",
-    "auto.max_states": "memory",
+    "auto.phases.max_states": "memory",
 }
 CLEAR = 2.0
 """A parameter matters if it changes the mean by more than so many standard deviations of what other seeds do."""
@@ -129,7 +129,7 @@ def settings(modules: Sequence[str]) -> Iterator[tuple[str, float, float, Callab
     """Name, default, other value, and what sets that value and sets the default again, for each number of some modules."""
     for name in modules:
         module = import_module(f"checkmate.solvers.{name}")
-        if name == "auto":
+        if name == "auto.phases":
             yield from _shares(module)
         yield from _fields(name, module.PARAMETERS, lambda changed, module=module: setattr(module, "PARAMETERS", changed))
 
@@ -139,7 +139,7 @@ def _shares(module: Any) -> Iterator[tuple[str, float, float, Callable[[], None]
     for phase, share in original.items():
         for other in (share / 2, min(1.0, 2 * share)):
             changed = {**original, phase: other}
-            name = f"auto.PHASES.{phase.name}"
+            name = f"auto.phases.PHASES.{phase.name}"
             yield name, share, other, _setter(module, "PHASES", changed), _setter(module, "PHASES", original)
 
 

@@ -49,7 +49,7 @@ class LocalSearch:
     decodes: int | None = None
 
     def run(self, problem: Problem, session: Session) -> Termination:
-        """Search from every start (`targets.starts`) until the work or the time is used up."""
+        """Search from every start (`evict.starts.starts`) until the work or the time is used up."""
         from checkmate.solvers.evict.search import Search
         from checkmate.solvers.evict.starts import load_kernels, starts
 
@@ -57,8 +57,8 @@ class LocalSearch:
         fold = FoldViews.of(problem.graph, priced=True)
         folded = fold.apply(problem)
         found = False
-        for order, late in starts(folded, session.limits.seed, session.time_up):
-            search = Search(folded, late, session.limits.seed, order, session.time_up)
+        for start in starts(folded, session.limits.seed, session.time_up):
+            search = Search(folded, start.on_demand, session.limits.seed, start.order, session.time_up, at_end=start.at_end)
             if not search.first(out_of_time=lambda: session.left_s() <= 0):
                 continue
             found = True

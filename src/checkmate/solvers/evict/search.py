@@ -92,9 +92,13 @@ class Search:
         order: Order of first computations; the graph's own by default.
         time_up: Ends kernels when it is raised (`Session.time_up`); by default nothing does.
         moves: Moves of values to and from the host, which the order names as ops from that after END on.
+        at_end: Kept values that have a stage of their own after the order, one after another: each is made there if it is not
+            held. Without it all that are not held are made in the one stage of END, where no op runs twice and what two
+            values need is held from the one to the other.
 
     Attributes:
         stage: Stage of each target op.
+        at_end: As given.
         best_cost: Cost of the best plan so far, or infinite.
         order_bound: Proven extra cost of every plan that computes the targets in their order, as a share.
     """
@@ -107,8 +111,15 @@ class Search:
         order: Sequence[int] | None = None,
         time_up: Flag | None = None,
         moves: Sequence[Move] = (),
+        at_end: Sequence[int] = (),
     ) -> None:
         self.problem = problem
+        self.at_end = tuple(at_end)
+        count = len(problem.graph.ops)
+        # A stage that reads a value is what a move that does not fetch has.
+        self._readers = range(count + 1 + len(moves), count + 1 + len(moves) + len(self.at_end))
+        order = [*(range(count) if order is None else order), *self._readers]
+        moves = [*moves, *(Move(v, fetches=False) for v in self.at_end)]
         self.instance: Any = build_instance(problem, on_demand, order, moves)
         self.stage = {int(o): t for t, o in enumerate(self.instance.targets)}
         self.best_cost = math.inf
@@ -124,7 +135,7 @@ class Search:
     @property
     def targets(self) -> list[int]:
         """Ops that have a stage, END left out, in the order of their first computations."""
-        return self.instance.targets[:-1].tolist()
+        return [o for o in self.instance.targets[:-1].tolist() if o not in self._readers]
 
     def empty_code(self) -> Code:
         """A code that holds everything."""
@@ -197,7 +208,7 @@ class Search:
         Returns:
             As `start_from`.
         """
-        return self.start_from(self._code_of(order))
+        return self.start_from(self._code_of(self._with_readers(order)))
 
     def improve(self, decodes: int, temperature: float, out_of_time: Callable[[], bool]) -> bool:
         """Ruin and repair from the best plan for a given amount of work.
@@ -248,7 +259,8 @@ class Search:
             own[:] = given
         without_limits = RepairSettings(math.inf, 0.0, 0.0, 0.0, math.inf, 0)
         decoded = Repaired(*repair(self.instance, self._scratch, self._trial, without_limits, self._random))
-        return self._scratch.sequence[: decoded.length - 1].tolist() if decoded.found else []
+        order = self._scratch.sequence[: decoded.length - 1].tolist() if decoded.found else []
+        return [o for o in order if o not in self._readers]
 
     def evict(self, code: Code, value: int, start: int, stop: int) -> bool:
         """Add to a code that a value is not held in stages ``start`` to ``stop``, both included.
@@ -257,6 +269,20 @@ class Search:
             False if the code has no room for one more interval of this value.
         """
         return bool(add_interval(code, value, start, stop))
+
+    def _with_readers(self, order: Sequence[int]) -> list[int]:
+        """An order with the stages of `at_end`, each right after its value is made for the last time and the stage before it."""
+        if not self.at_end:
+            return list(order)
+        last = {o: p for p, o in enumerate(order)}
+        first = {o: p for p, o in reversed(list(enumerate(order)))}
+        # After the first computation of every target: only there is the time of these stages.
+        begin = max((first[o] for o in self.targets), default=-1)
+        readers: dict[int, list[int]] = {}
+        for reader, v in zip(self._readers, self.at_end, strict=True):
+            begin = max(begin, last[self.problem.graph.producer[v]])
+            readers.setdefault(begin, []).append(reader)
+        return [o for p, op in enumerate(order) for o in (op, *readers.get(p, ()))]
 
     def _code_of(self, order: Sequence[int]) -> Code:
         """Code that does not hold a value between the last touch of an instance and the making of the next.

@@ -10,7 +10,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget
 from checkmate.core.simulate import simulate
-from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.bounds.floor import Floor, floor
 from checkmate.solvers.evict.orders import late_order
 from checkmate.solvers.evict.starts import load_kernels, starts
 from checkmate.solvers.reductions.fold_views import FoldViews
@@ -63,6 +63,7 @@ def smallest_peak(
     """
     bisection = _Bisection(problem, Limits(time_s=PARAMETERS.time_s) if limits is None else limits, enough, known)
     try:
+        bisection.raise_floor()
         bisection.from_the_middle(PARAMETERS.quick_s)
         for tries in PARAMETERS.tries:
             bisection.from_the_floor(tries)
@@ -81,6 +82,7 @@ def quick_peak(problem: Problem, limits: Limits | None = None) -> MinBudget:
     """
     limits = Limits(time_s=PARAMETERS.quick_s) if limits is None else limits
     bisection = _Bisection(problem, limits, 0, None)
+    bisection.raise_floor()
     bisection.from_the_middle(PARAMETERS.quick_s)
     return bisection.found()
 
@@ -136,6 +138,20 @@ class _Bisection:
                 low = guess
             last = self._clock.elapsed_s() - now
 
+    def raise_floor(self) -> None:
+        """Look for a higher floor, if the peak is above the one that is known. It holds for plans without copies to a host."""
+        if self._peak <= self._enough or self._problem.host is not None:
+            return
+        self._clock.prepare(load_kernels)
+        from checkmate.solvers.bounds.last_run import last_run_floor
+
+        found = last_run_floor(self._fold.folded, self._floor.peak_bytes, self._clock.time_up)
+        # Higher by less than a bisection sees it says nothing more, and why it holds is harder to read.
+        least = self._floor.peak_bytes + (self._floor.peak_bytes - self._graph.resident_bytes) // PARAMETERS.precision
+        if found is not None and found.peak_bytes > least:
+            self._floor = Floor(found.peak_bytes, self._fold.kept_ops[found.op], found.why)
+            self._enough = max(self._enough, found.peak_bytes)
+
     def from_the_floor(self, tries: int) -> None:
         """Bisect from every start, the floor itself first: many graphs have a plan there, which ends the search at once.
 
@@ -185,5 +201,5 @@ class _Bisection:
         from checkmate.solvers.evict.search import Search
 
         folded = self._fold.apply(self._problem.replace_budget(self._peak))
-        for order, late in starts(folded, self._seed, self._clock.time_up):
-            yield Search(folded, late, self._seed, order, self._clock.time_up)
+        for start in starts(folded, self._seed, self._clock.time_up):
+            yield Search(folded, start.on_demand, self._seed, start.order, self._clock.time_up, at_end=start.at_end)

@@ -11,6 +11,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.orders import deferred_weight_gradients, on_demand_ops
+from checkmate.solvers.reductions.fold_views import may_run_again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +22,13 @@ class StartParameters:
         lower: A scheduled order is used if its peak is below this share of the given one's: a search takes the same
             time from either, and the given order of a training step is a good one.
         annealed_ops: Larger graphs are not annealed, which would take seconds.
+        kept_share: Share of the bytes above resident ones that kept values have to take for a start that makes them one after
+            another at the end: below it there is room for all of them, whenever they are made.
     """
 
     lower: float = 0.99
     annealed_ops: int = 3000
+    kept_share: float = 0.25
 
 
 PARAMETERS = StartParameters()
@@ -36,10 +40,12 @@ class Start(NamedTuple):
     Attributes:
         order: Every op, in the order of first computations.
         on_demand: Ops that are computed when another op needs them instead.
+        at_end: Kept values with a stage of their own at the end (`Search`).
     """
 
     order: tuple[int, ...]
     on_demand: frozenset[int]
+    at_end: tuple[int, ...] = ()
 
 
 @cache
@@ -50,8 +56,8 @@ def load_kernels() -> None:
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
     chain = Graph.from_dag(cost=[1] * 5, size_bytes=[1] * 5, edges=edges, backward=[False, False, False, True, True])
     problem = Problem(chain, 3)
-    for order, on_demand in starts(problem, 0):
-        search = Search(problem, on_demand, 0, order)
+    for start in starts(problem, 0):
+        search = Search(problem, start.on_demand, 0, start.order, at_end=start.at_end)
         search.first()
         search.start_from_order((0, 1, 2, 3, 0, 4))
         search.improve(8, 0.0, lambda: False)
@@ -70,11 +76,31 @@ def target_lists(problem: Problem) -> list[frozenset[int]]:
     return [on_demand | deferred, on_demand] if deferred else [on_demand]
 
 
+def kept_to_the_end(problem: Problem) -> tuple[int, ...]:
+    """Kept values that may be made again, those first whose ops need most bytes beside them.
+
+    At the end the values that were made are held while the others are made. The sum of what is held and what an op needs is
+    lowest at its highest if the ops that need most come first: the exchange argument of scheduling.
+
+    Args:
+        problem: A problem whose views are folded.
+    """
+    graph = problem.graph
+
+    def beside(v: int) -> int:
+        op = graph.ops[graph.producer[v]]
+        return op.workspace_bytes + sum(graph.values[u].size_bytes for u in {*op.inputs, *op.outputs} - {v})
+
+    kept = [v for v, x in enumerate(graph.values) if x.kept and x.size_bytes and may_run_again(problem, graph.producer[v])]
+    return tuple(sorted(kept, key=lambda v: (-beside(v), v)))
+
+
 def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator[Start]:
     """Starts of searches, each made when the one before it has been used.
 
-    The given order first. Then the lower of it and one of list scheduling, annealed to hold less above
-    the budget; on a large graph the scheduled one as it is, if it is lower.
+    The given order first. Where kept values take much of the budget, it once more, and at its end they are made one after
+    another. Then the lower of it and one of list scheduling, annealed to hold less above the budget; on a large graph the
+    scheduled one as it is, if it is lower.
 
     Args:
         problem: A problem whose views are folded.
@@ -86,13 +112,17 @@ def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator
 
     graph = problem.graph
     given = tuple(range(len(graph.ops)))
-    yield from (Start(given, late) for late in target_lists(problem))
+    late_ops = target_lists(problem)
+    yield from (Start(given, late) for late in late_ops)
+    room = problem.budget_bytes - graph.resident_bytes
+    kept = kept_to_the_end(problem)
+    if sum(graph.values[v].size_bytes for v in kept) > PARAMETERS.kept_share * room:
+        yield Start(given, late_ops[0], kept)
     if not problem.reorder:
         return
     low = low_order(graph, seed, time_up)
     lower = low.peak_bytes < PARAMETERS.lower * low.given_peak_bytes
     if len(graph.ops) <= PARAMETERS.annealed_ops:
-        room = problem.budget_bytes - graph.resident_bytes
         yield Start(tuple(reorder(graph, low.order if lower else given, room, seed, time_up)), frozenset())
     elif lower:
         yield Start(low.order, frozenset())

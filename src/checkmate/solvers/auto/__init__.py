@@ -1,0 +1,5 @@
+"""The default solver."""
+
+from checkmate.solvers.auto.solver import Auto
+
+__all__ = ["Auto"]

@@ -1,0 +1,163 @@
+"""Rounds of the default solver, in which event cuts and local search take turns, and its final search."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from checkmate.solvers.auto import phases
+from checkmate.solvers.auto.phases import Phase
+from checkmate.solvers.auto.run import Run
+from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
+from checkmate.solvers.evict.reorder import first_computations, reorder
+from checkmate.solvers.evict.search import Search
+from checkmate.solvers.local_search import suggested_decodes
+
+
+def refine(run: Run, searches: list[Search], event: int, rounds: int) -> None:
+    """Rounds of refinement: any order; the search's own order; search; and any order again from the better events.
+
+    Args:
+        run: The run.
+        searches: Searches with their plans; a round takes one, the next round the next, and replaces it by where its
+            search in other orders ended.
+        event: The event that proves most alone.
+        rounds: Most rounds.
+    """
+    session = run.session
+    work = suggested_decodes(len(run.graph.ops))
+    proven = run.session.bound - run.fold.original.cost
+    close = proven > phases.PARAMETERS.close_share * run.once * run.best_share()
+    events, phase = [event], Phase.ANY_ORDER_CLOSE if close else Phase.ANY_ORDER
+    for k in range(rounds):
+        before = (session.cost, session.bound)
+        place = k % len(searches)
+        search = searches[place]
+        # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
+        if run.folded.reorder:
+            floating = _quick_bound(run, search, events)[1]
+            events = _refine_once(run, run.any_order, search, events, phase, floating=floating)
+            if session.done:
+                return
+        model = CutModel(run.folded, tuple(search.targets))
+        first = best_single(run, model, [search])
+        if session.done:
+            return
+        if first is not None:
+            # Floating ops always: those on demand float, and without variables for them a solution may drop what one of
+            # them still needs, and is no plan.
+            cuts = _refine_once(run, model, search, [first], Phase.OWN_ORDER, floating=True)
+            if session.done:
+                return
+            # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
+            other = chain_of(run.any_order, [*cuts, event])
+            events = max(events, other, key=lambda chain: _quick_bound(run, search, chain)[0])
+            phase = Phase.ANY_ORDER_AGAIN
+        decodes = max(phases.PARAMETERS.least_round_decodes, work // phases.PARAMETERS.round_divisor)
+        if run.improve(search, decodes, phases.PARAMETERS.temperature, run.until(Phase.ROUND_SEARCH)):
+            run.offer(search.order())
+        searches[place] = _reorder_search(run, search, run.until(Phase.ROUND_SEARCH))
+        if session.done:
+            return
+        if (session.cost, session.bound) == before and k >= len(searches):
+            session.remark(f"no gain in round {k + 1} of refinement")
+            return
+
+
+def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bool]:
+    """As `bounds.refine.quick_bound`, for any order; the bound is kept."""
+    bound, floating = quick_bound(run.any_order, events, run.session.left_s)
+    run.prove(search, bound, True)
+    return bound, floating
+
+
+def _refine_once(run: Run, model: CutModel, search: Search, first: list[int], phase: Phase, *, floating: bool) -> list[int]:
+    """Refine from some events for the time of a phase; returns the events it came to."""
+    session = run.session
+    until = run.until(phase)
+    gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
+
+    def left_s() -> float:
+        return 0.0 if session.done else until - session.elapsed_s()
+
+    refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
+    return refinement.run(first, run.best_share, left_s, floating=floating)
+
+
+def best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None:
+    """Bound by single events where the plans hold most; returns the event that proves most."""
+    # On a large graph the bytes of a plan take seconds to count, and the events of keeping everything are good enough.
+    few = len(run.graph.ops) <= phases.PARAMETERS.many_ops
+    plans = [search.order() for search in searches if few and math.isfinite(search.best_cost)]
+    events = promising_events(run.graph, [range(len(run.graph.ops)), *plans[: phases.PARAMETERS.plans_for_events]])
+    late = run.begin(Phase.SINGLE_EVENTS)
+    return run.single_cuts(model, events, searches[0], lambda: run.session.done or late())
+
+
+def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Search:
+    """Alternate memory-aware reordering and local search until several orders in a row bring no gain.
+
+    Args:
+        run: The run.
+        search: A search with a plan.
+        until_s: When to end, on the session's clock; with the session by default.
+
+    Returns:
+        The search with the cheapest plan; the newest among equals, as equal plans in other orders lead on.
+    """
+    patience = phases.PARAMETERS.patience
+    decodes = min(phases.PARAMETERS.order_decodes, suggested_decodes(len(run.graph.ops)))
+    can = run.folded.reorder and math.isfinite(search.best_cost) and len(run.graph.ops) <= phases.PARAMETERS.many_ops
+    without_gain = 0 if can else patience
+    while without_gain < patience and not (run.session.done or run.session.elapsed_s() > until_s):
+        before = search.best_cost
+        seed = run.random.randrange(1 << 32)
+        order = reorder(run.graph, search.order(), _room(run), seed, run.session.time_up)
+        other = Search(run.folded, frozenset(), seed, first_computations(order), run.session.time_up, at_end=search.at_end)
+        other.start_from_order(order)
+        if run.improve(other, decodes, phases.PARAMETERS.temperature, until_s):
+            run.offer(other.order())
+        # Also at equal cost: the new order is lower, and the next search starts from it.
+        if other.best_cost <= before:
+            search = other
+        without_gain = 0 if search.best_cost < before else without_gain + 1
+    return search
+
+
+def final_search(run: Run, searches: list[Search]) -> None:
+    """Search on from the best plan, and on a small graph from new orders, until nothing is gained or time is up.
+
+    Args:
+        run: The run.
+        searches: Searches with their plans.
+    """
+    work = suggested_decodes(len(run.graph.ops))
+    best = min(searches, key=lambda search: search.best_cost)
+    without_gain = 0
+    while math.isfinite(best.best_cost) and without_gain < phases.PARAMETERS.patience and not run.session.done:
+        others = [_reorder_search(run, best)]
+        if len(run.graph.ops) <= phases.PARAMETERS.few_ops and run.folded.reorder:
+            others.append(_reorder_search(run, _from_new_order(run)))
+        elif run.improve(best, work // phases.PARAMETERS.round_divisor, phases.PARAMETERS.final_temperature, math.inf):
+            run.offer(best.order())
+        other = min(*others, best, key=lambda search: search.best_cost)
+        without_gain += 1
+        if other.best_cost < best.best_cost:
+            run.offer(other.order())
+            without_gain = 0
+        best = other
+
+
+def _from_new_order(run: Run) -> Search:
+    """A search in the graph's own order after one more annealing of it, with greedy plans."""
+    seed = run.random.randrange(1 << 32)
+    order = reorder(run.graph, range(len(run.graph.ops)), _room(run), seed, run.session.time_up)
+    search = Search(run.folded, frozenset(), seed, order, run.session.time_up)
+    search.first(out_of_time=run.out_of_time)
+    return search
+
+
+def _room(run: Run) -> float:
+    """Bytes that a plan may hold at no penalty when it is put in another order: the budget or a little less, at random."""
+    return run.random.choice(phases.PARAMETERS.rooms) * (run.folded.budget_bytes - run.graph.resident_bytes)

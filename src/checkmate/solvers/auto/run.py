@@ -1,0 +1,99 @@
+"""Shared by all phases of the default solver: the folded problem, the session with its clock, and the bound's model."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cached_property, partial
+from random import Random
+
+from checkmate.core.problem import Problem
+from checkmate.solvers.auto import phases
+from checkmate.solvers.auto.phases import Phase
+from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.refine import single_cuts
+from checkmate.solvers.evict.search import Search
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session
+
+_log = logging.getLogger("checkmate.solvers.auto")
+
+
+class Run:
+    """One run of `Auto` on a folded problem.
+
+    Bounds and gaps are handled as *shares*: extra cost over that of computing each op of the folded graph once. So numbers are
+    near 1, as engines want them, and do not depend on the cost unit.
+
+    Args:
+        problem: The problem.
+        session: Takes plans and bounds.
+
+    Attributes:
+        fold: How its views were folded.
+        folded: The problem with its views folded.
+        graph: The graph of that.
+        once: Cost of computing each of its ops once, 1 at least.
+        random: For choices between phases.
+    """
+
+    def __init__(self, problem: Problem, session: Session) -> None:
+        self.session = session
+        self.fold = FoldViews.of(problem.graph, priced=problem.reorder)
+        self.folded = self.fold.apply(problem)
+        self.graph = self.folded.graph
+        self.once = max(1, self.graph.cost)
+        self.random = Random(session.limits.seed)
+
+    @cached_property
+    def any_order(self) -> CutModel:
+        """The cuts' model for any order; made after the first plan, since it takes a second on 100,000 ops."""
+        return CutModel(self.folded)
+
+    def offer(self, order: list[int]) -> bool:
+        """Give the session a plan of the folded graph, as an order of computations; returns whether it is the best so far."""
+        return self.session.offer(self.fold.invert(order))
+
+    def prove(self, search: Search, share: float, any_order: bool) -> None:
+        """Take a bound, as extra cost over computing each op of the folded graph once.
+
+        One that holds for the order of a search only is kept with it, to be shown by name.
+        """
+        if any_order or not self.folded.reorder:
+            self.session.prove(self.fold.original.cost + self.once * max(0.0, share))
+        elif share < math.inf:
+            search.order_bound = max(search.order_bound, share)
+
+    def best_share(self) -> float:
+        """Cost of the best plan beyond computing every op once, as a share; infinite without a plan."""
+        if self.session.cost is None:
+            return math.inf
+        return (self.session.cost - self.fold.original.cost) / self.once
+
+    def out_of_time(self) -> bool:
+        """Whether the session's time is up."""
+        return self.session.left_s() <= 0
+
+    def begin(self, phase: Phase) -> Callable[[], bool]:
+        """Log a phase; what is returned says whether its time is used up."""
+        until = self.until(phase)
+        return lambda: self.session.elapsed_s() > until
+
+    def until(self, phase: Phase) -> float:
+        """Log a phase; returns when it has to end, on the session's clock."""
+        now = self.session.elapsed_s()
+        seconds = phases.PHASES[phase] * min(phases.PARAMETERS.horizon_s, self.session.left_s())
+        _log.debug("%.2f s: %s, for %.2f s at most; cost %s, bound %.0f", now, phase, seconds, self.session.cost,
+                   self.session.bound)  # fmt: skip
+        return now + seconds
+
+    def single_cuts(self, model: CutModel, events: list[int], search: Search, out_of_time: Callable[[], bool]) -> int | None:
+        """As `bounds.refine.single_cuts`, with the session's limits."""
+        session = self.session
+        return single_cuts(model, events, partial(self.prove, search), out_of_time, time_up=session.time_up)
+
+    def improve(self, search: Search, decodes: int, temperature: float, until_s: float) -> bool:
+        """`Search.improve` up to a moment of the session's clock."""
+        with self.session.within(until_s):
+            return search.improve(decodes, temperature, lambda: self.session.elapsed_s() > until_s)

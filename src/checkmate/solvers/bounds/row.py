@@ -1,0 +1,156 @@
+"""A bound for rows of ops whose values are read back from the last to the first: how often they have to run in all.
+
+Let ops f[0], ..., f[n-1] be such that each reads the value v of the one before it, and g[n-1], ..., g[0] such that each reads
+a value of the one before it and g[j] reads v[j]: the layers of a network and their gradients. Follow a computation of g[0]
+back: it reads an instance that a computation of g[1] made, that one an instance of g[2], and so on. Between two of these
+computations the instance is in memory. When g[j] runs, v[j] is live, and so at most c other values v beside what g[j]
+needs; when an f runs between, at most c beside its own two. This is the reversal of n steps with c checkpoints, and it
+takes at least
+
+    P(n, c) = 1 + ... + 1 + 2 + ... + 2 + 3 + ...      (n terms, k occurs binomial(c + k, c) times)
+
+computations of the f, the first n included (Griewank 1992; Griewank and Walther 2000, whose `revolve` reaches it).
+Each beyond the first of its op costs at least the least cost among them. No assumption is made about other ops or the order,
+so the bound holds for every plan. It is exact for unit chains; where bytes or costs differ it counts with the least ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from checkmate.core.graph import Graph
+from checkmate.core.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowParameters:
+    """Parameters of `row_bound`.
+
+    Attributes:
+        sizes: Least sizes of the values of a row that are tried: a row of fewer, larger values can prove more.
+        most_ops: Largest graph.
+    """
+
+    sizes: int = 4
+    most_ops: int = 10_000
+
+
+PARAMETERS = RowParameters()
+
+
+class _Link(NamedTuple):
+    """One layer of a row.
+
+    Attributes:
+        reader: Op g.
+        value: Value v that it reads.
+    """
+
+    reader: int
+    value: int
+
+
+def row_bound(problem: Problem) -> float:
+    """Bound the cost of every plan by the best row that is found.
+
+    Args:
+        problem: A problem whose views are folded.
+
+    Returns:
+        The bound on the cost of recomputation, in the graph's unit; infinite if no plan exists.
+    """
+    graph = problem.graph
+    if len(graph.ops) > PARAMETERS.most_ops:
+        return 0.0
+    read = {v for v in range(len(graph.values)) if len(graph.readers[v]) > 1 and graph.values[v].base is None}
+    sizes = sorted({graph.values[v].size_bytes for v in read} - {0})
+    count = min(PARAMETERS.sizes, len(sizes))
+    tried = sorted({sizes[k * len(sizes) // count] for k in range(count)})
+    return max((_bound_of(problem, _longest_row(graph, size)) for size in tried), default=0.0)
+
+
+def computations(steps: int, checkpoints: int) -> int:
+    """P: fewest computations that reverse a row of steps.
+
+    Args:
+        steps: Steps.
+        checkpoints: Values that fit beside the step that runs.
+    """
+    total, left, times = 0, steps, 1
+    while left > 0:
+        some = min(left, math.comb(checkpoints + times, checkpoints))
+        total += some * times
+        left -= some
+        times += 1
+    return total
+
+
+def _longest_row(graph: Graph, size: int) -> list[_Link]:
+    """A longest row whose values have a least size, its last layer first.
+
+    Links are the pairs of an op and a value that it reads. One can follow another if its op reads a value of the other's, and
+    the op that makes the other's value reads its own. One pass over the ops in their order finds the longest path.
+    """
+    best: dict[_Link, tuple[int, _Link | None]] = {}
+    longest: _Link | None = None
+    inputs = [set(op.inputs) for op in graph.ops]
+    large = [[v for v in op.inputs if graph.values[v].size_bytes >= size and graph.values[v].base is None] for op in graph.ops]
+    for g, op in enumerate(graph.ops):
+        for v in large[g]:
+            link = _Link(g, v)
+            length, _ = best.setdefault(link, (1, None))
+            if longest is None or length > best[longest][0]:
+                longest = link
+            earlier = inputs[graph.producer[v]]
+            for h in {h for w in op.outputs for h in graph.readers[w]}:
+                for u in large[h]:
+                    if u in earlier and (length + 1, link) > best.get(_Link(h, u), (1, link)):
+                        best[_Link(h, u)] = (length + 1, link)
+    row: list[_Link] = []
+    while longest is not None:
+        row.append(longest)
+        longest = best[longest][1]
+    return row[::-1]
+
+
+def _bound_of(problem: Problem, row: list[_Link]) -> float:
+    """The bound of a row, its last layer first."""
+    graph = problem.graph
+    values = {link.value for link in row}
+    steps = [graph.producer[link.value] for link in row]
+    readers = [link.reader for link in row]
+    # All ops differ: the first reader reads the last step's value, readers only rise from there, and steps only fall.
+    if len(row) < 2:
+        return 0.0
+    budget = problem.budget_bytes - graph.resident_bytes
+    unit = min(graph.values[v].size_bytes for v in values)
+    # One instance is followed from each reader to the next. Where a reader takes several values, it is that of the largest one.
+    carried = min(
+        max(graph.values[w].size_bytes for w in {*graph.ops[g].outputs} & {*graph.ops[h].inputs}) for g, h in pairwise(readers)
+    )
+    room = [budget - _needs(graph, g, values, link.value) for g, link in zip(readers, row, strict=True)]
+    # A step after the first reads the value before its own; the first has none, and one more fits while it runs.
+    for f, above in zip(steps[:-1], row[1:], strict=True):
+        room.append(budget - carried - _needs(graph, f, values, above.value))
+    first = budget - carried - _needs(graph, steps[-1], values, None)
+    checkpoints = max(max(room) // unit, first // unit - 1)
+    if checkpoints < 0:
+        return math.inf
+    return float((computations(len(row), checkpoints) - len(row)) * min(graph.ops[f].cost for f in steps))
+
+
+def _needs(graph: Graph, o: int, values: set[int], read: int | None) -> int:
+    """Bytes of an op without those values of the row that it only might read at this moment.
+
+    Args:
+        graph: The graph.
+        o: The op.
+        values: Values of the row.
+        read: The one that it surely reads, or None.
+    """
+    op = graph.ops[o]
+    own = {v for v in (*op.inputs, *op.outputs) if v not in values or v == read or v in op.outputs}
+    return op.workspace_bytes + sum(graph.values[v].size_bytes for v in own if graph.values[v].base is None)

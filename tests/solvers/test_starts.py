@@ -1,0 +1,69 @@
+"""Starts of searches: kept values that are made one after another at the end."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from checkmate import Plan, Problem, simulate, validate
+from checkmate.solvers.evict.search import Search
+from checkmate.solvers.evict.starts import kept_to_the_end, starts
+from checkmate.solvers.reductions.fold_views import FoldViews
+from tests.solvers.bounds.test_last_run import gradients
+from tests.strategies import random_graph
+
+
+def test_a_stage_for_each_kept_value_reaches_peaks_that_one_for_all_does_not():
+    """The gradient that needs most beside it is made first, the least last; in one stage the graph's order decides."""
+    graph = gradients(6, 4)
+    problem = Problem(graph, 32)
+    assert kept_to_the_end(problem) == (11, 9, 7, 5, 3, 1)
+    with_stages = Search(problem, frozenset(), 0, at_end=kept_to_the_end(problem))
+    assert with_stages.first()
+    order = with_stages.order()
+    assert set(order) == set(range(len(graph.ops)))
+    assert simulate(graph, Plan.from_order(graph, order)).peak_bytes <= 32
+    assert with_stages.targets == list(range(12))
+    assert not Search(problem, frozenset(), 0).first()
+
+
+def test_a_plan_found_elsewhere_is_taken_as_it_is():
+    """Computations at its end belong to the stages there, so that nothing is computed twice for them."""
+    graph = gradients(4)
+    problem = Problem(graph, 23)
+    found = Search(problem, frozenset(), 0, at_end=kept_to_the_end(problem))
+    found.first()
+    again = Search(problem, frozenset(), 0, at_end=kept_to_the_end(problem))
+    assert again.start_from_order(found.order())
+    assert again.best_cost <= found.best_cost
+
+
+def test_they_start_only_where_kept_values_take_much_of_the_budget():
+    """Elsewhere another search would take its time for nothing."""
+    graph = gradients(4)
+    assert [start.at_end for start in starts(Problem(graph, 23), 0)][1:2] == [(7, 5, 3, 1)]
+    assert not any(start.at_end for start in starts(Problem(graph, 80), 0))
+
+
+def test_their_plans_hold_on_any_graph():
+    """Views, rules and several outputs: what is found fits, and runs."""
+    found = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        graph = random_graph(rng, max_ops=8)
+        values = tuple(msgspec.structs.replace(x, kept=x.kept or rng.random() < 0.4) for x in graph.values)
+        graph = msgspec.structs.replace(graph, values=values)
+        own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+        problem = Problem(graph, rng.randint(own // 2, own))
+        fold = FoldViews.of(graph)
+        folded = fold.apply(problem)
+        search = Search(folded, frozenset(), seed, at_end=kept_to_the_end(folded))
+        if not search.first():
+            continue
+        found += 1
+        search.improve(40, 1e-2, lambda: False)
+        order = search.order()
+        assert simulate(folded.graph, Plan.from_order(folded.graph, order)).cost == search.best_cost, seed
+        assert validate(graph, Plan.from_order(graph, fold.invert(order)), problem.budget_bytes) == (), seed
+    assert found > 30
