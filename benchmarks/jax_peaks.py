@@ -1,8 +1,8 @@
 """Compiled bytes, FLOPs and times of plans in JAX: networks in Flax NNX and Equinox, against the policies of `jax.checkpoint`.
 
 Every cell is a process: a network in a library with one budget (`exact=True`, so that bits are compared), with the smallest
-bytes of a plan, or with a policy of `jax.checkpoint` on each block and a plan within the bytes that the policy needs. A loop over
-32 layers has one choice for all layers and layers that differ at each budget. Bytes are those of temporary values as XLA
+bytes of a plan, or with a policy of `jax.checkpoint` on each block and two plans within the bytes that the policy needs: one by
+measured costs, one by costs in FLOPs. A loop over 32 layers has one choice for all layers and layers that differ at each budget. Bytes are those of temporary values as XLA
 compiles loss and gradients, FLOPs those of the compiled program, times the least processor time of several runs, both programs
 in turn. Exit status 1 if a promise breaks.
 
@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fresh import by_model, mib, ran_on
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+FLOPS = Path(__file__).parent / "flops.device.json"
+"""The profile of a device on which time is arithmetic alone: 1 ns for each FLOP."""
 SCAN = "scan"
 SMALLEST = "smallest"
 BUDGETS = ("85%", "70%", "55%", "40%", "25%")
@@ -151,8 +153,8 @@ def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds:
     exact = cell in BUDGETS
     whole = Program(jax.value_and_grad(cj.remat(network.loss, exact=exact)), network.arguments)
 
-    def planned(budget: Any) -> tuple[Program, dict[str, Any]]:
-        loss: Any = cj.remat(network.loss, budget=budget, time_limit_s=time_limit_s, exact=exact)
+    def planned(budget: Any, costs: str = "measured") -> tuple[Program, dict[str, Any]]:
+        loss: Any = cj.remat(network.loss, budget=budget, time_limit_s=time_limit_s, exact=exact, costs=costs)
         began = time.perf_counter()
         _, count = compilations.during(lambda: jax.eval_shape(jax.value_and_grad(loss), *network.arguments))
         took = time.perf_counter() - began
@@ -189,8 +191,13 @@ def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds:
         if "policy" in row:
             return row
         ours, row["plan"] = planned(refused.smallest_bytes)
-    times = in_turn([*programs, ours], rounds)
-    row["policy" if "policy" in row else "whole"]["time_s"], row["plan"]["time_s"] = times
+    programs.append(ours)
+    if "policy" in row:
+        fewest, row["flop_plan"] = planned(budget, str(FLOPS))
+        programs.append(fewest)
+    times = in_turn(programs, rounds)
+    for key, time_s in zip(("policy", "plan", "flop_plan") if "policy" in row else ("whole", "plan"), times, strict=True):
+        row[key]["time_s"] = time_s
     return row
 
 
@@ -297,8 +304,9 @@ def verdict(model: str, row: dict[str, Any]) -> list[str]:
             broken.append(f"{model}: other bits")
         if model.startswith("transformer") and abs(plan["planned_bytes"] / plan["temp_bytes"] - 1) > WITHIN:
             broken.append(f"{model}: planned {mib(plan['planned_bytes'])}, compiled {mib(plan['temp_bytes'])}")
-    if policy is not None and plan["flop"] > policy["flop"]:
-        broken.append(f"{model}: {plan['flop'] / policy['flop']:.3f} of the FLOPs")
+    for kind in ("plan", "flop_plan"):
+        if policy is not None and kind in row and row[kind]["flop"] > policy["flop"]:
+            broken.append(f"{model}: {row[kind]['flop'] / policy['flop']:.3f} of the FLOPs ({kind})")
     if policy is not None and plan["time_s"] > SLOWER * policy["time_s"]:
         broken.append(f"{model}: {plan['time_s'] / policy['time_s']:.3f} of the time")
     return broken
@@ -306,7 +314,7 @@ def verdict(model: str, row: dict[str, Any]) -> list[str]:
 
 def of_cell(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The plans of a cell."""
-    return [row[key] for key in ("uniform", "plan") if key in row]
+    return [row[key] for key in ("uniform", "plan", "flop_plan") if key in row]
 
 
 def table(report: dict[str, Any]) -> str:
@@ -318,6 +326,8 @@ def table(report: dict[str, Any]) -> str:
         "Made by `benchmarks/jax_peaks.py`; do not edit. Every row is a process. Bytes are MiB of temporary values of loss and",
         "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything.",
         "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything.",
+        "Beside a policy of `jax.checkpoint` are two plans within its bytes, with their FLOPs (of the compiled programs) and times over",
+        "those of the policy: one by measured costs, one by costs in FLOPs (`costs=` with `benchmarks/flops.device.json`).",
         "",
         f"{ran_on(report)} {len(rows)} of {sum(len(cells(section)) for section in SECTIONS)} cells have been run.",
     ]
@@ -374,14 +384,24 @@ def loops(found: dict[str, Any]) -> list[str]:
 
 def against(found: dict[str, Any]) -> list[str]:
     """Policies of `jax.checkpoint`, and plans within the bytes of each."""
-    lines = ["", "| policy | compiled | plan compiled | FLOPs of the plan | time of the plan |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "",
+        "| policy | compiled | plan compiled | FLOPs | time | plan by FLOPs: compiled | FLOPs | time |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
     for cell, row in found.items():
-        theirs, p = row.get("policy"), row.get("plan")
+        theirs = row.get("policy")
         if theirs is not None:
-            ratios = (p["flop"] / theirs["flop"], p["time_s"] / theirs["time_s"]) if p else ()
-            ours = f"{mib(p['temp_bytes'])} | {ratios[0]:.3f} | {ratios[1]:.3f}" if p else "refused | |"
-            lines.append(f"| {cell} | {mib(theirs['temp_bytes'])} | {ours} |")
+            columns = [_beside(row.get(key), theirs, refused) for key, refused in (("plan", "refused"), ("flop_plan", ""))]
+            lines.append(f"| {cell} | {mib(theirs['temp_bytes'])} | {' | '.join(columns)} |")
     return lines if len(lines) > 3 else []
+
+
+def _beside(plan: dict[str, Any] | None, theirs: dict[str, Any], refused: str) -> str:
+    """Bytes of a plan, and its FLOPs and time over those of a policy."""
+    if plan is None:
+        return f"{refused} | |"
+    return f"{mib(plan['temp_bytes'])} | {plan['flop'] / theirs['flop']:.3f} | {plan['time_s'] / theirs['time_s']:.3f}"
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import jax
 
 
 def has_modules(arguments: Any) -> bool:
-    """Whether a nest has modules or variables of Flax NNX."""
-    return "flax.nnx" in sys.modules and any(map(_is_module, jax.tree.leaves(arguments, is_leaf=_is_module)))
+    """Whether a nest has modules or variables of Flax NNX. A state that `nnx.split` returned is data, as for `jax.jit`."""
+    return "flax.nnx" in sys.modules and any(map(_is_module, jax.tree.leaves(arguments, is_leaf=_is_whole)))
 
 
 def call_with_modules(
@@ -33,7 +33,7 @@ def call_with_modules(
     """
     from flax import nnx
 
-    leaves, tree = jax.tree.flatten((tuple(positional), dict(keywords)), is_leaf=_is_module)
+    leaves, tree = jax.tree.flatten((tuple(positional), dict(keywords)), is_leaf=_is_whole)
     modules = [leaf for leaf in leaves if _is_module(leaf)]
     others = [None if _is_module(leaf) else leaf for leaf in leaves]
     # Split together, so that a variable that two modules share stays one.
@@ -74,3 +74,9 @@ def _is_module(leaf: Any) -> bool:
     from flax import nnx
 
     return isinstance(leaf, (nnx.Module, nnx.Rngs, nnx.Variable, nnx.Optimizer))
+
+
+def _is_whole(leaf: Any) -> bool:
+    from flax import nnx
+
+    return _is_module(leaf) or isinstance(leaf, nnx.State)
