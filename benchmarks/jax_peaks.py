@@ -2,9 +2,9 @@
 
 Every cell is a process: a network in a library with one budget (`exact=True`, so that bits are compared), with the smallest
 bytes of a plan, or with a policy of `jax.checkpoint` on each block and two plans within the bytes that the policy needs: one by
-measured costs, one by costs in FLOPs. A loop over 32 layers has one choice for all layers and layers that differ at each budget. Bytes are those of temporary values as XLA
-compiles loss and gradients, FLOPs those of the compiled program, times the least processor time of several runs, both programs
-in turn. Exit status 1 if a promise breaks.
+measured costs, one by costs in FLOPs. A loop over 32 layers has one choice for all layers and layers that differ at each budget.
+Bytes are those of temporary values as XLA compiles loss and gradients, FLOPs those of the compiled program, times the least
+processor time of several runs, programs in turn. Exit status 1 if a promise breaks.
 
     python benchmarks/jax_peaks.py [--models transformer-nnx-55% scan-nnx-0.5] [--time-limit 4] [--rounds 7]
 
@@ -326,8 +326,8 @@ def table(report: dict[str, Any]) -> str:
         "Made by `benchmarks/jax_peaks.py`; do not edit. Every row is a process. Bytes are MiB of temporary values of loss and",
         "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything.",
         "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything.",
-        "Beside a policy of `jax.checkpoint` are two plans within its bytes, with their FLOPs (of the compiled programs) and times over",
-        "those of the policy: one by measured costs, one by costs in FLOPs (`costs=` with `benchmarks/flops.device.json`).",
+        "Beside a policy of `jax.checkpoint` are two plans within its bytes, one by measured costs and one by costs in FLOPs",
+        "(`benchmarks/flops.device.json`), with FLOPs (of the compiled programs) and times over those of the policy.",
         "",
         f"{ran_on(report)} {len(rows)} of {sum(len(cells(section)) for section in SECTIONS)} cells have been run.",
     ]
