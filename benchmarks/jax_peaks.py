@@ -31,7 +31,11 @@ FLOPS = Path(__file__).parent / "flops.device.json"
 SCAN = "scan"
 SMALLEST = "smallest"
 BUDGETS = ("85%", "70%", "55%", "40%", "25%")
-SHARES = ("0.85", "0.7", "0.5", "0.35", "0.2")
+SHARES = ("0.85", "0.7", "0.5", "0.35", "0.2", "0.17", "0.14")
+MODEL = "model"
+POINTS = 24
+LAYERS_LESS = 0.05
+"""Share of what is computed again that layers that differ should save at three budgets."""
 NESTED = "nested"
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
 NETWORKS = ("transformer", "bert", "vit", "unet", "resnet", "llama")
@@ -49,6 +53,8 @@ def cells(section: str) -> list[str]:
     """What is measured of a network in a library."""
     name, library = section.split("-")
     found = list(SHARES if name == SCAN else BUDGETS)
+    if name == SCAN:
+        found.append(MODEL)
     if library == COMPARED:
         found += [*([] if name == SCAN else [SMALLEST]), *POLICIES, *([] if name in WITHOUT_LAYERS else [NESTED])]
     return [f"{section}-{cell}" for cell in found]
@@ -220,6 +226,8 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     block, carry, slices = jax_networks.scanned_layer(jax_networks.LIBRARIES[library]())
     x = jax.ShapeDtypeStruct(carry.shape, carry.dtype)
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), slices)
+    if cell == MODEL:
+        return {"points": by_model_of_layers(block, x, one, length)}
     compilations = Compilations()
 
     def program(loop: Callable[..., Any]) -> Program:
@@ -275,6 +283,33 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     return row
 
 
+def by_model_of_layers(block: Callable[..., Any], x: Any, one: Any, length: int) -> list[dict[str, Any]]:
+    """Overheads within limits of saved bytes by the model: one choice for all layers, layers that differ, the bound."""
+    from checkmate.jax.arguments import Arguments, FlatFunction
+    from checkmate.jax.measure.profiler import cost_source
+    from checkmate.jax.scan.arrangements import Layers, cheapest
+    from checkmate.jax.scan.choices import Choices
+    from checkmate.jax.scan.named_block import NamedBlock
+
+    arguments = Arguments.of((x, one), {})
+    choices = Choices(arguments.arrays, FlatFunction(NamedBlock(block, None), arguments), cost_source("measured"))
+    layers = Layers(choices=choices, length=length, carry_bytes=math.prod(x.shape) * x.dtype.itemsize)
+    least, most = (length * (layers.carry_bytes + choice.saved_bytes) for choice in (choices.front[0], choices.front[-1]))
+    points: list[dict[str, Any]] = []
+    for i in range(1, POINTS):
+        limit = least + (most - least) * i // POINTS
+        one_choice, differ = (
+            cheapest(a for family in layers.families(groups=groups).values() if (a := family(limit)) is not None)
+            for groups in (False, True)
+        )
+        assert one_choice is not None
+        assert differ is not None
+        costs = (one_choice.cost, differ.cost, min(differ.cost, choices.bound(length, layers.carry_bytes, limit)))
+        uniform, by_layer, bound = (1 + cost / (length * choices.total) for cost in costs)
+        points.append({"saved_bytes": limit, "uniform": uniform, "differ": by_layer, "bound": bound})
+    return points
+
+
 def compared(expected: Sequence[Any], given: Sequence[Any]) -> dict[str, Any]:
     """How many arrays have the same bits, and the largest difference relative to the largest entry of all.
 
@@ -293,6 +328,9 @@ def compared(expected: Sequence[Any], given: Sequence[Any]) -> dict[str, Any]:
 def verdict(model: str, row: dict[str, Any]) -> list[str]:
     """What does not hold in a cell."""
     policy, plan = row.get("policy"), row.get("plan")
+    if "points" in row:
+        found = sum(_less(p["uniform"], p["differ"]) >= LAYERS_LESS for p in row["points"])
+        return [] if found >= 3 else [f"{model}: layers that differ save {LAYERS_LESS:.0%} at {found} budgets of the model"]
     if plan is None:
         return [f"{model}: no plan within its bytes"]
     broken = [
@@ -372,14 +410,33 @@ def loops(found: dict[str, Any]) -> list[str]:
     for cell, row in found.items():
         if cell in SHARES:
             one, other = row["uniform"], row["plan"]
-            less = 1 - (other["overhead"] - 1) / (one["overhead"] - 1) if one["overhead"] > 1 else 0.0
+            less = _less(one["overhead"], other["overhead"])
             groups = ", ".join(f"{n} save {k}" + (f" in loops of {m}" if m > 1 else "") for n, m, k in other["groups"])
             lines.append(
                 f"| {mib(one['room_bytes'])} | {mib(row['whole']['temp_bytes'])} | {mib(one['temp_bytes'])} "
                 f"| {one['overhead']:.4f} | {mib(other['temp_bytes'])} | {other['overhead']:.4f} | {other['bound']:.4f} "
                 f"| {100 * less:.1f} % | {other['time_s'] / one['time_s']:.3f} | {groups} |"
             )
-    return lines if len(lines) > 2 else []
+    lines = lines if len(lines) > 2 else []
+    if MODEL in found:
+        lines += [
+            "",
+            "By the model, nothing compiled: limits of saved bytes between nothing and all. *Possible* is what the bound leaves.",
+            "",
+            "| saved | one choice | differ | bound | less again | possible |",
+            "|---:|---:|---:|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {mib(p['saved_bytes'])} | {p['uniform']:.4f} | {p['differ']:.4f} | {p['bound']:.4f} "
+            f"| {100 * _less(p['uniform'], p['differ']):.1f} % | {100 * _less(p['uniform'], p['bound']):.1f} % |"
+            for p in found[MODEL]["points"]
+        ]
+    return lines
+
+
+def _less(overhead: float, other: float) -> float:
+    """Share of what is computed again at an overhead that another one saves."""
+    return 1 - (other - 1) / (overhead - 1) if overhead > 1 else 0.0
 
 
 def against(found: dict[str, Any]) -> list[str]:
