@@ -262,7 +262,7 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
             "bound": found.bound,
             "compilations": count,
             "plan_s": took,
-            "groups": [[g.layers, g.nested, len(g.names)] for g in getattr(found, "groups", ())],
+            "groups": [[g.layers, g.nested, "all" if g.everything else len(g.names)] for g in getattr(found, "groups", ())],
             **compared(plain.results(), ours.results()),
         }
 

@@ -201,6 +201,17 @@ def test_the_bound_is_below_every_mixture(layers):
         assert layers.choices.bound(LENGTH, carry, nested.saved_bytes) <= nested.cost + 1e-6
 
 
+def test_with_enough_room_nothing_is_computed_again(arrays):
+    """All values by their names do not suffice for that: derivatives read results before they are named."""
+    found = cj.scan(layer, X, P, length=LENGTH, budget=10 * BUDGET, costs="estimated")
+    assert (found.overhead, found.bound) == (1, 1)
+    expected, given = (
+        jax.jit(derivative(loop), compiler_options=cj.compiler_options()).lower(*arrays).compile().cost_analysis()["flops"]
+        for loop in (lambda x, p: jax.lax.scan(layer, x, p), found)
+    )
+    assert given == expected
+
+
 def test_plans_are_data(planned):
     """Groups are numbers and names, and their policies are JAX's own for these names."""
     for group in planned.groups:

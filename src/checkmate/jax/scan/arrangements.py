@@ -60,6 +60,7 @@ class Layers:
         """
         found: dict[str, Family] = {"uniform": self._uniform}
         if groups:
+            found["everything"] = self._everything
             found["pair"] = self._pair
             found |= {f"nested {inner}": functools.partial(self._nested, inner) for inner in self._inner_lengths}
         return found
@@ -92,6 +93,13 @@ class Layers:
             saved_bytes=saved,
             held_bytes=saved,
         )
+
+    def _everything(self, most_bytes: int) -> Arrangement | None:
+        saved = self.length * (self.carry_bytes + self.choices.read_bytes)
+        if saved > most_bytes:
+            return None
+        groups = (LayerGroup(layers=self.length, names=(), everything=True),)
+        return Arrangement(groups=groups, cost=0.0, saved_bytes=saved, held_bytes=saved)
 
     def _nested(self, inner: int, most_bytes: int) -> Arrangement | None:
         outer = self.length // inner * self.carry_bytes

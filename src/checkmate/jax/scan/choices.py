@@ -17,6 +17,7 @@ from checkmate.core.errors import OptionError, SolverError
 from checkmate.cost.store import OpCost
 from checkmate.jax._compat import source_of
 from checkmate.jax.graph.capture import phases_of_pair
+from checkmate.jax.graph.op_properties import VIEWS
 from checkmate.jax.graph.pair import Pure, is_inexact, trace_pair
 from checkmate.jax.scan.named_block import NAME
 
@@ -63,6 +64,7 @@ class Choices:
         offered: The names to choose among.
         total: Cost of a layer and its derivative if nothing is computed again.
         forward: Cost of a layer without its derivative.
+        read_bytes: Bytes that JAX saves of a layer without `jax.checkpoint`: what the derivative reads, without views.
 
     Raises:
         OptionError: A name is not attached in the body.
@@ -102,6 +104,8 @@ class Choices:
             self._sources[j] = self._sources[j] or source_of(equations[k].eqn)
         gradients = {v for v in trace.results[boundary.results :] if isinstance(v, int)}
         read = {v for e in trace.equations if phases[id(e)] == "backward" for v in e.read} | gradients
+        stored = [v for v in sorted(read) if v in maker and trace.equations[maker[v]].kind not in VIEWS]
+        self.read_bytes = sum(map(trace.size_bytes, stored))
         # Rows: what the derivative reads is computed again or saved; so is what is read by an equation that is computed again.
         rows: list[tuple[int | None, int]] = [(None, index[maker[v]]) for v in sorted(read) if v in maker]
         rows += [(k, index[maker[v]]) for k, equation in enumerate(equations) for v in equation.read if v in maker]
@@ -136,7 +140,8 @@ class Choices:
         """Proven lower bound on what all layers compute again, whatever each of them saves, also in nested loops.
 
         The price of a byte that gives the highest bound is that of the convex hull of all choices (Lagrangian relaxation). A
-        layer in a nested loop costs at least its forward, and saves at least its share of one carry.
+        layer in a nested loop costs at least its forward, and saves at least its share of one carry. A layer without
+        `jax.checkpoint` costs nothing.
 
         Args:
             length: Number of layers.
@@ -145,13 +150,14 @@ class Choices:
         """
 
         def at(price: float) -> float:
-            flat = self._priced(price) + price * carry_bytes
+            flat = min(self._priced(price), price * self.read_bytes) + price * carry_bytes
             return length * min(flat, self.forward + price * carry_bytes / length) - price * most_bytes
 
         corners = _lower_hull(self.front)
         prices = {(a.cost - b.cost) / (b.saved_bytes - a.saved_bytes) for a, b in pairwise(corners)}
         share = carry_bytes * (1 - 1 / length)
         prices |= {(self.forward - c.cost) / (c.saved_bytes + share) for c in corners if c.saved_bytes + share > 0}
+        prices |= {c.cost / (self.read_bytes - c.saved_bytes) for c in corners if c.saved_bytes < self.read_bytes}
         return max(0.0, *(at(price) for price in sorted(prices) if price >= 0))
 
     def _priced(self, price: float) -> float:

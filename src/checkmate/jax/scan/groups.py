@@ -32,16 +32,21 @@ class LayerGroup:
         sources: Where in the user's program each of these values is computed.
         nested: Layers of each inner loop, 1 if there is none. Of an inner loop only its first carry is saved before its
             derivative is computed; then the named values are.
+        everything: Whether all that the derivative reads is saved, without `jax.checkpoint`. Names cannot say that: the
+            derivative of a function such as `exp` reads its result before it has a name.
     """
 
     layers: int
     names: tuple[str, ...]
     sources: tuple[str, ...] = ()
     nested: int = 1
+    everything: bool = False
 
     @property
     def policy(self) -> Any:
         """The policy for `jax.checkpoint` around one layer."""
+        if self.everything:
+            return jax.checkpoint_policies.everything_saveable
         return jax.checkpoint_policies.save_only_these_names(*self.names)
 
 
@@ -57,6 +62,8 @@ def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any
     if len(groups) > 1:
         return _one_after_the_other(naming, groups, carry, xs)
     (group,) = groups
+    if group.everything:
+        return jax.lax.scan(naming.block, carry, xs, length=group.layers)
     body = jax.checkpoint(naming.with_names(group.names), policy=group.policy)
     if group.nested == 1:
         return jax.lax.scan(body, carry, xs, length=group.layers)

@@ -191,9 +191,10 @@ def _cheapest_compiled(loop: Loop, layers: Layers, budget_bytes: int, *, groups:
         best = min((a.cost for a, needed in compiled.items() if needed <= room), default=math.inf)
         last = len(compiled) == _COMPILATIONS - 1 and best == math.inf
         # One choice for all layers first, whose bytes are foreseen best: layers that differ must be cheaper than it.
-        kinds = [] if last else list(families.values()) if compiled else [families["uniform"]]
+        first = [families[kind] for kind in ("everything", "uniform") if kind in families]
+        kinds = [] if last else list(families.values()) if compiled else first
         found = [_largest_within(kind, planned, target) for kind in kinds]
-        if not compiled and found == [None]:
+        if not compiled and not any(found):
             found = [_largest_within(kind, planned, target) for kind in families.values()]
         chosen = cheapest(a for a in found if a is not None and a not in compiled and a.cost < best)
         if chosen is None and best == math.inf:
