@@ -96,7 +96,7 @@ def test_inside_a_scan():
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_grad_of_grad(exact):
-    """Second derivatives pass through the fences. They are right and not planned: their sums have another order, so bits differ."""
+    """Second derivatives pass through the fences. Their sums have another order, so that bits differ."""
     weights, x = network()
     loss = unverified(mlp_loss, budget="60%", exact=exact)
 
