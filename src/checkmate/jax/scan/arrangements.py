@@ -116,7 +116,7 @@ class Layers:
 
     def _pair(self, most_bytes: int) -> Arrangement | None:
         """Two choices, the second for all layers after some number of layers."""
-        front, length = self.choices.front, self.length
+        front, length = self.choices.front_with_everything, self.length
         sizes = [choice.saved_bytes for choice in front]
         room = most_bytes - length * self.carry_bytes
         found: list[tuple[float, int, Choice, Choice]] = []
@@ -151,4 +151,4 @@ def cheapest(candidates: Iterable[Arrangement]) -> Arrangement | None:
 
 
 def _group(layers: int, choice: Choice, nested: int = 1) -> LayerGroup:
-    return LayerGroup(layers=layers, names=choice.names, sources=choice.sources, nested=nested)
+    return LayerGroup(layers=layers, names=choice.names, sources=choice.sources, nested=nested, everything=choice.everything)

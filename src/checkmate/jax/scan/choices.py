@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
+import jax
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
@@ -17,9 +18,9 @@ from checkmate.core.errors import OptionError, SolverError
 from checkmate.cost.store import OpCost
 from checkmate.jax._compat import source_of
 from checkmate.jax.graph.capture import phases_of_pair
-from checkmate.jax.graph.op_properties import VIEWS
 from checkmate.jax.graph.pair import Pure, is_inexact, trace_pair
 from checkmate.jax.scan.named_block import NAME
+from checkmate.jax.scan.residuals import Residuals
 
 _FRONT: Final = 64
 """Most choices that are compared with each other for layers that differ."""
@@ -39,6 +40,7 @@ class Choice:
         saved_bytes: Their bytes.
         cost: Cost of what is computed again.
         bound: Proven lower bound on that cost within as many bytes.
+        everything: Whether all that the derivative reads is saved, which names cannot say.
     """
 
     names: tuple[str, ...]
@@ -46,6 +48,7 @@ class Choice:
     saved_bytes: int
     cost: float
     bound: float
+    everything: bool = False
 
 
 class Choices:
@@ -64,7 +67,7 @@ class Choices:
         offered: The names to choose among.
         total: Cost of a layer and its derivative if nothing is computed again.
         forward: Cost of a layer without its derivative.
-        read_bytes: Bytes that JAX saves of a layer without `jax.checkpoint`: what the derivative reads, without views.
+        read_bytes: Bytes that JAX saves of a layer without `jax.checkpoint`: what the derivative reads.
 
     Raises:
         OptionError: A name is not attached in the body.
@@ -104,8 +107,7 @@ class Choices:
             self._sources[j] = self._sources[j] or source_of(equations[k].eqn)
         gradients = {v for v in trace.results[boundary.results :] if isinstance(v, int)}
         read = {v for e in trace.equations if phases[id(e)] == "backward" for v in e.read} | gradients
-        stored = [v for v in sorted(read) if v in maker and trace.equations[maker[v]].kind not in VIEWS]
-        self.read_bytes = sum(map(trace.size_bytes, stored))
+        self.read_bytes = Residuals(functools.partial(_pullback, pure, wanted), arrays).saved_bytes
         # Rows: what the derivative reads is computed again or saved; so is what is read by an equation that is computed again.
         rows: list[tuple[int | None, int]] = [(None, index[maker[v]]) for v in sorted(read) if v in maker]
         rows += [(k, index[maker[v]]) for k, equation in enumerate(equations) for v in equation.read if v in maker]
@@ -135,6 +137,12 @@ class Choices:
         while found[-1].saved_bytes:
             found.append(self.cheapest(found[-1].saved_bytes - step))
         return tuple(found[::-1])
+
+    @functools.cached_property
+    def front_with_everything(self) -> tuple[Choice, ...]:
+        """The same, with the choice of what names cannot say: all that the derivative reads."""
+        everything = Choice(names=(), sources=(), saved_bytes=self.read_bytes, cost=0.0, bound=0.0, everything=True)
+        return (*(choice for choice in self.front if choice.saved_bytes < self.read_bytes), everything)
 
     def bound(self, length: int, carry_bytes: int, most_bytes: int) -> float:
         """Proven lower bound on what all layers compute again, whatever each of them saves, also in nested loops.
@@ -196,6 +204,14 @@ class Choices:
                 entries.append((row, reader, -1.0))
         positions, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
         return csr_array((values, (positions, columns)), shape=(len(rows), count + len(self._bytes)))
+
+
+def _pullback(pure: Pure, wanted: Sequence[int], given: Sequence[Any]) -> Callable[..., Any]:
+    def of_wanted(*some: Any) -> list[Any]:
+        by_number = dict(zip(wanted, some, strict=True))
+        return pure(*(by_number.get(i, array) for i, array in enumerate(given)))
+
+    return jax.vjp(of_wanted, *(given[i] for i in wanted))[1]
 
 
 def _lower_hull(front: Sequence[Choice]) -> list[Choice]:
