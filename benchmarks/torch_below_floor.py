@@ -76,7 +76,7 @@ class MeasuredOps:
 
     Attributes:
         found: Nodes whose costs were asked for, a list for each capture.
-        least_ns: The fastest run of each op so far, by signature.
+        times: The least times of each op so far, by signature.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class MeasuredOps:
         from checkmate.torch.measure.profiler import Profiler
 
         self.found: list[list[Any]] = []
-        self.least_ns: dict[str, int] = {}
+        self.times: dict[str, Any] = {}
         self._other = torch.ones(32 << 20, dtype=torch.uint8)
         costs = Profiler.__call__
 
@@ -110,18 +110,20 @@ class MeasuredOps:
 
         from checkmate.torch._compat.dispatch import no_dispatch, no_modes
         from checkmate.torch.graph.rng import generators_restored
-        from checkmate.torch.measure.profiler import fastest_run_ns, signature
+        from checkmate.torch.measure.profiler import run_again, signature
+        from checkmate.torch.measure.timing import LeastTimes
 
         nodes = {key: n for v in variants for n, _ in self.computations(v) if (key := signature(n)) is not None}
         with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
             for key, node in nodes.items():
-                self.least_ns[key] = min(self.least_ns.get(key, sys.maxsize), fastest_run_ns(node, self._other))
+                run_again(node, self._other, self.times.setdefault(key, LeastTimes(node)))
 
     def seconds(self, variant: Variant) -> float:
         """Sum over the computations of a plan."""
         from checkmate.torch.measure.profiler import signature
 
-        return sum(times * self.least_ns.get(signature(n) or "", 0) for n, times in self.computations(variant)) / 1e9
+        counts = ((signature(node), count) for node, count in self.computations(variant))
+        return sum(count * self.times[key].total_ns for key, count in counts if key is not None) / 1e9
 
 
 def compiled(name: str, above_bytes: int | None, time_limit_s: float) -> Variant:

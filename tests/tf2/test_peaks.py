@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.tf2.steps import child
 def check(point: dict[str, Any]) -> None:
     assert point["untouched"]
     for peak in (*point["measured_bytes"], point["calibrated_bytes"]):
-        assert peak <= point["budget_bytes"]
+        assert peak <= point["budget_bytes"], json.dumps(point)  # all of it: seen once in hundreds of runs, and not again
     # The plan's bytes, less what is passed on from op to op, are what TensorFlow asks its allocator for ...
     assert point["forwarded_bytes"] <= point["live_bytes"]
     step_bytes = point["asked_bytes"] - point["resident_bytes"]

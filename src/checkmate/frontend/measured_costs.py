@@ -19,7 +19,8 @@ class MeasuredCosts(Generic[OpT]):
 
     Args:
         signature: Text of all on which the cost of an op depends; None for an op that cannot run in isolation.
-        measure: Costs of distinct ops by signature; ops that could not be measured are left out.
+        measure: Costs of distinct ops by signature, given these, and the other ops that were asked for with their known costs;
+            ops that could not be measured are left out.
         estimate: Cost of an op that is not measured.
         store: Where measured costs are kept; the user's cost cache by default.
 
@@ -27,7 +28,7 @@ class MeasuredCosts(Generic[OpT]):
         >>> import tempfile
         >>> store = CostStore(tempfile.mkdtemp() + "/costs.sqlite")
         >>> measured = []
-        >>> def measure(ops):
+        >>> def measure(ops, known):
         ...     measured.extend(ops)
         ...     return {key: OpCost(1000, 8) for key in ops}
         >>> costs = MeasuredCosts(signature=str, measure=measure, estimate=lambda op: OpCost(1, 0), store=store)
@@ -41,7 +42,7 @@ class MeasuredCosts(Generic[OpT]):
         self,
         *,
         signature: Callable[[OpT], str | None],
-        measure: Callable[[Mapping[str, OpT]], Mapping[str, OpCost]],
+        measure: Callable[[Mapping[str, OpT], Mapping[str, tuple[OpT, OpCost]]], Mapping[str, OpCost]],
         estimate: Callable[[OpT], OpCost],
         store: CostStore | None = None,
     ) -> None:
@@ -59,7 +60,8 @@ class MeasuredCosts(Generic[OpT]):
             missing = [k for k in missing if k not in self.known]
         if missing:
             began = time.perf_counter()
-            measured = self._measure({k: distinct[k] for k in missing})
+            known = {k: (op, self.known[k]) for k, op in distinct.items() if k in self.known}
+            measured = self._measure({k: distinct[k] for k in missing}, known)
             self.store.add(measured)
             self.known.update({k: self._estimate(distinct[k]) for k in missing if k not in measured})
             self.known.update(measured)

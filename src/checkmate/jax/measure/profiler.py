@@ -54,7 +54,10 @@ class Profiler:
     def __init__(self, store: CostStore | None = None) -> None:
         here = environment()
         self._costs = MeasuredCosts[Chain](
-            signature=lambda chain: _signature(chain, here), measure=_measure_all, estimate=estimate, store=store
+            signature=lambda chain: _signature(chain, here),
+            measure=lambda chains, known: _measure_all(chains),
+            estimate=estimate,
+            store=store,
         )
 
     def __call__(self, chains: Sequence[Chain], trace: Trace) -> list[OpCost]:

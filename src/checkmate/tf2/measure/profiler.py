@@ -61,7 +61,10 @@ class Profiler:
     def __init__(self, store: CostStore | None = None) -> None:
         here = environment()
         self._costs = MeasuredCosts[tf.Operation](
-            signature=lambda op: signature(op, here), measure=_measure_all, estimate=_estimate, store=store
+            signature=lambda op: signature(op, here),
+            measure=lambda ops, known: _measure_all(ops),
+            estimate=_estimate,
+            store=store,
         )
 
     def __call__(self, ops: Sequence[tf.Operation]) -> list[OpCost]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
@@ -32,8 +36,15 @@ __all__ = [
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
 """Namespaces of collectives: ops that exchange data with other processes."""
 
-no_modes = _disable_current_modes
-"""Context without any ``TorchDispatchMode``: ops run for real while Dynamo is tracing."""
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Context in which ops run for real and as fast as ever while Dynamo or AOTAutograd traces.
+
+    There is no ``TorchDispatchMode``, and no dispatch through Python, which adds 25 microseconds to each op.
+    """
+    with _disable_current_modes(), no_python_dispatcher():
+        yield
 
 
 top_mode = _get_current_dispatch_mode

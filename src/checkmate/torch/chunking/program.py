@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,10 +113,10 @@ class ChunkedProgram:
 
     @property
     def runs(self) -> Pieces:
-        """The graphs that it runs, for estimates."""
+        """The graphs that it runs, to measure it or to estimate it."""
         bodies = [self.bodies[piece.body] for piece in self.pieces]
         buffers = [sum(buffer.numel * buffer.dtype.itemsize for buffer in body.buffers) for body in bodies]
-        return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums)
+        return Pieces(tuple(body.graph for body in bodies), tuple(buffers), self.sums, self.by_piece)
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run all pieces.
@@ -126,6 +126,16 @@ class ChunkedProgram:
 
         Returns:
             The results, in order.
+        """
+        *_, results = self.by_piece(operands)
+        assert results is not None
+        return results
+
+    def by_piece(self, operands: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor] | None]:
+        """Run the pieces one by one: yields None after each, and the results at last.
+
+        Args:
+            operands: The operands, whole.
         """
         made = [None if is_sum else layout.empty() for layout, is_sum in zip(self.results, self.sums, strict=True)]
         shared: dict[tuple[Buffer, ...], list[torch.Tensor]] = {}
@@ -139,7 +149,8 @@ class ChunkedProgram:
             # Sums are passed once they exist; the body of the first piece makes them.
             terms = iter(body.run(args + shared[body.buffers]))
             made = [next(terms) if t is None else t for t in made]
-        return [t.to(layout.dtype) for t, layout in zip(made, self.results, strict=True)]  # type: ignore[union-attr]
+            yield None
+        yield [t.to(layout.dtype) for t, layout in zip(made, self.results, strict=True)]  # type: ignore[union-attr]
 
 
 def _sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -20,71 +20,19 @@ from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.op_properties import is_collective, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
+from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.errors import ProfilerBusyError
 from checkmate.torch.measure.roofline import estimate_ns
+from checkmate.torch.measure.timing import EFFORT, LeastTimes, reading_ns
 
 _log = logging.getLogger("checkmate.torch")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimingEffort:
-    """How many times an op is run to measure its time; the fastest run counts.
-
-    The minimum, because everything else that a machine does only adds time. A run that seems slow is given more chances:
-    stored costs live long, and one reading of 50 ms on a busy machine was a tenth of a MobileNet's step (docs/decisions/0012).
-
-    Attributes:
-        repeats: Most runs of an op. Readings of one op spread over about a tenth, so one run is not enough.
-        limit_ns: No further run once runs took so long together.
-        slow_factor: A reading above so many times the roofline estimate is suspected to be disturbed. A slow kernel may be
-            suspected wrongly, which costs only the additional runs.
-        slow_ns: Ops faster than this are never suspected: in them the fixed cost of a call dominates, which no roofline has.
-        agreement: As many readings as `repeats` within this factor of the fastest lift the suspicion: what disturbs runs makes
-            them differ, and a slow kernel takes as long each time.
-        slow_repeats: Most runs of a suspected op.
-        slow_limit_ns: No further run of a suspected op once its runs took so long together.
-        once_ns: No further run after one that took longer, unless it is suspected. What disturbs a run is small beside so long a
-            time, and each matrix product in the head of a language model takes up to a second.
-        block: Random numbers that are drawn for an input. They are repeated to fill it: drawing 200 MB takes 0.2 s, copying a
-            quarter of that.
-        again_ns: Ops that take longer are measured in several passes over all of them.
-        least_passes: How often they are measured at least; the fastest run of all passes counts. A machine can be a fifth slower
-            for a second, and all readings of an op that is measured then.
-        converged: No further pass after one that made them faster, all together, by less than this share, unless the machine was
-            slow meanwhile.
-        slow_pace: The machine is slow where a reference op takes so many times the least that it took in this process.
-        matters_ns: Ops that take less together have no more than the least number of passes.
-        most_s: No further pass once passes took so many seconds: a machine may stay slow.
-        later_repeats: Most runs of an op in each pass after the first.
-        between_bytes: Bytes that are read between two runs of an op on a CPU, about a last-level cache, as the other ops of a
-            step read theirs. What an op reads in a step is partly in the cache and partly not, its code too; an op that runs
-            over and over finds all of it there (docs/decisions/0012).
-    """
-
-    repeats: int = 5
-    limit_ns: int = 50_000_000
-    slow_factor: float = 4.0
-    slow_ns: int = 1_000_000
-    agreement: float = 1.1
-    slow_repeats: int = 25
-    slow_limit_ns: int = 500_000_000
-    once_ns: int = 250_000_000
-    block: int = 1 << 18
-    again_ns: int = 100_000
-    least_passes: int = 3
-    converged: float = 0.004
-    slow_pace: float = 1.15
-    matters_ns: int = 20_000_000
-    most_s: float = 4.0
-    later_repeats: int = 2
-    between_bytes: int = 32 << 20
-
-
-_EFFORT = TimingEffort()
-_METHOD = "cache-shared"
+_METHOD = "cache-shared direct"
 """How times are measured, as part of an op's signature: times measured otherwise are not mixed with these."""
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Profiler:
@@ -120,16 +68,20 @@ def signature(node: fx.Node) -> str | None:
         args = (*args[:2], updates_of(args[2]).describe(args[3]))
     parts = [str(target), _describe(args), _describe(kwargs), f"threads={torch.get_num_threads()}", f"torch={torch.__version__}"]
     devices = {t.device for t in _tensors(node, args, kwargs)}
-    parts += [_METHOD] * any(d.type == "cpu" for d in devices)
+    parts += [_METHOD, *["by-piece"] * (PIECES in node.meta)] if any(d.type == "cpu" for d in devices) else []
     parts += sorted(torch.cuda.get_device_name(d) for d in devices if d.type == "cuda")
     return " ".join(parts)
 
 
-def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
+def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]] = _NONE) -> dict[str, OpCost]:
     """Measure time and workspace of nodes by running them on tensors of the traced shapes.
+
+    A shared machine may be a tenth slower today, or for some seconds, than when other ops of the graph were measured. Some of
+    these are measured again, in turns with the nodes, and times are scaled by what these took then (docs/decisions/0012).
 
     Args:
         nodes: Signature to node.
+        known: Signature to node and cost of other ops of the graph.
 
     Returns:
         Signature to cost. Nodes that fail are logged and left out.
@@ -143,43 +95,47 @@ def measure_nodes(nodes: Mapping[str, fx.Node]) -> dict[str, OpCost]:
             hint="call the compiled function once before you start the profiler: measurements are stored",
         )
     with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
-        other = torch.ones(_EFFORT.between_bytes, dtype=torch.uint8, device="cpu")
+        other = torch.ones(EFFORT.between_bytes, dtype=torch.uint8, device="cpu")
+        times = {key: LeastTimes(node) for key, node in nodes.items()}
         costs: dict[str, OpCost | None] = {}
         for key, node in progress.counted([*nodes.items()], "measuring costs"):
-            costs[key] = _measured_or_warned(node, other)
+            costs[key] = _measured_or_warned(node, other, times[key])
         found = {k: cost for k, cost in costs.items() if cost is not None}
         again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
-        pace, began = _Pace(), time.perf_counter()
-        for number in itertools.count(2) if again else ():
-            before, slow = sum(found[k].cost_ns for k in again), pace.is_slow()
-            for key, node in progress.counted([*again.items()], "measuring costs"):
-                found[key] = found[key]._replace(cost_ns=min(found[key].cost_ns, quantise(fastest_run_ns(node, other))))
-            gained = before - sum(found[k].cost_ns for k in again)
-            converged = gained <= _EFFORT.converged * before and not (pace.is_slow() or slow)
-            converged |= before < _EFFORT.matters_ns
-            if number >= _EFFORT.least_passes and (converged or time.perf_counter() - began > _EFFORT.most_s):
-                break
+        beside = {k: known[k][0] for k in _references(known)} if sum(found[k].cost_ns for k in again) >= EFFORT.matters_ns else {}
+        for key, node in [*beside.items()]:
+            times[key] = LeastTimes(node)
+            if _measured_or_warned(node, other, times[key]) is None:  # its known cost is an estimate
+                del beside[key]
+        if again:
+            _repeat(again, beside, times, other)
+        took = sum(times[k].total_ns for k in beside)
+        pace = sum(known[k][1].cost_ns for k in beside) / took if took else 1.0
+        for key in again:
+            found[key] = found[key]._replace(cost_ns=quantise(pace * times[key].total_ns))
     return found
 
 
-class _Pace:
-    """How fast a machine is now, by a reference op: a matrix product, and a sum over more than a cache holds."""
+def _repeat(
+    nodes: Mapping[str, fx.Node], beside: Mapping[str, fx.Node], times: Mapping[str, LeastTimes], other: torch.Tensor
+) -> None:
+    """Measure nodes that were measured once in further passes, and others beside them."""
+    began = time.perf_counter()
+    for number in itertools.count(2):
+        before = sum(times[k].total_ns for k in nodes)
+        for key, node in progress.counted([*nodes.items(), *beside.items()], "measuring costs"):
+            run_again(node, other, times[key])
+        converged = before - sum(times[k].total_ns for k in nodes) <= EFFORT.converged * before
+        over = converged or before < EFFORT.matters_ns or time.perf_counter() - began > EFFORT.most_s
+        if number >= EFFORT.least_passes and over:
+            break
 
-    _least_ns: ClassVar[dict[int, int]] = {}  # by the number of threads, in this process
 
-    def __init__(self) -> None:
-        self._matrix, self._row = torch.ones(384, 384), torch.ones(4 << 20)
-
-    def is_slow(self) -> bool:
-        """Whether the reference op is slower than it was before."""
-        now, threads, took = clock(), torch.get_num_threads(), list[int]()
-        for _ in range(3):
-            began = now()
-            torch.mm(self._matrix, self._matrix)
-            self._row.sum()
-            took.append(now() - began)
-        least = self._least_ns[threads] = min(*took, self._least_ns.get(threads, min(took)))
-        return min(took) > _EFFORT.slow_pace * least
+def _references(known: Mapping[str, tuple[fx.Node, OpCost]]) -> list[str]:
+    """Ops to measure beside others: the longest that are not too long to be measured in every pass."""
+    short = [key for key, (node, cost) in known.items() if cost.cost_ns <= EFFORT.reference_ns and _is_measured_again(node, cost)]
+    whole = [key for key in short if PIECES not in known[key][0].meta]
+    return sorted(whole, key=lambda key: -known[key][1].cost_ns)[: EFFORT.references]
 
 
 def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -250,12 +206,13 @@ def _materialised(value: Any, *, fill: bool = True) -> Any:
 
 def _fill(flat: torch.Tensor) -> None:
     """Fill a tensor with random numbers that repeat."""
-    block = flat[: _EFFORT.block].uniform_(0.1, 0.9)
+    block = flat[: EFFORT.block].uniform_(0.1, 0.9)
     for part in flat[block.numel() :].split(block.numel()):
         part.copy_(block[: part.numel()])
 
 
-def _ready_to_run(node: fx.Node) -> Callable[[], Any]:
+def _ready_to_run(node: fx.Node) -> Callable[[], Iterator[Any]]:
+    """A function that runs an op: it yields at the end of each part of it, see `LeastTimes`, and the results at last."""
     target, args, kwargs = _call(node)
     fill = not makes_views(node)
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val"), fill=fill))
@@ -263,13 +220,20 @@ def _ready_to_run(node: fx.Node) -> Callable[[], Any]:
         parameter, gradient, optimizer, which = real_args
         update = updates_of(optimizer).clone_for_measurement(which, parameter)
         update(parameter, gradient)  # the first call allocates the optimizer's state, which is resident and not workspace
-        return lambda: update(parameter, gradient)
-    return lambda: target(*real_args, **real_kwargs)
+        return lambda: _in_one(update, parameter, gradient)
+    if PIECES in node.meta:
+        pieces: Pieces = node.meta[PIECES]
+        return lambda: pieces.run(real_args[0])
+    return lambda: _in_one(target, *real_args, **real_kwargs)
 
 
-def _measured_or_warned(node: fx.Node, other: torch.Tensor) -> OpCost | None:
+def _in_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    yield call(*args, **kwargs)
+
+
+def _measured_or_warned(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> OpCost | None:
     try:
-        time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other)
+        time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other, times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
         _log.warning(
             "%s (%s) could not be measured; its time is estimated and its workspace taken as 0: %s", node.name, node.target, error
@@ -278,80 +242,67 @@ def _measured_or_warned(node: fx.Node, other: torch.Tensor) -> OpCost | None:
     return OpCost(quantise(time_ns), workspace_bytes)
 
 
-def _cpu_cost(node: fx.Node, other: torch.Tensor) -> tuple[float, int]:
-    """Nanoseconds of the fastest run and workspace of an op on the CPU; the other tensor is read between runs."""
-    run, now = _ready_to_run(node), clock()
-    slow = max(_EFFORT.slow_factor * estimate_ns(node), _EFFORT.slow_ns)
+def _cpu_cost(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> tuple[int, int]:
+    """Nanoseconds and workspace of an op on the CPU; the other tensor is read between runs, which are added to the times."""
+    run = _ready_to_run(node)
+    slow = max(EFFORT.slow_factor * estimate_ns(node), EFFORT.slow_ns)
     other.max()
     with memory_trace() as trace:
-        began = now()
-        out = run()
-        first = now() - began
-    del out
+        reading = reading_ns(run)
     # Workspace is the peak of the allocator, less the outputs.
     workspace = max(0, trace.peak() - _new_bytes(node))
+    times.add(reading)
     took: list[int] = []
-    fastest = first
-    while not (_EFFORT.once_ns < fastest <= slow):
+    fastest = first = sum(reading)
+    while not (EFFORT.once_ns < fastest <= slow):
         other.max()
-        began = now()
-        out = run()
-        took.append(now() - began)
-        del out
+        reading = reading_ns(run)
+        times.add(reading)
+        took.append(sum(reading))
         fastest = min(first, *took)
-        agreeing = sum(t <= _EFFORT.agreement * fastest for t in took)
-        suspected = fastest > slow and agreeing < _EFFORT.repeats
-        repeats = _EFFORT.slow_repeats if suspected else _EFFORT.repeats
-        limit_ns = _EFFORT.slow_limit_ns if suspected else _EFFORT.limit_ns
-        agreed = first if first <= _EFFORT.agreement * fastest else 0
+        agreeing = sum(t <= EFFORT.agreement * fastest for t in took)
+        suspected = fastest > slow and agreeing < EFFORT.repeats
+        repeats = EFFORT.slow_repeats if suspected else EFFORT.repeats
+        limit_ns = EFFORT.slow_limit_ns if suspected else EFFORT.limit_ns
+        agreed = first if first <= EFFORT.agreement * fastest else 0
         if len(took) >= repeats or agreed + sum(took) > limit_ns:
             break
-    return fastest, workspace
+    return times.total_ns, workspace
 
 
 def _is_measured_again(node: fx.Node, known: OpCost) -> bool:
     """Whether an op is measured in a later pass: short ones do not count, and one run of the longest is enough."""
-    return _EFFORT.again_ns <= known.cost_ns <= _EFFORT.once_ns and not _on_cuda(node)
+    return EFFORT.again_ns <= known.cost_ns <= EFFORT.once_ns and not _on_cuda(node)
 
 
-def fastest_run_ns(node: fx.Node, other: torch.Tensor) -> int:
-    """Nanoseconds of the fastest run of an op on the CPU in a later pass.
+def run_again(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> None:
+    """Run an op on the CPU in a later pass.
 
     Args:
         node: The op.
         other: A tensor that is read before each run.
+        times: What the runs are added to.
     """
-    run, now = _ready_to_run(node), clock()
+    run = _ready_to_run(node)
     took: list[int] = []
-    while len(took) < _EFFORT.later_repeats and sum(took) <= _EFFORT.limit_ns:
+    while len(took) < EFFORT.later_repeats and sum(took) <= EFFORT.limit_ns:
         other.max()
-        began = now()
-        out = run()
-        took.append(now() - began)
-        del out
-    return min(took)
-
-
-def clock() -> Callable[[], int]:
-    """The clock for an op on the CPU.
-
-    On one thread, the process's CPU time excludes other processes. On several threads wall time has to be used, and a run waits
-    for any worker thread that the scheduler preempted, tens of milliseconds: a slow reading is repeated.
-    """
-    return time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+        reading = reading_ns(run)
+        times.add(reading)
+        took.append(sum(reading))
 
 
 def _cuda_cost(node: fx.Node) -> tuple[float, int]:
     return _cuda_time_ns(_ready_to_run(node)), int(_cuda_workspace(node))
 
 
-def _cuda_time_ns(run: Callable[[], Any]) -> float:
-    run()
+def _cuda_time_ns(run: Callable[[], Iterator[Any]]) -> float:
+    list(run())
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     best = float("inf")
-    for _ in range(_EFFORT.repeats):
+    for _ in range(EFFORT.repeats):
         begin.record()
-        out = run()
+        *_, out = run()
         end.record()
         end.synchronize()
         del out
@@ -364,7 +315,7 @@ def _cuda_workspace(node: fx.Node) -> float:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = run()
+    *_, out = run()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     del out

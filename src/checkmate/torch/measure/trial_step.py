@@ -18,7 +18,7 @@ from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key, unique_bytes
 from checkmate.torch.measure.errors import ProfilerBusyError
 from checkmate.torch.measure.peak import measure_peak
-from checkmate.torch.measure.profiler import clock
+from checkmate.torch.measure.timing import clock
 
 _log = logging.getLogger("checkmate.torch")
 _BACKWARD = "checkmate::backward"
