@@ -1,4 +1,4 @@
-"""What the derivative of a layer reads: the values to save if nothing is to be computed again."""
+"""The values that the derivative of a layer reads: those to save if nothing is to be computed again."""
 
 from __future__ import annotations
 
