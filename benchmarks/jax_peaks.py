@@ -1,10 +1,10 @@
 """Compiled bytes, FLOPs and times of plans in JAX: networks in Flax NNX and Equinox, against the policies of `jax.checkpoint`.
 
 Every cell is a process: a network in a library with one budget (`exact=True`, so that bits are compared), with the smallest
-bytes of a plan, or with a policy of `jax.checkpoint` on each block and a plan within the bytes that the policy needs. A loop over
-32 layers has one choice for all layers and layers that differ at each budget. Bytes are those of temporary values as XLA
-compiles loss and gradients, FLOPs those of the compiled program, times the least processor time of several runs, both programs
-in turn. Exit status 1 if a promise breaks.
+bytes of a plan, or with a policy of `jax.checkpoint` on each block and two plans within the bytes that the policy needs: one by
+measured costs, one by costs in FLOPs. A loop over 32 layers has one choice for all layers and layers that differ at each budget.
+Bytes are those of temporary values as XLA compiles loss and gradients, FLOPs those of the compiled program, times the least
+processor time of several runs, programs in turn. Exit status 1 if a promise breaks.
 
     python benchmarks/jax_peaks.py [--models transformer-nnx-55% scan-nnx-0.5] [--time-limit 4] [--rounds 7]
 
@@ -26,10 +26,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fresh import by_model, mib, ran_on
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+FLOPS = Path(__file__).parent / "flops.device.json"
+"""The profile of a device on which time is arithmetic alone: 1 ns for each FLOP."""
 SCAN = "scan"
 SMALLEST = "smallest"
 BUDGETS = ("85%", "70%", "55%", "40%", "25%")
-SHARES = ("0.85", "0.7", "0.5", "0.35", "0.2")
+SHARES = ("0.85", "0.7", "0.5", "0.35", "0.2", "0.185", "0.17", "0.14")
+MODEL = "model"
+POINTS = 24
+LAYERS_LESS = 0.05
+"""Share of what is computed again that layers that differ should save at three budgets."""
 NESTED = "nested"
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
 NETWORKS = ("transformer", "bert", "vit", "unet", "resnet", "llama")
@@ -47,6 +53,8 @@ def cells(section: str) -> list[str]:
     """What is measured of a network in a library."""
     name, library = section.split("-")
     found = list(SHARES if name == SCAN else BUDGETS)
+    if name == SCAN:
+        found.append(MODEL)
     if library == COMPARED:
         found += [*([] if name == SCAN else [SMALLEST]), *POLICIES, *([] if name in WITHOUT_LAYERS else [NESTED])]
     return [f"{section}-{cell}" for cell in found]
@@ -151,8 +159,8 @@ def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds:
     exact = cell in BUDGETS
     whole = Program(jax.value_and_grad(cj.remat(network.loss, exact=exact)), network.arguments)
 
-    def planned(budget: Any) -> tuple[Program, dict[str, Any]]:
-        loss: Any = cj.remat(network.loss, budget=budget, time_limit_s=time_limit_s, exact=exact)
+    def planned(budget: Any, costs: str = "measured") -> tuple[Program, dict[str, Any]]:
+        loss: Any = cj.remat(network.loss, budget=budget, time_limit_s=time_limit_s, exact=exact, costs=costs)
         began = time.perf_counter()
         _, count = compilations.during(lambda: jax.eval_shape(jax.value_and_grad(loss), *network.arguments))
         took = time.perf_counter() - began
@@ -189,8 +197,13 @@ def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds:
         if "policy" in row:
             return row
         ours, row["plan"] = planned(refused.smallest_bytes)
-    times = in_turn([*programs, ours], rounds)
-    row["policy" if "policy" in row else "whole"]["time_s"], row["plan"]["time_s"] = times
+    programs.append(ours)
+    if "policy" in row:
+        fewest, row["flop_plan"] = planned(budget, str(FLOPS))
+        programs.append(fewest)
+    times = in_turn(programs, rounds)
+    for key, time_s in zip(("policy", "plan", "flop_plan") if "policy" in row else ("whole", "plan"), times, strict=True):
+        row[key]["time_s"] = time_s
     return row
 
 
@@ -213,6 +226,8 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     block, carry, slices = jax_networks.scanned_layer(jax_networks.LIBRARIES[library]())
     x = jax.ShapeDtypeStruct(carry.shape, carry.dtype)
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), slices)
+    if cell == MODEL:
+        return {"points": by_model_of_layers(block, x, one, length)}
     compilations = Compilations()
 
     def program(loop: Callable[..., Any]) -> Program:
@@ -247,7 +262,7 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
             "bound": found.bound,
             "compilations": count,
             "plan_s": took,
-            "groups": [[g.layers, g.nested, len(g.names)] for g in getattr(found, "groups", ())],
+            "groups": [[g.layers, g.nested, "all" if g.everything else len(g.names)] for g in getattr(found, "groups", ())],
             **compared(plain.results(), ours.results()),
         }
 
@@ -268,6 +283,33 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     return row
 
 
+def by_model_of_layers(block: Callable[..., Any], x: Any, one: Any, length: int) -> list[dict[str, Any]]:
+    """Overheads within limits of saved bytes by the model: one choice for all layers, layers that differ, the bound."""
+    from checkmate.jax.arguments import Arguments, FlatFunction
+    from checkmate.jax.measure.profiler import cost_source
+    from checkmate.jax.scan.arrangements import Layers, cheapest
+    from checkmate.jax.scan.choices import Choices
+    from checkmate.jax.scan.named_block import NamedBlock
+
+    arguments = Arguments.of((x, one), {})
+    choices = Choices(arguments.arrays, FlatFunction(NamedBlock(block, None), arguments), cost_source("measured"))
+    layers = Layers(choices=choices, length=length, carry_bytes=math.prod(x.shape) * x.dtype.itemsize)
+    least, most = (length * (layers.carry_bytes + choice.saved_bytes) for choice in (choices.front[0], choices.front[-1]))
+    points: list[dict[str, Any]] = []
+    for i in range(1, POINTS):
+        limit = least + (most - least) * i // POINTS
+        one_choice, differ = (
+            cheapest(a for family in layers.families(groups=groups).values() if (a := family(limit)) is not None)
+            for groups in (False, True)
+        )
+        assert one_choice is not None
+        assert differ is not None
+        costs = (one_choice.cost, differ.cost, min(differ.cost, choices.bound(length, layers.carry_bytes, limit)))
+        uniform, by_layer, bound = (1 + cost / (length * choices.total) for cost in costs)
+        points.append({"saved_bytes": limit, "uniform": uniform, "differ": by_layer, "bound": bound})
+    return points
+
+
 def compared(expected: Sequence[Any], given: Sequence[Any]) -> dict[str, Any]:
     """How many arrays have the same bits, and the largest difference relative to the largest entry of all.
 
@@ -286,6 +328,9 @@ def compared(expected: Sequence[Any], given: Sequence[Any]) -> dict[str, Any]:
 def verdict(model: str, row: dict[str, Any]) -> list[str]:
     """What does not hold in a cell."""
     policy, plan = row.get("policy"), row.get("plan")
+    if "points" in row:
+        found = sum(_less(p["uniform"], p["differ"]) >= LAYERS_LESS for p in row["points"])
+        return [] if found >= 3 else [f"{model}: layers that differ save {LAYERS_LESS:.0%} at {found} budgets of the model"]
     if plan is None:
         return [f"{model}: no plan within its bytes"]
     broken = [
@@ -297,8 +342,9 @@ def verdict(model: str, row: dict[str, Any]) -> list[str]:
             broken.append(f"{model}: other bits")
         if model.startswith("transformer") and abs(plan["planned_bytes"] / plan["temp_bytes"] - 1) > WITHIN:
             broken.append(f"{model}: planned {mib(plan['planned_bytes'])}, compiled {mib(plan['temp_bytes'])}")
-    if policy is not None and plan["flop"] > policy["flop"]:
-        broken.append(f"{model}: {plan['flop'] / policy['flop']:.3f} of the FLOPs")
+    for kind in ("plan", "flop_plan"):
+        if policy is not None and kind in row and row[kind]["flop"] > policy["flop"]:
+            broken.append(f"{model}: {row[kind]['flop'] / policy['flop']:.3f} of the FLOPs ({kind})")
     if policy is not None and plan["time_s"] > SLOWER * policy["time_s"]:
         broken.append(f"{model}: {plan['time_s'] / policy['time_s']:.3f} of the time")
     return broken
@@ -306,7 +352,7 @@ def verdict(model: str, row: dict[str, Any]) -> list[str]:
 
 def of_cell(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The plans of a cell."""
-    return [row[key] for key in ("uniform", "plan") if key in row]
+    return [row[key] for key in ("uniform", "plan", "flop_plan") if key in row]
 
 
 def table(report: dict[str, Any]) -> str:
@@ -318,6 +364,8 @@ def table(report: dict[str, Any]) -> str:
         "Made by `benchmarks/jax_peaks.py`; do not edit. Every row is a process. Bytes are MiB of temporary values of loss and",
         "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything.",
         "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything.",
+        "Beside a policy of `jax.checkpoint` are two plans within its bytes, one by measured costs and one by costs in FLOPs",
+        "(`benchmarks/flops.device.json`), with FLOPs (of the compiled programs) and times over those of the policy.",
         "",
         f"{ran_on(report)} {len(rows)} of {sum(len(cells(section)) for section in SECTIONS)} cells have been run.",
     ]
@@ -362,26 +410,55 @@ def loops(found: dict[str, Any]) -> list[str]:
     for cell, row in found.items():
         if cell in SHARES:
             one, other = row["uniform"], row["plan"]
-            less = 1 - (other["overhead"] - 1) / (one["overhead"] - 1) if one["overhead"] > 1 else 0.0
+            less = _less(one["overhead"], other["overhead"])
             groups = ", ".join(f"{n} save {k}" + (f" in loops of {m}" if m > 1 else "") for n, m, k in other["groups"])
             lines.append(
                 f"| {mib(one['room_bytes'])} | {mib(row['whole']['temp_bytes'])} | {mib(one['temp_bytes'])} "
                 f"| {one['overhead']:.4f} | {mib(other['temp_bytes'])} | {other['overhead']:.4f} | {other['bound']:.4f} "
                 f"| {100 * less:.1f} % | {other['time_s'] / one['time_s']:.3f} | {groups} |"
             )
-    return lines if len(lines) > 2 else []
+    lines = lines if len(lines) > 2 else []
+    if MODEL in found:
+        lines += [
+            "",
+            "By the model, nothing compiled: limits of saved bytes between nothing and all. *Possible* is what the bound leaves.",
+            "",
+            "| saved | one choice | differ | bound | less again | possible |",
+            "|---:|---:|---:|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {mib(p['saved_bytes'])} | {p['uniform']:.4f} | {p['differ']:.4f} | {p['bound']:.4f} "
+            f"| {100 * _less(p['uniform'], p['differ']):.1f} % | {100 * _less(p['uniform'], p['bound']):.1f} % |"
+            for p in found[MODEL]["points"]
+        ]
+    return lines
+
+
+def _less(overhead: float, other: float) -> float:
+    """Share of what is computed again at an overhead that another one saves."""
+    return 1 - (other - 1) / (overhead - 1) if overhead > 1 else 0.0
 
 
 def against(found: dict[str, Any]) -> list[str]:
     """Policies of `jax.checkpoint`, and plans within the bytes of each."""
-    lines = ["", "| policy | compiled | plan compiled | FLOPs of the plan | time of the plan |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "",
+        "| policy | compiled | plan compiled | FLOPs | time | plan by FLOPs: compiled | FLOPs | time |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
     for cell, row in found.items():
-        theirs, p = row.get("policy"), row.get("plan")
+        theirs = row.get("policy")
         if theirs is not None:
-            ratios = (p["flop"] / theirs["flop"], p["time_s"] / theirs["time_s"]) if p else ()
-            ours = f"{mib(p['temp_bytes'])} | {ratios[0]:.3f} | {ratios[1]:.3f}" if p else "refused | |"
-            lines.append(f"| {cell} | {mib(theirs['temp_bytes'])} | {ours} |")
+            columns = [_beside(row.get(key), theirs, refused) for key, refused in (("plan", "refused"), ("flop_plan", ""))]
+            lines.append(f"| {cell} | {mib(theirs['temp_bytes'])} | {' | '.join(columns)} |")
     return lines if len(lines) > 3 else []
+
+
+def _beside(plan: dict[str, Any] | None, theirs: dict[str, Any], refused: str) -> str:
+    """Bytes of a plan, and its FLOPs and time over those of a policy."""
+    if plan is None:
+        return f"{refused} | |"
+    return f"{mib(plan['temp_bytes'])} | {plan['flop'] / theirs['flop']:.3f} | {plan['time_s'] / theirs['time_s']:.3f}"
 
 
 if __name__ == "__main__":

@@ -96,3 +96,30 @@ def test_a_whole_step_that_changes_modules_is_refused():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(checkmate.GraphError, match="changes in place"):
         cj.plan(lambda model, x: model(x), model, jnp.ones((1, 2)))
+
+
+def test_states_of_modules_are_data():
+    """As `nnx.split` returns them: what the refusal of modules recommends, in whole steps and in losses."""
+    nnx = pytest.importorskip("flax.nnx")
+    definition, state = nnx.split(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+
+    def loss_fn(state, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(definition, state)(x), y).mean()
+
+    step = jax.value_and_grad(loss_fn)
+    expected = jax.jit(step)(state, X, Y)
+    planned = cj.plan(step, state, X, Y, budget="100%", costs="estimated", verify=False)
+    loss = remat(loss_fn, budget="100%")
+    assert difference(expected, jax.jit(planned)(state, X, Y)) < 1e-5
+    assert difference(expected, jax.jit(jax.value_and_grad(loss))(state, X, Y)) < 1e-5
+    assert loss.graph.resident_bytes == planned.graph.resident_bytes
+
+
+def test_variables_that_are_not_changed_are_no_results():
+    """Each result has a cotangent and a buffer; parameters that only are read need neither."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    loss = remat(lambda model, x: (model(x) ** 2).mean(), budget="100%")
+    jax.eval_shape(nnx.value_and_grad(loss), model, X)
+    boundary = loss.graph.ops[loss.graph.boundary]
+    assert (len(boundary.inputs), len(boundary.outputs)) == (1, 1)

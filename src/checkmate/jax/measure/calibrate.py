@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -28,6 +28,9 @@ from checkmate.jax.measure.compiled import temp_bytes
 from checkmate.jax.measure.profiler import environment, signature
 
 _log = logging.getLogger("checkmate.jax")
+
+_LEAST_SAVING: Final = 0.002
+"""Share of the cost by which a plan must be cheaper than one that fits to be compiled, which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +132,8 @@ def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilati
     replan = Replanner(graph, options)
     # What is resident does not change with the plan: the ratio of compiled and planned bytes is that of the rest.
     room = max(0, budget - graph.resident_bytes)
-    calibration: Calibration[Planned | None] = Calibration(room, Proportional(least_cost=graph.cost))
+    policy = Proportional(least_cost=graph.cost, least_saving=_LEAST_SAVING)
+    calibration: Calibration[Planned | None] = Calibration(room, policy)
     failure: CheckmateError | None = None
     while failure is None and (target := calibration.next_target()) is not None:
         try:
@@ -138,6 +142,8 @@ def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilati
             if calibration.best() is not None:
                 break
             failure, result = error, replan.smallest()  # XLA may need less than was planned
+        if result.cost > policy.worthwhile_cost(calibration.trials, room):
+            break
         needed, planned = compilation.temp_bytes(result), result.peak_bytes - graph.resident_bytes
         _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, (planned, needed, room)), result.overhead)
         trial = Trial.of(target, result, needed, Planned(capture, result, budget, needed, compilation.exact))

@@ -33,6 +33,11 @@ _REPEATS: Final = 5
 _LIMIT_NS: Final = 40_000_000
 """Most runs of an op, and time after which it is not run again: the fastest run counts."""
 
+_CALLS: Final = 50
+"""Runs of the program that measures the time of a call: each takes a few microseconds."""
+
+_EMPTY: Final = jax.ShapeDtypeStruct((), jnp.float32)
+
 _NOT_ALONE: Final = COLLECTIVES | {"shard_map", "while"}
 """Primitives that cannot run alone on arbitrary arrays: loops may not end, collectives need an axis."""
 
@@ -133,7 +138,7 @@ def signature(chain: Chain) -> str:
 def _signature(chain: Chain, environment: str) -> str | None:
     if not all(map(_runs_alone, chain)):
         return None
-    return f"{signature(chain)} {environment}"
+    return f"{signature(chain)} {environment} without calls"
 
 
 def _runs_alone(equation: Equation) -> bool:
@@ -153,9 +158,12 @@ def _measure_all(chains: Mapping[str, Chain]) -> dict[str, OpCost]:
         lowered = [_lowered(chain) for chain in chains.values()]
         programs = dict(zip(chains, pool.map(_compiled, chains.values(), lowered), strict=True))
     found: dict[str, OpCost] = {}
+    with jax.ensure_compile_time_eval():
+        empty = jax.jit(lambda x: x + 1).lower(_EMPTY).compile()
+        call_ns = _time_ns(functools.partial(empty, jnp.zeros(_EMPTY.shape, _EMPTY.dtype)), _CALLS)
     for key, chain in progress.counted(chains.items(), "measuring costs"):
         program = programs.pop(key)
-        cost = None if program is None else _measure(chain, program)
+        cost = None if program is None else _measure(chain, program, call_ns)
         if cost is not None:
             found[key] = cost
     return found
@@ -185,11 +193,19 @@ def _compiled(chain: Chain, lowered: Any) -> Any:
         return _not_measured(chain, error)
 
 
-def _measure(chain: Chain, program: Any) -> OpCost | None:
+def _measure(chain: Chain, program: Any, call_ns: int) -> OpCost | None:
+    """Cost of an op, without the time of a call: within a step it is none. No op is faster than its estimate.
+
+    Args:
+        chain: The equations of the op.
+        program: The op, compiled.
+        call_ns: Time of a program that computes next to nothing.
+    """
     try:
         with jax.ensure_compile_time_eval():  # the caller may be traced, as `remat` is: these are arrays all the same
             values = [jnp.asarray(_synthetic(aval)) for aval in types_from_outside(chain).values()]
-        return OpCost(quantise(_time_ns(functools.partial(program, *values))), 0)
+        took_ns = _time_ns(functools.partial(program, *values)) - call_ns
+        return OpCost(quantise(max(took_ns, estimate(chain).cost_ns)), 0)
     except Exception as error:  # noqa: BLE001 - as above, when it runs
         return _not_measured(chain, error)
 
@@ -206,10 +222,10 @@ def _synthetic(aval: Any) -> np.ndarray[Any, Any]:
     return np.zeros(aval.shape, aval.dtype)
 
 
-def _time_ns(run: Callable[[], Any]) -> int:
+def _time_ns(run: Callable[[], Any], repeats: int = _REPEATS) -> int:
     jax.block_until_ready(run())
     best, spent = math.inf, 0
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         began = time.perf_counter_ns()
         jax.block_until_ready(run())
         took = time.perf_counter_ns() - began

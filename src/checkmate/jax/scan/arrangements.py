@@ -60,6 +60,7 @@ class Layers:
         """
         found: dict[str, Family] = {"uniform": self._uniform}
         if groups:
+            found["everything"] = self._everything
             found["pair"] = self._pair
             found |= {f"nested {inner}": functools.partial(self._nested, inner) for inner in self._inner_lengths}
         return found
@@ -93,6 +94,13 @@ class Layers:
             held_bytes=saved,
         )
 
+    def _everything(self, most_bytes: int) -> Arrangement | None:
+        saved = self.length * (self.carry_bytes + self.choices.read_bytes)
+        if saved > most_bytes:
+            return None
+        groups = (LayerGroup(layers=self.length, names=(), everything=True),)
+        return Arrangement(groups=groups, cost=0.0, saved_bytes=saved, held_bytes=saved)
+
     def _nested(self, inner: int, most_bytes: int) -> Arrangement | None:
         outer = self.length // inner * self.carry_bytes
         each = (most_bytes - outer) // inner - self.carry_bytes
@@ -108,7 +116,7 @@ class Layers:
 
     def _pair(self, most_bytes: int) -> Arrangement | None:
         """Two choices, the second for all layers after some number of layers."""
-        front, length = self.choices.front, self.length
+        front, length = self.choices.front_with_everything, self.length
         sizes = [choice.saved_bytes for choice in front]
         room = most_bytes - length * self.carry_bytes
         found: list[tuple[float, int, Choice, Choice]] = []
@@ -143,4 +151,4 @@ def cheapest(candidates: Iterable[Arrangement]) -> Arrangement | None:
 
 
 def _group(layers: int, choice: Choice, nested: int = 1) -> LayerGroup:
-    return LayerGroup(layers=layers, names=choice.names, sources=choice.sources, nested=nested)
+    return LayerGroup(layers=layers, names=choice.names, sources=choice.sources, nested=nested, everything=choice.everything)

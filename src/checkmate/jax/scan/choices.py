@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
+import jax
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
@@ -19,6 +20,7 @@ from checkmate.jax._compat import source_of
 from checkmate.jax.graph.capture import phases_of_pair
 from checkmate.jax.graph.pair import Pure, is_inexact, trace_pair
 from checkmate.jax.scan.named_block import NAME
+from checkmate.jax.scan.residuals import Residuals
 
 _FRONT: Final = 64
 """Most choices that are compared with each other for layers that differ."""
@@ -38,6 +40,7 @@ class Choice:
         saved_bytes: Their bytes.
         cost: Cost of what is computed again.
         bound: Proven lower bound on that cost within as many bytes.
+        everything: Whether all that the derivative reads is saved, which names cannot say.
     """
 
     names: tuple[str, ...]
@@ -45,6 +48,7 @@ class Choice:
     saved_bytes: int
     cost: float
     bound: float
+    everything: bool = False
 
 
 class Choices:
@@ -63,6 +67,7 @@ class Choices:
         offered: The names to choose among.
         total: Cost of a layer and its derivative if nothing is computed again.
         forward: Cost of a layer without its derivative.
+        read_bytes: Bytes that JAX saves of a layer without `jax.checkpoint`: what the derivative reads.
 
     Raises:
         OptionError: A name is not attached in the body.
@@ -102,6 +107,7 @@ class Choices:
             self._sources[j] = self._sources[j] or source_of(equations[k].eqn)
         gradients = {v for v in trace.results[boundary.results :] if isinstance(v, int)}
         read = {v for e in trace.equations if phases[id(e)] == "backward" for v in e.read} | gradients
+        self.read_bytes = Residuals(functools.partial(_pullback, pure, wanted), arrays).saved_bytes
         # Rows: what the derivative reads is computed again or saved; so is what is read by an equation that is computed again.
         rows: list[tuple[int | None, int]] = [(None, index[maker[v]]) for v in sorted(read) if v in maker]
         rows += [(k, index[maker[v]]) for k, equation in enumerate(equations) for v in equation.read if v in maker]
@@ -132,11 +138,18 @@ class Choices:
             found.append(self.cheapest(found[-1].saved_bytes - step))
         return tuple(found[::-1])
 
+    @functools.cached_property
+    def front_with_everything(self) -> tuple[Choice, ...]:
+        """The same, with the choice of what names cannot say: all that the derivative reads."""
+        everything = Choice(names=(), sources=(), saved_bytes=self.read_bytes, cost=0.0, bound=0.0, everything=True)
+        return (*(choice for choice in self.front if choice.saved_bytes < self.read_bytes), everything)
+
     def bound(self, length: int, carry_bytes: int, most_bytes: int) -> float:
         """Proven lower bound on what all layers compute again, whatever each of them saves, also in nested loops.
 
         The price of a byte that gives the highest bound is that of the convex hull of all choices (Lagrangian relaxation). A
-        layer in a nested loop costs at least its forward, and saves at least its share of one carry.
+        layer in a nested loop costs at least its forward, and saves at least its share of one carry. A layer without
+        `jax.checkpoint` costs nothing.
 
         Args:
             length: Number of layers.
@@ -145,13 +158,14 @@ class Choices:
         """
 
         def at(price: float) -> float:
-            flat = self._priced(price) + price * carry_bytes
+            flat = min(self._priced(price), price * self.read_bytes) + price * carry_bytes
             return length * min(flat, self.forward + price * carry_bytes / length) - price * most_bytes
 
         corners = _lower_hull(self.front)
         prices = {(a.cost - b.cost) / (b.saved_bytes - a.saved_bytes) for a, b in pairwise(corners)}
         share = carry_bytes * (1 - 1 / length)
         prices |= {(self.forward - c.cost) / (c.saved_bytes + share) for c in corners if c.saved_bytes + share > 0}
+        prices |= {c.cost / (self.read_bytes - c.saved_bytes) for c in corners if c.saved_bytes < self.read_bytes}
         return max(0.0, *(at(price) for price in sorted(prices) if price >= 0))
 
     def _priced(self, price: float) -> float:
@@ -190,6 +204,14 @@ class Choices:
                 entries.append((row, reader, -1.0))
         positions, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
         return csr_array((values, (positions, columns)), shape=(len(rows), count + len(self._bytes)))
+
+
+def _pullback(pure: Pure, wanted: Sequence[int], given: Sequence[Any]) -> Callable[..., Any]:
+    def of_wanted(*some: Any) -> list[Any]:
+        by_number = dict(zip(wanted, some, strict=True))
+        return pure(*(by_number.get(i, array) for i, array in enumerate(given)))
+
+    return jax.vjp(of_wanted, *(given[i] for i in wanted))[1]
 
 
 def _lower_hull(front: Sequence[Choice]) -> list[Choice]:

@@ -20,6 +20,7 @@ from checkmate.jax._compat import as_varying, opened
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
 from checkmate.jax.graph.pair import is_inexact
 from checkmate.jax.scan.named_block import Naming
+from checkmate.jax.scan.residuals import Residuals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +33,21 @@ class LayerGroup:
         sources: Where in the user's program each of these values is computed.
         nested: Layers of each inner loop, 1 if there is none. Of an inner loop only its first carry is saved before its
             derivative is computed; then the named values are.
+        everything: Whether all that the derivative reads is saved, without `jax.checkpoint`. Names cannot say that: the
+            derivative of a function such as `exp` reads its result before it has a name.
     """
 
     layers: int
     names: tuple[str, ...]
     sources: tuple[str, ...] = ()
     nested: int = 1
+    everything: bool = False
 
     @property
     def policy(self) -> Any:
         """The policy for `jax.checkpoint` around one layer."""
+        if self.everything:
+            return jax.checkpoint_policies.everything_saveable
         return jax.checkpoint_policies.save_only_these_names(*self.names)
 
 
@@ -57,6 +63,8 @@ def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any
     if len(groups) > 1:
         return _one_after_the_other(naming, groups, carry, xs)
     (group,) = groups
+    if group.everything:
+        return jax.lax.scan(naming.block, carry, xs, length=group.layers)
     body = jax.checkpoint(naming.with_names(group.names), policy=group.policy)
     if group.nested == 1:
         return jax.lax.scan(body, carry, xs, length=group.layers)
@@ -96,12 +104,15 @@ class _Loops:
     def __init__(self, naming: Naming, groups: Sequence[LayerGroup], closed: Any, carries: int) -> None:
         self.trace = naming.trace(closed)
         self.carries, self.constants = carries, len(self.trace.trace.constants)
-        self.spans: list[tuple[range, tuple[int, ...]]] = []
+        self.spans: list[tuple[range, tuple[int, ...] | None]] = []
         start = 0
         for group in groups:
-            self.spans.append((range(start, start + group.layers), self.trace.numbers(group.names)))
+            numbers = None if group.everything else self.trace.numbers(group.names)
+            self.spans.append((range(start, start + group.layers), numbers))
             start += group.layers
-        self.inexact = [is_inexact(v.aval) for v in opened(closed)[0].outvars]
+        self.residuals: dict[range, Residuals] = {}
+        self.types = [v.aval for v in opened(closed)[0].outvars]
+        self.inexact = list(map(is_inexact, self.types))
         differentiable = jax.custom_vjp(self.run)
         differentiable.defvjp(self.forward, self.backward)
         self._differentiable = differentiable
@@ -126,8 +137,14 @@ class _Loops:
         parts: list[Any] = []
         for layers, numbers in self.spans:
 
-            def body(carry: Any, i: Any, numbers: tuple[int, ...] = numbers) -> tuple[Any, Any]:
-                results, kept = self.trace.run(constants, [*carry, *_layer(stacks, i)], numbers)
+            def body(carry: Any, i: Any, layers: range = layers, numbers: tuple[int, ...] | None = numbers) -> tuple[Any, Any]:
+                given = [*constants, *carry, *_layer(stacks, i)]
+                if numbers is None:
+                    results, pull = self._derivative(given, {})
+                    self.residuals[layers] = Residuals(lambda given: self._derivative(given, {})[1], given)
+                    kept = self.residuals[layers].of(pull)
+                else:
+                    results, kept = self.trace.run(constants, given[self.constants :], numbers)
                 return results[: self.carries], (results[self.carries :], carry, kept)
 
             carry, (ys, before, kept) = jax.lax.scan(body, carry, _numbers(layers))
@@ -147,30 +164,34 @@ class _Loops:
         )
         ys = [c if wanted else None for c, wanted in zip(along, self.inexact[self.carries :], strict=True)]
         for (layers, numbers), (before, kept) in zip(reversed(self.spans), reversed(saved), strict=True):
-            step = functools.partial(self._backward_of_layer, constants, stacks, ys, numbers)
+            step = functools.partial(self._backward_of_layer, constants, stacks, ys, layers, numbers)
             state, _ = jax.lax.scan(step, state, (_numbers(layers), before, kept), reverse=True)
         remaining = iter(state[0])
         return (*state[2], *(next(remaining) if wanted else None for wanted in inexact), *state[1])
 
     def _backward_of_layer(
-        self, constants: Any, stacks: Any, ys: Any, numbers: tuple[int, ...], state: Any, of_layer: Any
+        self,
+        constants: Any,
+        stacks: Any,
+        ys: Any,
+        layers: range,
+        numbers: tuple[int, ...] | None,
+        state: Any,
+        of_layer: Any,
     ) -> tuple[Any, None]:
         ends, to_stacks, to_constants = state
         i, before, kept = of_layer
         given = [*constants, *before, *_layer(stacks, i)]
-        wanted = [k for k, a in enumerate(given) if is_inexact(a)]
-
-        def of_wanted(*some: jax.Array) -> list[Any]:
-            merged = list(given)
-            for k, value in zip(wanted, some, strict=True):
-                merged[k] = value
-            known = dict(zip(numbers, kept, strict=True))
-            return self.trace.run(merged[: self.constants], merged[self.constants :], (), known)[0]
-
-        results, pull = jax.vjp(of_wanted, *(given[k] for k in wanted))
+        if numbers is None:
+            pull = self.residuals[layers].pullback(kept, given)
+        else:
+            _, pull = self._derivative(given, dict(zip(numbers, kept, strict=True)))
         remaining = iter([*ends, *(_layer([y], i)[0] for y in ys if y is not None)])
-        found = pull([next(remaining) if is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0) for r in results])
-        by_argument = dict(zip(wanted, found, strict=True))
+        cotangents = [
+            next(remaining) if w else np.zeros(t.shape, jax.dtypes.float0) for w, t in zip(self.inexact, self.types, strict=True)
+        ]
+        found = pull(cotangents)
+        by_argument = dict(zip(_inexact(given), found, strict=True))
         first, last = self.constants, self.constants + self.carries
         to_constants = [None if t is None else t + by_argument[k] for k, t in enumerate(to_constants)]
         ends = [by_argument[k] for k in range(first, last) if k in by_argument]
@@ -180,9 +201,25 @@ class _Loops:
         ]
         return (ends, to_stacks, to_constants), None
 
+    def _derivative(self, given: Sequence[Any], known: dict[int, Any]) -> tuple[list[Any], Callable[..., Any]]:
+        """The results of a layer, and the function that pulls their cotangents back to the inexact arguments."""
+        wanted = _inexact(given)
+
+        def of_wanted(*some: jax.Array) -> list[Any]:
+            merged = list(given)
+            for k, value in zip(wanted, some, strict=True):
+                merged[k] = value
+            return self.trace.run(merged[: self.constants], merged[self.constants :], (), known)[0]
+
+        return jax.vjp(of_wanted, *(given[k] for k in wanted))
+
     def _split(self, arrays: Sequence[jax.Array]) -> tuple[list[Any], list[Any], list[Any]]:
         first, last = self.constants, self.constants + self.carries
         return list(arrays[:first]), list(arrays[first:last]), list(arrays[last:])
+
+
+def _inexact(given: Sequence[Any]) -> list[int]:
+    return [k for k, a in enumerate(given) if is_inexact(a)]
 
 
 def _layer(stacks: Sequence[jax.Array], i: Any) -> list[jax.Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,8 +35,8 @@ _CORRECTIONS: Final = 6
 _ABOVE: Final = 0.04
 """Share of the room that XLA needs above the planned bytes, before it is known."""
 
-_LEAST_ROOM: Final = 0.02
-"""Share of the room for temporary values that is not worth another compilation."""
+_WORTH: Final = 0.005
+"""Share of the cost by which an arrangement must be cheaper than one that fits to be compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,42 +180,77 @@ def search(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """An arrangement that was compiled.
+
+    Attributes:
+        kind: Its kind.
+        planned_bytes: Bytes of temporary values by what is traced.
+        needed_bytes: The same as XLA compiled it.
+    """
+
+    kind: str
+    planned_bytes: int
+    needed_bytes: int
+
+
 def _cheapest_compiled(loop: Loop, layers: Layers, budget_bytes: int, *, groups: bool, name: str) -> tuple[Arrangement, int]:
     """The cheapest arrangement found and its compiled bytes of temporary values."""
     room = budget_bytes - loop.fixed_bytes
     families = layers.families(groups=groups)
     planned = functools.cache(loop.planned_bytes)
-    compiled: dict[Arrangement, int] = {}
-    target = room - int(_ABOVE * room)  # XLA needs more than the planned bytes
+    compiled: dict[Arrangement, _Compiled] = {}
     while len(compiled) < _COMPILATIONS:
-        best = min((a.cost for a, needed in compiled.items() if needed <= room), default=math.inf)
+        best = min((a.cost for a, c in compiled.items() if c.needed_bytes <= room), default=math.inf)
         last = len(compiled) == _COMPILATIONS - 1 and best == math.inf
-        # One choice for all layers first, whose bytes are foreseen best: layers that differ must be cheaper than it.
-        kinds = [] if last else list(families.values()) if compiled else [families["uniform"]]
-        found = [_largest_within(kind, planned, target) for kind in kinds]
-        if not compiled and found == [None]:
-            found = [_largest_within(kind, planned, target) for kind in families.values()]
-        chosen = cheapest(a for a in found if a is not None and a not in compiled and a.cost < best)
+        # Loops with one body first, whose bytes are foreseen best: layers that differ must be cheaper than they are.
+        kinds = [] if last else families if compiled else [kind for kind in ("uniform", "everything") if kind in families]
+        found = _within(families, kinds, planned, compiled.values(), room)
+        if not compiled and not found:
+            found = _within(families, families, planned, (), room)
+        chosen = cheapest(a for a in found if a not in compiled and a.cost < (1 - _WORTH) * best)
         if chosen is None and best == math.inf:
             # Nothing fits by what is known. What needs least decides whether the budget is refused.
-            least = layers.least(groups=groups)
-            chosen = min((a for a in least if a not in compiled), key=planned, default=None)
+            found = dict.fromkeys(layers.least(groups=groups), "least")
+            chosen = min((a for a in found if a not in compiled), key=planned, default=None)
         if chosen is None:
             break
-        needed = compiled[chosen] = loop.temp_bytes(chosen)
-        within = [planned(a) for a, needed in compiled.items() if needed <= room]
-        over = [planned(a) for a, needed in compiled.items() if needed > room]
-        target = room - (needed - planned(chosen))
-        if within and over:
-            target = (max(within) + min(over)) // 2
-        amounts = (chosen.saved_bytes, planned(chosen), needed, room)
+        compiled[chosen] = _Compiled(found[chosen], planned(chosen), loop.temp_bytes(chosen))
+        amounts = (chosen.saved_bytes, planned(chosen), compiled[chosen].needed_bytes, room)
         _log.info("saved %s, planned %s, compiled %s of %s, cost %.4g", *map(format_bytes, amounts), chosen.cost)
-        if 0 <= room - needed <= _LEAST_ROOM * room:
-            break
-    fitting = {a: needed for a, needed in compiled.items() if needed <= room}
+    fitting = {a: c.needed_bytes for a, c in compiled.items() if c.needed_bytes <= room}
     if not fitting:
-        raise _refusal(loop.fixed_bytes + min(compiled.values()), budget_bytes, name)
+        raise _refusal(loop.fixed_bytes + min(c.needed_bytes for c in compiled.values()), budget_bytes, name)
     return min(fitting.items(), key=lambda item: item[0].cost)
+
+
+def _within(
+    families: Mapping[str, Family],
+    kinds: Iterable[str],
+    planned: Callable[[Arrangement], int],
+    compiled: Collection[_Compiled],
+    room: int,
+) -> dict[Arrangement, str]:
+    """The cheapest arrangement of each kind that is foreseen to fit, with its kind."""
+    found = ((_largest_within(families[kind], planned, _target(kind, compiled, room)), kind) for kind in kinds)
+    return {arrangement: kind for arrangement, kind in found if arrangement is not None}
+
+
+def _target(kind: str, compiled: Collection[_Compiled], room: int) -> int:
+    """Planned bytes at which an arrangement of a kind is foreseen to fill the room.
+
+    XLA needs more than the planned bytes, by an amount that is nearly the same for arrangements of one kind.
+    """
+    alike = [c for c in compiled if c.kind == kind]
+    known = alike or list(compiled)
+    if not known:
+        return room - int(_ABOVE * room)
+    within = [c.planned_bytes for c in alike if c.needed_bytes <= room]
+    over = [c.planned_bytes for c in alike if c.needed_bytes > room]
+    if within and over:
+        return (max(within) + min(over)) // 2
+    return room - (known[-1].needed_bytes - known[-1].planned_bytes)
 
 
 def _largest_within(family: Family, planned: Callable[[Arrangement], int], most_bytes: int) -> Arrangement | None:
