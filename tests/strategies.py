@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 from hypothesis import strategies as st
 
 from checkmate import Compute, Discard, Fetch, Free, Graph, HostMemory, Offload, Op, Plan, Value
@@ -69,6 +70,18 @@ def random_graph(
         resident_bytes=rng.choice([0, 0, 5]),
         name="random",
     )
+
+
+def with_more_kept(rng: random.Random, graph: Graph, chance: float) -> Graph:
+    """The graph with some more of its values kept.
+
+    Args:
+        rng: Source of randomness.
+        graph: The graph.
+        chance: Probability for each value.
+    """
+    values = tuple(msgspec.structs.replace(x, kept=x.kept or rng.random() < chance) for x in graph.values)
+    return msgspec.structs.replace(graph, values=values)
 
 
 def _inputs(rng: random.Random, made: int, o: int, count: int, training: bool, ops: list[Op]) -> list[int]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 
-import msgspec
-
 from checkmate import Plan, Problem, simulate, validate
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import kept_to_the_end, starts
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.bounds.test_last_run import gradients
-from tests.strategies import random_graph
+from tests.strategies import random_graph, with_more_kept
 
 
 def test_a_stage_for_each_kept_value_reaches_peaks_that_one_for_all_does_not():
@@ -51,9 +49,7 @@ def test_their_plans_hold_on_any_graph():
     found = 0
     for seed in range(200):
         rng = random.Random(seed)
-        graph = random_graph(rng, max_ops=8)
-        values = tuple(msgspec.structs.replace(x, kept=x.kept or rng.random() < 0.4) for x in graph.values)
-        graph = msgspec.structs.replace(graph, values=values)
+        graph = with_more_kept(rng, random_graph(rng, max_ops=8), 0.4)
         own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
         problem = Problem(graph, rng.randint(own // 2, own))
         fold = FoldViews.of(graph)

@@ -50,7 +50,6 @@ class LocalSearch:
 
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search from every start (`evict.starts.starts`) until the work or the time is used up."""
-        from checkmate.solvers.evict.search import Search
         from checkmate.solvers.evict.starts import load_kernels, starts
 
         session.prepare(load_kernels)
@@ -58,7 +57,7 @@ class LocalSearch:
         folded = fold.apply(problem)
         found = False
         for start in starts(folded, session.limits.seed, session.time_up):
-            search = Search(folded, start.on_demand, session.limits.seed, start.order, session.time_up, at_end=start.at_end)
+            search = start.search(folded, session.limits.seed, session.time_up)
             if not search.first(out_of_time=lambda: session.left_s() <= 0):
                 continue
             found = True

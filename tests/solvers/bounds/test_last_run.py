@@ -5,23 +5,21 @@ from __future__ import annotations
 import itertools
 import random
 
-import msgspec
-
 from checkmate import BruteForce, Graph, Limits, Op, Problem, Value, min_budget, solve
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds import last_run
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.bounds.last_run import LastRunParameters, last_run_floor
 from checkmate.solvers.reductions.fold_views import FoldViews
-from tests.strategies import random_graph
+from tests.strategies import random_graph, with_more_kept
 
 
 def kept_graph(seed: int) -> Graph:
     """A random tiny graph with its views folded, half of whose values are kept."""
     rng = random.Random(seed)
     graph = random_graph(rng, max_ops=rng.choice([4, 5, 6]), views=rng.random() < 0.5)
-    values = tuple(msgspec.structs.replace(x, kept=x.kept or rng.random() < 0.5) for x in graph.values)
-    return FoldViews.of(graph := msgspec.structs.replace(graph, values=values)).apply(Problem(graph, 0)).graph
+    graph = with_more_kept(rng, graph, 0.5)
+    return FoldViews.of(graph).apply(Problem(graph, 0)).graph
 
 
 def stated(graph: Graph, ops: set[int]) -> int:
@@ -74,9 +72,7 @@ def test_no_plan_has_a_lower_peak():
     higher = 0
     for seed in range(500):
         rng = random.Random(seed)
-        graph = random_graph(rng, max_ops=5)
-        values = tuple(msgspec.structs.replace(x, kept=x.kept or rng.random() < 0.5) for x in graph.values)
-        graph = msgspec.structs.replace(graph, values=values)
+        graph = with_more_kept(rng, random_graph(rng, max_ops=5), 0.5)
         folded = FoldViews.of(graph).apply(Problem(graph, 0)).graph
         found = last_run_floor(folded, floor(graph).peak_bytes)
         if found is None:

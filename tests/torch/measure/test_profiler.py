@@ -145,7 +145,7 @@ def test_ops_are_measured_in_passes_until_they_converge(
     graph = fx.Graph()
     node = graph.placeholder("x")
     node.meta["val"] = torch.ones(4)
-    assert profiler.measure_nodes({"op": node})["op"].cost_ns == int(1e6 * time_ms)
+    assert profiler.measure_nodes({"op": node}, {})["op"].cost_ns == int(1e6 * time_ms)
     assert len(readings_ms) - len(left) == passes
 
 

@@ -21,6 +21,24 @@ def is_inexact(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
+def derivative(pure: Pure, primals: Sequence[Any], wanted: Sequence[int]) -> tuple[list[Any], Callable[..., Any]]:
+    """The results of a function, and the function that pulls their cotangents back to some of its arguments.
+
+    Args:
+        pure: The function.
+        primals: Its arguments.
+        wanted: Positions of the arguments whose gradients are computed.
+    """
+
+    def of_wanted(*some: Any) -> list[Any]:
+        merged = list(primals)
+        for i, value in zip(wanted, some, strict=True):
+            merged[i] = value
+        return pure(*merged)
+
+    return jax.vjp(of_wanted, *(primals[i] for i in wanted))
+
+
 def with_derivative(pure: Pure, wanted: Sequence[int]) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
     """A function that returns the results of another one, then the gradients of some of its arguments.
 
@@ -33,13 +51,7 @@ def with_derivative(pure: Pure, wanted: Sequence[int]) -> Callable[[Sequence[Any
     """
 
     def pair(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        def of_wanted(*some: Any) -> list[Any]:
-            merged = list(primals)
-            for i, value in zip(wanted, some, strict=True):
-                merged[i] = value
-            return pure(*merged)
-
-        results, pull = jax.vjp(of_wanted, *(primals[i] for i in wanted))
+        results, pull = derivative(pure, primals, wanted)
         remaining = iter(tangents)
         cotangents = [next(remaining) if is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0) for r in results]
         return [*results, *pull(cotangents)]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
-import jax
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
@@ -18,7 +17,7 @@ from checkmate.core.errors import OptionError, SolverError
 from checkmate.cost.store import OpCost
 from checkmate.jax._compat import source_of
 from checkmate.jax.graph.capture import phases_of_pair
-from checkmate.jax.graph.pair import Pure, is_inexact, trace_pair
+from checkmate.jax.graph.pair import Pure, derivative, is_inexact, trace_pair
 from checkmate.jax.scan.named_block import NAME
 from checkmate.jax.scan.residuals import Residuals
 
@@ -107,7 +106,7 @@ class Choices:
             self._sources[j] = self._sources[j] or source_of(equations[k].eqn)
         gradients = {v for v in trace.results[boundary.results :] if isinstance(v, int)}
         read = {v for e in trace.equations if phases[id(e)] == "backward" for v in e.read} | gradients
-        self.read_bytes = Residuals(functools.partial(_pullback, pure, wanted), arrays).saved_bytes
+        self.read_bytes = Residuals(lambda given: derivative(pure, given, wanted)[1], arrays).saved_bytes
         # Rows: what the derivative reads is computed again or saved; so is what is read by an equation that is computed again.
         rows: list[tuple[int | None, int]] = [(None, index[maker[v]]) for v in sorted(read) if v in maker]
         rows += [(k, index[maker[v]]) for k, equation in enumerate(equations) for v in equation.read if v in maker]
@@ -204,14 +203,6 @@ class Choices:
                 entries.append((row, reader, -1.0))
         positions, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
         return csr_array((values, (positions, columns)), shape=(len(rows), count + len(self._bytes)))
-
-
-def _pullback(pure: Pure, wanted: Sequence[int], given: Sequence[Any]) -> Callable[..., Any]:
-    def of_wanted(*some: Any) -> list[Any]:
-        by_number = dict(zip(wanted, some, strict=True))
-        return pure(*(by_number.get(i, array) for i, array in enumerate(given)))
-
-    return jax.vjp(of_wanted, *(given[i] for i in wanted))[1]
 
 
 def _lower_hull(front: Sequence[Choice]) -> list[Choice]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from checkmate.jax._compat import as_varying, opened
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
-from checkmate.jax.graph.pair import is_inexact
+from checkmate.jax.graph.pair import derivative, is_inexact
 from checkmate.jax.scan.named_block import Naming
 from checkmate.jax.scan.residuals import Residuals
 
@@ -203,15 +203,11 @@ class _Loops:
 
     def _derivative(self, given: Sequence[Any], known: dict[int, Any]) -> tuple[list[Any], Callable[..., Any]]:
         """The results of a layer, and the function that pulls their cotangents back to the inexact arguments."""
-        wanted = _inexact(given)
 
-        def of_wanted(*some: jax.Array) -> list[Any]:
-            merged = list(given)
-            for k, value in zip(wanted, some, strict=True):
-                merged[k] = value
-            return self.trace.run(merged[: self.constants], merged[self.constants :], (), known)[0]
+        def layer(*given: Any) -> list[Any]:
+            return self.trace.run(given[: self.constants], given[self.constants :], (), known)[0]
 
-        return jax.vjp(of_wanted, *(given[k] for k in wanted))
+        return derivative(layer, given, _inexact(given))
 
     def _split(self, arrays: Sequence[jax.Array]) -> tuple[list[Any], list[Any], list[Any]]:
         first, last = self.constants, self.constants + self.carries

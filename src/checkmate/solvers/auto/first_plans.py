@@ -25,7 +25,7 @@ def first_plans(run: Run) -> list[Search]:
     for start in starts(run.folded, seed, session.time_up):
         if searches and run.out_of_time():
             break
-        search = Search(run.folded, start.on_demand, seed, start.order, session.time_up, at_end=start.at_end)
+        search = start.search(run.folded, seed, session.time_up)
         searches.append(search)
         late = run.begin(Phase.FIRST_PLANS)
         with session.within(session.elapsed_s() + phases.PARAMETERS.first_share * session.left_s()):
@@ -97,7 +97,7 @@ def _tight_budget_start(run: Run) -> None:
     for start in starts(forward, session.limits.seed, session.time_up):
         if late():
             break
-        search = Search(forward, start.on_demand, session.limits.seed, start.order, session.time_up, at_end=start.at_end)
+        search = start.search(forward, session.limits.seed, session.time_up)
         with session.within(until_s):
             found = search.first(out_of_time=late, stop_at_first=True)
         if found and run.offer(search.order()):

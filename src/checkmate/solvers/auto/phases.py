@@ -68,7 +68,7 @@ class AutoParameters:
         close_share: Share of what the best plan costs beyond computing every op once that one event has to prove for
             the proof to count as close.
         patience: Orders, or final searches, without gain after which to stop. Gains get rarer, and the time is the user's.
-        order_decodes: Sequences to try in each order of `_Run._reorder_search`: many orders for a moment each, since an order
+        order_decodes: Sequences to try in each order of `rounds._reorder_search`: many orders for a moment each, since an order
             that comes near the best does so early.
         rooms: Shares of the budget that a plan may fill at no penalty when it is put in another order, one drawn for each.
             Less than all leaves the search something to spend on cheaper plans.

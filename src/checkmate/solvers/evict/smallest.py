@@ -198,8 +198,6 @@ class _Bisection:
         return self._peak - low <= max(1, (self._peak - self._graph.resident_bytes) // PARAMETERS.precision)
 
     def _more_searches(self) -> Iterator[Search]:
-        from checkmate.solvers.evict.search import Search
-
         folded = self._fold.apply(self._problem.replace_budget(self._peak))
         for start in starts(folded, self._seed, self._clock.time_up):
-            yield Search(folded, start.on_demand, self._seed, start.order, self._clock.time_up, at_end=start.at_end)
+            yield start.search(folded, self._seed, self._clock.time_up)

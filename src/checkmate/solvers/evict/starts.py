@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.orders import deferred_weight_gradients, on_demand_ops
 from checkmate.solvers.reductions.fold_views import may_run_again
+
+if TYPE_CHECKING:
+    from checkmate.solvers.evict.search import Search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +50,27 @@ class Start(NamedTuple):
     on_demand: frozenset[int]
     at_end: tuple[int, ...] = ()
 
+    def search(self, problem: Problem, seed: int, time_up: Flag | None = None) -> Search:
+        """A search from here.
+
+        Args:
+            problem: The problem that this is a start for.
+            seed: Seed of the search.
+            time_up: As in `starts`.
+        """
+        from checkmate.solvers.evict.search import Search
+
+        return Search(problem, self.on_demand, seed, self.order, time_up, at_end=self.at_end)
+
 
 @cache
 def load_kernels() -> None:
     """Compile the kernels of orders and searches, which takes half a minute once, or load them, which takes a second."""
-    from checkmate.solvers.evict.search import Search
-
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
     chain = Graph.from_dag(cost=[1] * 5, size_bytes=[1] * 5, edges=edges, backward=[False, False, False, True, True])
     problem = Problem(chain, 3)
     for start in starts(problem, 0):
-        search = Search(problem, start.on_demand, 0, start.order, at_end=start.at_end)
+        search = start.search(problem, 0)
         search.first()
         search.start_from_order((0, 1, 2, 3, 0, 4))
         search.improve(8, 0.0, lambda: False)

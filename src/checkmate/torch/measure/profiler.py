@@ -6,8 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,14 +24,12 @@ from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.errors import ProfilerBusyError
 from checkmate.torch.measure.roofline import estimate_ns
-from checkmate.torch.measure.timing import EFFORT, LeastTimes, reading_ns
+from checkmate.torch.measure.timing import EFFORT, LeastTimes
 
 _log = logging.getLogger("checkmate.torch")
 
-
 _METHOD = "cache-shared direct"
 """How times are measured, as part of an op's signature: times measured otherwise are not mixed with these."""
-_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Profiler:
@@ -73,7 +70,7 @@ def signature(node: fx.Node) -> str | None:
     return " ".join(parts)
 
 
-def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]] = _NONE) -> dict[str, OpCost]:
+def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]]) -> dict[str, OpCost]:
     """Measure time and workspace of nodes by running them on tensors of the traced shapes.
 
     A shared machine may be a tenth slower today, or for some seconds, than when other ops of the graph were measured. Some of
@@ -248,17 +245,14 @@ def _cpu_cost(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> tuple[in
     slow = max(EFFORT.slow_factor * estimate_ns(node), EFFORT.slow_ns)
     other.max()
     with memory_trace() as trace:
-        reading = reading_ns(run)
+        first = times.measure(run)
     # Workspace is the peak of the allocator, less the outputs.
     workspace = max(0, trace.peak() - _new_bytes(node))
-    times.add(reading)
     took: list[int] = []
-    fastest = first = sum(reading)
+    fastest = first
     while not (EFFORT.once_ns < fastest <= slow):
         other.max()
-        reading = reading_ns(run)
-        times.add(reading)
-        took.append(sum(reading))
+        took.append(times.measure(run))
         fastest = min(first, *took)
         agreeing = sum(t <= EFFORT.agreement * fastest for t in took)
         suspected = fastest > slow and agreeing < EFFORT.repeats
@@ -287,9 +281,7 @@ def run_again(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> None:
     took: list[int] = []
     while len(took) < EFFORT.later_repeats and sum(took) <= EFFORT.limit_ns:
         other.max()
-        reading = reading_ns(run)
-        times.add(reading)
-        took.append(sum(reading))
+        took.append(times.measure(run))
 
 
 def _cuda_cost(node: fx.Node) -> tuple[float, int]:

@@ -88,6 +88,24 @@ class LeastTimes:
         self._parts: list[object] = ["op"] if pieces is None else ["first piece", *pieces.graphs[1:], "end"]
         self._least_ns: dict[object, int] = {}
 
+    def measure(self, run: Callable[[], Iterator[Any]]) -> int:
+        """Run the op on the CPU once, and count the run.
+
+        Args:
+            run: Runs it, and yields at the end of each part.
+
+        Returns:
+            Nanoseconds of the run.
+        """
+        now = clock()
+        took, began = list[int](), now()
+        for _ in run():
+            ended = now()
+            took.append(ended - began)
+            began = ended
+        self.add(took)
+        return sum(took)
+
     def add(self, reading_ns: Sequence[int]) -> None:
         """Count one run.
 
@@ -101,21 +119,6 @@ class LeastTimes:
     def total_ns(self) -> int:
         """The time of the op."""
         return sum(self._least_ns[part] for part in self._parts)
-
-
-def reading_ns(run: Callable[[], Iterator[Any]]) -> list[int]:
-    """Run an op on the CPU once: nanoseconds of each of its parts.
-
-    Args:
-        run: Runs it, and yields at the end of each part.
-    """
-    now = clock()
-    took, began = list[int](), now()
-    for _ in run():
-        ended = now()
-        took.append(ended - began)
-        began = ended
-    return took
 
 
 def clock() -> Callable[[], int]:
