@@ -41,7 +41,7 @@ def test_the_count_is_what_is_measured(name: str, caplog: pytest.LogCaptureFixtu
         assert "counted in its code" in caplog.text
         for figure in filter(None, figures):  # only differences are logged
             counted, measured = (int(found) for found in re.findall(r"backward_peak_bytes=(\d+)", figure[0]))
-            assert abs(counted - measured) <= (measured // 20 if name in ALLOCATE_INSIDE else 64)
+            assert abs(counted - measured) <= (measured // 20 if name in ALLOCATE_INSIDE else 0)
 
 
 def test_only_the_chosen_plan_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

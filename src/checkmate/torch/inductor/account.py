@@ -16,7 +16,7 @@ from torch import fx
 
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.inductor import Alias, Allocate, Free, GeneratedModule, watch_generated_modules
-from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES
+from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES
 
 Workspace = Callable[[fx.Node], int]
 """Maps a node to the bytes that its op allocates and frees inside."""
@@ -157,7 +157,8 @@ class Account:
                 if position < num_outputs and hold_outputs:
                     saved[f"output {position}"] = heap[output]
         tangents = {name: (Storage(size),) for name, size in backward.inputs.items() if name not in forward.output_nodes}
-        later = Heap(saved | tangents)
+        held = {f"held {name}": (s,) for name, (s,) in tangents.items() if s.size_bytes <= SCALAR_TANGENT_BYTES}
+        later = Heap(saved | tangents | held)
         run_on(later, backward, self._workspace)
         peak_bytes = later.peak_bytes
         later.keep_only(o for o in backward.outputs if o is not None)

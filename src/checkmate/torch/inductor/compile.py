@@ -263,7 +263,7 @@ def compile_by_inductor(
         compilation.least_fused_bytes = search.chains.contracted.resident_bytes + min(peaks)
         _log.warning(
             "none of %d plans that Inductor compiled kept the %s that the budget leaves above the resident bytes (the smallest "
-            "measured peak is %s): compiled by 'eager' instead, whose peak is the planned one",
+            "of them takes %s): compiled by 'eager' instead, whose peak is the planned one",
             len(peaks),
             format_bytes(search.limit_bytes),
             format_bytes(min(peaks)),
