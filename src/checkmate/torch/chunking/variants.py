@@ -164,7 +164,11 @@ class Variants(Generic[CapturedT]):
                     lowest = peak
         if len(chosen) == len(below):
             return below
-        return min((below, tuple(chosen)), key=lambda kinds: self._bytes(kinds, lambda g: near_smallest(g, search_s, 0).peak_bytes))
+
+        def found_bytes(kinds: Sequence[Kind]) -> int:
+            return self._bytes(kinds, lambda graph: near_smallest(graph, search_s, enough_bytes=0).peak_bytes)
+
+        return min((below, tuple(chosen)), key=found_bytes)
 
     def floors(self) -> list[int]:
         """The floors of all steps that were captured."""
