@@ -34,7 +34,7 @@ _REFUSAL_SHARE: Final = 0.5
 """Share of the time that is left for a search of the smallest peak, where the floor refuses the budget."""
 
 _REFUSAL_S: Final = 3.0
-"""Most seconds of that search: whoever asked for too little wants to know soon."""
+"""Most seconds of that search: a user who asked for too little wants to know soon."""
 
 
 @overload
