@@ -27,6 +27,15 @@ by two (`EventCutParameters.budget_slack`): a smaller gap is not told from none.
 _FEWEST_BYTES: Final = 1024
 """Budgets below this many bytes are taken for a number whose unit was left out."""
 
+_NEAR: Final = 1.1
+"""A peak of at most so many times the floor, resident bytes left out of both, is near it."""
+
+_REFUSAL_SHARE: Final = 0.5
+"""Share of the time that is left for a search of the smallest peak, where the floor refuses the budget."""
+
+_REFUSAL_S: Final = 3.0
+"""Most seconds of that search: whoever asked for too little wants to know soon."""
+
 
 @overload
 def solve(
@@ -212,16 +221,19 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
 
 
 def _smallest(problem: Problem, session: Session) -> MinBudget:
-    """The smallest peak that the session's time is enough for; in about a second where the floor refuses, or no time is left.
+    """The smallest peak that the session's time is enough for; soon where the floor refuses, or no time is left.
 
     It does not depend on the budget: a solve within the peak that a refusal names searches in the same way, and finds it again.
     """
-    left = min(session.left_s(), SMALLEST.time_s)
-    lowest = floor(problem.graph, copies=problem.host is not None)
+    lowest, seed = floor(problem.graph, copies=problem.host is not None), session.limits.seed
+    resident, left = problem.graph.resident_bytes, min(session.left_s(), SMALLEST.time_s)
+    found = None
     if session.problem.budget_bytes < lowest.peak_bytes or left <= SMALLEST.quick_s:
-        found = quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=session.limits.seed))
-    else:
-        found = smallest_peak(problem, Limits(time_s=left, seed=session.limits.seed))
+        found = quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=seed))
+        near = found.peak_bytes - resident <= _NEAR * (lowest.peak_bytes - resident)
+        left = 0.0 if near else min(_REFUSAL_SHARE * left, _REFUSAL_S)
+    if found is None or left > SMALLEST.quick_s:
+        found = smallest_peak(problem, Limits(time_s=left, seed=seed))
     if problem.host is None:
         return found
     # Plans with copies can peak lower than the one that was found, but not below their own floor.

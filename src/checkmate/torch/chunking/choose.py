@@ -37,6 +37,9 @@ _TRIALS_SHARE: Final = 0.5
 _QUICK_SHARE: Final = 0.25
 """Share of the time for the plan of a set that is for whether there is one."""
 
+_SMALLEST_SHARE: Final = 0.2
+"""Share of the time limit for a search of the smallest peak, of which there are two where no set has a plan."""
+
 _LAST_SHARE: Final = 0.5
 """Share of the time limit for the plan of the set that is chosen."""
 
@@ -140,7 +143,7 @@ def choose_chunks(
         best = best if best.is_better_than(tried[-1]) else tried[-1]
     if best.result is None:
         # Its refusal names a budget, for which this set is chosen again if no other has a plan.
-        best = planned(variants.smallest(), trial_s)
+        best = planned(variants.smallest(_share(_SMALLEST_SHARE, time_limit_s) or SMALLEST_S), trial_s)
         tried.append(best)
     try:
         result = solve(best.captured, _share(_LAST_SHARE, time_limit_s))

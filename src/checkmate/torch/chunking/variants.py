@@ -146,9 +146,15 @@ class Variants(Generic[CapturedT]):
             lowest = floors[best]
         return tuple(chosen)
 
-    def smallest(self) -> tuple[Kind, ...]:
-        """Kinds with which the smallest peak is low: those that lower the floor, and then the peak of a quick search."""
-        chosen = list(self.below(0))
+    def smallest(self, search_s: float = SMALLEST_S) -> tuple[Kind, ...]:
+        """Kinds with which the smallest peak is low: those that lower the floor, and perhaps those that lower the peak further.
+
+        Args:
+            search_s: Seconds of a search for the smallest peak without the latter, and of one with them. The quick searches
+                that choose them can be wrong by more than they save.
+        """
+        below = self.below(0)
+        chosen = list(below)
         lowest = self._quick_bytes(chosen)
         for kind in self._smallest_kinds:
             if not any(kind.excludes(other) for other in chosen):
@@ -156,7 +162,13 @@ class Variants(Generic[CapturedT]):
                 if peak < (1 - LEAST_GAIN) * lowest:
                     chosen.append(kind)
                     lowest = peak
-        return tuple(chosen)
+        if len(chosen) == len(below):
+            return below
+
+        def found_bytes(kinds: Sequence[Kind]) -> int:
+            return self._bytes(kinds, lambda graph: near_smallest(graph, search_s, enough_bytes=0).peak_bytes)
+
+        return min((below, tuple(chosen)), key=found_bytes)
 
     def floors(self) -> list[int]:
         """The floors of all steps that were captured."""
