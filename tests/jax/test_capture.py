@@ -11,6 +11,8 @@ import checkmate
 import checkmate.jax as cj
 from tests.jax.networks import mlp, mlp_loss, transformer, transformer_loss
 
+CHANNELS_LAST = ("NHWC", "HWIO", "NHWC")
+
 
 def test_capture_needs_no_arrays():
     """Shapes are enough, so that a step is planned where it would not fit."""
@@ -48,6 +50,27 @@ def test_loops_and_branches_are_one_op_with_workspace():
     for function in (loop, branch):
         graph = cj.capture(function, x, costs="estimated")
         assert max(op.workspace_bytes for op in graph.ops) >= 4 * 32 * 32
+
+
+def test_measured_ops_have_the_workspace_that_XLA_allocates():
+    """The gradient of a convolution's kernel reads transposed copies; without them plans at a budget compile to more."""
+    x, w = jax.ShapeDtypeStruct((2, 8, 8, 4), jnp.float32), jax.ShapeDtypeStruct((3, 3, 4, 4), jnp.float32)
+
+    def gradient(w, x):
+        return jax.grad(lambda w: (jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", None, None, CHANNELS_LAST) ** 2).sum())(w)
+
+    measured, estimated = (cj.capture(gradient, w, x, costs=costs) for costs in ("measured", "estimated"))
+    of_kernel = [op for op in measured.ops if op.kind == "conv_general_dilated"][-1]
+    program = jax.jit(gradient).lower(w, x).compile().memory_analysis()
+    assert 4 * 2 * 8 * 8 * 4 <= of_kernel.workspace_bytes <= program.temp_size_in_bytes
+    assert max(op.workspace_bytes for op in estimated.ops) == 0
+
+
+def test_estimates_for_a_processor_have_no_calls():
+    """An op of a compiled program is not dispatched: small ops would seem to cost as much as products of matrices."""
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    assert max(op.cost for op in cj.capture(lambda x: jnp.tanh(x @ x) @ x, x, costs="estimated").ops) < 100
+    assert min(op.cost for op in cj.capture(lambda x: jnp.tanh(x @ x) @ x, x, costs="H100").ops) > 1000
 
 
 def test_phases_of_a_whole_step():
