@@ -225,20 +225,27 @@ def _smallest(problem: Problem, session: Session) -> MinBudget:
 
     It does not depend on the budget: a solve within the peak that a refusal names searches in the same way, and finds it again.
     """
-    lowest, seed = floor(problem.graph, copies=problem.host is not None), session.limits.seed
-    resident, left = problem.graph.resident_bytes, min(session.left_s(), SMALLEST.time_s)
-    found = None
-    if session.problem.budget_bytes < lowest.peak_bytes or left <= SMALLEST.quick_s:
-        found = quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=seed))
-        near = found.peak_bytes - resident <= _NEAR * (lowest.peak_bytes - resident)
-        left = 0.0 if near else min(_REFUSAL_SHARE * left, _REFUSAL_S)
-    if found is None or left > SMALLEST.quick_s:
-        found = smallest_peak(problem, Limits(time_s=left, seed=seed))
+    lowest, resident = floor(problem.graph, copies=problem.host is not None), problem.graph.resident_bytes
+    left = min(session.left_s(), SMALLEST.time_s)
+    if session.problem.budget_bytes < lowest.peak_bytes:
+        near = resident + _NEAR * (lowest.peak_bytes - resident)
+        found = _searched(problem, session.limits.seed, min(_REFUSAL_SHARE * left, _REFUSAL_S), near)
+    else:
+        found = _searched(problem, session.limits.seed, left)
     if problem.host is None:
         return found
     # Plans with copies can peak lower than the one that was found, but not below their own floor.
     name = "" if lowest.op is None else problem.graph.ops[lowest.op].name
     return msgspec.structs.replace(found, floor_bytes=lowest.peak_bytes, why=lowest.why, binding_op=name)
+
+
+def _searched(problem: Problem, seed: int, time_s: float, near_bytes: float = 0) -> MinBudget:
+    """The smallest peak found in some seconds: by the quick search alone if that comes near enough, or no time is left."""
+    if near_bytes or time_s <= SMALLEST.quick_s:
+        quick = quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=seed))
+        if quick.peak_bytes <= near_bytes or time_s <= SMALLEST.quick_s:
+            return quick
+    return smallest_peak(problem, Limits(time_s=time_s, seed=seed))
 
 
 def unit_question(budget_bytes: int) -> str:

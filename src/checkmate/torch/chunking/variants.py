@@ -164,11 +164,7 @@ class Variants(Generic[CapturedT]):
                     lowest = peak
         if len(chosen) == len(below):
             return below
-
-        def found_bytes(kinds: Sequence[Kind]) -> int:
-            return self._bytes(kinds, lambda graph: near_smallest(graph, search_s, enough_bytes=0).peak_bytes)
-
-        return min((below, tuple(chosen)), key=found_bytes)
+        return min((below, tuple(chosen)), key=lambda kinds: self._searched_bytes(kinds, search_s))
 
     def floors(self) -> list[int]:
         """The floors of all steps that were captured."""
@@ -176,6 +172,9 @@ class Variants(Generic[CapturedT]):
 
     def _quick_bytes(self, kinds: Sequence[Kind]) -> int:
         return self._bytes(kinds, lambda graph: near_smallest(graph, SMALLEST_S).peak_bytes)
+
+    def _searched_bytes(self, kinds: Sequence[Kind], search_s: float) -> int:
+        return self._bytes(kinds, lambda graph: near_smallest(graph, search_s, enough_bytes=0).peak_bytes)
 
     def _floor_bytes(self, kinds: Sequence[Kind]) -> int:
         return self._bytes(kinds, lambda graph: floor(graph).peak_bytes)
