@@ -67,7 +67,11 @@ def test_the_largest_size_that_is_announced_is_planned_for() -> None:
     assert recomputes(planned) > 5
     measured = measure_peak(lambda: run(batches[-1]).backward())
     assert interface.graph.resident_bytes + measured <= result.budget_bytes + 64
-    assert close(measured, planned_bytes(planned))
+    # What runs is the plan of the step, beside what is held of the steps before: of equal cost, with a peak that may differ.
+    assert COORDINATOR.step is not None
+    step = COORDINATOR.step.result
+    held = step.budget_bytes - result.budget_bytes
+    assert close(measured, (step.peak_bytes or 0) - held - interface.graph.resident_bytes)
 
 
 def test_a_size_beyond_the_largest_is_planned_anew(caplog: pytest.LogCaptureFixture) -> None:
