@@ -205,7 +205,11 @@ def outcome_of(step: Step, regions: Sequence[Region], state: int) -> Outcome:
     if exact:
         wrong += [f"output {i} has other bits" for i, pair in enumerate(zip(got, expected, strict=True)) if not _same_bits(*pair)]
     else:
-        wrong += _errors(step, whole.drawn, expected, got)
+        added = [
+            layout for part in parts for layout, is_sum in zip(part.program.results, part.program.sums, strict=True) if is_sum
+        ]
+        coarsest = max((torch.finfo(layout.dtype).eps for layout in added), default=0.0)
+        wrong += _errors(step, whole.drawn, expected, got, coarsest)
     return Outcome(kind, tuple(wrong))
 
 
@@ -228,12 +232,17 @@ FACTOR, RUNS = 4.0, 3
 """How many times the error of the whole step, the largest of some runs, that in pieces may be."""
 
 
-def _errors(step: Step, drawn: dict[str, Any], expected: list[torch.Tensor], got: list[torch.Tensor]) -> Iterator[str]:
+def _errors(
+    step: Step, drawn: dict[str, Any], expected: list[torch.Tensor], got: list[torch.Tensor], coarsest: float
+) -> Iterator[str]:
     """Outputs whose error against float64 is larger than rounding explains.
 
     That is judged by the errors of the whole step on inputs that differ by a rounding: one run alone may be right by luck. All
     of them have the draws of one run, and compute from these: with the *results* of a dropout kept as well, no rounding before
     it would be an error of the whole step, and each would be one of the pieces.
+
+    ``coarsest`` is the precision of the terms that are added up, each of which is rounded to it. A loss of one number in
+    bfloat16 that is read as float32 is too few numbers for the errors of some runs to show that: they may all be right by luck.
     """
     exact = Run(step.joint, 0, drawn, torch.float64)([_as(value, torch.float64) for value in step.inputs])
     near = [expected]
@@ -251,7 +260,7 @@ def _errors(step: Step, drawn: dict[str, Any], expected: list[torch.Tensor], got
             yield f"output {i} is finite at other places"
             continue
         usual = max(_distance(other[i], right) for other in near)
-        allowed = FACTOR * usual + 4 * torch.finfo(value.dtype).eps * _size(right)
+        allowed = FACTOR * usual + max(4 * torch.finfo(value.dtype).eps, coarsest) * _size(right)
         error = _distance(value, right)
         if not error <= allowed:
             yield f"output {i} has an error of {error:.2e}, and the whole step {usual:.2e}, of {_size(right):.2e}"

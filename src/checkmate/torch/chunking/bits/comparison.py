@@ -47,7 +47,10 @@ _LEAST_NUMBERS, _MOST_ROUNDS = 1 << 14, 32
 
 _HALF = (torch.bfloat16, torch.float16)
 _LEAST_HALVES, _MOST_HALF_ROUNDS = 1 << 20, 2048
-"""The same for half precision: sums in another order, which are made in float32, are mostly rounded to the same number."""
+"""The same for half precision: sums in another order, which are made in float32, are mostly rounded to the same number.
+
+So there is a third data set for it, with sums whose terms cancel: what is left of those is the rounding of float32 alone.
+"""
 
 
 def keeps_bits(part: Part) -> bool:
@@ -132,7 +135,8 @@ def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
     rounds = max(1, min(most, least // max(1, compared)))
     integers = [tensor(value).numel() for value, _ in stage.operands if not tensor(value).is_floating_point()]
     constant: list[tuple[Fill, int | None]] = [(_normal, 0), (_normal, 1)] if min(integers, default=_FEW) < _FEW else []
-    return [(_normal, None), (_mixed, None)] * rounds + constant
+    fills = [_normal, _mixed, _cancelling] if halves else [_normal, _mixed]
+    return [(fill, None) for fill in fills] * rounds + constant
 
 
 def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGraph]) -> bool:
@@ -186,11 +190,11 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _random(layout: Layout, fill: Fill, integers: int, constant: int | None) -> torch.Tensor:
     made = layout.empty()
-    stored = flat_storage(made)
     if layout.dtype.is_floating_point:
-        fill(stored)
+        fill(made)
     else:
         most = 2 if layout.dtype is torch.bool else integers
+        stored = flat_storage(made)
         _ = stored.random_(0, most) if constant is None else stored.fill_(min(constant, most - 1))
     return made
 
@@ -213,11 +217,28 @@ def _integers(value: fx.Node, stage: Stage) -> int:
     return 2
 
 
-def _normal(made: torch.Tensor) -> torch.Tensor:
-    return made.normal_()
+def _normal(made: torch.Tensor) -> None:
+    flat_storage(made).normal_()
 
 
-def _mixed(made: torch.Tensor) -> torch.Tensor:
-    exponents = torch.randint_like(made, -_EXPONENTS // 2, _EXPONENTS // 2)
+def _mixed(made: torch.Tensor) -> None:
+    stored = flat_storage(made)
+    exponents = torch.randint_like(stored, -_EXPONENTS // 2, _EXPONENTS // 2)
     # Some zeros of both signs: a kernel that adds to zero returns another zero than one that does not.
-    return made.normal_().mul_(torch.pow(10.0, exponents)).mul_(torch.randint_like(made, 0, 4).clamp_(max=1))
+    stored.normal_().mul_(torch.pow(10.0, exponents)).mul_(torch.randint_like(stored, 0, 4).clamp_(max=1))
+
+
+def _cancelling(made: torch.Tensor) -> None:
+    """The second half of a random dimension is the first one again, or its negative.
+
+    In a product both terms of a pair are there with opposite signs where the operands have unequal signs and are mirrored along
+    the dimension that is summed over, as happens in one of eight rounds for two matrices.
+    """
+    _normal(made)
+    # Elements of an expanded tensor share memory, and PyTorch refuses to write to them.
+    written = made[tuple(slice(None) if stride else 0 for stride in made.stride())]
+    if written.dim() and not made.untyped_storage().nbytes() < made.element_size() * written.numel():
+        dim, sign = (int(torch.randint(n, ())) for n in (written.dim(), 2))
+        first, middle, last = written.tensor_split([(n := written.shape[dim]) // 2, n - n // 2], dim)
+        last.copy_(first).mul_(1 - 2 * sign)
+        middle.zero_()

@@ -16,7 +16,7 @@ import torch
 
 from checkmate.cost.database import Database, cache_folder
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """To be raised when a comparison becomes stricter: verdicts of before do not count then."""
 
 _SCHEMA: Final = "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, same INTEGER NOT NULL)"
