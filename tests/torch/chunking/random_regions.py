@@ -205,10 +205,9 @@ def outcome_of(step: Step, regions: Sequence[Region], state: int) -> Outcome:
     if exact:
         wrong += [f"output {i} has other bits" for i, pair in enumerate(zip(got, expected, strict=True)) if not _same_bits(*pair)]
     else:
-        added = [
-            layout for part in parts for layout, is_sum in zip(part.program.results, part.program.sums, strict=True) if is_sum
-        ]
-        coarsest = max((torch.finfo(layout.dtype).eps for layout in added), default=0.0)
+        made = [pair for part in parts for pair in zip(part.program.results, part.program.sums, strict=True)]
+        added = [layout.dtype for layout, is_sum in made if is_sum and layout.dtype.is_floating_point]
+        coarsest = max((torch.finfo(dtype).eps for dtype in added), default=0.0)
         wrong += _errors(step, whole.drawn, expected, got, coarsest)
     return Outcome(kind, tuple(wrong))
 
