@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACK = ROOT / "benchmarks" / "gpu"
-REHEARSED = ("peaks:gpt2", "fits:gpt2", "front:gpt2", "reserved:gpt2")
+REHEARSED = ("peaks:gpt2", "fits:gpt2", "front:gpt2", "reserved:gpt2", "offload:gpt2")
 """A part of each kind that needs no compiler."""
 
 
@@ -62,6 +62,9 @@ def test_the_pack_runs_from_nothing(pack, rehearsed):
     assert points[0]["budget"] == "keep all"
     assert all(p["identical"] and p["allocated_bytes"] == p["planned_bytes"] for p in points)
     assert points[-1]["allocated_bytes"] < points[0]["allocated_bytes"]
+    points = found["offload:gpt2"]["result"]["points"]
+    assert all(p["identical"] and p["host_bytes"] == p["planned_host_bytes"] for p in points[1:])
+    assert points[-1]["copies"] > 0
     names = [v["name"] for v in found["front:gpt2"]["result"]["variants"]]
     assert names[:3] == ["eager", "activation checkpointing", "selective checkpointing"]
 
@@ -95,6 +98,19 @@ def test_every_broken_promise_is_found(pack, rehearsed):
     for word, change in changed.items():
         points = [*peaks["result"]["points"][:-1], {**last, **change}]
         assert any(word in line for line in pack.verdict({**peaks, "result": {"points": points}})), word
+    offload = pack.read(folder, "offload:gpt2")
+    alone, last = (
+        {**p, "name": f"10%, {kind}"} for p, kind in zip(offload["result"]["points"][-2:], ("alone", "host"), strict=True)
+    )
+    changed = {
+        "budget": {"allocated_bytes": last["budget_bytes"] + 1},
+        "planned": {"planned_bytes": int(0.98 * last["allocated_bytes"])},
+        "bit": {"identical": False},
+        "on the host": {"host_bytes": last["planned_host_bytes"] + 1},
+        "without copies": {"time_s": 1.1 * alone["time_s"]},
+    }
+    for word, change in changed.items():
+        assert any(word in line for line in pack.copied([alone, {**last, **change}], tiny=False)), word
     ours = {"name": "ours", "ours": True, "allocated_bytes": 100, "time_s": 1.0}
     faster = {"name": "rival", "allocated_bytes": 100, "time_s": 0.9}
     smaller = {"name": "rival", "allocated_bytes": 99, "time_s": 9.0}

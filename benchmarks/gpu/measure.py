@@ -120,14 +120,21 @@ def seconds(step: Callable[[], Any], model: torch.nn.Module, device: str, rounds
 
 
 def bits(step: Callable[[], Any], model: torch.nn.Module) -> str:
-    """A hash of loss, gradients, buffers and random state of one step from a fixed seed."""
+    """A hash of loss, parameters, gradients, buffers and random state of one step from a fixed seed."""
     torch.manual_seed(1)
     before = [b.clone() for b in model.buffers()]
     model.zero_grad(set_to_none=True)
     loss = step()
     found = hashlib.sha256()
     state = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    for tensor in [loss, *(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state(), *state]:
+    for tensor in [
+        loss,
+        *model.parameters(),
+        *(p.grad for p in model.parameters()),
+        *model.buffers(),
+        torch.get_rng_state(),
+        *state,
+    ]:
         found.update(b"none" if tensor is None else _bytes(tensor))
     with torch.no_grad():
         for buffer, old in zip(model.buffers(), before, strict=True):

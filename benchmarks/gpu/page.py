@@ -25,6 +25,7 @@ TITLES = {
     "front": "Peak against time, beside other ways to spend less memory",
     "inductor": "The same with Inductor",
     "reserved": "Budgets of reserved memory",
+    "offload": "Copies to the host",
 }
 ABOUT = {
     "peaks": "Everything that is allocated, in GiB. *Identical* compares loss, gradients, buffers and random states with\n"
@@ -36,6 +37,9 @@ ABOUT = {
     "peak, or takes less memory than every plan.",
     "inductor": "As above; plans and others are compiled by Inductor.",
     "reserved": '`budget_of="reserved"`: what the allocator holds, with the arena that the plan predicts.',
+    "offload": "Whole steps with SGD, at one budget without and with 64 GiB of the host. The last row copies what a bus of a\n"
+    "thousand times the rate could hide: whether copies are right does not depend on whether they pay. *Time* is the measured\n"
+    "time over that of keeping everything, *planned time* the planned one over the measured one.",
 }
 
 
@@ -154,6 +158,26 @@ def _reserved(result: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+def _offload(result: dict[str, Any]) -> list[list[str]]:
+    rates = f"{result['out_bytes_per_s'] / 1e9:.1f} / {result['in_bytes_per_s'] / 1e9:.1f}"
+    return [
+        [
+            row["name"],
+            _gib(row.get("budget_bytes")),
+            _gib(row["planned_bytes"]),
+            _gib(row["allocated_bytes"]),
+            str(row.get("copies", "-")),
+            _gib(row.get("planned_host_bytes")),
+            _gib(row.get("host_bytes")),
+            {True: "yes", False: "NO", None: "-"}[row.get("identical")],
+            f"{row['time_ratio']:.3f}" if "time_ratio" in row else "-",
+            f"{row['planned_s'] / row['time_s']:.2f}" if "planned_s" in row else "-",
+            rates,
+        ]
+        for row in result["points"]
+    ]
+
+
 def _predicted() -> list[str]:
     """What `predicted.py` left, which needs no GPU."""
     lines = ["## Reserved memory by the model of the allocator", ""]
@@ -192,6 +216,19 @@ def _graphs(known: dict[str, Any] | None) -> list[str]:
 _PEAKS_HEADER = ["budget", "GiB", "planned", "measured", "difference", "reserved, predicted", "reserved", "identical", "overhead"]
 _PEAKS_HEADER += ["proven at least", "time", "costs"]
 _FRONT_HEADER = ["variant", "peak", "seconds", "beaten"]
+_OFFLOAD_HEADER = [
+    "variant",
+    "budget",
+    "planned",
+    "measured",
+    "copies",
+    "host, planned",
+    "host",
+    "identical",
+    "time",
+    "planned time",
+]
+_OFFLOAD_HEADER += ["GB/s out / in"]
 _TABLES: dict[str, tuple[list[str], Any]] = {
     "peaks": (_PEAKS_HEADER, _peaks),
     "expandable": (_PEAKS_HEADER, _peaks),
@@ -199,6 +236,7 @@ _TABLES: dict[str, tuple[list[str], Any]] = {
     "front": (_FRONT_HEADER, _front),
     "inductor": (_FRONT_HEADER, _front),
     "reserved": (["share", "budget", "predicted", "reserved"], _reserved),
+    "offload": (_OFFLOAD_HEADER, _offload),
 }
 
 

@@ -18,17 +18,21 @@ import torch
 from cases import Case, build
 
 import checkmate.torch
-from checkmate import InfeasibleBudgetError, Limits, PlanNotFoundError, evaluate, min_budget
+from checkmate import HostMemory, InfeasibleBudgetError, Limits, PlanNotFoundError, Problem, evaluate, min_budget, simulate, solve
 from checkmate.core.errors import CheckmateError
 from checkmate.doctor.steps import deterministic
 from checkmate.frontend.counted_memory import counted_bytes
 from checkmate.frontend.planner import keep_everything
 from checkmate.studies.reserved import reserved_bytes, smallest_arena
 from checkmate.torch.measure.allocator import counted_memory
+from checkmate.torch.partition.copies import BUFFERS, measured_host
 from checkmate.torch.step.programs import forward_program
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
 """Budgets of the peaks, between the smallest peak found and keeping everything."""
+
+HOST_BYTES = 64 * 2**30
+"""Memory of the host that copies may take."""
 
 KNOBS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Values of torch's ``activation_memory_budget``."""
@@ -289,6 +293,52 @@ def reserved(setting: Setting, name: str) -> dict[str, Any]:
     return {"keep_all_reserved_bytes": top, "points": rows}
 
 
+@deterministic()
+def offload(setting: Setting, name: str) -> dict[str, Any]:
+    """Whole steps that copy values to the host beside some that do not: bits, bytes on both sides, and time.
+
+    The last row copies what a bus of a thousand times the rate could hide: whether copies are right does not depend on
+    whether they pay.
+    """
+    device = torch.device("cuda", 0) if setting.device == "cuda" else torch.device("cpu")
+    host = measured_host(device, HOST_BYTES)
+    fast = HostMemory(HOST_BYTES, 1000 * host.out_bytes_per_s, 1000 * host.in_bytes_per_s)
+    keep, all_of_it = _copying(setting, setting.case(name), {})
+    limits = Limits(time_s=setting.solve_s)
+    low, top = min_budget(keep.graph, limits=limits).peak_bytes, keep.result.peak_bytes
+    rows = [{"name": "keep all", **all_of_it}]
+    for fraction in setting.fractions[1:3]:
+        budget = low + int(fraction * (top - low))
+        planned = {"budget": budget, "time_limit_s": setting.solve_s}
+        variants: dict[str, dict[str, Any]] = {"alone": planned, "host": {**planned, "host": HOST_BYTES}}
+        if fraction == setting.fractions[1:3][-1]:
+            variants["fast host"] = {"plan": solve(Problem(keep.graph, budget, host=fast), limits=limits).plan}
+        for kind, options in variants.items():
+            label = f"{fraction:.0%}, {kind}"
+            if setting.time_for(label, 4 * setting.solve_s):
+                rows.append({"name": label, "budget_bytes": budget, **_copying(setting, setting.case(name), options)[1]})
+    for row in rows[1:]:
+        row["identical"] = row["bits"] == rows[0]["bits"]
+        row["time_ratio"] = row["time_s"] / rows[0]["time_s"]
+    return {"out_bytes_per_s": host.out_bytes_per_s, "in_bytes_per_s": host.in_bytes_per_s, "points": rows}
+
+
+def _copying(setting: Setting, case: Case, options: dict[str, Any]) -> tuple[checkmate.torch.Step, dict[str, Any]]:
+    """A whole step, and what is measured of it beside what was planned."""
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=1e-3)
+    step = checkmate.torch.compile(case.model, optimizer=optimizer, example=case.batch, chunking="off", **options)
+    timeline = simulate(step.graph, step.plan)
+    BUFFERS.peak_bytes = 0
+    return step, observed(setting, lambda: step(*case.batch)[1], case, bits=True) | {
+        "planned_bytes": timeline.peak_bytes,
+        "copies": sum(copy.direction == "out" for copy in timeline.copies),
+        "planned_host_bytes": timeline.host_peak_bytes,
+        "host_bytes": BUFFERS.peak_bytes,
+        "planned_s": timeline.cost / 1e9,
+        "planned_waits_s": timeline.waited / 1e9,
+    }
+
+
 def graphs(setting: Setting, name: str) -> dict[str, Any]:
     """CUDA graphs: stock torch with them, and what a plan by Inductor takes in their place."""
     rows = _variants(
@@ -339,6 +389,7 @@ KINDS: dict[str, Callable[[Setting, str], dict[str, Any]]] = {
     "front": front,
     "fits": fits,
     "reserved": reserved,
+    "offload": offload,
     "inductor": inductor,
     "graphs": graphs,
 }

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
 
 MODELS = ("gpt2", "llama_1b", "bert", "vit_l", "resnet50", "unet", "dit", "mixtral")
-KINDS = ("peaks", "fits", "front", "reserved", "expandable", "inductor")
+KINDS = ("peaks", "fits", "front", "reserved", "offload", "expandable", "inductor")
 PARTS = ("doctor", *(f"{kind}:{model}" for kind in KINDS for model in MODELS), "graphs:gpt2")
 """All parts, in the order in which they are run: what decides most comes first."""
 
@@ -173,10 +173,34 @@ def verdict(known: dict[str, Any]) -> list[str]:
         predicted, peak = result["predicted_keep_all_bytes"], result["allocated_bytes"]
         if not known["tiny"] and abs(peak - predicted) > 0.02 * peak:
             broken.append(f"predicted {predicted}, measured {peak}")
+    if kind == "offload":
+        broken += copied(result["points"], tiny=known["tiny"])
     if kind == "reserved":
         for row in result["points"]:
             if row.get("reserved_bytes", 0) > row["budget_bytes"]:
                 broken.append(f"{row['budget']}: reserved {row['reserved_bytes']}, budget {row['budget_bytes']}")
+    return broken
+
+
+def copied(points: list[dict[str, Any]], *, tiny: bool) -> list[str]:
+    """Steps that copy to the host and break a budget, a bit or a count of bytes, or are slower than those that do not."""
+    import measure
+
+    broken: list[str] = []
+    times = {row["name"]: row["time_s"] for row in points}
+    for row in points:
+        name = row["name"]
+        if row["allocated_bytes"] > row.get("budget_bytes", row["allocated_bytes"]):
+            broken.append(f"{name}: measured {row['allocated_bytes']}, budget {row['budget_bytes']}")
+        if abs(row["allocated_bytes"] - row["planned_bytes"]) > 0.01 * row["planned_bytes"]:
+            broken.append(f"{name}: measured {row['allocated_bytes']}, planned {row['planned_bytes']}")
+        if row.get("host_bytes") != row.get("planned_host_bytes"):
+            broken.append(f"{name}: {row['host_bytes']} bytes on the host, planned {row['planned_host_bytes']}")
+        if row.get("identical") is False:
+            broken.append(f"{name}: not equal to the bit to keeping everything")
+        alone = times.get(name.replace(", host", ", alone"))
+        if not tiny and name.endswith(", host") and alone is not None and row["time_s"] > measure.CLOCK * alone:
+            broken.append(f"{name}: {row['time_s']:.4f} s, without copies {alone:.4f} s")
     return broken
 
 
