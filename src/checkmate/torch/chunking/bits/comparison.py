@@ -39,7 +39,7 @@ _EXPONENTS = 12
 _FEW = 64
 """With so many random elements a mask has both values."""
 
-Fill: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Fill: TypeAlias = Callable[[torch.Tensor], None]
 """Fills a tensor with numbers."""
 
 _LEAST_NUMBERS, _MOST_ROUNDS = 1 << 14, 32
