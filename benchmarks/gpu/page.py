@@ -227,8 +227,8 @@ _OFFLOAD_HEADER = [
     "identical",
     "time",
     "planned time",
+    "GB/s out / in",
 ]
-_OFFLOAD_HEADER += ["GB/s out / in"]
 _TABLES: dict[str, tuple[list[str], Any]] = {
     "peaks": (_PEAKS_HEADER, _peaks),
     "expandable": (_PEAKS_HEADER, _peaks),

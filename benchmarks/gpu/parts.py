@@ -18,7 +18,18 @@ import torch
 from cases import Case, build
 
 import checkmate.torch
-from checkmate import HostMemory, InfeasibleBudgetError, Limits, PlanNotFoundError, Problem, evaluate, min_budget, simulate, solve
+from checkmate import (
+    Graph,
+    HostMemory,
+    InfeasibleBudgetError,
+    Limits,
+    PlanNotFoundError,
+    Problem,
+    evaluate,
+    min_budget,
+    simulate,
+    solve,
+)
 from checkmate.core.errors import CheckmateError
 from checkmate.doctor.steps import deterministic
 from checkmate.frontend.counted_memory import counted_bytes
@@ -303,16 +314,17 @@ def offload(setting: Setting, name: str) -> dict[str, Any]:
     device = torch.device("cuda", 0) if setting.device == "cuda" else torch.device("cpu")
     host = measured_host(device, HOST_BYTES)
     fast = HostMemory(HOST_BYTES, 1000 * host.out_bytes_per_s, 1000 * host.in_bytes_per_s)
-    keep, all_of_it = _copying(setting, setting.case(name), {})
+    graph, keep = _copying(setting, setting.case(name), {})
     limits = Limits(time_s=setting.solve_s)
-    low, top = min_budget(keep.graph, limits=limits).peak_bytes, keep.result.peak_bytes
-    rows = [{"name": "keep all", **all_of_it}]
-    for fraction in setting.fractions[1:3]:
+    low, top = min_budget(graph, limits=limits).peak_bytes, keep["planned_bytes"]
+    rows = [{"name": "keep all", **keep}]
+    fractions = setting.fractions[1:3]
+    for fraction in fractions:
         budget = low + int(fraction * (top - low))
         planned = {"budget": budget, "time_limit_s": setting.solve_s}
         variants: dict[str, dict[str, Any]] = {"alone": planned, "host": {**planned, "host": HOST_BYTES}}
-        if fraction == setting.fractions[1:3][-1]:
-            variants["fast host"] = {"plan": solve(Problem(keep.graph, budget, host=fast), limits=limits).plan}
+        if fraction == fractions[-1]:
+            variants["fast host"] = {"plan": solve(Problem(graph, budget, host=fast), limits=limits).plan}
         for kind, options in variants.items():
             label = f"{fraction:.0%}, {kind}"
             if setting.time_for(label, 4 * setting.solve_s):
@@ -323,13 +335,13 @@ def offload(setting: Setting, name: str) -> dict[str, Any]:
     return {"out_bytes_per_s": host.out_bytes_per_s, "in_bytes_per_s": host.in_bytes_per_s, "points": rows}
 
 
-def _copying(setting: Setting, case: Case, options: dict[str, Any]) -> tuple[checkmate.torch.Step, dict[str, Any]]:
-    """A whole step, and what is measured of it beside what was planned."""
+def _copying(setting: Setting, case: Case, options: dict[str, Any]) -> tuple[Graph, dict[str, Any]]:
+    """The graph of a whole step, and what is measured of it beside what was planned; the step itself is freed, and its model."""
     optimizer = torch.optim.SGD(case.model.parameters(), lr=1e-3)
     step = checkmate.torch.compile(case.model, optimizer=optimizer, example=case.batch, chunking="off", **options)
     timeline = simulate(step.graph, step.plan)
     BUFFERS.peak_bytes = 0
-    return step, observed(setting, lambda: step(*case.batch)[1], case, bits=True) | {
+    return step.graph, observed(setting, lambda: step(*case.batch)[1], case, bits=True) | {
         "planned_bytes": timeline.peak_bytes,
         "copies": sum(copy.direction == "out" for copy in timeline.copies),
         "planned_host_bytes": timeline.host_peak_bytes,

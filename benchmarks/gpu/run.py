@@ -159,12 +159,7 @@ def verdict(known: dict[str, Any]) -> list[str]:
     broken: list[str] = []
     if kind in ("peaks", "expandable"):
         for row in result["points"]:
-            if row["budget"] != "keep all" and row["allocated_bytes"] > row["budget_bytes"]:
-                broken.append(f"{row['budget']}: measured {row['allocated_bytes']}, budget {row['budget_bytes']}")
-            if abs(row["allocated_bytes"] - row["planned_bytes"]) > 0.01 * row["planned_bytes"]:
-                broken.append(f"{row['budget']}: measured {row['allocated_bytes']}, planned {row['planned_bytes']}")
-            if row.get("identical") is False:
-                broken.append(f"{row['budget']}: not equal to the bit to keeping everything")
+            broken += not_as_planned(row["budget"], row)
             if row.get("reserved_bytes", 0) > 1.05 * row["planned_bytes"]:
                 broken.append(f"{row['budget']}: reserved {row['reserved_bytes']}, planned {row['planned_bytes']}")
     if kind in ("front", "inductor") and not known["tiny"]:
@@ -182,6 +177,18 @@ def verdict(known: dict[str, Any]) -> list[str]:
     return broken
 
 
+def not_as_planned(name: str, row: dict[str, Any]) -> list[str]:
+    """What is wrong with the peak or the bits of a step."""
+    broken: list[str] = []
+    if name != "keep all" and row["allocated_bytes"] > row["budget_bytes"]:
+        broken.append(f"{name}: measured {row['allocated_bytes']}, budget {row['budget_bytes']}")
+    if abs(row["allocated_bytes"] - row["planned_bytes"]) > 0.01 * row["planned_bytes"]:
+        broken.append(f"{name}: measured {row['allocated_bytes']}, planned {row['planned_bytes']}")
+    if row.get("identical") is False:
+        broken.append(f"{name}: not equal to the bit to keeping everything")
+    return broken
+
+
 def copied(points: list[dict[str, Any]], *, tiny: bool) -> list[str]:
     """Steps that copy to the host and break a budget, a bit or a count of bytes, or are slower than those that do not."""
     import measure
@@ -190,14 +197,9 @@ def copied(points: list[dict[str, Any]], *, tiny: bool) -> list[str]:
     times = {row["name"]: row["time_s"] for row in points}
     for row in points:
         name = row["name"]
-        if row["allocated_bytes"] > row.get("budget_bytes", row["allocated_bytes"]):
-            broken.append(f"{name}: measured {row['allocated_bytes']}, budget {row['budget_bytes']}")
-        if abs(row["allocated_bytes"] - row["planned_bytes"]) > 0.01 * row["planned_bytes"]:
-            broken.append(f"{name}: measured {row['allocated_bytes']}, planned {row['planned_bytes']}")
+        broken += not_as_planned(name, row)
         if row.get("host_bytes") != row.get("planned_host_bytes"):
             broken.append(f"{name}: {row['host_bytes']} bytes on the host, planned {row['planned_host_bytes']}")
-        if row.get("identical") is False:
-            broken.append(f"{name}: not equal to the bit to keeping everything")
         alone = times.get(name.replace(", host", ", alone"))
         if not tiny and name.endswith(", host") and alone is not None and row["time_s"] > measure.CLOCK * alone:
             broken.append(f"{name}: {row['time_s']:.4f} s, without copies {alone:.4f} s")

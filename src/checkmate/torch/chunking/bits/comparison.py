@@ -237,7 +237,7 @@ def _cancelling(made: torch.Tensor) -> None:
     _normal(made)
     # Elements of an expanded tensor share memory, and PyTorch refuses to write to them.
     written = made[tuple(slice(None) if stride else 0 for stride in made.stride())]
-    if written.dim() and not made.untyped_storage().nbytes() < made.element_size() * written.numel():
+    if written.dim() and made.untyped_storage().nbytes() >= made.element_size() * written.numel():
         dim, sign = (int(torch.randint(n, ())) for n in (written.dim(), 2))
         first, middle, last = written.tensor_split([(n := written.shape[dim]) // 2, n - n // 2], dim)
         last.copy_(first).mul_(1 - 2 * sign)
