@@ -57,7 +57,7 @@ def first_step(name: str, budget_bytes: int, time_limit_s: float) -> dict[str, A
     step(**case.batch)
     took = time.perf_counter() - began
     plans = re.search(r"compiled by Inductor \(plan (\d+)\)", " ".join(step.result.remarks))
-    return {"first_s": took, "plans": int(plans[1]) if plans else None}
+    return {"first_s": took, "plans": int(plans[1]) if plans else 1}
 
 
 if __name__ == "__main__":

@@ -81,13 +81,14 @@ def by_backend(case: Any, plan: Any = None, **options: Any) -> tuple[Callable[[]
     hooks = Hooks(planned=lambda interface, result: found.append(interface.graph))
     backend = functools.partial(compile_graph, options=Options(plan=plan, **options), hooks=hooks)
     program = torch.compile(compiled_by_torch(case.model), backend=backend, dynamic=False)
-    with _put_back(case.model):
+    with buffers_put_back(case.model):
         returned(program, case)
     return lambda: backward(lambda: returned(program, case)), found[0]
 
 
 @contextmanager
-def _put_back(model: Any) -> Iterator[None]:
+def buffers_put_back(model: Any) -> Iterator[None]:
+    """Give a model its buffers back after steps that change them."""
     before = copy.deepcopy(dict(model.named_buffers()))
     yield
     for key, buffer in model.named_buffers():
@@ -101,15 +102,15 @@ def observe(variant: Variant) -> None:
     from checkmate.torch import measure_peak
 
     torch.manual_seed(1)
-    with _put_back(variant.model):
+    with buffers_put_back(variant.model):
         loss = variant.step()
         gradients = [p.grad for p in variant.model.parameters()]
         variant.row["bits"] = variant.row["own_bits"] = digest(loss, *gradients, *variant.model.buffers())
         del loss, gradients  # held until the next step is over they would count there
-    variant.model.zero_grad(set_to_none=True)
-    variant.step()
-    variant.model.zero_grad(set_to_none=True)
-    variant.row["peak_bytes"] = measure_peak(variant.step)
+        variant.model.zero_grad(set_to_none=True)
+        variant.step()
+        variant.model.zero_grad(set_to_none=True)
+        variant.row["peak_bytes"] = measure_peak(variant.step)
     variant.model.zero_grad(set_to_none=True)
     gc.collect()
 

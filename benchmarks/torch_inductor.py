@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from fresh import by_model, child, mib, ran_on
 from models import Case, build
-from steps import CLOCK, Variant, backward, beaten, best_at, compiled_by_torch, observe, returned, timed
+from steps import CLOCK, Variant, backward, beaten, best_at, buffers_put_back, compiled_by_torch, observe, returned, timed
 
 MODELS = ("gpt2", "bert", "vit", "unet", "resnet50", "llama_2", "llama_4", "llama_6", "llama_8")
 FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": (0.9, 0.7, 0.5, 0.3, 0.1)}
@@ -183,7 +183,8 @@ def gradients_of(variant: Variant) -> list[Any]:
     import torch
 
     torch.manual_seed(1)
-    variant.step()
+    with buffers_put_back(variant.model):
+        variant.step()
     found = [p.grad.clone() for p in variant.model.parameters() if p.grad is not None]
     variant.model.zero_grad(set_to_none=True)
     return found
