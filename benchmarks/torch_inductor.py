@@ -51,7 +51,7 @@ def main() -> int:
 
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     """Child: all variants of a model."""
-    from checkmate import InfeasibleBudgetError
+    from checkmate import InfeasibleBudgetError, PlanNotFoundError
 
     logging.disable(logging.WARNING)
     fractions = next(f for prefix, f in FRACTIONS.items() if name.startswith(prefix))
@@ -74,9 +74,13 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
     for peak in sorted(asked, reverse=True):
         try:
             variant = ours(name, resident + peak, time_limit_s)
+        except PlanNotFoundError as failed:
+            print(f"{name}: {mib(peak)} MiB: {failed}", file=sys.stderr, flush=True)
+            refused.append({"budget_bytes": peak, "floor_bytes": None})
+            continue
         except InfeasibleBudgetError as failed:
             print(f"{name}: {mib(peak)} MiB: {failed}", file=sys.stderr, flush=True)
-            refused.append({"budget_bytes": peak, "floor_bytes": failed.floor_bytes - resident, "op": failed.binding_op})
+            refused.append({"budget_bytes": peak, "floor_bytes": failed.floor_bytes - resident})
             if len(refused) > 1 or failed.smallest_bytes is None:
                 continue
             peak = failed.smallest_bytes - resident  # the smallest that a refusal names has to be kept
@@ -301,8 +305,9 @@ def section(name: str, row: dict[str, Any]) -> list[str]:
         )
         lines.append(f"| {mib(v['budget_bytes'])} | {figures} | {right} | {begun} |")
     for no in row.get("refused", ()):
-        least = mib(no["floor_bytes"])
-        lines += ["", f"{mib(no['budget_bytes'])} MiB is refused: no plan of single ops needs less than {least}."]
+        known = no["floor_bytes"] is not None
+        why = f"no plan of single ops needs less than {mib(no['floor_bytes'])}" if known else "no plan was found"
+        lines += ["", f"{mib(no['budget_bytes'])} MiB is refused: {why}."]
     return [*lines, ""]
 
 

@@ -255,16 +255,24 @@ class Replanner:
         graph: The graph.
         options: Solver and time limit.
         time_shares: Share of the time limit for the first solve, and for each that follows.
+        gap: Gap at which a solve may stop.
 
     Attributes:
         found: Plans found so far.
     """
 
-    def __init__(self, graph: Graph, options: PlanningOptions, time_shares: tuple[float, float] = (0.5, 0.25)) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        options: PlanningOptions,
+        time_shares: tuple[float, float] = (0.5, 0.25),
+        gap: float = Limits().gap,
+    ) -> None:
         self.graph = graph
         self.found: list[Result] = []
         self._options = options
         self._share, self._next_share = time_shares
+        self._gap = gap
         self._spent_s = 0.0
 
     def __call__(self, budget_bytes: int) -> Result:
@@ -306,7 +314,7 @@ class Replanner:
     def _asked(self) -> Limits:
         """Limits of the next search if those before it took no time: what a process spent before decides on no stored plan."""
         limit = self._options.time_limit_s
-        return Limits(time_s=None if limit is None else max(self._share, _LAST_SHARE) * limit)
+        return Limits(time_s=None if limit is None else max(self._share, _LAST_SHARE) * limit, gap=self._gap)
 
     @contextmanager
     def _timed(self) -> Generator[Limits]:
@@ -316,7 +324,7 @@ class Replanner:
         began = time.perf_counter()
         most_s = None if limit is None else min(max(share, _LAST_SHARE) * limit, _left_s(limit, self._spent_s))
         try:
-            yield Limits(time_s=most_s)
+            yield Limits(time_s=most_s, gap=self._gap)
         finally:
             # Kernels that are compiled once on a machine do not count.
             self._spent_s += min(time.perf_counter() - began, most_s or 0.0)

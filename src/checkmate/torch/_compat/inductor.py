@@ -10,20 +10,22 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import wrapper as lines
-from torch._inductor.codegen.cpp import CppKernel
+from torch._inductor.codegen.cpp import CppKernel, CppOverrides, CppVecOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.fx_passes.post_grad import addmm as fuse_addmm
 from torch._inductor.fx_passes.post_grad import pass_patterns
-from torch._inductor.graph import GraphLowering
-from torch._inductor.utils import get_dtype_size
+from torch._inductor.graph import GraphLowering, SubgraphLowering
+from torch._inductor.utils import get_donated_idxs, get_dtype_size
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,18 +34,25 @@ from torch.utils._triton import has_triton
 from checkmate.torch._compat.symbolic import at_upper_bounds, largest_value
 
 __all__ = [
+    "DONATED",
     "Alias",
     "Allocate",
+    "Call",
     "CustomPartitionerFn",
     "Free",
     "GeneratedModule",
+    "Give",
     "InductorChoices",
     "Run",
     "as_if_compiling",
     "compile_fx",
     "compile_fx_inner",
+    "donated_inputs",
+    "donated_to_subgraphs",
     "inductor_config",
+    "invoke_subgraph",
     "missing_compiler",
+    "one_function_for_vectors_and_scalars",
     "prefers_channels_last",
     "stock_patches",
     "sums_for_every_size",
@@ -129,6 +138,52 @@ def unfused_addmm() -> Iterator[None]:
         yield
 
 
+_FUNCTIONS = (
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "lgamma",
+    "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "tan", "tanh",
+)  # fmt: skip
+"""Functions of one number that the C++ library and a vector library compute with different errors."""
+
+_ONE_LANE = """[&](auto x_) {{
+    if constexpr (std::is_same_v<decltype(x_), float> || std::is_same_v<decltype(x_), double>) {{
+        at::vec::Vectorized<decltype(x_)> v_(x_);
+        auto r_ = {vector};
+        __at_align__ decltype(x_) o_[at::vec::Vectorized<decltype(x_)>::size()];
+        r_.store(o_);
+        return o_[0];
+    }} else {{
+        return {scalar};
+    }}
+}}({argument})"""
+
+
+@contextmanager
+def one_function_for_vectors_and_scalars() -> Iterator[None]:
+    """Have C++ kernels compute exp, tanh and the like for single numbers as for vectors of them.
+
+    Whether a loop, or its last few numbers, is computed with vectors depends on all ops that are fused in it: one with integers
+    is enough that none is. A vector's exp is not that of the C++ library in the last bit, so that what is computed would depend
+    on what it is fused with, and so on the plan.
+    """
+
+    def lane(name: str) -> Callable[..., str]:
+        scalar, vector = getattr(CppOverrides, name), getattr(CppVecOverrides, name)
+
+        def function(x: Any) -> str:
+            if not pick_vec_isa():
+                return str(scalar(x))
+            text = _ONE_LANE.format(vector=vector("v_"), scalar=scalar("x_"), argument=x)
+            return " ".join(line.strip() for line in text.splitlines())
+
+        return function
+
+    both = [name for name in _FUNCTIONS if name in vars(CppOverrides) and name in vars(CppVecOverrides)]
+    with ExitStack() as stack:
+        for name in both:
+            stack.enter_context(patch.object(CppOverrides, name, staticmethod(lane(name))))
+        yield
+
+
 @contextmanager
 def sums_for_every_size() -> Iterator[None]:
     """Have a C++ kernel add in the way of its largest size where sizes are symbolic, instead of guarding on one way.
@@ -150,6 +205,33 @@ def sums_for_every_size() -> Iterator[None]:
             return bool(decide(kernel, *args, **kwargs))
 
     with patch.object(CppKernel, "need_use_acc_helper", decided):
+        yield
+
+
+DONATED = "checkmate_donated"
+"""Key in the metadata of a subgraph's module: positions of the inputs that no caller reads after a call."""
+
+
+def donated_inputs() -> frozenset[int]:
+    """Positions of the inputs that the backward being compiled may overwrite: tensors that only it holds."""
+    return frozenset(get_donated_idxs() or ())
+
+
+@contextmanager
+def donated_to_subgraphs() -> Iterator[None]:
+    """Have subgraphs overwrite the inputs that are donated to them.
+
+    Inductor takes the positions of the inputs that are donated to the backward for those of each subgraph in it, and would
+    overwrite tensors that are read later.
+    """
+    make = GraphLowering.make_subgraph
+
+    def make_subgraph(graph: GraphLowering, gm: GraphModule, *args: Any, **kwargs: Any) -> SubgraphLowering:
+        made = make(graph, gm, *args, **kwargs)
+        made.bw_donated_idxs = sorted(gm.meta.get(DONATED, ()))
+        return made
+
+    with patch.object(GraphLowering, "make_subgraph", make_subgraph):
         yield
 
 
@@ -205,6 +287,36 @@ class Run:
     node: Node | None
 
 
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Names are put into the list of a call's arguments, which keeps their storages alive until the callee frees them.
+
+    Attributes:
+        call: Name of the call.
+        arguments: The names.
+    """
+
+    call: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A subgraph runs, and a name is bound to the tuple of its results.
+
+    Attributes:
+        name: The name, which is that of the call.
+        module: The subgraph.
+    """
+
+    name: str
+    module: GeneratedModule
+
+
+Event = Allocate | Alias | Free | Run | Give | Call
+"""What a line of a generated module does to memory."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratedModule:
     """A module that Inductor has generated, before its kernels are built.
@@ -212,7 +324,7 @@ class GeneratedModule:
     Attributes:
         is_backward: Whether it is a backward.
         events: What it does to memory, in order.
-        inputs: Bytes of each of its inputs, by name.
+        inputs: Bytes of each of its inputs, by name, in their order.
         outputs: What its outputs are bound to; None for one that is no tensor of the module.
         output_nodes: Names of the nodes that its outputs are; None for one that is no node. AOTAutograd names the inputs of a
             backward as the nodes of the forward that it saves.
@@ -220,7 +332,7 @@ class GeneratedModule:
     """
 
     is_backward: bool
-    events: tuple[Allocate | Alias | Free | Run, ...]
+    events: tuple[Event, ...]
     inputs: Mapping[str, int]
     outputs: tuple[str | None, ...]
     output_nodes: tuple[str | None, ...]
@@ -235,19 +347,66 @@ def watch_generated_modules(seen: Callable[[GeneratedModule], None]) -> Iterator
         seen: The function.
     """
     generate, thread = GraphLowering.codegen, threading.get_ident()
+    subgraphs: dict[str, GeneratedModule] = {}
 
     def codegen(graph: GraphLowering) -> Any:
         text = generate(graph)
         if threading.get_ident() == thread:
-            seen(_generated(graph))
+            module = _generated(graph, subgraphs)
+            if isinstance(graph, SubgraphLowering):
+                subgraphs[str(graph.name)] = module
+            else:
+                subgraphs.clear()
+                seen(module)
         return text
 
-    with patch.object(GraphLowering, "codegen", codegen):
+    with patch.object(GraphLowering, "codegen", codegen), _calls_marked():
         yield
 
 
-def _generated(graph: GraphLowering) -> GeneratedModule:
-    events: list[Allocate | Alias | Free | Run] = []
+@dataclass
+class _GiveLine(lines.WrapperLine):
+    """A mark before the arguments of a call are freed by their own names."""
+
+    call: str
+    arguments: tuple[str, ...]
+
+    def codegen(self, code: Any) -> None:
+        """Write nothing."""
+
+
+@dataclass
+class _CallLine(lines.WrapperLine):
+    """A mark where a subgraph is called."""
+
+    call: str
+    subgraph: str
+
+    def codegen(self, code: Any) -> None:
+        """Write nothing."""
+
+
+@contextmanager
+def _calls_marked() -> Iterator[None]:
+    """Mark calls of subgraphs in the lines of a module: Inductor writes them as text."""
+    wrapper = lines.PythonWrapperCodegen
+    invoke, call = wrapper.codegen_invoke_subgraph, wrapper.codegen_subgraph_call
+
+    def codegen_invoke_subgraph(self: Any, node: Any) -> None:
+        def codegen_subgraph_call(self_: Any, subgraph: Any, *args: Any) -> None:
+            self_.writeline(_GiveLine(node.get_name(), tuple(_bound_to(buffer) or "" for buffer in node.inputs)))
+            call(self_, subgraph, *args)
+            self_.writeline(_CallLine(node.get_name(), subgraph.graph.name))
+
+        with patch.object(wrapper, "codegen_subgraph_call", codegen_subgraph_call):
+            invoke(self, node)
+
+    with patch.object(wrapper, "codegen_invoke_subgraph", codegen_invoke_subgraph):
+        yield
+
+
+def _generated(graph: GraphLowering, subgraphs: Mapping[str, GeneratedModule]) -> GeneratedModule:
+    events: list[Event] = []
     uncounted: list[str] = []
     kept = set(graph.get_output_names())
     parts: dict[str, list[Any]] = {}  # the tensors of each tuple that a kernel returns, also those that nothing reads
@@ -256,11 +415,13 @@ def _generated(graph: GraphLowering) -> GeneratedModule:
             for source in buffer.inputs:
                 parts.setdefault(source.get_name(), []).append(buffer)
     for line in graph.wrapper_code.lines:
-        found = _events(graph, line, kept, parts)
+        found = _events(graph, line, kept, parts, subgraphs)
         if found is None:
             uncounted.append(type(line).__name__)
         else:
             events += found
+    for called in {event.module for event in events if isinstance(event, Call)}:
+        uncounted += called.uncounted
     nodes = graph.orig_gm.graph.output_node().args[0]
     return GeneratedModule(
         is_backward=graph.is_backward,
@@ -294,8 +455,12 @@ _WITHOUT_MEMORY = frozenset(
 
 
 def _events(
-    graph: GraphLowering, line: Any, kept: set[str], parts: Mapping[str, Sequence[Any]]
-) -> list[Allocate | Alias | Free | Run] | None:
+    graph: GraphLowering,
+    line: Any,
+    kept: set[str],
+    parts: Mapping[str, Sequence[Any]],
+    subgraphs: Mapping[str, GeneratedModule],
+) -> list[Event] | None:
     """The effect of a line on memory; None if that is not known.
 
     Args:
@@ -303,8 +468,13 @@ def _events(
         line: A line of its code.
         kept: Names of its outputs.
         parts: The tensors of each tuple that a kernel returns.
+        subgraphs: The subgraphs that were generated so far, by name.
     """
     match line:
+        case _GiveLine():
+            return [Give(line.call, line.arguments)]
+        case _CallLine():
+            return [Call(line.call, subgraphs[line.subgraph])]
         case lines.AllocateLine():
             return [Allocate(line.node.get_name(), (_storage_bytes(graph, line.node),), _device(line.node))]
         case lines.ReuseLine():

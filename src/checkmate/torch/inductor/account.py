@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.inductor import Alias, Allocate, Free, GeneratedModule, watch_generated_modules
+from checkmate.torch._compat.inductor import Alias, Allocate, Call, Free, GeneratedModule, Give, watch_generated_modules
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES
 
 Workspace = Callable[[fx.Node], int]
@@ -82,6 +82,11 @@ class Heap:
             if not self._references[storage]:
                 self.live_bytes -= storage.size_bytes
 
+    def free_scope(self, scope: str) -> None:
+        """Delete all names that begin with a text."""
+        for name in [name for name in self._names if name.startswith(scope)]:
+            self.free(name)
+
     def use(self, size_bytes: int) -> None:
         """Allocate workspace, and free it."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + size_bytes)
@@ -93,24 +98,38 @@ class Heap:
             self.free(name)
 
 
-def run_on(heap: Heap, module: GeneratedModule, workspace: Workspace) -> None:
+def run_on(heap: Heap, module: GeneratedModule, workspace: Workspace, *, scope: str = "") -> None:
     """Do what a generated module does to memory; its outputs are what is left.
 
     Args:
         heap: Its inputs, as far as the module can free them, and whatever else exists meanwhile.
         module: The module.
         workspace: Workspace of ops of other libraries.
+        scope: What the module's names begin with in the heap.
     """
+    given: dict[str, list[tuple[Storage, ...]]] = {}
     for event in module.events:
         match event:
             case Allocate():
                 unit = CUDA_ALIGNMENT_BYTES if event.device == "cuda" else 1
-                heap.bind(event.name, tuple(Storage(-(-size // unit) * unit) for size in event.sizes_bytes))
+                heap.bind(scope + event.name, tuple(Storage(-(-size // unit) * unit) for size in event.sizes_bytes))
             case Alias():
-                of = heap[event.of]
-                heap.bind(event.name, of if event.position is None or not of else (of[event.position],))
+                of = heap[scope + event.of]
+                heap.bind(scope + event.name, of if event.position is None or not of else (of[event.position],))
             case Free():
-                heap.free(event.name)
+                heap.free(scope + event.name)
+            case Give():
+                given[event.call] = [heap[scope + name] for name in event.arguments]
+                heap.bind(f"{scope}{event.call} arguments", tuple(s for storages in given[event.call] for s in storages))
+            case Call():
+                inside = f"{scope}{event.name}."
+                for name, storages in zip(event.module.inputs, given.pop(event.name), strict=True):
+                    heap.bind(inside + name, storages)
+                heap.free(f"{scope}{event.name} arguments")
+                run_on(heap, event.module, workspace, scope=inside)
+                results = [heap["" if o is None else inside + o] or (Storage(0),) for o in event.module.outputs]
+                heap.bind(scope + event.name, tuple(storages[0] for storages in results))
+                heap.free_scope(inside)
             case _:
                 heap.use(0 if event.node is None else workspace(event.node))
 

@@ -34,7 +34,10 @@ from checkmate.torch._compat.inductor import (
     CustomPartitionerFn,
     compile_fx,
     compile_fx_inner,
+    donated_inputs,
+    donated_to_subgraphs,
     inductor_config,
+    one_function_for_vectors_and_scalars,
     prefers_channels_last,
     sums_for_every_size,
     unfused_addmm,
@@ -48,6 +51,7 @@ from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensions, largest_inputs, traced_values
+from checkmate.torch.inductor.repeats import outline_repeats
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.inductor.settings import config_patches
@@ -318,6 +322,8 @@ def _generate(
         if whole is not None:
             module, more = whole.plan(module, partitioner.task_for(module))
             inputs = [*inputs, *more]
+        if not (inductor_config.max_autotune or inductor_config.max_autotune_gemm or inductor_config.cpp_wrapper):
+            module = outline_repeats(module, donated_inputs() if which == "backward" else frozenset())
         with inductor_config.patch(layout_optimization=choose_layouts):
             run: Any = compile_fx_inner(module, inputs, **kwargs)
         if whole is not None:
@@ -337,9 +343,20 @@ def _generate(
     # metrics of a compilation can be recorded only once.
     early = functorch_config.patch(force_non_lazy_backward_lowering=True)
     kernels, account = PendingKernels(), Account(lambda node: task.costs([node])[0].workspace_bytes)
-    choices, cache = use_inductor_choices(PlanChoices()), CachedCompilation()
+    choices, subgraphs, cache = use_inductor_choices(PlanChoices()), donated_to_subgraphs(), CachedCompilation()
     looking_up = aot_cache_disabled() if problem is None else cache.looking_up(loaded)
-    with early, choices, unfused_addmm(), sums_for_every_size(), kernels.collecting(), account.counting(), looking_up:
+    functions = one_function_for_vectors_and_scalars()
+    with (
+        early,
+        choices,
+        functions,
+        unfused_addmm(),
+        sums_for_every_size(),
+        kernels.collecting(),
+        account.counting(),
+        looking_up,
+        subgraphs,
+    ):
         run: Any = compile_fx(copy, list(example_inputs), inner_compile=inner, config_patches=patches)  # type: ignore[arg-type]
     forward, joint = callables["forward"], partitioner.joint
     if partitioner.planned is None and cache.note is not None:

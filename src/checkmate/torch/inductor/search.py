@@ -28,6 +28,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.compilation.program import Share
+from checkmate.torch.inductor.canonical import in_graph_order
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
 
 _log = logging.getLogger("checkmate.torch")
@@ -39,6 +40,9 @@ _LEAST_GAIN = 0.25
 
 _AS_PREDICTED = 0.99
 """A step that takes this share of what was predicted leaves no room that another search would use."""
+
+_GAP = 0.01
+"""Gap at which a search may stop: the cost of fused code is not known to less, and a minute of search is a compilation."""
 
 _MOST_PREDICTIONS = 6
 """Plans that are made to choose one for which code is generated."""
@@ -261,7 +265,7 @@ class CalibratedSearch:
         if self._options.budget is None or self._options.plan is not None:
             self._fixed, self._order = True, keep_everything(contracted).plan.order
             return
-        self._replanner = Replanner(contracted, self._options)
+        self._replanner = Replanner(contracted, self._options, gap=_GAP)
         share = self._compilation.share(graph)
         if share is not None:
             self.limit_bytes = share.limit.peak_bytes
@@ -313,13 +317,13 @@ class CalibratedSearch:
                 # No plan is known to fit and none is found within the target: the smallest plan is the last one worth a trial.
                 found = self._replanner.smallest()
                 target = 0
-            order = found.plan.order
+            order = in_graph_order(graph, found.plan.order, max(found.peak_bytes, graph.resident_bytes + target))
             if any(order == t.outcome for t in predictions.trials):
                 break
             predictions.record(
                 Trial(
                     target_bytes=target,
-                    planned_bytes=found.peak_bytes - graph.resident_bytes,
+                    planned_bytes=simulate(graph, Plan.from_order(graph, order)).peak_bytes - graph.resident_bytes,
                     needed_bytes=self._corrected(self._predicted(order)),
                     cost=found.cost,
                     measured=False,
