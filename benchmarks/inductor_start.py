@@ -1,4 +1,4 @@
-"""Child of `torch_inductor.py`: wall seconds to the end of the first step, in a fresh process.
+"""Child of `torch_inductor.py` and `inductor_layers.py`: wall seconds to the end of the first step, in a fresh process.
 
 The clock starts before the model is compiled. Compilers that run in other processes are in wall time, and not in time of the
 process. Caches are those of the environment: an empty folder for a cold start, and the same folder again for a cached one.
@@ -24,17 +24,17 @@ def main() -> int:
     """Take one first step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", nargs=3, metavar=("MODEL", "BUDGET", "TIME_LIMIT"), required=True)
-    name, budget_bytes, time_limit_s = parser.parse_args().child
-    answer(first_step(name, int(budget_bytes), float(time_limit_s)))
+    name, budget, time_limit_s = parser.parse_args().child
+    answer(first_step(name, budget, float(time_limit_s)))
     return 0
 
 
-def first_step(name: str, budget_bytes: int, time_limit_s: float) -> dict[str, Any]:
+def first_step(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
     """Seconds to the end of the first step.
 
     Args:
         name: The model.
-        budget_bytes: Budget of ours; -1 for stock Inductor, 0 for keeping everything.
+        budget: Budget of ours, bytes or a share; -1 for stock Inductor, 0 for keeping everything.
         time_limit_s: Seconds that a solve may take.
 
     Returns:
@@ -46,14 +46,14 @@ def first_step(name: str, budget_bytes: int, time_limit_s: float) -> dict[str, A
 
     logging.disable(logging.WARNING)
     case = build(name)
-    if budget_bytes < 0:
+    if budget == "-1":
         began = time.perf_counter()
         program = torch.compile(compiled_by_torch(case.model), backend="inductor", dynamic=False)
         backward(lambda: returned(program, case))
         return {"first_s": time.perf_counter() - began, "plans": 1}
     began = time.perf_counter()
-    budget = budget_bytes or None
-    step = checkmate.torch.compile(case.model, example=case.batch, budget=budget, time_limit_s=time_limit_s, compiler="inductor")
+    limit = None if budget == "0" else budget if budget.endswith("%") else int(budget)
+    step = checkmate.torch.compile(case.model, example=case.batch, budget=limit, time_limit_s=time_limit_s, compiler="inductor")
     step(**case.batch)
     took = time.perf_counter() - began
     plans = re.search(r"compiled by Inductor \(plan (\d+)\)", " ".join(step.result.remarks))

@@ -207,12 +207,15 @@ def build(name: str) -> Case:
     """A model by name, the same each time, on one thread.
 
     Beside `MODELS` there are ``gpt2_whole`` and others that return their logits too, ``resnet50_32`` with 32 images,
-    and ``llama_4``, a model of pytorch#197838 with 16 layers.
+    ``llama_4``, a model of pytorch#197838 with 16 layers, and ``layers_32``, a small Llama of 32 layers.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if name.startswith("llama_"):
-        return _hidden_llama(int(name.removeprefix("llama_")))
+        s = int(name.removeprefix("llama_"))
+        return _hidden_llama(layers=4 * s, tokens=128 * s)
+    if name.startswith("layers_"):
+        return _hidden_llama(layers=int(name.removeprefix("layers_")), tokens=128)
     if name == "resnet50_32":
         case = resnet50()
         return Case(case.model, _images(32, 64, 1000), case.blocks)
@@ -223,9 +226,9 @@ def build(name: str) -> Case:
     return case
 
 
-def _hidden_llama(s: int) -> Case:
+def _hidden_llama(*, layers: int, tokens: int) -> Case:
     from transformers import LlamaConfig, LlamaModel
 
-    config = LlamaConfig(hidden_size=256, intermediate_size=688, num_attention_heads=8, vocab_size=1000, num_hidden_layers=4 * s)
+    config = LlamaConfig(hidden_size=256, intermediate_size=688, num_attention_heads=8, vocab_size=1000, num_hidden_layers=layers)
     net = LlamaModel(config)
-    return Case(HiddenSum(net).train(), {"ids": _ids(1000, 2, 128 * s)}, tuple(net.layers))
+    return Case(HiddenSum(net).train(), {"ids": _ids(1000, 2, tokens)}, tuple(net.layers))
