@@ -51,7 +51,7 @@ from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensions, largest_inputs, traced_values
-from checkmate.torch.inductor.repeats import outline_repeats
+from checkmate.torch.inductor.repeats import outline_repeats, takes_subgraphs
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.inductor.settings import config_patches
@@ -322,7 +322,7 @@ def _generate(
         if whole is not None:
             module, more = whole.plan(module, partitioner.task_for(module))
             inputs = [*inputs, *more]
-        if not (inductor_config.max_autotune or inductor_config.max_autotune_gemm or inductor_config.cpp_wrapper):
+        if takes_subgraphs():
             module = outline_repeats(module, donated_inputs() if which == "backward" else frozenset())
         with inductor_config.patch(layout_optimization=choose_layouts):
             run: Any = compile_fx_inner(module, inputs, **kwargs)

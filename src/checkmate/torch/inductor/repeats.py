@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from checkmate.torch._compat.dispatch import OpOverload
-from checkmate.torch._compat.inductor import DONATED, invoke_subgraph
+from checkmate.torch._compat.generated_code import calls_are_known
+from checkmate.torch._compat.inductor import DONATED, inductor_config, invoke_subgraph
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.graph.op_properties import makes_views, op_properties
 
@@ -54,6 +55,12 @@ _CALL_NODES = 8
 
 _LEAST_SAVED_NODES = 64
 """Fewer nodes are not worth a subgraph."""
+
+
+def takes_subgraphs() -> bool:
+    """Whether Inductor compiles a subgraph once, and fuses what it would fuse without subgraphs."""
+    fuses_products = inductor_config.max_autotune or inductor_config.max_autotune_gemm
+    return calls_are_known() and not fuses_products and not inductor_config.cpp_wrapper
 
 
 def outline_repeats(module: fx.GraphModule, donated: Set[int] = frozenset()) -> fx.GraphModule:
