@@ -1,4 +1,4 @@
-"""What Inductor's generated code does to memory: the lines of a module, before its kernels are built."""
+"""The effect of Inductor's generated code on memory: the lines of a module, before its kernels are built."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Call:
 
 
 Event = Allocate | Alias | Free | Run | Give | Call
-"""What a line of a generated module does to memory."""
+"""The effect of a line of a generated module on memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
