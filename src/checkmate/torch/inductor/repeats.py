@@ -232,7 +232,7 @@ class _Sequence:
 
     @property
     def text(self) -> str | None:
-        """What is equal for sequences that are the same subgraph; None if they cannot be one."""
+        """Text that is equal for sequences that are the same subgraph; None if they cannot be one."""
         if not self.outputs or not all(isinstance(n.meta.get("val"), torch.Tensor) for n in (*self.inputs, *self.outputs)):
             return None
         names = {n: f"%{i}" for i, n in enumerate((*self.inputs, *self.copied, *self.nodes))}
