@@ -43,9 +43,15 @@ def traced(function: Any, *inputs: torch.Tensor) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake")(*inputs)
 
 
-def calls(module: fx.GraphModule) -> list[str]:
-    """Names of the subgraphs that are called, in order."""
-    return [str(n.args[0]) for n in module.graph.nodes if str(n.target) == "invoke_subgraph"]
+def calls(module: fx.GraphModule) -> list[fx.Node]:
+    """The calls of subgraphs, in order."""
+    return [n for n in module.graph.nodes if str(n.target) == "invoke_subgraph"]
+
+
+def donated_to(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
+    """The arguments that a call may overwrite."""
+    subgraph = getattr(module, str(call.args[0].target))  # type: ignore[union-attr]
+    return [call.args[2:][i] for i in subgraph.meta[DONATED]]  # type: ignore[misc]
 
 
 def test_equal_blocks_are_calls_of_a_few_subgraphs() -> None:
@@ -87,13 +93,35 @@ def test_only_tensors_that_no_one_reads_later_are_donated() -> None:
     module = traced(residual_blocks, *[torch.randn(16, 16) for _ in range(17)])
     outlined = outline_repeats(module)
     nodes = list(outlined.graph.nodes)
-    called = [n for n in nodes if str(n.target) == "invoke_subgraph"]
-    donated = getattr(outlined, str(called[0].args[0])).meta[DONATED]
-    for call in called:
-        for position in donated:
-            given = call.args[2:][position]
+    for call in calls(outlined):
+        for given in donated_to(outlined, call):
             assert given.op != "placeholder"
             assert all(nodes.index(user) <= nodes.index(call) for user in given.users)
+
+
+def test_two_inputs_of_one_storage_are_not_donated() -> None:
+    """A saved tensor and its transpose are two inputs of a backward."""
+
+    def step(x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+        for one, other in zip(saved[::2], saved[1::2], strict=True):
+            y = torch.relu(one) @ other
+            for function in (torch.tanh, torch.cos, torch.sin, torch.exp, torch.atan, torch.abs, torch.log1p, torch.erf):
+                y = function(y).t()
+            x = (x - y) @ other + one * other
+        return x
+
+    module = traced(step, *[torch.randn(16, 16) for _ in range(17)])
+    _, *given = (n for n in module.graph.nodes if n.op == "placeholder")
+    for one, other in zip(given[::2], given[1::2], strict=True):
+        other.meta["val"] = one.meta["val"].t().t()
+    outlined = outline_repeats(module, frozenset(range(1, 17)))
+    nodes = list(outlined.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"][1:]
+    twins = {a.name: b for a, b in zip(inputs, [inputs[i ^ 1] for i in range(16)], strict=True)}
+    assert calls(outlined)
+    for call in calls(outlined):
+        for twin in (twins[n.name] for n in donated_to(outlined, call) if n.name in twins):
+            assert all(nodes.index(user) < nodes.index(call) for user in twin.users)
 
 
 def code_of(budget: int | str | None) -> str:

@@ -24,6 +24,7 @@ from checkmate.torch._compat.generated_code import calls_are_known
 from checkmate.torch._compat.inductor import DONATED, inductor_config, invoke_subgraph
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.graph.op_properties import makes_views, op_properties
+from checkmate.torch.graph.storages import storage_key
 
 aten = torch.ops.aten
 
@@ -88,10 +89,10 @@ def outline_repeats(module: fx.GraphModule, donated: Set[int] = frozenset()) -> 
         setattr(outlined, name, occurrences[0].module())
         calls[name] = [_call(outlined.graph, name, _Sequence.of([copies[n] for n in s.nodes])) for s in occurrences]
     outlined.graph.eliminate_dead_code()
-    last = _last_reads(outlined.graph, donated)
+    storages = _Storages.of(outlined.graph, donated)
     for name, called in calls.items():
-        dying = [{i for i, n in enumerate(_operands(c)) if last.get(n) is c and c.args.count(n) == 1} for c in called]
-        getattr(outlined, name).meta[DONATED] = frozenset.intersection(*map(frozenset, dying))
+        dying = [frozenset(i for i, n in enumerate(_operands(call)) if storages.dies(n, call)) for call in called]
+        getattr(outlined, name).meta[DONATED] = frozenset.intersection(*dying)
     outlined.graph.lint()
     outlined.recompile()
     return outlined
@@ -264,19 +265,49 @@ def _operands(call: fx.Node) -> list[fx.Node]:
     return [n for n in call.args[2:] if isinstance(n, fx.Node)]
 
 
-def _last_reads(graph: fx.Graph, donated: Set[int]) -> dict[fx.Node, fx.Node]:
-    """The node that reads the storage of each node last, views aside; for tensors that the graph may overwrite."""
-    owner: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        source = node.all_input_nodes[0] if node.target is operator.getitem else node
-        view = source.op == "call_function" and makes_views(source)
-        owner[node] = owner[node.all_input_nodes[0]] if view and node.all_input_nodes else node
-        for read in () if view else node.all_input_nodes:
-            last[owner[read]] = node
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    fixed = {n for i, n in enumerate(inputs) if i not in donated} | {n for n in graph.nodes if n.op == "get_attr"}
-    return {n: reader for n, reader in last.items() if n not in fixed}
+@dataclass(frozen=True, slots=True)
+class _Storages:
+    """The storages of a graph.
+
+    Attributes:
+        owner: The first node with the storage of each node.
+        last: The node that reads each storage last, by its owner; only of those that the graph may overwrite.
+    """
+
+    owner: dict[fx.Node, fx.Node]
+    last: dict[fx.Node, fx.Node]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, donated: Set[int]) -> _Storages:
+        """The storages of a graph.
+
+        Args:
+            graph: The graph.
+            donated: Positions of its inputs that it may overwrite.
+        """
+        owner: dict[fx.Node, fx.Node] = {}
+        last: dict[fx.Node, fx.Node] = {}
+        inputs: dict[int, fx.Node] = {}
+        for node in graph.nodes:
+            source = node.all_input_nodes[0] if node.target is operator.getitem else node
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+                owner[node] = inputs.setdefault(storage_key(node.meta["val"]), node)
+            elif source.op == "call_function" and makes_views(source):
+                owner[node] = owner[node.all_input_nodes[0]]
+                continue
+            else:
+                owner[node] = node
+            for read in node.all_input_nodes:
+                last[owner[read]] = node
+        given = [n for n in graph.nodes if n.op == "placeholder"]
+        fixed = {owner[n] for i, n in enumerate(given) if i not in donated} | {n for n in graph.nodes if n.op == "get_attr"}
+        return cls(owner, {n: reader for n, reader in last.items() if n not in fixed})
+
+    def dies(self, node: fx.Node, call: fx.Node) -> bool:
+        """Whether a call reads a storage last, and through no other of its operands."""
+        owner = self.owner[node]
+        alone = sum(self.owner[n] is owner for n in _operands(call)) == 1
+        return alone and self.last.get(owner) is call and (owner is node or node.op == "placeholder")
 
 
 def _call(graph: fx.Graph, name: str, sequence: _Sequence) -> fx.Node:
