@@ -46,7 +46,7 @@ def test_the_count_is_what_is_measured(name: str, caplog: pytest.LogCaptureFixtu
 
 def test_only_the_chosen_plan_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan whose code is found to take too much has no kernel built."""
-    from checkmate.torch._compat.cpp_kernels import PendingKernels
+    from checkmate.torch._compat.codegen.cpp_kernels import PendingKernels
     from checkmate.torch.inductor import search
 
     built: list[PendingKernels] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
-from checkmate.torch._compat.cpp_kernels import PendingKernels
+from checkmate.torch._compat.codegen.cpp_kernels import PendingKernels
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 ARGUMENTS = ["const float*", "float*", "const int64_t"]

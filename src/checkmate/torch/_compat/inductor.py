@@ -21,6 +21,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.fx_passes.post_grad import addmm as fuse_addmm
 from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._inductor.graph import GraphLowering, SubgraphLowering
+from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import get_donated_idxs
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
@@ -43,6 +44,7 @@ __all__ = [
     "missing_compiler",
     "one_function_for_vectors_and_scalars",
     "prefers_channels_last",
+    "reads_after_writes",
     "stock_patches",
     "sums_for_every_size",
     "trace_functionally",
@@ -108,6 +110,26 @@ def trace_functionally(function: Callable[..., None], inputs: Sequence[torch.Ten
     """
     functional = torch.func.functionalize(function, remove="mutations_and_views")
     return make_fx(functional, decomposition_table=select_decomp_table())(*inputs).graph
+
+
+@contextmanager
+def reads_after_writes() -> Iterator[None]:
+    """Keep a loop that reads a tensor behind the op that adds to it in place, also when the loop is computed again for a fusion.
+
+    PyTorch 2.13 loses that dependency in `recompute_size_and_body`, unless the loop has another one of certain kinds. In a
+    ResNet-50 whose first ReLU is computed again, the gradient of the pooling before it was read before it was scattered into its
+    zeros: the gradients of the first convolution were zero.
+    """
+    recompute = SchedulerNode.recompute_size_and_body
+
+    def recomputed(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        recompute(node, *args, **kwargs)
+        renames = getattr(node, "mutation_renames", None)
+        if renames:
+            node.set_read_writes(node.read_writes.rename(renames))
+
+    with patch.object(SchedulerNode, "recompute_size_and_body", recomputed):
+        yield
 
 
 @contextmanager

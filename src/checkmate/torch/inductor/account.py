@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from torch import fx
 
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.generated_code import Alias, Allocate, Call, Free, GeneratedModule, Give, watch_generated_modules
+from checkmate.torch._compat.codegen.generated_code import (
+    Alias,
+    Allocate,
+    Call,
+    Free,
+    GeneratedModule,
+    Give,
+    watch_generated_modules,
+)
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES
 
 Workspace = Callable[[fx.Node], int]

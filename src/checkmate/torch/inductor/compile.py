@@ -28,7 +28,7 @@ from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, functorch_config, saved_symbols
 from checkmate.torch._compat.aot_cache import CachedCompilation, CacheEntry, aot_cache_disabled, cached_attributes
-from checkmate.torch._compat.cpp_kernels import PendingKernels
+from checkmate.torch._compat.codegen.cpp_kernels import PendingKernels
 from checkmate.torch._compat.dispatch import FakeTensor
 from checkmate.torch._compat.inductor import (
     CustomPartitionerFn,
@@ -39,6 +39,7 @@ from checkmate.torch._compat.inductor import (
     inductor_config,
     one_function_for_vectors_and_scalars,
     prefers_channels_last,
+    reads_after_writes,
     sums_for_every_size,
     unfused_addmm,
     use_inductor_choices,
@@ -56,7 +57,7 @@ from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.inductor.settings import config_patches
 from checkmate.torch.inductor.stored_step import StoredStep
-from checkmate.torch.inductor.whole_step import WHOLE_STEP_CONFIG, WholeStep
+from checkmate.torch.inductor.whole.whole_step import WHOLE_STEP_CONFIG, WholeStep
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.trial_step import measure_step, measure_whole_step
 from checkmate.torch.options import Options
@@ -351,6 +352,7 @@ def _generate(
         choices,
         functions,
         unfused_addmm(),
+        reads_after_writes(),
         sums_for_every_size(),
         kernels.collecting(),
         account.counting(),

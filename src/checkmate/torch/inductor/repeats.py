@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import fx
 
+from checkmate.torch._compat.codegen.generated_code import calls_are_known
 from checkmate.torch._compat.dispatch import OpOverload
-from checkmate.torch._compat.generated_code import calls_are_known
 from checkmate.torch._compat.inductor import DONATED, inductor_config, invoke_subgraph
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.graph.op_properties import makes_views, op_properties

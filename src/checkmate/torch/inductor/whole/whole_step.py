@@ -12,8 +12,8 @@ from torch import fx
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import BoxedRun
 from checkmate.torch.graph.optimizer_ops import UPDATE
-from checkmate.torch.inductor.step_state import StepState
-from checkmate.torch.inductor.update_ops import expand_updates
+from checkmate.torch.inductor.whole.step_state import StepState
+from checkmate.torch.inductor.whole.update_ops import expand_updates
 from checkmate.torch.partition.split import Task, plan_whole_step
 
 WHOLE_STEP_CONFIG: dict[str, Any] = {

@@ -23,7 +23,7 @@ from checkmate.torch._compat.inductor import as_if_compiling, trace_functionally
 from checkmate.torch.graph.optimizer_ops import UPDATE, Updates, updates_of
 from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import leaves, storage_key
-from checkmate.torch.inductor.step_state import ParameterState, StepState, signature
+from checkmate.torch.inductor.whole.step_state import ParameterState, StepState, signature
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _REALIZE = "inductor_realize_to_strides"

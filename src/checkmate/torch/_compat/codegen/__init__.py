@@ -1,0 +1,1 @@
+"""Private names of Inductor for the code that it generates."""

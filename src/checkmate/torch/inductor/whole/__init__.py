@@ -1,0 +1,1 @@
+"""Whole steps under Inductor: forward, backward and updates as one compiled graph."""
