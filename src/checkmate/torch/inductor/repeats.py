@@ -52,7 +52,7 @@ _MOST_PARTS = 48
 """Most parts of a sequence: ops of other libraries, each with what follows it. A layer has 10 to 30."""
 
 _CALL_NODES = 8
-"""What a call costs, in nodes that Inductor does not have to compile."""
+"""Price of a call, in nodes that Inductor does not have to compile."""
 
 _LEAST_SAVED_NODES = 64
 """Fewer nodes are not worth a subgraph."""
