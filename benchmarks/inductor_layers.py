@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import child, hardware, publish, ran_on, versions
+from fresh import hardware, publish, ran_on, versions
+from inductor_start import in_fresh_processes
 
 LAYERS = (8, 32)
 BUDGETS = {"stock Inductor": "-1", "keep all": "0", "75 %": "75%", "60 %": "60%", "50 %": "50%", "40 %": "40%"}
@@ -30,15 +30,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
     options = parser.parse_args()
-    script = str(Path(__file__).with_name("inductor_start.py"))
     rows = []
     for label, budget in BUDGETS.items():
         found: dict[int, list[dict[str, Any]]] = {n: [] for n in LAYERS}
         for _ in range(options.rounds):
             for n in LAYERS:
-                with tempfile.TemporaryDirectory() as folder:
-                    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "CHECKMATE_CACHE": f"{folder}/checkmate"}
-                    found[n].append(child(script, f"layers_{n}", budget, str(options.time_limit), **caches))
+                found[n] += in_fresh_processes(f"layers_{n}", budget, options.time_limit, 1)
         fastest = {n: min(runs, key=lambda run: run["first_s"]) for n, runs in found.items()}
         rows.append({"budget": label, **{f"{n}_layers": fastest[n] for n in LAYERS}})
         print(label, *(f"{n}: {fastest[n]['first_s']:.1f} s" for n in LAYERS), file=sys.stderr, flush=True)

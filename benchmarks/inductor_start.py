@@ -10,12 +10,13 @@ import argparse
 import logging
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer
+from fresh import answer, child
 from models import build
 from steps import backward, compiled_by_torch, returned
 
@@ -27,6 +28,20 @@ def main() -> int:
     name, budget, time_limit_s = parser.parse_args().child
     answer(first_step(name, budget, float(time_limit_s)))
     return 0
+
+
+def in_fresh_processes(name: str, budget: str, time_limit_s: float, times: int) -> list[dict[str, Any]]:
+    """First steps in fresh processes one after the other: the first has empty caches, the others what it filled.
+
+    Args:
+        name: The model.
+        budget: As for `first_step`.
+        time_limit_s: Seconds that a solve may take.
+        times: How many.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "CHECKMATE_CACHE": f"{folder}/checkmate"}
+        return [child(__file__, name, budget, str(time_limit_s), **caches) for _ in range(times)]
 
 
 def first_step(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:

@@ -24,13 +24,13 @@ import functools
 import logging
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import by_model, child, mib, ran_on
+from fresh import by_model, mib, ran_on
+from inductor_start import in_fresh_processes
 from models import Case, build
 from steps import CLOCK, Variant, backward, beaten, best_at, buffers_put_back, compiled_by_torch, observe, returned, timed
 
@@ -109,10 +109,7 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
 
 def start(name: str, budget_bytes: int, time_limit_s: float) -> dict[str, Any]:
     """Wall seconds to the end of a first step in a fresh process, with empty caches and then with filled ones."""
-    script = str(Path(__file__).with_name("inductor_start.py"))
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "CHECKMATE_CACHE": f"{folder}/checkmate"}
-        cold, cached = (child(script, name, str(budget_bytes), str(time_limit_s), **caches) for _ in range(2))
+    cold, cached = in_fresh_processes(name, str(budget_bytes), time_limit_s, 2)
     return {"cold_s": cold["first_s"], "cached_s": cached["first_s"], "plans": cold["plans"]}
 
 

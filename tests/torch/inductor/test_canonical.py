@@ -53,7 +53,6 @@ def test_with_room_it_is_the_order_of_the_graph() -> None:
 
 
 def test_a_computation_is_repeated_just_before_its_reader() -> None:
-    """Unless the value that it reads would then be held for too long."""
     ops = (Op("a", (), (0,), 1), Op("b", (0,), (1,), 1), Op("c", (1,), (2,), 1), Op("d", (0, 2), (3,), 1))
     values = (Value("a", 5), Value("b", 4), Value("c", 1), Value("d", 1, kept=True))
     assert in_graph_order(Graph(ops, values), (0, 1, 0, 2, 3), 11) == (0, 1, 2, 0, 3)

@@ -124,15 +124,11 @@ def test_two_inputs_of_one_storage_are_not_donated() -> None:
             assert all(nodes.index(user) < nodes.index(call) for user in twin.users)
 
 
-def code_of(budget: int | str | None) -> str:
-    model, x = deep_transformer()
-    run, _ = planned_loss(model, x, budget)
-    with inductor_config.patch(fx_graph_cache=False):
-        return "\n".join(run_and_get_code(lambda: run().backward())[1])
-
-
 def test_equal_layers_are_compiled_once() -> None:
-    code = code_of(None)
+    model, x = deep_transformer()
+    run, _ = planned_loss(model, x, None)
+    with inductor_config.patch(fx_graph_cache=False):
+        code = "\n".join(run_and_get_code(lambda: run().backward())[1])
     defined = set(re.findall(r"def (repeated_\d+)\(args\)", code))
     called = re.findall(r"= (repeated_\d+)\(", code)
     assert defined

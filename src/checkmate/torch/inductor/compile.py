@@ -346,11 +346,10 @@ def _generate(
     kernels, account = PendingKernels(), Account(lambda node: task.costs([node])[0].workspace_bytes)
     choices, subgraphs, cache = use_inductor_choices(PlanChoices()), donated_to_subgraphs(), CachedCompilation()
     looking_up = aot_cache_disabled() if problem is None else cache.looking_up(loaded)
-    functions = one_function_for_vectors_and_scalars()
     with (
         early,
         choices,
-        functions,
+        one_function_for_vectors_and_scalars(),
         unfused_addmm(),
         reads_after_writes(),
         sums_for_every_size(),
