@@ -133,6 +133,14 @@ def gpt2() -> Case:
     return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(4096, 8, 256)}, tuple(net.transformer.h))
 
 
+def gpt2_small() -> Case:
+    """GPT-2 small as it is configured by default, 124 million parameters, dropout 0.1; 4 sequences of 256 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    net = GPT2LMHeadModel(GPT2Config(use_cache=False))
+    return Case(TokenLoss(net, shift=True).train(), {"ids": _ids(50257, 4, 256)}, tuple(net.transformer.h))
+
+
 def bert() -> Case:
     """BERT: 6 layers, width 256, dropout 0.1, 8 sequences of 128 tokens."""
     from transformers import BertConfig, BertForMaskedLM
@@ -206,7 +214,7 @@ WHOLE = "_whole"
 def build(name: str) -> Case:
     """A model by name, the same each time, on one thread.
 
-    Beside `MODELS` there are ``gpt2_whole`` and others that return their logits too, ``resnet50_32`` with 32 images,
+    Beside `MODELS` there are ``gpt2_small``, ``gpt2_whole`` and others that return their logits too, ``resnet50_32`` with 32 images,
     ``llama_4``, a model of pytorch#197838 with 16 layers, and ``layers_32``, a small Llama of 32 layers.
     """
     torch.set_num_threads(1)
@@ -216,6 +224,8 @@ def build(name: str) -> Case:
         return _hidden_llama(layers=4 * s, tokens=128 * s)
     if name.startswith("layers_"):
         return _hidden_llama(layers=int(name.removeprefix("layers_")), tokens=128)
+    if name == "gpt2_small":
+        return gpt2_small()
     if name == "resnet50_32":
         case = resnet50()
         return Case(case.model, _images(32, 64, 1000), case.blocks)

@@ -200,6 +200,8 @@ class Proportional:
         aim: Share of the limit to aim at when the last trial is used to predict the next.
         least_gain: Least number of bytes by which the measured peak is assumed to fall for each byte less in the planned peak.
         least_saving: Share of the cost that another trial must be able to save, once one fits; less is not worth a compilation.
+        least_step: Difference between the planned peak of a trial that fits and that of one that does not, as a share of the
+            limit, that is not worth dividing.
     """
 
     least_cost: int = 0
@@ -207,6 +209,7 @@ class Proportional:
     aim: float = 0.985
     least_gain: float = 0.25
     least_saving: float = 0.01
+    least_step: float = 0.005
 
     def worthwhile_cost(self, trials: Sequence[Trial[Any]], limit_bytes: int) -> float:
         """Cost up to which another plan is worth trying."""
@@ -224,7 +227,8 @@ class Proportional:
         last = max(fitting, key=_planned) if fitting else min(over, key=_planned)
         target = int(self.aim * limit_bytes * _planned(last) / max(1, _needed(last)))
         if fitting and over:
-            return min(target, (_planned(last) + min(map(_planned, over))) // 2)
+            above = min(map(_planned, over))
+            return min(target, (_planned(last) + above) // 2) if above - _planned(last) > self.least_step * limit_bytes else None
         if over:
             return min(target, int(self.aim * _planned(last)), self._secant(over, self.aim * limit_bytes))
         return target

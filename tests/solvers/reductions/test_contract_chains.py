@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +17,7 @@ from tests.strategies import random_graph, random_order
 
 KINDS = ("mul", "exp", "sum", "mm", "random")
 FUSIBLE = FusibleKinds(pointwise=frozenset({"mul", "exp", "erf", "add", "random"}), reductions=frozenset({"sum"}))
+LIGHT = replace(FUSIBLE, light=frozenset({"mul", "add"}))
 
 
 def with_kinds(rng: random.Random) -> Graph:
@@ -23,13 +27,16 @@ def with_kinds(rng: random.Random) -> Graph:
     return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_every_order_of_the_contracted_graph_is_one_of_the_original(seed: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from([FUSIBLE, LIGHT]))
+def test_every_order_of_the_contracted_graph_is_one_of_the_original(seed: int, kinds: FusibleKinds) -> None:
     """Otherwise a plan would read a value that was not computed."""
     rng = random.Random(seed)
     graph = with_kinds(rng)
-    chains = ContractChains.of(graph, FUSIBLE)
-    assert sorted(o for part in chains.parts for o in part) == list(range(len(graph.ops)))
+    chains = ContractChains.of(graph, kinds)
+    inside = Counter(o for part in chains.parts for o in part)
+    assert sorted(inside) == list(range(len(graph.ops)))
+    free = {o for o, op in enumerate(graph.ops) if all(graph.values[v].size_bytes == 0 for v in op.outputs)}
+    assert all(graph.ops[o].kind in kinds.light or o in free for o, count in inside.items() if count > 1)
     order = random_order(rng, chains.contracted)
     assert not validate(chains.contracted, Plan.from_order(chains.contracted, order))
     assert not validate(graph, Plan.from_order(graph, chains.invert(order)))
@@ -69,6 +76,27 @@ def test_an_activation_function_is_one_op_and_stores_nothing_inside() -> None:
     assert [v.name for v in chains.contracted.values] == ["v0", "v5", "v6"]
     # One read and one write at the speed of a multiplication, and what erf takes beyond moving its bytes.
     assert chains.contracted.ops[1].cost == 100 + 800
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "parts"),
+    [
+        ("mul", 40, ((0,), (1, 2), (1, 3), (4,))),  # its operand takes no more
+        ("mul", 20, ((0,), (1,), (2,), (3,), (4,))),  # storing the result frees the operand
+        ("exp", 40, ((0,), (1,), (2,), (3,), (4,))),
+    ],
+)
+def test_a_light_op_is_computed_by_each_of_its_readers(kind: str, size: int, parts: tuple[tuple[int, ...], ...]) -> None:
+    """Nothing but its operand is there from one to the other, which may be in the backward."""
+    graph = row(
+        Op("mm", (), (0,), 50, kind="mm"),
+        Op("light", (0,), (1,), 10, kind=kind),
+        Op("exp", (1,), (2,), 10, kind="exp"),
+        Op("sum", (1,), (3,), 10, phase="backward", kind="sum"),
+        Op("mm", (2, 3), (4,), 50, phase="backward", kind="mm"),
+        sizes=(40, size, 40, 4, 40),
+    )
+    assert ContractChains.of(graph, LIGHT).parts == parts
 
 
 def test_a_reduction_ends_a_chain_and_is_never_inside_one() -> None:

@@ -52,10 +52,10 @@ def test_the_measured_peak_keeps_the_budget_and_no_bit_changes() -> None:
     """The whole promise on a network with dropout: budget, gradients, and the random state."""
     model, x = mlp(depth=2), input_of("dropout", ROWS)
     run, planned = planned_loss(model, x, None)
-    reference, everything = observe(model, run), peak_of(run, model)
+    reference, everything, light = observe(model, run), peak_of(run, model), recomputes(planned)
     run, planned = planned_loss(model, x, given_room(planned, 0.8 * everything))
     assert reference.differs(observe(model, run)) == []
-    assert recomputes(planned) > 0
+    assert recomputes(planned) > light
     assert peak_of(run, model) <= 0.8 * everything
 
 

@@ -1,10 +1,10 @@
-"""A tensor that is added to in place is read after that, whatever the loop that reads it is fused with."""
+"""What is written over: after it was read, and as soon as it was."""
 
 from __future__ import annotations
 
 import torch
 
-from checkmate.torch._compat.inductor import inductor_config, reads_after_writes
+from checkmate.torch._compat.inductor import inductor_config, orders_read_nothing, reads_after_writes
 
 
 def test_a_sum_is_scattered_before_it_is_read() -> None:
@@ -22,3 +22,24 @@ def test_a_sum_is_scattered_before_it_is_read() -> None:
     with reads_after_writes(), inductor_config.patch(fx_graph_cache=False):
         _, found = torch.compile(function)(a, w)
     torch.testing.assert_close(found, function(a, w)[1])
+
+
+def test_a_product_with_a_parameter_that_is_updated_later_is_written_over() -> None:
+    """PyTorch 2.13 does not: the update waits for the product, and counts as a reader of it."""
+    from torch._inductor.utils import run_and_get_code
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (torch.relu(x @ w) @ w).sum(0)
+        w.add_(y)
+        return y
+
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 32), torch.randn(32, 32)
+    expected = function(x, w.clone())
+    patches = inductor_config.patch(fx_graph_cache=False, allow_buffer_reuse=False)
+    torch._dynamo.reset()
+    with orders_read_nothing(), patches:
+        found, (code, *_) = run_and_get_code(torch.compile(function), x, w.clone())
+    torch.testing.assert_close(found, expected)
+    reused = [line for line in code.splitlines() if line.endswith("# reuse")]
+    assert len(reused) == 1, "the result of relu is written over its operand"

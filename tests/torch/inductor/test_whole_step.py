@@ -85,13 +85,14 @@ def eagerly(
 
 def test_the_budget_is_kept_and_no_bit_changes() -> None:
     """Predictions, losses, parameters, state and random numbers; compiling itself changes nothing."""
-    outcomes, peaks, limits = [], [], []
-    for share in (None, 0.7):
+    outcomes, peaks, limits, computed = [], [], [], []
+    for share in (None, 0.8):
         model, x, y = small()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         before = copy.deepcopy([*model.state_dict().values(), torch.get_rng_state()])
         budget = None if share is None else limits[0] + int(share * peaks[0])
         step = whole(model, optimizer, x, y, budget=budget)
+        computed.append(len(step.plan.order))
         assert step.whole
         assert same(before, [*model.state_dict().values(), torch.get_rng_state()])
         assert not optimizer.state
@@ -99,8 +100,8 @@ def test_the_budget_is_kept_and_no_bit_changes() -> None:
         peaks.append(peak_above_resident(step, x, y))
         limits.append(step.graph.resident_bytes)
     assert same(*outcomes)
-    assert peaks[1] <= 0.7 * peaks[0]
-    assert len(step.plan.order) > len(step.graph.ops)
+    assert peaks[1] <= 0.8 * peaks[0]
+    assert computed[1] > computed[0]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -28,6 +29,10 @@ from checkmate.jax.measure.compiled import temp_bytes
 from checkmate.jax.measure.profiler import environment, signature
 
 _log = logging.getLogger("checkmate.jax")
+
+_MOST_COMPILATIONS: Final = 4
+_MOST_PLANS: Final = 7
+"""Most plans of a request: one that saves too little beside an earlier one is not compiled."""
 
 _LEAST_SAVING: Final = 0.002
 """Share of the cost by which a plan must be cheaper than one that fits to be compiled, which takes seconds."""
@@ -132,18 +137,22 @@ def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilati
     replan = Replanner(graph, options)
     # What is resident does not change with the plan: the ratio of compiled and planned bytes is that of the rest.
     room = max(0, budget - graph.resident_bytes)
-    policy = Proportional(least_cost=graph.cost, least_saving=_LEAST_SAVING)
+    policy = Proportional(least_cost=graph.cost, most_trials=_MOST_PLANS, least_saving=_LEAST_SAVING)
     calibration: Calibration[Planned | None] = Calibration(room, policy)
+    compiled: set[tuple[int, ...]] = set()
     failure: CheckmateError | None = None
-    while failure is None and (target := calibration.next_target()) is not None:
+    while len(compiled) < _MOST_COMPILATIONS and (target := calibration.next_target()) is not None:
+        best = calibration.best()
         try:
             result = replan(graph.resident_bytes + target)
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
-            if calibration.best() is not None:
+            if failure is not None or best is not None:
                 break
             failure, result = error, replan.smallest()  # XLA may need less than was planned
-        if result.cost > policy.worthwhile_cost(calibration.trials, room):
-            break
+        if best is not None and result.cost > policy.worthwhile_cost(calibration.trials, room):
+            calibration.record(_not_compiled(target, best))
+            continue
+        compiled.add(result.plan.order)
         needed, planned = compilation.temp_bytes(result), result.peak_bytes - graph.resident_bytes
         _log.info("planned %s, compiled %s of %s, overhead %.4f", *map(format_bytes, (planned, needed, room)), result.overhead)
         trial = Trial.of(target, result, needed, Planned(capture, result, budget, needed, compilation.exact))
@@ -155,6 +164,19 @@ def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilati
             raise _refusal(calibration, graph.resident_bytes, budget, failure)
         return Planned(capture, known, budget, compilation.temp_bytes(known), compilation.exact)
     return best.outcome
+
+
+def _not_compiled(target_bytes: int, best: Trial[Planned | None]) -> Trial[Planned | None]:
+    """The trial of a target within which no plan is worth compiling beside the best: the next one has to be above it."""
+    return replace(
+        best,
+        target_bytes=target_bytes,
+        planned_bytes=target_bytes,
+        cost=math.inf,
+        overhead=math.inf,
+        measured=False,
+        outcome=None,
+    )
 
 
 def _refusal(

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from checkmate.core.graph import Graph, Op, Value
+
+_MOST_CHAINS: Final = 4
+"""Most chains that a light op is part of."""
+
+_SMALL: Final = 1 / 16
+"""Bytes of other operands, such as the mean of each row, that are not counted, as a share of a light op's result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +28,12 @@ class FusibleKinds:
     Attributes:
         pointwise: Kinds that a chain may contain anywhere.
         reductions: Kinds that only end a chain: what a reduction computes is stored.
+        light: Pointwise kinds that cost less to compute again in each kernel than to store and read.
     """
 
     pointwise: frozenset[str]
     reductions: frozenset[str]
+    light: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,8 @@ class ContractChains:
 
     Attributes:
         contracted: The contracted graph.
-        parts: Ops of the original graph that each op of ``contracted`` stands for, in ascending order. Shape ``[op]``.
+        parts: Ops of the original graph that each op of ``contracted`` stands for, in ascending order; a light op can be in
+            several. Shape ``[op]``.
         stored: Pointwise ops of the original graph whose outputs a plan of ``contracted`` counts as stored: the last op of each
             chain, and pointwise ops in no chain.
         rows: Ops of ``contracted`` that are, or end with, a reduction over rows.
@@ -52,6 +62,9 @@ class ContractChains:
         is overwritten, that holds replay state or that has a place in the graph's explicit order. Free views inside it become
         part of it.
 
+        A light op whose result is no smaller than its operands is never stored: it becomes part of each chain that reads it, on
+        both sides of the boundary. Its operands are there in place of its result, and take no more.
+
         Args:
             graph: Any graph.
             kinds: The kinds that are fused.
@@ -66,12 +79,12 @@ class ContractChains:
             >>> [op.name for op in chains.contracted.ops], chains.parts, chains.invert([0, 1])
             (['mm', 'sum'], ((0,), (1, 2)), (0, 1, 2))
         """
-        end = _chain_ends(graph, kinds, rows)
         members: dict[int, list[int]] = {}
-        for o, last in enumerate(end):
-            members.setdefault(last, []).append(o)
+        for o, lasts in enumerate(_chain_ends(graph, kinds, rows)):
+            for last in lasts:
+                members.setdefault(last, []).append(o)
         ends = sorted(members)
-        contracted = _contracted(graph, kinds, end, members)
+        contracted = _contracted(graph, kinds, members)
         stored = tuple(last for last in ends if graph.ops[last].kind in kinds.pointwise)
         over_rows = frozenset(o for o, last in enumerate(ends) if last in rows)
         return cls(contracted, tuple(tuple(members[last]) for last in ends), stored, over_rows)
@@ -94,26 +107,39 @@ class ContractChains:
         return tuple(part for o in order for part in self.parts[o])
 
 
-def _chain_ends(graph: Graph, kinds: FusibleKinds, rows: Collection[int]) -> list[int]:
-    """Last op of the chain that each op is in; the op itself if it is in none."""
+def _chain_ends(graph: Graph, kinds: FusibleKinds, rows: Collection[int]) -> list[frozenset[int]]:
+    """Last ops of the chains that each op is in; the op itself if it is in none."""
+    paired = {o for pair in graph.order for o in pair} | {c for op in graph.ops for c in op.clobbered_by}
     ordered = {o for pair in graph.order if not any(graph.ops[p].phase == "loss" for p in pair) for o in pair}
     readers: list[set[int]] = [set() for _ in graph.values]
     for o, op in enumerate(graph.ops):
         for v in op.inputs:
             readers[v].add(o)
-    end = list(range(len(graph.ops)))
-    for o in reversed(range(len(graph.ops))):  # readers first: an op joins the one chain that all of its readers are in
+    ends = [frozenset({o}) for o in range(len(graph.ops))]
+    for o in reversed(range(len(graph.ops))):  # readers first: an op joins the chains that its readers are in
         op = graph.ops[o]
-        ends = {end[r] for v in op.outputs for r in readers[v]}
+        chains = frozenset[int]().union(*(ends[r] for v in op.outputs for r in readers[v]))
         fused = op.kind in kinds.pointwise or o in rows or _is_view(graph, op)
-        if len(ends) != 1 or o in ordered or not fused or not _inside(graph, op):
+        if not chains or o in ordered or not fused or not _inside(graph, op) or not all(_closes(graph, kinds, c) for c in chains):
             continue
-        (last,) = ends
-        closing = graph.ops[last]
-        stored = all(graph.values[v].base is None for v in closing.outputs) and not _is_view(graph, closing)
-        if closing.phase == op.phase and stored and (closing.kind in kinds.pointwise or closing.kind in kinds.reductions):
-            end[o] = last
-    return end
+        alone = len(chains) == 1 and all(graph.ops[c].phase == op.phase for c in chains)
+        if alone or (len(chains) <= _MOST_CHAINS and o not in paired and _is_light(graph, kinds, op)):
+            ends[o] = chains
+    return ends
+
+
+def _closes(graph: Graph, kinds: FusibleKinds, last: int) -> bool:
+    """Whether a chain may end with an op."""
+    op = graph.ops[last]
+    stored = all(graph.values[v].base is None for v in op.outputs) and not _is_view(graph, op)
+    return stored and (op.kind in kinds.pointwise or op.kind in kinds.reductions)
+
+
+def _is_light(graph: Graph, kinds: FusibleKinds, op: Op) -> bool:
+    """Whether an op is computed again for each of its readers, from operands that take no more than its result."""
+    if _is_view(graph, op):
+        return True
+    return op.kind in kinds.light and _bytes(graph, set(op.inputs)) <= (1 + _SMALL) * _bytes(graph, op.outputs)
 
 
 def _is_view(graph: Graph, op: Op) -> bool:
@@ -126,19 +152,17 @@ def _inside(graph: Graph, op: Op) -> bool:
     return free and not any(graph.values[v].kept for v in op.outputs)
 
 
-def _contracted(graph: Graph, kinds: FusibleKinds, end: list[int], members: dict[int, list[int]]) -> Graph:
+def _contracted(graph: Graph, kinds: FusibleKinds, members: dict[int, list[int]]) -> Graph:
     """The contracted graph.
 
     Args:
         graph: The original graph.
         kinds: The kinds that are fused.
-        end: Last op of the chain that each op is in.
         members: Ops of each chain, by its last op.
     """
     ends = sorted(members)
-    position = {last: i for i, last in enumerate(ends)}
-    new_op = [position[last] for last in end]
-    kept = [v for v in range(len(graph.values)) if end[graph.producer[v]] == graph.producer[v]]
+    new_op = {m: i for i, last in enumerate(ends) for m in members[last]}  # of ops in pairs, which are in one chain
+    kept = [v for v in range(len(graph.values)) if graph.producer[v] in members]
     new_value = {v: i for i, v in enumerate(kept)}
     ops: list[Op] = []
     for last in ends:

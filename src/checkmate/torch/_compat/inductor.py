@@ -43,6 +43,7 @@ __all__ = [
     "invoke_subgraph",
     "missing_compiler",
     "one_function_for_vectors_and_scalars",
+    "orders_read_nothing",
     "prefers_channels_last",
     "reads_after_writes",
     "stock_patches",
@@ -130,6 +131,35 @@ def reads_after_writes() -> Iterator[None]:
 
     with patch.object(SchedulerNode, "recompute_size_and_body", recomputed):
         yield
+
+
+@contextmanager
+def orders_read_nothing() -> Iterator[None]:
+    """Let a loop write over an operand that nothing reads later, also where a later op has to wait for the op that made it.
+
+    PyTorch 2.13 takes the wait for a reader. In a whole step every product with a parameter is waited for by the parameter's
+    update, so that nothing was written over a product: the gradient of the logits took as much again as they did.
+    """
+    decide = SchedulerNode.decide_inplace_update
+
+    def decided(node: SchedulerNode) -> None:
+        with ExitStack() as stack:
+            for name in {read.name for read in node.read_writes.reads}:
+                buffer = node.scheduler.name_to_buf.get(name)
+                if buffer is not None:
+                    readers = [user for user in buffer.users if not _only_waits(user, name)]
+                    stack.enter_context(patch.object(buffer, "users", readers))
+            decide(node)
+
+    with patch.object(SchedulerNode, "decide_inplace_update", decided):
+        yield
+
+
+def _only_waits(user: Any, name: str) -> bool:
+    """Whether an op has to come after the one that makes a buffer, and does not read it."""
+    reads = getattr(getattr(user.node, "read_writes", None), "reads", ())
+    named = [read for read in reads if read.name == name]
+    return user.is_weak and bool(named) and all(getattr(read, "is_fake", False) for read in named)
 
 
 @contextmanager

@@ -22,6 +22,16 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "
 _POINTWISE = ("prims.inductor_random", "prims.inductor_lookup_seed", "aten.constant_pad_nd")
 """Pointwise ops that Inductor fuses and that this list does not contain."""
 
+_LIGHT = frozenset(
+    (
+        *(f"aten.{name}" for name in ("add", "sub", "mul", "neg", "abs", "where", "relu")),
+        *(f"aten.{name}" for name in ("maximum", "minimum", "clamp_min", "clamp_max")),
+        *(f"aten.{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not")),
+        *("aten.full", "aten.scalar_tensor", "aten.arange", "prims.convert_element_type", "prims.iota"),
+    )
+)
+"""Pointwise ops that take one instruction for each number, or two."""
+
 
 def contract_fusible_chains(graph: Graph, trailing: Collection[int] = ()) -> ContractChains:
     """Contract every chain of ops that Inductor computes in one kernel; see `ContractChains.of`.
@@ -182,6 +192,7 @@ def _fusible_kinds(graph: Graph) -> FusibleKinds:
     return FusibleKinds(
         pointwise=frozenset(kind for kind, packet in kinds.items() if packet in pointwise),
         reductions=frozenset(kind for kind, packet in kinds.items() if packet in reductions),
+        light=frozenset(kind for kind, packet in kinds.items() if packet in _LIGHT & pointwise),
     )
 
 
