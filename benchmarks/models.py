@@ -214,8 +214,8 @@ WHOLE = "_whole"
 def build(name: str) -> Case:
     """A model by name, the same each time, on one thread.
 
-    Beside `MODELS` there are ``gpt2_small``, ``gpt2_whole`` and others that return their logits too, ``resnet50_32`` with 32 images,
-    ``llama_4``, a model of pytorch#197838 with 16 layers, and ``layers_32``, a small Llama of 32 layers.
+    Beside `MODELS` there are ``gpt2_small``, ``gpt2_whole`` and others that return their logits too, ``resnet50_32`` with 32
+    images, ``llama_4``, a model of pytorch#197838 with 16 layers, and ``layers_32``, a small Llama of 32 layers.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
