@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
+from checkmate import Graph, Plan
 from checkmate.cli import demo, digits
 
 
@@ -68,6 +69,15 @@ def test_demo_prints_the_table_and_writes_one_offline_file(run, small, trained, 
     for figure in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ET.fromstring(figure)
     assert "prefers-color-scheme: dark" in page
+
+
+def test_the_report_is_of_the_planned_graph_alone(run, small, trained, monkeypatch):
+    """Where ops run in pieces, or are measured again, the training that keeps everything has another graph."""
+    other = Graph.from_dag(cost=[1], size_bytes=[1], edges=[])
+    keep_all = dataclasses.replace(trained.keep_all, graph=other, plan=Plan.from_order(other, [0]))
+    monkeypatch.setattr(digits, "train", lambda *_args, **_options: dataclasses.replace(trained, keep_all=keep_all))
+    outcome = run("demo")
+    assert outcome.code == 0, outcome
 
 
 def test_demo_in_json_exits_1_if_a_promise_is_broken(run, small, trained, monkeypatch):

@@ -18,7 +18,6 @@ def demo_page(trained: Trained, outcome: dict[str, Any]) -> str:
     return html_report(
         planned.graph,
         planned.plan,
-        before=trained.keep_all.plan,
         result=planned.result,
         title=f"A training step within {format_bytes(planned.result.budget_bytes)}",
         summary=_summary(trained, outcome),
