@@ -25,12 +25,11 @@ from checkmate.frontend.planner import Replanner, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.graph.capture import Capture
-from checkmate.jax.measure.compiled import temp_bytes
+from checkmate.jax.measure.compiled import MOST_COMPILATIONS, temp_bytes
 from checkmate.jax.measure.profiler import environment, signature
 
 _log = logging.getLogger("checkmate.jax")
 
-_MOST_COMPILATIONS: Final = 4
 _MOST_PLANS: Final = 7
 """Most plans of a request: one that saves too little beside an earlier one is not compiled."""
 
@@ -141,7 +140,7 @@ def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilati
     calibration: Calibration[Planned | None] = Calibration(room, policy)
     compiled: set[tuple[int, ...]] = set()
     failure: CheckmateError | None = None
-    while len(compiled) < _MOST_COMPILATIONS and (target := calibration.next_target()) is not None:
+    while len(compiled) < MOST_COMPILATIONS and (target := calibration.next_target()) is not None:
         best = calibration.best()
         try:
             result = replan(graph.resident_bytes + target)

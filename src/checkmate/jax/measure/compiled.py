@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 
 _log = logging.getLogger("checkmate.jax")
+
+MOST_COMPILATIONS: Final = 4
+"""Most programs that are compiled for one request; each takes seconds."""
 
 _BARRIERS_TO_THE_END = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 """For compilers that remove barriers before their last pass that merges equal computations: jaxlib 0.10 on CPUs."""

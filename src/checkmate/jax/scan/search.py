@@ -21,7 +21,7 @@ from checkmate.jax.arguments import Arguments, FlatFunction, is_array
 from checkmate.jax.graph.op_properties import peak_bytes
 from checkmate.jax.graph.pair import Pure, is_inexact, with_derivative
 from checkmate.jax.graph.trace import type_bytes
-from checkmate.jax.measure.compiled import temp_bytes
+from checkmate.jax.measure.compiled import MOST_COMPILATIONS, temp_bytes
 from checkmate.jax.measure.profiler import cost_source
 from checkmate.jax.scan.arrangements import Arrangement, Family, Layers, cheapest
 from checkmate.jax.scan.choices import Choices
@@ -30,7 +30,6 @@ from checkmate.jax.scan.named_block import Naming
 
 _log = logging.getLogger("checkmate.jax")
 
-_COMPILATIONS: Final = 4
 _CORRECTIONS: Final = 6
 _ABOVE: Final = 0.04
 """Share of the room that XLA needs above the planned bytes, before it is known."""
@@ -201,9 +200,9 @@ def _cheapest_compiled(loop: Loop, layers: Layers, budget_bytes: int, *, groups:
     families = layers.families(groups=groups)
     planned = functools.cache(loop.planned_bytes)
     compiled: dict[Arrangement, _Compiled] = {}
-    while len(compiled) < _COMPILATIONS:
+    while len(compiled) < MOST_COMPILATIONS:
         best = min((a.cost for a, c in compiled.items() if c.needed_bytes <= room), default=math.inf)
-        last = len(compiled) == _COMPILATIONS - 1 and best == math.inf
+        last = len(compiled) == MOST_COMPILATIONS - 1 and best == math.inf
         # Loops with one body first, whose bytes are foreseen best: layers that differ must be cheaper than they are.
         kinds = [] if last else families if compiled else [kind for kind in ("uniform", "everything") if kind in families]
         found = _within(families, kinds, planned, compiled.values(), room)

@@ -3,7 +3,8 @@
 A compiler that fuses computes a chain of pointwise ops in one kernel and keeps the values inside it in registers. Planned op by
 op, each op of the chain would cost a trip through memory and hold a value that never exists. A chain is therefore contracted into
 its last op, provided that no op outside reads a value of its inside. The last op is then the only way out of the chain, so that
-the contraction makes no cycle, and a plan of the contracted graph is a plan of the original one.
+the contraction makes no cycle, and a plan of the contracted graph is a plan of the original one. Light ops are the exception:
+each chain that reads one has its own computation of it.
 """
 
 from __future__ import annotations

@@ -22,14 +22,12 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "
 _POINTWISE = ("prims.inductor_random", "prims.inductor_lookup_seed", "aten.constant_pad_nd")
 """Pointwise ops that Inductor fuses and that this list does not contain."""
 
-_LIGHT = frozenset(
-    (
-        *(f"aten.{name}" for name in ("add", "sub", "mul", "neg", "abs", "where", "relu")),
-        *(f"aten.{name}" for name in ("maximum", "minimum", "clamp_min", "clamp_max")),
-        *(f"aten.{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not")),
-        *("aten.full", "aten.scalar_tensor", "aten.arange", "prims.convert_element_type", "prims.iota"),
-    )
-)
+_LIGHT = (
+    "aten.abs", "aten.add", "aten.arange", "aten.clamp_max", "aten.clamp_min", "aten.eq", "aten.full", "aten.ge", "aten.gt",
+    "aten.le", "aten.logical_and", "aten.logical_not", "aten.logical_or", "aten.lt", "aten.maximum", "aten.minimum", "aten.mul",
+    "aten.ne", "aten.neg", "aten.relu", "aten.scalar_tensor", "aten.sub", "aten.where", "prims.convert_element_type",
+    "prims.iota",
+)  # fmt: skip
 """Pointwise ops that take one instruction for each number, or two."""
 
 
@@ -192,7 +190,7 @@ def _fusible_kinds(graph: Graph) -> FusibleKinds:
     return FusibleKinds(
         pointwise=frozenset(kind for kind, packet in kinds.items() if packet in pointwise),
         reductions=frozenset(kind for kind, packet in kinds.items() if packet in reductions),
-        light=frozenset(kind for kind, packet in kinds.items() if packet in _LIGHT & pointwise),
+        light=frozenset(kind for kind, packet in kinds.items() if packet in _LIGHT and packet in pointwise),
     )
 
 
