@@ -118,8 +118,8 @@ def compile_graph(
                 hooks.target.lower(gm)
             run = None if options.compiler == "eager" else _by_inductor(gm, example_inputs, compilation)
             if run is None:
-                if options.compiler == "auto":
-                    compilation = Compilation(example_inputs, dataclasses.replace(options, compiler="eager"), hooks)
+                if options.compiler != "eager":
+                    compilation = _op_by_op(example_inputs, compilation)
                 run = _as_planned(gm, example_inputs, compilation)
             compilation.agree_to_run()
             return run
@@ -128,6 +128,14 @@ def compile_graph(
         raise DynamoTransparentError(error if least is None else _beside_fused(error, least)) from error
     except CheckmateError as error:
         raise DynamoTransparentError(error) from error
+
+
+def _op_by_op(example_inputs: Sequence[Any], compilation: Compilation) -> Compilation:
+    """The compilation of the same graph by ``compiler="eager"``, which may run other regions piece by piece."""
+    options = dataclasses.replace(compilation.options, compiler="eager", mode="default", inductor_options={})
+    eager = Compilation(example_inputs, options, compilation.hooks)
+    eager.least_fused_bytes = compilation.least_fused_bytes
+    return eager
 
 
 def _beside_fused(error: InfeasibleBudgetError | PlanNotFoundError, least_bytes: int) -> CheckmateError:

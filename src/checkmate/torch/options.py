@@ -70,7 +70,9 @@ class Options:
             that the tensors never exist whole. With ``"exact"`` those may that give the bits of the whole ops, tested on random
             data of their sizes on this device; they are looked for where whole ops have no plan, or an overhead above 10 %.
             With ``"auto"`` also those with sums over the pieces, which have another order than in the plain step, so that
-            gradients are not bitwise the same. With ``compiler="inductor"`` and with several ranks all ops run whole.
+            gradients are not bitwise the same. With ``compiler="inductor"`` only ``"auto"`` has an effect: regions that compute
+            nothing twice run piece by piece at every budget, so that bits do not depend on it. With several ranks all ops run
+            whole.
         host: Memory of the host that values may be copied to while the step runs, such as ``"32GiB"``, where that is faster than
             computing them again; the rates of the bus are measured. Only in a whole step of ``compiler="eager"``
             (`checkmate.torch.compile`). All ops run whole then.
@@ -119,11 +121,6 @@ class Options:
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}",
                     hint=f"set {name}={get_args(kind)[0]!r}, for example, or leave it out for the default",
                 )
-        if self.chunking == "auto" and self.compiler == "inductor":
-            raise OptionError(
-                "chunking='auto' needs compiler='eager': Inductor fuses ops and chooses their order itself",
-                hint="leave out compiler, or chunking",
-            )
         if self.budget_of == "reserved" and (self.compiler != "eager" or self.chunking == "auto"):
             given = f"compiler={self.compiler!r}" if self.compiler != "eager" else "chunking='auto'"
             raise OptionError(

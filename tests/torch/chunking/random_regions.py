@@ -29,7 +29,7 @@ from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.bits.comparison import keeps_bits
 from checkmate.torch.chunking.graph_values import outputs
 from checkmate.torch.chunking.program import CHUNKED, NotChunkable, parts_of
-from checkmate.torch.chunking.regions import Region, grow
+from checkmate.torch.chunking.regions import Region, closed, grow
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import Split
@@ -148,6 +148,8 @@ def random_regions(rng: random.Random, graph: fx.Graph) -> list[Region]:
             exact=rng.random() > 0.6,
         )
         if region is not None:
+            if len(region.rules) % 3:
+                region = closed(region, lambda op, e=excluded: op not in e)
             if not region.exact and len(region.rules) % 2:
                 region = with_private_operands(region, stages_of(region, graph), graph, lambda op, e=excluded: op not in e)
             found.append(region)

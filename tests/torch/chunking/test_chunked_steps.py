@@ -226,11 +226,6 @@ def test_exact_pieces_cannot_be_captured_where_nothing_runs() -> None:
             checkmate.torch.capture(Language(), example=batch(), chunking="exact", **given)  # type: ignore[arg-type]
 
 
-def test_inductor_is_refused() -> None:
-    with pytest.raises(OptionError, match="chunking"):
-        checkmate.torch.compile(Language(), example=batch(), budget="50%", compiler="inductor", chunking="auto")
-
-
 def test_an_unknown_value_is_refused() -> None:
     with pytest.raises(OptionError, match="chunking"):
         checkmate.torch.compile(Language(), example=batch(), budget="50%", chunking="sometimes")  # type: ignore[arg-type]

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_simple
 
 import checkmate.torch
 from checkmate.core.errors import InfeasibleBudgetError
 from checkmate.torch import measure_peak
 from checkmate.torch.chunking.kinds import kinds_of
+from checkmate.torch.chunking.linear import is_linear
 from checkmate.torch.passes.loss_picks import pick_before_reducing
 
 TOKENS, WIDTH, VOCABULARY = 256, 64, 4096
@@ -195,3 +196,16 @@ def test_half_precision_waits_for_the_scale_of_the_loss() -> None:
     """With a tangent of one small gradients would be lost."""
     assert kinds(one_loss, *inputs(torch.float16)) == [False]
     assert sorted(kinds(one_loss, *inputs(torch.bfloat16))) == [False, True]
+
+
+@pytest.mark.parametrize(("filled", "linear"), [(0.0, True), (1.0, False)])
+def test_a_choice_between_a_gradient_and_zeros_is_linear(filled: float, linear: bool) -> None:
+    """Inductor decomposes the gradient of a loss that ignores some targets into one."""
+    graph = fx.Graph()
+    mask, gradient = (graph.placeholder(name) for name in ("mask", "gradient"))
+    zeros = graph.call_function(torch.ops.aten.full.default, ([4], filled))
+    chosen = graph.call_function(torch.ops.aten.where.self, (mask, gradient, zeros))
+    for node in graph.nodes:
+        node.meta["val"] = torch.zeros(4)
+    assert is_linear(chosen, {gradient}) is linear
+    assert not is_linear(chosen, {mask, gradient})

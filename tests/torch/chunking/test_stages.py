@@ -13,7 +13,7 @@ from checkmate.core.errors import InfeasibleBudgetError
 from checkmate.torch.chunking.buffers import out_variant
 from checkmate.torch.chunking.choose import _refusal
 from checkmate.torch.chunking.graph_values import own_bytes
-from checkmate.torch.chunking.regions import Region
+from checkmate.torch.chunking.regions import Region, closed
 from checkmate.torch.chunking.stages import stages_of, with_private_operands
 from tests.torch.chunking.random_regions import Step, outcome_of
 from tests.torch.chunking.test_random_regions import parameter, region_at, step_of
@@ -82,6 +82,39 @@ def test_what_is_concatenated_belongs_together() -> None:
     products = [op for op in region.rules if op.target is aten.mm.default]
     assert len(products) == 3, "forward, and the gradients of input and weight"
     assert outcome_of(step, [region], 0).wrong == ()
+
+
+def decomposed(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss of a language model as Inductor decomposes it, with the mask of what is picked."""
+    logits = x @ weight
+    logits = logits - logits.detach().amax(1, keepdim=True)
+    log_p = logits - logits.exp().sum(1, keepdim=True).log()
+    return (log_p * (torch.arange(256).expand(64, 256) == target)).sum()
+
+
+def test_small_ops_between_large_ones_belong_to_a_region() -> None:
+    """Without the logarithm the logits would be made once for the sum before it, and again for the difference after it."""
+    step = step_of(decomposed, parameter(64, 8), parameter(8, 256), torch.arange(64).view(64, 1))
+    graph = step.joint.graph
+    (log,) = (n for n in graph.nodes if n.target is aten.log.default)
+    small = region_at(step, aten.mm.default, (0,), 4)
+    region = closed(small, lambda op: True)
+    assert log not in small.rules and log in region.rules
+    levels = [len({stage.level for stage in stages_of(each, graph)}) for each in (small, region)]
+    assert levels[1] < levels[0]
+    assert log not in closed(small, lambda op: op is not log).rules
+    assert outcome_of(step, [region], 0).wrong == ()
+
+
+def test_a_mask_of_an_expanded_tensor_is_made_in_pieces() -> None:
+    """The numbers of the words are as many as the logits, and take the memory of one row."""
+    step = step_of(decomposed, parameter(64, 8), parameter(8, 256), torch.arange(64).view(64, 1))
+    graph = step.joint.graph
+    (mask,) = (n for n in graph.nodes if n.target is aten.eq.Tensor)
+    region = closed(region_at(step, aten.mm.default, (0,), 4, allows=lambda op: op is not mask), lambda op: op is not mask)
+    wider = with_private_operands(region, stages_of(region, graph), graph, lambda op: True)
+    assert mask not in region.rules and mask in wider.rules
+    assert outcome_of(step, [wider], 0).wrong == ()
 
 
 def test_a_mask_is_made_in_pieces() -> None:

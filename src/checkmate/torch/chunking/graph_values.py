@@ -77,6 +77,11 @@ def size_bytes(value: fx.Node) -> int:
     return storage_bytes(tensor(value))
 
 
+def held_bytes(value: fx.Node) -> int:
+    """Bytes of memory that the elements of a tensor take, which are fewer than its elements where it is expanded."""
+    return min(own_bytes(value), size_bytes(value))
+
+
 def own_bytes(value: fx.Node) -> int:
     """Bytes of the elements of a tensor, which are fewer than those of its storage where it is a slice."""
     return tensor(value).numel() * tensor(value).element_size()

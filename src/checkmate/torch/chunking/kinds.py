@@ -12,7 +12,7 @@ from checkmate.torch.chunking.ahead import ahead_of
 from checkmate.torch.chunking.bits.comparison import keeps_bits
 from checkmate.torch.chunking.graph_values import inputs, outputs, own_bytes, producer, size_bytes, tensor
 from checkmate.torch.chunking.program import NotChunkable, Part, parts_of
-from checkmate.torch.chunking.regions import Region, grow
+from checkmate.torch.chunking.regions import Region, closed, grow
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.placements import SUM, Split
 from checkmate.torch.chunking.stages import Stage, kept_outside, stages_of, with_private_operands
@@ -81,6 +81,11 @@ class Kind:
         return f"{self.place}, {region.count} pieces of {region.piece_length:,}{how}"
 
     @property
+    def once(self) -> bool:
+        """Whether nothing that is large is computed twice: no region has to wait for what is outside of it."""
+        return all(part.stage.level == 0 for part in self.parts)
+
+    @property
     def ahead(self) -> bool:
         """Whether gradients are computed ahead of the backward."""
         return any(part.stage.ahead is not None for part in self.parts)
@@ -96,13 +101,16 @@ class Kind:
         return not self.most_pieces and self.ahead == other.ahead and self.excludes(other)
 
 
-def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: True, *, exact: bool = False) -> list[Kind]:
+def kinds_of(
+    graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: True, *, exact: bool = False, once: bool = False
+) -> list[Kind]:
     """The kinds of regions of a joint graph, those that save most first.
 
     Args:
         graph: The graph.
         allows: Whether an op may run piece by piece.
         exact: Whether to leave out regions whose results differ from those of the whole ops, on this device, in any bit.
+        once: Whether to leave out regions that compute large tensors twice.
 
     Returns:
         The kinds; none for a graph with symbolic sizes.
@@ -123,7 +131,7 @@ def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: Tru
             break
         if producer(seed) in taken or _call(producer(seed)) in worthless:
             continue
-        best = _best_region(graph, seed, free, exact)
+        best = _best_region(graph, seed, free, exact, once)
         if best is None:
             worthless.add(_call(producer(seed)))
         else:
@@ -133,7 +141,8 @@ def kinds_of(graph: fx.Graph, allows: Callable[[fx.Node], bool] = lambda op: Tru
                 if early is not None:
                     found.setdefault((*_signature(way.region), "ahead"), []).append(early)
             taken.update(best.region.rules)
-    return sorted(map(_kind, found.values()), key=lambda kind: kind.saved_bytes, reverse=True)
+    kinds = (_kind(alike) for alike in found.values())
+    return sorted((kind for kind in kinds if kind.once or not once), key=lambda kind: kind.saved_bytes, reverse=True)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -152,6 +161,7 @@ def _in_fewer_pieces(found: _Found, graph: fx.Graph, allows: Callable[[fx.Node],
     counts = [many.count // fewer for fewer in _WORTH.fewer if many.count // fewer >= _WORTH.fewest_pieces]
     for count in counts if many.sums else ():
         few = grow(many.seed, many.splits[many.seed], count, allows=allows)
+        few = None if few is None else closed(few, allows)
         parts = None if few is None else _parts(few, stages_of(few, graph), graph, allows)
         if parts is not None and parts[0].rules.keys() == many.rules.keys():
             yield _Found(*parts, found.saved_bytes, most_pieces=False)
@@ -187,8 +197,8 @@ def _seeds(graph: fx.Graph) -> Iterator[fx.Node]:
                     yield value
 
 
-def _best_region(graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], bool], exact: bool) -> _Found | None:
-    """The region around a tensor that saves most."""
+def _best_region(graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], bool], exact: bool, once: bool) -> _Found | None:
+    """The region around a tensor that saves most; the arguments are those of `kinds_of`."""
     op = producer(seed)
     if not allows(op):
         return None
@@ -199,7 +209,9 @@ def _best_region(graph: fx.Graph, seed: fx.Node, allows: Callable[[fx.Node], boo
         assert isinstance(split, Split)
         region = _region(seed, split, allows, exact)
         stages = [] if region is None else stages_of(region, graph)
-        if region is not None and len({stage.level for stage in stages}) <= _WORTH.most_levels:
+        if region is None or (once and stages[-1].level > 0 and ahead_of(region, graph) is None):
+            continue
+        if len({stage.level for stage in stages}) <= _WORTH.most_levels:
             # Sums of gradients are better than sums in the forward, whose bits the loss shows.
             forward_sums = len(stages) > 1 and SUM in stages[0].results.values()
             found.append(((_saved_bytes(region), not region.sums, not forward_sums), region, stages))
@@ -243,7 +255,7 @@ def _region(seed: fx.Node, split: Split, allows: Callable[[fx.Node], bool], exac
     while count > 1:
         region = grow(seed, split, count, allows=allows, exact=exact)
         if region is not None and len(region.rules) >= len(trial.rules):
-            return region  # with more pieces fewer ops would belong to it: a batch of 8 has no 16 pieces
+            return closed(region, allows)  # with more pieces fewer ops would belong to it: a batch of 8 has no 16 pieces
         count //= 2
     return None
 

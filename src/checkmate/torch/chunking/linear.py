@@ -32,10 +32,18 @@ def is_linear(op: fx.Node, dependent: Set[fx.Node]) -> bool:
         return sum(read) == 1
     if op.target in _IN_ALL:
         return all(read) and all(isinstance(a, (fx.Node, list, tuple)) for a in op.args[: len(read)])
+    if op.target is aten.where.self:
+        return not read[0] and any(read[1:]) and all(depends or _is_zero(op.args[i]) for i, depends in enumerate(read) if i)
     if op.target in _WITH_ZERO:
         filled = op.args[_WITH_ZERO[op.target] :]  # left out where it is the default, zero
         return read[0] and not any(read[1:]) and all(value == 0 for value in (*filled, *op.kwargs.values()))
     return False
+
+
+def _is_zero(value: object) -> bool:
+    """Whether a node makes zeros and nothing else."""
+    filled = {aten.full.default: 1, aten.scalar_tensor.default: 0}
+    return isinstance(value, fx.Node) and value.target in filled and value.args[filled[value.target]] == 0  # type: ignore[index]
 
 
 _IN_FIRST: Final[frozenset[object]] = frozenset(

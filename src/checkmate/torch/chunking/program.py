@@ -163,6 +163,11 @@ _PROGRAMS: dict[str, ChunkedProgram] = {}
 """Programs by key. They have no data, and a program that is compiled again has the key that it had."""
 
 
+def program_of(node: fx.Node) -> ChunkedProgram:
+    """The program that a ``checkmate::chunked`` node runs."""
+    return _PROGRAMS[node.args[1]]  # type: ignore[index]
+
+
 @torch.library.impl(_library, "chunked", "CompositeExplicitAutograd")
 def _run(operands: list[torch.Tensor], program: str) -> list[torch.Tensor]:
     return _PROGRAMS[program](operands)

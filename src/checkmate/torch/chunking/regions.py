@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from checkmate.torch.chunking.graph_values import inputs, outputs, producer, size_bytes, tensor
+from checkmate.torch.chunking.graph_values import ancestors, inputs, outputs, producer, size_bytes, tensor
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.pieces import cuts
 from checkmate.torch.chunking.rules.placements import SUM, Placement, Rule, Split
@@ -27,6 +27,9 @@ from checkmate.torch.graph.op_properties import makes_views
 
 _MOST_OPS = 128
 """A region of more ops is not offered: where tensors of one size follow each other without end, it would be the whole network."""
+
+_MOST_BETWEEN = 16
+"""Most ops between those of a region that may become part of it: between the forward of a layer and its backward is a network."""
 
 _JOINING = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
 """Ops that only put tensors side by side."""
@@ -120,6 +123,41 @@ def extended(region: Region, ops: Iterable[fx.Node], allows: Callable[[fx.Node],
         if op not in growth.rules:
             return None
     return replace(region, rules=growth.rules, splits=growth.splits)
+
+
+def closed(region: Region, allows: Callable[[fx.Node], bool]) -> Region:
+    """A region with the ops between its ops that can run on slices too, such as the logarithm of a decomposed log-softmax.
+
+    Growth ends at small tensors. Where such an op is made of what the region makes, and the region reads it, the region would
+    have to make its large tensors twice: once for what comes before the op, and once for what comes after it.
+
+    Args:
+        region: The region.
+        allows: Whether an op may belong to the region.
+    """
+    for ops in _between(region):
+        found = extended(region, ops, allows) if len(ops) <= _MOST_BETWEEN else None
+        region = found or region
+    return region
+
+
+def _between(region: Region) -> list[list[fx.Node]]:
+    """The ops that depend on a region and that it depends on, in connected groups, each in the order of the graph."""
+    before, after = ancestors(region.rules), set[fx.Node]()
+    group: dict[fx.Node, list[fx.Node]] = {}
+    for node in region.seed.graph.nodes:
+        inside = producer(node) in region.rules
+        if not inside and after.isdisjoint(node.all_input_nodes):
+            continue
+        after.add(node)
+        if inside or node not in before:
+            continue
+        joined = [group[read] for read in node.all_input_nodes if read in group]
+        mine = [*{id(ops): ops for ops in joined}.values()]
+        ops = [op for each in mine for op in each] + [node]
+        group.update(dict.fromkeys(ops, ops))
+    groups = {id(ops): ops for ops in group.values()}.values()
+    return [[op for op in ops if op is producer(op)] for ops in groups]
 
 
 class _Growth:

@@ -26,6 +26,7 @@ from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch.chunking.ahead import Ahead
 from checkmate.torch.chunking.graph_values import (
+    held_bytes,
     inputs,
     outputs,
     own_bytes,
@@ -117,7 +118,7 @@ def kept_outside(region: Region) -> set[fx.Node]:
 
 def widens(op: fx.Node) -> bool:
     """Whether an op makes, element by element, a tensor of more bytes than what it is made of."""
-    read = {value: own_bytes(value) for value in inputs(op)}
+    read = {value: held_bytes(value) for value in inputs(op)}
     made = sum(own_bytes(value) for value in outputs(op) if value is not None)
     return is_pointwise(op) and sum(read.values()) < made
 
@@ -191,7 +192,7 @@ def _needed_bytes(op: fx.Node, stage: Stage, position: Mapping[fx.Node, int]) ->
     needed: dict[int, int] = {}
     for value in inputs(op):
         if _storage(value) not in there and not _is_there(value, last, position):
-            needed[_storage(value)] = own_bytes(value)
+            needed[_storage(value)] = held_bytes(value)
     return sum(needed.values())
 
 

@@ -53,10 +53,12 @@ class Chunks:
     Attributes:
         exact: Whether results have to be those of the whole ops to the bit.
         allows: Whether an op may; all may by default.
+        once: Whether only those may that compute nothing twice.
     """
 
     exact: bool
     allows: Callable[[fx.Node], bool] = lambda op: True
+    once: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,7 +94,9 @@ class Variants(Generic[CapturedT]):
         """The kinds of regions to choose from, those that save most."""
         began = time.perf_counter()
         chunks = self._chunks
-        found = [kind for joint in self._joints for kind in kinds_of(joint.graph, chunks.allows, exact=chunks.exact)]
+        found = [
+            kind for joint in self._joints for kind in kinds_of(joint.graph, chunks.allows, exact=chunks.exact, once=chunks.once)
+        ]
         _log.debug("found %d kinds of regions in %.1f s", len(found), time.perf_counter() - began)
         return _first_kinds(sorted(found, key=lambda kind: kind.saved_bytes, reverse=True))
 

@@ -319,13 +319,24 @@ class Compilation:
     def _chunkable(self, *, exact: bool) -> Chunks | None:
         """Which ops can run piece by piece as the options and the job are, whether or not it is asked for; None if none can."""
         options = self.options
-        if self.ranks is not None or options.checkpoints != "hints" or options.compiler != "eager" or options.plan is not None:
+        if options.budget is None or options.compiler != "eager":
             return None
         if options.host is not None or options.budget_of == "reserved":
             return None
+        allows = self._allowed_in_pieces()
+        return None if allows is None else Chunks(exact, allows)
+
+    @property
+    def in_pieces(self) -> Callable[[fx.Node], bool] | None:
+        """Which ops run piece by piece under Inductor where they are in regions that compute nothing twice; None if none may."""
+        return self._allowed_in_pieces() if self.options.chunking == "auto" else None
+
+    def _allowed_in_pieces(self) -> Callable[[fx.Node], bool] | None:
+        options = self.options
+        if self.ranks is not None or options.checkpoints != "hints" or options.plan is not None:
+            return None
         excluded = frozenset(options.no_recompute)
-        chunks = Chunks(exact, lambda op: excluded.isdisjoint(op_names(op)))
-        return None if options.budget is None else chunks
+        return lambda op: excluded.isdisjoint(op_names(op))
 
     def _in_pieces(self, step: ChunkableStep[Capture], chunks: Chunks) -> tuple[Capture, Result] | None:
         """The fastest plan found if regions may run piece by piece; None if there is nothing to gain."""

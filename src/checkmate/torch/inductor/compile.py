@@ -53,6 +53,7 @@ from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensions, largest_inputs, traced_values
+from checkmate.torch.inductor.pieces import with_pieces, write_out_pieces
 from checkmate.torch.inductor.repeats import outline_repeats, takes_subgraphs
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
@@ -229,7 +230,7 @@ def compile_by_inductor(
     best: Compiled | None = None
     while True:
         whole = WholeStep() if compilation.hooks.whole else None
-        planning = dataclasses.replace(task, plan=functools.partial(_plan, search, on_captured))
+        planning = dataclasses.replace(task, plan=functools.partial(_plan, search, on_captured, compilation.in_pieces))
         compiled = _generate(gm, example_inputs, planning, options, patches, whole, problem)
         if compiled.planned is None or compiled.cached or not search.measures:
             compiled.kernels.build()
@@ -278,7 +279,11 @@ def compile_by_inductor(
 
 
 def _plan(
-    search: CalibratedSearch, on_captured: Callable[[Graph], None] | None, capture: Capture, recapture: Recapture
+    search: CalibratedSearch,
+    on_captured: Callable[[Graph], None] | None,
+    allows: Callable[[fx.Node], bool] | None,
+    capture: Capture,
+    recapture: Recapture,
 ) -> tuple[Capture, Result]:
     """The next plan to compile. Values that it counts as stored are marked, so that Inductor stores them.
 
@@ -287,7 +292,10 @@ def _plan(
     """
     if on_captured is not None:
         on_captured(capture.graph)
+    capture, kinds = (capture, []) if allows is None else with_pieces(capture, recapture, allows)
     graph, result = search.plan(capture.graph, trailing_reductions(m.node for m in capture.members))
+    if kinds:
+        result = msgspec.structs.replace(result, remarks=(*result.remarks, *(f"in pieces: {kind.description}" for kind in kinds)))
     for o in search.chains.stored:
         node = capture.members[o].node
         assert node is not None
@@ -324,6 +332,7 @@ def _generate(
         if whole is not None:
             module, more = whole.plan(module, partitioner.task_for(module))
             inputs = [*inputs, *more]
+        module = write_out_pieces(module)
         if takes_subgraphs():
             module = outline_repeats(module, donated_inputs() if which == "backward" else frozenset())
         with inductor_config.patch(layout_optimization=choose_layouts):

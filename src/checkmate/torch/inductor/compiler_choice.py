@@ -114,8 +114,6 @@ def _reason_for_eager(inputs: Sequence[Any], compilation: Compilation) -> str | 
         return "each of several ranks would have to choose the same"
     if options.plan is not None:
         return "a given plan is one of single ops"
-    if options.chunking == "auto":
-        return "chunking='auto' runs regions piece by piece, in the order of the plan"
     if any(isinstance(value, torch.SymInt) for value in inputs):
         return "its sizes change"
     return missing_compiler({t.device.type for t in inputs if isinstance(t, torch.Tensor)})
