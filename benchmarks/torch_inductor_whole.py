@@ -54,7 +54,7 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
             limit = None if share is None else share * peak // 100
             step, row = ours(name, limit, time_limit_s, chunking)
             label = "keep everything" if share is None else f"{share} %"
-            label += ", in pieces" if any("in pieces" in op.kind for op in step[3].graph.ops) else ""
+            label += ", in pieces" if any("pieces" in op.kind for op in step[3].graph.ops) else ""
             if chunking == "auto" and not label.endswith("pieces"):
                 break  # nothing of the model runs in pieces
             found = first(name, label, step[:3])
