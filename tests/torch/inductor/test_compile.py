@@ -18,6 +18,9 @@ from checkmate.frontend.planner import keep_everything
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
 from checkmate.torch._compat.profiler import memory_trace
+from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.inductor.account import Account
+from checkmate.torch.inductor.compile import compile_by_inductor
 from tests.torch.networks import NETWORKS, input_of, mlp
 from tests.torch.steps import Planned, compiled, observe, recomputes
 
@@ -133,6 +136,32 @@ def test_where_nothing_measured_fits_eager_takes_over(caplog: pytest.LogCaptureF
     interface, result = planned[-1]
     assert result.peak_bytes is not None
     assert peak_of(run, model) <= result.peak_bytes - interface.graph.resident_bytes + 64
+
+
+def test_that_no_compiled_step_fits_is_found_out_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several compilations find it out; the next process runs op by op at once. Another budget is tried."""
+    over = StepMemory(forward_peak_bytes=0, saved_bytes=0, backward_peak_bytes=2**40, gradient_bytes=0)
+    monkeypatch.setattr("checkmate.torch.inductor.compile.measure_step", lambda *args, **kwargs: over)
+    monkeypatch.setattr(Account, "memory", lambda *args, **kwargs: over)
+    model, x = mlp(depth=3), input_of("dropout", ROWS)
+    began: list[str] = []
+    monkeypatch.setattr(
+        "checkmate.torch.inductor.compiler_choice.compile_by_inductor",
+        lambda *args: began.append("compiled") or compile_by_inductor(*args),
+    )
+    for budget, compilations in (("80%", 1), ("80%", 1), ("81%", 2)):
+        torch._dynamo.reset()
+        COORDINATOR.forget_steps()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "checkmate.torch"):
+            run, planned = planned_loss(model, x, budget)
+            run().backward()
+        assert len(began) == compilations
+        assert "compiled by 'eager'" in caplog.text
+        interface, result = planned[-1]
+        assert result.peak_bytes is not None
+        assert peak_of(run, model) <= result.peak_bytes - interface.graph.resident_bytes + 64
+        model.zero_grad(set_to_none=True)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""``compiler="auto"``: whether compiling a step by Inductor pays. That is measured once for each step, and then remembered.
+"""Which compiler a step is given: it is found out once for each step, and then remembered.
 
-The answer must not change from run to run, since compiled steps round differently. Times do change, so that the first answer is
-stored, as the first measurement of an op is.
+With ``compiler="auto"`` it is measured whether compiling the step by Inductor pays. The answer must not change from run to run,
+since compiled steps round differently. Times do change, so that the first answer is stored, as the first measurement of an op is.
+With ``compiler="inductor"`` the step may not fit as Inductor compiles it, which takes several compilations to find out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx
 
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
+from checkmate.core.units import format_bytes
 from checkmate.frontend.plan_store import CompilerChoices
 from checkmate.frontend.planner import planner_for
 from checkmate.torch._compat.inductor import missing_compiler
@@ -101,6 +103,32 @@ def compile_if_it_pays(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
     return _chosen(compiler, reason, compiled)
 
 
+def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Compiled | None:
+    """Compile a graph of Dynamo by Inductor, unless an earlier process found that nothing it compiles keeps the budget.
+
+    Args:
+        gm: The graph; it is not changed.
+        example_inputs: Its inputs.
+        compilation: Options, resident memory and planner of the graph.
+
+    Returns:
+        The compiled graph; None if no compilation keeps the budget.
+    """
+    if not compilation.may_be_cached():
+        return compile_by_inductor(gm, example_inputs, compilation)
+    choices, key = CompilerChoices(), _key(gm, example_inputs, compilation, str(compilation.resident))
+    known = choices.get(key)
+    if known is not None:
+        compilation.least_fused_bytes = int(known[1])
+        least = format_bytes(compilation.least_fused_bytes)
+        _log.warning("no plan that Inductor compiled before kept the budget; the smallest takes %s: compiled by 'eager'", least)
+        return None
+    compiled = compile_by_inductor(gm, example_inputs, compilation)
+    if compiled is None:
+        choices.add(key, "eager", str(compilation.least_fused_bytes))
+    return compiled
+
+
 def _chosen(compiler: str, reason: str, compiled: Compiled | None) -> Compiled | None:
     _log.info("compiler='auto' is %r: %s", compiler, reason)
     return compiled
@@ -142,13 +170,13 @@ def _compared(compiled: Compiled, inputs: Sequence[Any], compilation: Compilatio
     return pays, f"{figures}, which {_PAYOFF.steps} steps {'' if pays else 'do not '}make up for"
 
 
-def _key(gm: fx.GraphModule, inputs: Sequence[Any], compilation: Compilation) -> str:
-    """Hash of a step and of everything that decides on its time."""
+def _key(gm: fx.GraphModule, inputs: Sequence[Any], compilation: Compilation, besides: str = "") -> str:
+    """Hash of a step and of everything that decides on its time, or with what is in memory besides, on whether it fits."""
     described = [
         f"{t.dtype} {tuple(t.shape)} {t.stride()} {t.device} {t.requires_grad}" if isinstance(t, torch.Tensor) else repr(t)
         for t in inputs
     ]
     devices = sorted({torch.cuda.get_device_name(t.device) for t in inputs if isinstance(t, torch.Tensor) and t.is_cuda})
     machine = f"{torch.__version__} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()} {devices}"
-    text = "\n".join([sources_digest(), repr(compilation.options), machine, gm.code, *described])
+    text = "\n".join([sources_digest(), repr(compilation.options), machine, gm.code, *described, besides])
     return hashlib.sha256(text.encode()).hexdigest()
