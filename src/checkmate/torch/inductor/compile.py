@@ -36,6 +36,7 @@ from checkmate.torch._compat.inductor import (
     compile_fx_inner,
     donated_inputs,
     donated_to_subgraphs,
+    freed_between_loops,
     inductor_config,
     one_function_for_vectors_and_scalars,
     orders_read_nothing,
@@ -359,6 +360,7 @@ def _generate(
     with (
         early,
         choices,
+        freed_between_loops(),
         one_function_for_vectors_and_scalars(),
         unfused_addmm(),
         orders_read_nothing(),

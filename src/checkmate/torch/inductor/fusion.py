@@ -65,7 +65,8 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
 
     Beside what `simulate` counts, Inductor fuses ops that follow each other without another library's kernel between them:
     what is made and read only inside such a run is not stored. And the result of a pointwise op is written over an operand of
-    the same size that dies there.
+    the same size that dies there, unless an op of the same run, on which it does not depend, reads the operand as well: that is
+    fused with it.
 
     Args:
         chains: The graph, its chains contracted.
@@ -96,7 +97,8 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
         if life.gone_at <= len(plan.steps) and reads:
             last = until.get(reads[-1], reads[-1])
             stored[at] = life._replace(gone_at=max(life.gone_at, last + 1))
-            if last == reads[-1] or runs.pointwise(reads[-1]):  # a pointwise op that stores nothing is part of its readers
+            # A pointwise op that stores nothing is part of its readers.
+            if (last == reads[-1] or runs.pointwise(reads[-1])) and runs.last_alone(reads):
                 dying.setdefault((last, graph.values[life.value].size_bytes), []).append(at)
     for life in tuple(stored):
         over = dying.get((life.made_at, graph.values[life.value].size_bytes))
@@ -126,12 +128,15 @@ class _Runs:
         self._run: dict[int, int] = {}  # step to the number of its run
         self._reads: dict[int, list[int]] = {}  # storage's owner to the steps that read it
         self._views: dict[int, list[int]] = {}
+        self._made: dict[int, list[int]] = {}  # the steps that make it
         fusible, run = kinds.pointwise | kinds.reductions, 0
         for p, step in enumerate(plan.steps):
             if not isinstance(step, Compute):
                 continue
             op = graph.ops[step.op]
             view = op.outputs and all(graph.values[v].base is not None for v in op.outputs)
+            for root in {graph.root[v] for v in op.outputs}:
+                self._made.setdefault(root, []).append(p)
             for root in {graph.root[v] for v in op.inputs}:
                 (self._views if view else self._reads).setdefault(root, []).append(p)
             if op.kind in fusible:
@@ -142,6 +147,27 @@ class _Runs:
     def reads(self, life: StorageLifetime) -> list[int]:
         """Steps that read a storage, views aside."""
         return _between(self._reads.get(life.value, []), life)
+
+    def last_alone(self, reads: Sequence[int]) -> bool:
+        """Whether the last of the steps that read a storage depends on all others that may be fused with it."""
+        last = reads[-1]
+        others = [p for p in reads[:-1] if self._run.get(p) == self._run.get(last)]
+        return not others or set(others) <= self._needed_by(last, others[0])
+
+    def _needed_by(self, step: int, first: int) -> set[int]:
+        """Steps from some first one on, on which a step depends by what is made since then."""
+        todo, found = [step], {step}
+        while todo:
+            p = todo.pop()
+            run = self._plan.steps[p]
+            assert isinstance(run, Compute)
+            for root in {self._graph.root[v] for v in self._graph.ops[run.op].inputs}:
+                made = self._made.get(root, [])
+                at = bisect_left(made, p) - 1
+                if at >= 0 and made[at] >= first and made[at] not in found:
+                    found.add(made[at])
+                    todo.append(made[at])
+        return found
 
     def pointwise(self, step: int) -> bool:
         """Whether a step computes a pointwise op."""

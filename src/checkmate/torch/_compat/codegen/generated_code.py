@@ -221,7 +221,7 @@ def _generated(graph: GraphLowering, subgraphs: Mapping[str, GeneratedModule]) -
     return GeneratedModule(
         is_backward=graph.is_backward,
         events=tuple(events),
-        inputs={name: _input_bytes(graph, node) for name, node in graph.graph_inputs.items()},
+        inputs={name: buffer_bytes(graph, node) for name, node in graph.graph_inputs.items()},
         outputs=tuple(_bound_to(o) for o in graph.graph_outputs),
         output_nodes=tuple(n.name if isinstance(n, Node) else None for n in nodes),  # type: ignore[union-attr]
         uncounted=tuple(uncounted),
@@ -318,7 +318,13 @@ def _storage_bytes(graph: GraphLowering, node: Any) -> int:
     return int(hint(extent, fallback=0)) * get_dtype_size(node.get_dtype())
 
 
-def _input_bytes(graph: GraphLowering, node: Any) -> int:
+def buffer_bytes(graph: GraphLowering, node: Any) -> int:
+    """Bytes of the storage of a buffer or of an input of a graph; 0 for what has none.
+
+    Args:
+        graph: The graph.
+        node: The buffer, or what Inductor wraps around it.
+    """
     buffer = node
     while isinstance(buffer, (ir.TensorBox, ir.StorageBox)):
         buffer = buffer.data
