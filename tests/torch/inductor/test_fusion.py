@@ -47,6 +47,16 @@ def test_a_pointwise_op_writes_over_an_operand_that_dies() -> None:
     assert peak(chain(mm, mm, mm, sizes=(40, 40, 8))) == 80
 
 
+def test_two_ops_that_read_one_operand_are_fused_and_write_elsewhere() -> None:
+    """As the gradients of both factors of a product do. One that needs the other is its last reader."""
+    mm, exp, mul = "aten.mm.default", "aten.exp.default", "aten.mul.Tensor"
+    values = (Value("x", 40), Value("a", 40), Value("b", 40), Value("y", 4, kept=True))
+    first, second = Op("mm", (), (0,), 10, kind=mm), Op("exp", (0,), (1,), 10, kind=exp)
+    last = Op("end", (1, 2), (3,), 10, kind=mm)
+    assert peak(Graph((first, second, Op("sin", (0,), (2,), 10, kind=exp), last), values)) == 120
+    assert peak(Graph((first, second, Op("mul", (0, 1), (2,), 10, kind=mul), last), values)) == 84
+
+
 def test_what_is_read_between_two_kernels_only_is_not_stored() -> None:
     """A softmax: its exponentials are read by a sum over rows and by the division. Else they are written over the operand."""
     mm, exp, total, div = "aten.mm.default", "aten.exp.default", "aten.sum.dim_IntList", "aten.div.Tensor"

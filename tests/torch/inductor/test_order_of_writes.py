@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
-from checkmate.torch._compat.inductor import inductor_config, orders_read_nothing, reads_after_writes
+from checkmate.torch import measure_peak
+from checkmate.torch._compat.inductor import freed_between_loops, inductor_config, orders_read_nothing, reads_after_writes
 
 
 def test_a_sum_is_scattered_before_it_is_read() -> None:
@@ -43,3 +46,25 @@ def test_a_product_with_a_parameter_that_is_updated_later_is_written_over() -> N
     torch.testing.assert_close(found, expected)
     reused = [line for line in code.splitlines() if line.endswith("# reuse")]
     assert len(reused) == 1, "the result of relu is written over its operand"
+
+
+def test_what_a_loop_reads_last_is_freed_before_the_next_loop() -> None:
+    """Both are in one C++ function otherwise: all results of the function are allocated before it is called."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x @ w).sin().sum(0), y.sin()
+
+    torch.manual_seed(0)
+    x, w, y = torch.randn(512, 8), torch.randn(8, 512), torch.randn(300, 700)
+    patches = {"fx_graph_cache": False, "allow_buffer_reuse": False, "reorder_for_peak_memory": False}
+    peaks = []
+    for context in (nullcontext(), freed_between_loops()):
+        torch._dynamo.reset()
+        with context, inductor_config.patch(**patches):
+            run = torch.compile(function)
+            for mine, expected in zip(run(x, w, y), function(x, w, y), strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+            peaks.append(measure_peak(lambda run=run: run(x, w, y)))
+    product, result = 4 * 512 * 512, 4 * 300 * 700
+    assert peaks[0] >= product + result
+    assert max(product, result) <= peaks[1] < product + 4096
