@@ -81,5 +81,19 @@ def test_reductions_over_rows(dims: tuple[int, ...] | None, rows: bool) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2, 3, 4)
-    node = graph.call_function(torch.ops.aten.sum.dim_IntList, (x, list(dims))) if dims else graph.call_function(torch.sum, (x,))
+    node = (
+        graph.call_function(torch.ops.aten.sum.dim_IntList, (x, list(dims)))
+        if dims
+        else graph.call_function(torch.ops.aten.sum.default, (x,))
+    )
     assert trailing_reductions([None, node]) == ({1} if rows else set())
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.cumsum.default, torch.ops.aten.max_pool2d.default])
+def test_other_ops_with_numbers_after_a_tensor_are_no_reductions(op: object) -> None:
+    """A running sum over rows, and a pooling whose window looks like dimensions, are kernels that store their results."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2, 3, 8, 8)
+    node = graph.call_function(op, (x, 3) if op is torch.ops.aten.cumsum.default else (x, [3, 3]))
+    assert trailing_reductions([node]) == frozenset()

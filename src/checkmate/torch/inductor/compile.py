@@ -54,7 +54,7 @@ from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.fusion import trailing_reductions
 from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensions, largest_inputs, traced_values
-from checkmate.torch.inductor.pieces import with_pieces, write_out_pieces
+from checkmate.torch.inductor.pieces import with_fused_pieces, with_pieces, write_out_pieces
 from checkmate.torch.inductor.repeats import outline_repeats, takes_subgraphs
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
@@ -216,7 +216,8 @@ def compile_by_inductor(
     _refuse_unmeasurable(example_inputs)
     traced = traced_values(gm)
     bound_sizes(traced)
-    task, options = compilation.task, compilation.options
+    options = compilation.options
+    task = dataclasses.replace(compilation.task, costs=with_fused_pieces(compilation.task.costs))
     dynamic = dynamic_dimensions(traced)
     if dynamic and compilation.hooks.whole:
         raise OptionError(

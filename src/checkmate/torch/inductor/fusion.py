@@ -19,6 +19,9 @@ from checkmate.torch._compat.aot import fusible_packets
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "any", "argmax", "argmin", "prod")
 """Reductions in the list of fusible packets of torch's partitioner, which does not separate them from pointwise ops."""
 
+_OVER_ROWS = frozenset(f"aten.{name}" for name in (*_REDUCTIONS, "gather"))
+"""Ops that Inductor fuses with loops over rows if they reduce rows, or pick from them."""
+
 _POINTWISE = ("prims.inductor_random", "prims.inductor_lookup_seed", "aten.constant_pad_nd")
 """Pointwise ops that Inductor fuses and that this list does not contain."""
 
@@ -198,7 +201,7 @@ def _between(steps: Sequence[int], life: StorageLifetime) -> list[int]:
 def _reduces_last(node: fx.Node) -> bool:
     source = next(iter(node.all_input_nodes), None)
     tensor = None if source is None else source.meta.get("val")
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor) or str(getattr(node.target, "overloadpacket", "")) not in _OVER_ROWS:
         return False
     dims = node.args[1] if len(node.args) > 1 else None
     if dims is None or not tensor.ndim:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from checkmate.cost.store import OpCost
 from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch.chunking.ahead import SCALE
 from checkmate.torch.chunking.buffers import out_variant
@@ -25,7 +26,9 @@ from checkmate.torch.chunking.program import CHUNKED, Slices, program_of
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks, Variants
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.graph.retrace import retraced
-from checkmate.torch.joint.capture import Capture
+from checkmate.torch.graph.storages import storage_bytes
+from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak, trailing_reductions
+from checkmate.torch.joint.capture import Capture, Costs, capture_joint
 from checkmate.torch.partition.split import Recapture
 
 aten = torch.ops.aten
@@ -83,6 +86,50 @@ def with_pieces(capture: Capture, recapture: Recapture, allows: Callable[[fx.Nod
         if not any(kind.excludes(other) for other in chosen):
             chosen.append(kind)
     return variants.captured(tuple(chosen)), chosen
+
+
+def with_fused_pieces(costs: Costs) -> Costs:
+    """Costs of ops, with the workspace that regions in pieces have when Inductor fuses the ops of a piece.
+
+    Args:
+        costs: Costs of ops that run as they are.
+    """
+
+    def fused(nodes: Sequence[fx.Node]) -> list[OpCost]:
+        found = zip(nodes, costs(nodes), strict=True)
+        return [cost._replace(workspace_bytes=_fused_bytes(n)) if n.target is CHUNKED else cost for n, cost in found]
+
+    return fused
+
+
+_FUSED_BYTES: dict[str, int] = {}
+"""Workspace of regions in pieces, by the key of the program."""
+
+
+def _fused_bytes(node: fx.Node) -> int:
+    """Bytes that a region in pieces needs besides its results, as predicted for the code of its pieces."""
+    key = program_of(node).key
+    if key not in _FUSED_BYTES:
+        graph = fx.Graph()
+        operands = [_input(graph, operand) for operand in node.args[0]]  # type: ignore[union-attr]
+        pieces = graph.call_function(CHUNKED, (operands, key))
+        pieces.meta = {"val": node.meta["val"]}
+        results = [graph.call_function(operator.getitem, (pieces, i)) for i in range(len(node.meta["val"]))]
+        for result, value in zip(results, node.meta["val"], strict=True):
+            result.meta = {"val": value}
+        graph.output(results)
+        module = write_out_pieces(fx.GraphModule(torch.nn.Module(), graph))
+        capture = capture_joint(module, None, lambda nodes: [OpCost(1, 0)] * len(nodes))
+        chains = contract_fusible_chains(capture.graph, trailing_reductions(m.node for m in capture.members))
+        peak = predicted_peak(chains, range(len(chains.contracted.ops)))
+        _FUSED_BYTES[key] = max(0, peak - sum(storage_bytes(value) for value in node.meta["val"]))
+    return _FUSED_BYTES[key]
+
+
+def _input(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    node = graph.placeholder(like.name)
+    node.meta = {"val": like.meta["val"]}
+    return node
 
 
 def write_out_pieces(module: fx.GraphModule) -> fx.GraphModule:
