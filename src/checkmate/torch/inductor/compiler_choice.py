@@ -25,6 +25,7 @@ from checkmate.frontend.planner import planner_for
 from checkmate.torch._compat.inductor import missing_compiler
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.inductor.compile import Compiled, compile_by_inductor, sources_digest
+from checkmate.torch.inductor.largest_inputs import dynamic_dimensions, traced_values
 from checkmate.torch.measure.trial_step import time_step
 
 _log = logging.getLogger("checkmate.torch")
@@ -114,7 +115,7 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
     Returns:
         The compiled graph; None if no compilation keeps the budget.
     """
-    if not compilation.may_be_cached():
+    if not compilation.may_be_cached() or dynamic_dimensions(traced_values(gm)):  # the largest sizes are not in the key
         return compile_by_inductor(gm, example_inputs, compilation)
     choices, key = CompilerChoices(), _key(gm, example_inputs, compilation, str(compilation.resident))
     known = choices.get(key)
