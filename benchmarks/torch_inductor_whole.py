@@ -3,11 +3,10 @@
 GPT-2 small (4 sequences of 256 tokens), a GPT-2 of width 256 (8 sequences) and ResNet-50 (16 images of 64 x 64), with AdamW, in
 one process for each model. Stock: `torch.compile` of the model, and of the optimizer's ``step``. Ours: one graph of forward,
 backward and updates, keeping everything and at budgets of 75 and 45 % of what stock was measured to take, with whole ops and with
-``chunking="auto"``, which runs a language model's head with its loss in pieces. Rounds of one step each
-are interleaved and the fastest counts, in time of the process on one thread. The promises checked: measured peaks keep their
-budgets, of which the smallest is 0.45 of stock's peak; with ``chunking="auto"`` a step there takes at most 1.05 of stock's time;
-losses, parameters, buffers and the optimizer's state after three steps are equal to the bit at all budgets. Exit status 1 if one
-breaks.
+``chunking="auto"``, which runs a language model's head with its loss in pieces. Rounds of one step each are interleaved and the
+fastest counts, in time of the process on one thread. The promises checked: measured peaks keep their budgets, of which the
+smallest is 0.45 of stock's peak; with ``chunking="auto"`` a step there takes at most 1.05 of stock's time; losses, parameters,
+buffers and the optimizer's state after three steps are equal to the bit at all budgets. Exit status 1 if one breaks.
 
     python benchmarks/torch_inductor_whole.py [--models gpt2_small resnet50] [--time-limit 30] [--rounds 5]
 """
@@ -53,14 +52,14 @@ def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
         for share in (None, *SHARES):
             limit = None if share is None else share * peak // 100
             step, row = ours(name, limit, time_limit_s, chunking)
-            label = "keep everything" if share is None else f"{share} %"
-            label += ", in pieces" if any("pieces" in op.kind for op in step[3].graph.ops) else ""
-            if chunking == "auto" and not label.endswith("pieces"):
+            if chunking == "auto" and not row["in_pieces"]:
                 break  # nothing of the model runs in pieces
-            found = first(name, label, step[:3])
+            label = "keep everything" if share is None else f"{share} %"
+            label += ", in pieces" if row["in_pieces"] else ""
+            found = first(name, label, step)
             reference = reference or found["digest"]
             rows.append({"name": label, **row, **found, "identical": found["digest"] == reference})
-            steps.append(step[:3])
+            steps.append(step)
     times = [min(column) for column in zip(*[[seconds(step) for step, _, _ in steps] for _ in range(rounds)], strict=True)]
     for row, took in zip(rows, times, strict=True):
         row["time_s"] = took
@@ -97,7 +96,7 @@ def stock(name: str) -> Trained:
     return step, case.model, optimizer
 
 
-def ours(name: str, limit_bytes: int | None, time_limit_s: float, chunking: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def ours(name: str, limit_bytes: int | None, time_limit_s: float, chunking: Any) -> tuple[Trained, dict[str, Any]]:
     """A whole step of ours.
 
     Args:
@@ -105,9 +104,6 @@ def ours(name: str, limit_bytes: int | None, time_limit_s: float, chunking: Any)
         limit_bytes: Bytes that its budget leaves above the resident ones, or None.
         time_limit_s: Seconds for each search.
         chunking: Whether ops may run in pieces.
-
-    Returns:
-        What is trained with the compiled step, and its row.
     """
     import checkmate.torch
 
@@ -128,8 +124,9 @@ def ours(name: str, limit_bytes: int | None, time_limit_s: float, chunking: Any)
         chunking=chunking,
     )
     row = {"limit_bytes": limit_bytes, "planned_bytes": step.result.peak_bytes - step.graph.resident_bytes}
+    row |= {"in_pieces": any("pieces" in op.kind for op in step.graph.ops)}
     row |= {"compile_s": time.perf_counter() - began, "remark": "; ".join(step.result.remarks[-1:])}
-    return (lambda: step(**case.batch)[1], case.model, optimizer, step), row
+    return (lambda: step(**case.batch)[1], case.model, optimizer), row
 
 
 def first(name: str, label: str, trained: Trained) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from checkmate import OptionError
 from checkmate.torch import Options, measure_peak
 from checkmate.torch._compat.inductor import inductor_config
 from checkmate.torch.backend import checkmate as backend
-from checkmate.torch.inductor.compile import _compiler_fingerprint
-from checkmate.torch.inductor.settings import PLANNED_SETTINGS, config_patches
+from checkmate.torch.inductor.settings import PLANNED_SETTINGS, compiler_fingerprint, config_patches
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled, observe
 
@@ -125,7 +124,7 @@ def test_measurements_of_one_configuration_do_not_answer_for_another() -> None:
     """A plan measured with other kernels is another measurement."""
     x = [torch.ones(2)]
     keys = {
-        _compiler_fingerprint(x, Options(compiler="inductor"), patches)
+        compiler_fingerprint(x, Options(compiler="inductor"), patches)
         for patches in (settings(), settings(mode="max-autotune"), settings(inductor_options={"max_fusion_size": 4}))
     }
     assert len(keys) == 3

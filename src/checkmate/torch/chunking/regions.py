@@ -142,7 +142,7 @@ def closed(region: Region, allows: Callable[[fx.Node], bool]) -> Region:
 
 
 def _between(region: Region) -> list[list[fx.Node]]:
-    """The ops that depend on a region and that it depends on, in connected groups, each in the order of the graph."""
+    """The ops that depend on a region and that it depends on, in connected groups, each op after those that it needs."""
     before, after = ancestors(region.rules), set[fx.Node]()
     group: dict[fx.Node, list[fx.Node]] = {}
     for node in region.seed.graph.nodes:

@@ -124,6 +124,12 @@ def makes_views(node: torch.fx.Node) -> bool:
     return bool(made) and made <= given and not mutable
 
 
+def out_argument(node: torch.fx.Node) -> str:
+    """Name of the argument that an op writes its result to; empty if it returns a new tensor."""
+    arguments = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+    return next((argument.name for argument in arguments if argument.is_out), "")
+
+
 def is_pointwise(node: torch.fx.Node) -> bool:
     """Whether an op computes each number of its result from those in the same places of its inputs."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -10,17 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import fx
 
-import checkmate
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
@@ -58,7 +55,7 @@ from checkmate.torch.inductor.pieces import with_fused_pieces, with_pieces, writ
 from checkmate.torch.inductor.repeats import outline_repeats, takes_subgraphs
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
-from checkmate.torch.inductor.settings import config_patches
+from checkmate.torch.inductor.settings import compiler_fingerprint, config_patches, sources_digest
 from checkmate.torch.inductor.stored_step import StoredStep
 from checkmate.torch.inductor.whole.whole_step import WHOLE_STEP_CONFIG, WholeStep
 from checkmate.torch.joint.capture import Capture
@@ -225,7 +222,7 @@ def compile_by_inductor(
             hint="compile with dynamic=False, which compiles and plans every shape separately, or with compiler='eager'",
         )
     patches = config_patches(options, {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
-    fingerprint = _compiler_fingerprint(example_inputs, options, patches, dynamic)
+    fingerprint = compiler_fingerprint(example_inputs, options, patches, dynamic)
     problem = None if dynamic or not compilation.may_be_cached() else f"{compilation.resident} {fingerprint}"
     search = CalibratedSearch(compilation, fingerprint)
     compilations: list[Compiled] = []
@@ -476,34 +473,3 @@ def _refuse_unmeasurable(inputs: Sequence[Any]) -> None:
             hint="under DistributedDataParallel set torch._dynamo.config.optimize_ddp = False; otherwise compile outside "
             "FakeTensorMode, or use compiler='eager'",
         )
-
-
-def _compiler_fingerprint(
-    inputs: Sequence[Any], options: Options, patches: Mapping[str, Any], dynamic: Sequence[tuple[int, int]] = ()
-) -> str:
-    """Hash of everything except the graph that decides on the measured memory of a compiled plan."""
-    devices = {t.device for t in inputs if isinstance(t, torch.Tensor)}
-    settings = {
-        "torch": torch.__version__,
-        "checkmate": sources_digest(),
-        "devices": sorted(torch.cuda.get_device_name(d) if d.type == "cuda" else d.type for d in devices),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "outputs": options.outputs,
-        "inductor": {
-            k: v if isinstance(v, (int, float, str, type(None))) else repr(type(v))
-            for k, v in inductor_config.save_config_portable().items()
-        },
-        "dynamic": dynamic,
-        "patches": {name: repr(value) for name, value in patches.items()},
-    }
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache
-def sources_digest() -> str:
-    """Hash of this package's sources: with other sources the same options may give another plan."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(checkmate.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -18,17 +18,17 @@ import torch
 from torch import fx
 
 from checkmate.cost.store import OpCost
-from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch.chunking.ahead import SCALE
 from checkmate.torch.chunking.buffers import out_variant
 from checkmate.torch.chunking.kinds import Kind
 from checkmate.torch.chunking.program import CHUNKED, Slices, program_of
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks, Variants
 from checkmate.torch.graph.copy import copy_graph
+from checkmate.torch.graph.op_properties import out_argument
 from checkmate.torch.graph.retrace import retraced
 from checkmate.torch.graph.storages import storage_bytes
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak, trailing_reductions
-from checkmate.torch.joint.capture import Capture, Costs, capture_joint
+from checkmate.torch.joint.capture import Capture, Costs, capture_joint, with_workspace
 from checkmate.torch.partition.split import Recapture
 
 aten = torch.ops.aten
@@ -42,19 +42,8 @@ _library.define("pick(Tensor source, int dim, Tensor index) -> Tensor")
 ADD_PRODUCT = torch.ops.checkmate.add_product_.default
 """Adds a matrix product to a tensor in place; Inductor's own ``addmm`` would allocate another sum for each piece."""
 
-
 PICK = torch.ops.checkmate.pick.default
 """``aten::gather`` that Inductor does not fuse."""
-
-
-@torch.library.impl(_library, "pick", "CompositeExplicitAutograd")
-def _pick(source: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    return source.gather(dim, index)
-
-
-@torch.library.register_fake("checkmate::pick", lib=_library)
-def _traced_pick(source: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    return source.gather(dim, index)
 
 
 @torch.library.impl(_library, "add_product_", "CompositeExplicitAutograd")
@@ -64,8 +53,16 @@ def _add_product(sum: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
 
 
 @torch.library.register_fake("checkmate::add_product_", lib=_library)
-def _traced(sum: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:  # noqa: A002
+def _traced_add_product(sum: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:  # noqa: A002
     pass
+
+
+@torch.library.impl(_library, "pick", "CompositeExplicitAutograd")
+def _pick(source: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    return source.gather(dim, index)
+
+
+torch.library.register_fake("checkmate::pick", _pick, lib=_library)
 
 
 def with_pieces(capture: Capture, recapture: Recapture, allows: Callable[[fx.Node], bool]) -> tuple[Capture, list[Kind]]:
@@ -94,12 +91,7 @@ def with_fused_pieces(costs: Costs) -> Costs:
     Args:
         costs: Costs of ops that run as they are.
     """
-
-    def fused(nodes: Sequence[fx.Node]) -> list[OpCost]:
-        found = zip(nodes, costs(nodes), strict=True)
-        return [cost._replace(workspace_bytes=_fused_bytes(n)) if n.target is CHUNKED else cost for n, cost in found]
-
-    return fused
+    return with_workspace(costs, CHUNKED, _fused_bytes)
 
 
 _FUSED_BYTES: dict[str, int] = {}
@@ -207,7 +199,7 @@ class _Writer:
         for node in body.nodes:
             if node.op != "call_function" or not buffers.isdisjoint(node.all_input_nodes):
                 continue
-            target = node.args[0] if node.target in _WRITES_FIRST else node.kwargs.get(_out_name(node))
+            target = node.args[0] if node.target in _WRITES_FIRST else node.kwargs.get(out_argument(node))
             env[node] = self._write(node, env)
             if isinstance(target, fx.Node) and target in targets:
                 env[target] = env[node]
@@ -224,7 +216,7 @@ class _Writer:
         """Write an op of a piece as one that returns a new tensor, or that adds a product to a sum."""
         if node.target is aten.copy_.default:
             return env[node.args[1]]  # type: ignore[index]
-        inputs = node.args, {k: v for k, v in node.kwargs.items() if k != _out_name(node)}
+        inputs = node.args, {k: v for k, v in node.kwargs.items() if k != out_argument(node)}
         args, kwargs = cast("tuple[Any, Any]", fx.map_arg(inputs, env.__getitem__))
         match node.target:
             case aten.addmm_.default | aten.baddbmm_.default:
@@ -239,7 +231,7 @@ class _Writer:
             case _:
                 return self._call(_functional(node), args, kwargs)
 
-    def _pick(self, source: fx.Node, dim: int, index: fx.Node, **kwargs: Any) -> fx.Node:
+    def _pick(self, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
         """Pick numbers from a tensor; where it is a difference, from what is subtracted from.
 
         A loss picks log-probabilities: logits without the logarithm of their row's sum. Picked from the logits before that sum is
@@ -288,15 +280,9 @@ def _is_like(value: Any, index: fx.Node) -> bool:
     return isinstance(value, fx.Node) and value.meta["val"].shape == index.meta["val"].shape
 
 
-def _out_name(node: fx.Node) -> str:
-    """The keyword argument that an op of a piece writes to; empty if it has none."""
-    arguments = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
-    return next((a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.name in node.kwargs), "")
-
-
 def _functional(node: fx.Node) -> Any:
     """The overload that returns a new tensor, of an op that may write to a given one."""
-    if not (name := _out_name(node)):
+    if not (name := out_argument(node)):
         return node.target
     packet = node.target.overloadpacket  # type: ignore[union-attr]
     overloads = (getattr(packet, overload) for overload in packet.overloads())

@@ -1,15 +1,24 @@
 """Inductor's configuration for a compilation: what the user asked for, and the decisions that are left to the plan.
 
 ``mode`` and ``inductor_options`` mean what ``mode`` and ``options`` mean to ``torch.compile`` with its own backend: both are
-patches of Inductor's configuration, and an option overrides the same one of the mode.
+patches of Inductor's configuration, and an option overrides the same one of the mode. What was measured for a compiled plan is
+stored under a hash of all of it.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import hashlib
+import json
 import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+
+import checkmate
 from checkmate.core.errors import OptionError
 from checkmate.torch._compat.inductor import inductor_config, stock_patches
 from checkmate.torch.options import Options
@@ -83,3 +92,34 @@ def _refuse(name: str, given: str, value: Any) -> None:
             f"inductor_options={{{given!r}: {value!r}}} would undo the plan, which decides what is in memory at each time",
             hint=f"leave out {given!r}; it is {PLANNED_SETTINGS[name]!r} under a plan",
         )
+
+
+def compiler_fingerprint(
+    inputs: Sequence[Any], options: Options, patches: Mapping[str, Any], dynamic: Sequence[tuple[int, int]] = ()
+) -> str:
+    """Hash of everything except the graph that decides on the measured memory of a compiled plan."""
+    devices = {t.device for t in inputs if isinstance(t, torch.Tensor)}
+    settings = {
+        "torch": torch.__version__,
+        "checkmate": sources_digest(),
+        "devices": sorted(torch.cuda.get_device_name(d) if d.type == "cuda" else d.type for d in devices),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "outputs": options.outputs,
+        "inductor": {
+            k: v if isinstance(v, (int, float, str, type(None))) else repr(type(v))
+            for k, v in inductor_config.save_config_portable().items()
+        },
+        "dynamic": dynamic,
+        "patches": {name: repr(value) for name, value in patches.items()},
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Hash of this package's sources: with other sources the same options may give another plan."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(checkmate.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

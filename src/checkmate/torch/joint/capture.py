@@ -37,6 +37,22 @@ Costs = Callable[[Sequence[fx.Node]], Sequence[OpCost]]
 """Maps nodes to their costs, in order."""
 
 
+def with_workspace(costs: Costs, target: object, bytes_of: Callable[[fx.Node], int]) -> Costs:
+    """Costs of ops, of which one has another workspace than it has when it runs as it is.
+
+    Args:
+        costs: Costs of ops that run as they are.
+        target: The op, as the target of its nodes.
+        bytes_of: Workspace of a node with that target.
+    """
+
+    def changed(nodes: Sequence[fx.Node]) -> list[OpCost]:
+        found = zip(nodes, costs(nodes), strict=True)
+        return [cost._replace(workspace_bytes=bytes_of(n)) if n.target is target else cost for n, cost in found]
+
+    return changed
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """The FX nodes of one op of a captured graph.

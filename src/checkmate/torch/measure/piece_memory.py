@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from checkmate.torch._compat.dispatch import OpOverload
+from checkmate.torch.graph.op_properties import out_argument
 from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
 
@@ -52,7 +52,7 @@ def _temporary_bytes(graph: fx.Graph, there: set[int], workspace_of: WorkspaceOf
         for t in leaves(read.meta.get("val"))
     }
     for node in nodes:
-        if _writes_elsewhere(node):  # traced before it was given a tensor to write to
+        if out_argument(node):  # traced before it was given a tensor to write to
             given.update(map(storage_key, leaves(node.meta.get("val"))))
     live: dict[int, int] = {}
     most = 0
@@ -63,8 +63,3 @@ def _temporary_bytes(graph: fx.Graph, there: set[int], workspace_of: WorkspaceOf
             most = max(most, sum(live.values()) + workspace_of(node))
         live = {key: size for key, size in live.items() if ends[key] > position}
     return most
-
-
-def _writes_elsewhere(node: fx.Node) -> bool:
-    """Whether an op writes its result to a tensor that it is given for it."""
-    return isinstance(node.target, OpOverload) and any(argument.is_out for argument in node.target._schema.arguments)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
 
-from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import BoxedRun
 from checkmate.torch.graph.optimizer_ops import UPDATE
 from checkmate.torch.inductor.whole.step_state import StepState
 from checkmate.torch.inductor.whole.update_ops import expand_updates
+from checkmate.torch.joint.capture import with_workspace
 from checkmate.torch.partition.split import Task, plan_whole_step
 
 WHOLE_STEP_CONFIG: dict[str, Any] = {
@@ -48,7 +48,9 @@ class WholeStep:
         Raises:
             CheckmateError: No plan was found.
         """
-        planned = plan_whole_step(module, _with_fused_updates(task))
+        # Inductor computes each update in one loop, without temporary tensors.
+        costs = with_workspace(task.costs, UPDATE, lambda update: 0)
+        planned = plan_whole_step(module, dataclasses.replace(task, costs=costs))
         planned, self.state, fakes = expand_updates(planned)
         return planned, fakes
 
@@ -76,12 +78,3 @@ class WholeStep:
 
 def _not_compiled(args: list[Any]) -> Any:
     raise AssertionError("the step is not compiled")
-
-
-def _with_fused_updates(task: Task) -> Task:
-    """The task with updates that allocate nothing: Inductor computes each in one loop, without temporary tensors."""
-
-    def costs(nodes: Sequence[fx.Node]) -> list[OpCost]:
-        return [c._replace(workspace_bytes=0) if n.target is UPDATE else c for n, c in zip(nodes, task.costs(nodes), strict=True)]
-
-    return dataclasses.replace(task, costs=costs)
