@@ -13,7 +13,7 @@ from checkmate.core.result import Curve
 from checkmate.core.units import format_bytes
 from checkmate.studies.explain import Explanation, Remat
 from checkmate.studies.explain import explain as explain_plan
-from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
+from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.step.step import Step
 
 
@@ -109,11 +109,11 @@ def explain(step: Step | Graph, plan: Plan | None = None, *, curve: Curve | None
         chosen = Plan.from_order(graph, range(len(graph.ops)))
     peak = explain_plan(graph, chosen, curve=curve)
     tangents = () if graph.boundary is None else graph.ops[graph.boundary].outputs
-    sizes = [graph.values[v].size_bytes for v in tangents]
+    large = [v for v in tangents if not is_scalar_tangent(graph.values[v])]
     return StepExplanation(
         saved=tuple(_saved(graph, chosen)),
         remats=peak.remats,
-        tangent_bytes=sum(size for size in sizes if size > SCALAR_TANGENT_BYTES),
+        tangent_bytes=sum(graph.values[v].size_bytes for v in large),
         peak=peak,
         remarks=step.result.remarks if isinstance(step, Step) else (),
     )

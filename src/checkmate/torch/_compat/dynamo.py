@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -30,6 +31,7 @@ __all__ = [
     "autograd_nodes",
     "dynamo_config",
     "enter_around_calls",
+    "methods_ignored",
     "recompile_current_frame",
     "recurrent_layers_outside",
     "runs_eagerly_on_request",
@@ -196,6 +198,26 @@ def _frame_record(metrics: Any) -> FrameRecord:
         line=metrics.fail_user_frame_lineno or metrics.co_firstlineno or 0,
         reason=(metrics.fail_reason or metrics.fail_type) if failed else "",
     )
+
+
+@contextmanager
+def methods_ignored(methods: Set[Callable[..., Any]]) -> Generator[None]:
+    """Context in which Dynamo leaves out calls of some methods, such as those of loggers, in place of breaking the graph.
+
+    PyTorch 2.11 sorts every set among its settings for a log of each compilation, and prints the traceback where it cannot.
+    """
+    settings = dynamo_utils._get_dynamo_config_for_logging
+
+    def sortable_settings() -> str | None:
+        with suppress(TypeError):
+            return settings()
+        return None
+
+    with (
+        dynamo_config.patch(ignore_logger_methods=set(methods)),
+        patch.object(dynamo_utils, "_get_dynamo_config_for_logging", sortable_settings),
+    ):
+        yield
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.op_properties import op_names
-from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES
+from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
 from checkmate.torch.measure.profiler import Profiler
@@ -408,8 +408,8 @@ class Compilation:
         """
         if self.budget is None or graph.boundary is None or self.options.plan is not None:
             return True
-        tangents = [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
-        return len(tangents) == 1 and tangents[0] <= SCALAR_TANGENT_BYTES and not COORDINATOR.in_flight()
+        tangents = [graph.values[v] for v in graph.ops[graph.boundary].outputs]
+        return len(tangents) == 1 and is_scalar_tangent(tangents[0]) and not COORDINATOR.in_flight()
 
     def may_be_cached(self) -> bool:
         """Whether code that an earlier process compiled for this graph may run: nothing of this one has a part in its plan."""

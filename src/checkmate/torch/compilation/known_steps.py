@@ -21,7 +21,7 @@ from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.compilation.step_plan import StepPlan, plan_step
 from checkmate.torch.compilation.survivors import Survivors
 from checkmate.torch.distributed.consensus import Ranks
-from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, storage_bytes, storage_key, strided_parts
+from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES, storage_bytes, storage_key, strided_parts
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -40,15 +40,18 @@ class _Planned:
     carried: tuple[int, ...]
     grown: int = 0
 
-    def leaves_room(self, carried: tuple[int, ...]) -> bool:
-        """Whether the plan keeps its budget beside so many bytes of earlier steps."""
+    def leaves_room(self, carried: tuple[int, ...], ignored_bytes: int) -> bool:
+        """Whether the plan keeps its budget beside so many bytes of earlier steps, or all but for a few that are ignored."""
         free = 0 if self.plan is None else max(0, self.plan.result.budget_bytes - self.plan.result.peak_bytes)
-        free = max(free, _FEW_SCALARS_BYTES)
+        free = max(free, ignored_bytes)
         return all(now <= then + free for now, then in zip(carried, self.carried, strict=True))
 
 
-_FEW_SCALARS_BYTES = 64 * SCALAR_TANGENT_BYTES
-"""Growth that is no reason to plan a step again: a script that keeps its losses has one more in every step."""
+_FEW_SCALARS = 64
+"""Scalars that are no reason to plan a step again: a script that keeps its losses has one more in every step."""
+
+_LOSS_SCALARS = 4
+"""Scalars of eager code that no plan leaves room for: the gradient of a loss, a loss and the like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,12 @@ class _KnownStep:
     def ranks(self) -> Ranks | None:
         """The ranks that plan together, or None."""
         return self.recorder.runs[0].planned.ranks
+
+    @property
+    def scalar_bytes(self) -> int:
+        """What an allocator hands out for a scalar."""
+        tangents = (tangent for run in self.recorder.runs for tangent in run.planned.interface.tangents)
+        return CUDA_ALIGNMENT_BYTES if any(t.device.type == "cuda" for t in tangents) else SCALAR_TANGENT_BYTES
 
     def gradient_storages(self) -> dict[int, int]:
         """Bytes of each gradient that exists now, by the key of its storage."""
@@ -155,14 +164,15 @@ class KnownSteps:
         return step.recorder.watched
 
     def _note_outlived(self, step: _KnownStep, recorder: StepRecorder) -> None:
-        if self._survivors.outlived(recorder, ()) <= _FEW_SCALARS_BYTES:
+        ignored_bytes = _FEW_SCALARS * step.scalar_bytes
+        if self._survivors.outlived(recorder, ()) <= ignored_bytes:
             return  # as after nearly every step: gradients need not be looked up
         gradients = step.gradient_storages()
-        if self._survivors.outlived(recorder, gradients) <= _FEW_SCALARS_BYTES:
+        if self._survivors.outlived(recorder, gradients) <= ignored_bytes:
             return
         gc.collect()  # cycles that compilation leaves hold outputs too
         outlived = self._survivors.outlived(recorder, gradients)
-        if outlived > _FEW_SCALARS_BYTES:
+        if outlived > ignored_bytes:
             self._survivors.expect_held(recorder)
             self._warn_once(
                 step,
@@ -210,14 +220,14 @@ class KnownSteps:
     def _plan_of(self, step: _KnownStep) -> StepPlan | None:
         gradients = step.gradients(self.origins)
         storages = step.gradient_storages()
-        before = step.plans.get(gradients)
+        before, ignored_bytes = step.plans.get(gradients), _FEW_SCALARS * step.scalar_bytes
         carried = self._carried(step, storages)
-        if any(carried) and (before is None or not before.leaves_room(carried)):
+        if any(carried) and (before is None or not before.leaves_room(carried, ignored_bytes)):
             gc.collect()  # compilation leaves cycles of frames, which hold outputs of the first step
             carried = self._carried(step, storages)
         if before is None:
             step.plans[gradients] = self._first_plan(step, gradients, storages, carried)
-        elif not before.leaves_room(carried):
+        elif not before.leaves_room(carried, ignored_bytes):
             step.plans[gradients] = self._planned_beside(step, gradients, sum(storages.values()), carried, before)
         return step.plans[gradients].plan
 
@@ -358,7 +368,7 @@ def _free_bytes(step: _KnownStep) -> int:
     else:  # what fused ops take was measured, and is not what the plan predicts
         free = own.result.budget_bytes - planned.interface.graph.resident_bytes
     eager_bytes = _eager_bytes(step)
-    free -= eager_bytes if _matters(eager_bytes) else 0
+    free -= eager_bytes if eager_bytes > _LOSS_SCALARS * step.scalar_bytes else 0
     return free + planned.unread_bytes  # which are carried, and in the peak of the plan
 
 
@@ -370,8 +380,3 @@ def _eager_bytes(step: _KnownStep) -> int:
 def _same_accumulation(program: Program, gradients: _Gradients) -> bool:
     """Whether a program of a step of one graph adds to exactly those existing gradients that it can add to."""
     return {k for k in program.accumulated if (0, k) in gradients.existing} == gradients.accumulated[0]
-
-
-def _matters(eager_bytes: int) -> bool:
-    """Whether eager code took more than the gradient of a loss, a loss and the like."""
-    return eager_bytes > 4 * SCALAR_TANGENT_BYTES

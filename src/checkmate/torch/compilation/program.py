@@ -24,7 +24,7 @@ from checkmate.torch.chunking.variants import Chunks
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import content_inputs, random_op
 from checkmate.torch.graph.rng import generators_restored
-from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, storage_bytes
+from checkmate.torch.graph.storages import is_scalar_tangent, storage_bytes
 from checkmate.torch.measure.resident import WeakStorage
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.passes.accumulation import accumulating
@@ -169,9 +169,9 @@ class PlannedGraph:
         Into which of the outputs they flow is known when the first backward begins.
         """
         graph = self.interface.whole
-        sizes = [] if graph.boundary is None else [graph.values[v].size_bytes for v in graph.ops[graph.boundary].outputs]
-        if len(sizes) == len(self.tangents) and any(size <= SCALAR_TANGENT_BYTES for size in sizes):
-            others = frozenset(t for t, size in enumerate(sizes) if size > SCALAR_TANGENT_BYTES)
+        scalar = [] if graph.boundary is None else [is_scalar_tangent(graph.values[v]) for v in graph.ops[graph.boundary].outputs]
+        if len(scalar) == len(self.tangents) and any(scalar):
+            others = frozenset(t for t, loss in enumerate(scalar) if not loss)
             graph = self.captured(others, self.own.accumulated).capture.graph if others else graph
         return keep_all_bytes(graph) - graph.resident_bytes
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import GraphError
+from checkmate.core.graph import Value
 from checkmate.torch._compat.symbolic import bound_by_hint, upper_bound, value_at_upper_bounds
 
 CUDA_ALIGNMENT_BYTES = 512
@@ -23,6 +24,16 @@ SCALAR_TANGENT_BYTES = 16
 It differs from other tangents in who holds it: ``loss.backward()`` creates the gradient of the loss and holds it until the
 backward returns, while the gradient of any other output is freed after its last use in the backward.
 """
+
+
+def is_scalar(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a scalar by its bytes, before an allocator rounds them."""
+    return _most(tensor.untyped_storage().nbytes()) <= SCALAR_TANGENT_BYTES
+
+
+def is_scalar_tangent(tangent: Value) -> bool:
+    """Whether a tangent in a graph is that of a scalar: it is there to the end, and no larger than a block of the allocator."""
+    return tangent.kept and tangent.size_bytes <= CUDA_ALIGNMENT_BYTES
 
 
 def leaves(value: object) -> list[torch.Tensor]:

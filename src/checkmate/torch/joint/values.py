@@ -24,7 +24,7 @@ from checkmate.core.graph import Value
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
 from checkmate.torch.graph.op_properties import UNDEFINED, used_inputs
-from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, leaves, storage_bytes, storage_key
+from checkmate.torch.graph.storages import is_scalar, leaves, storage_bytes, storage_key
 
 _EXTERNAL = -1  # owner of a storage that exists before the step
 
@@ -104,7 +104,7 @@ class Values:
             for tensor in leaves(node.meta.get("val")):
                 self.of_node[node] = self._add(tensor, node.name)
                 made.append(self.of_node[node])
-                if storage_bytes(tensor) <= SCALAR_TANGENT_BYTES:
+                if is_scalar(tensor):
                     self.scalar_tangents.add(made[-1])
         return tuple(made)
 

@@ -10,7 +10,7 @@ last node that reads any tensor of it, except:
 
 - inputs that exist before the step are never allocated nor freed (`_EXTERNAL`);
 - outputs for the caller live to the end of their module, or of the step if the caller holds them;
-- the tangent of a scalar is held by ``loss.backward()`` until the backward returns (`SCALAR_TANGENT_BYTES`).
+- the tangent of a scalar is held by ``loss.backward()`` until the backward returns (`is_scalar`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import HigherOrderOperator
 from checkmate.torch.graph.op_properties import UNDEFINED, random_op
 from checkmate.torch.graph.rng import rng_state_bytes
-from checkmate.torch.graph.storages import SCALAR_TANGENT_BYTES, leaves, storage_bytes, storage_key
+from checkmate.torch.graph.storages import is_scalar, leaves, storage_bytes, storage_key
 from checkmate.torch.partition.copies import is_copy
 
 _EXTERNAL = -1
@@ -67,7 +67,7 @@ def peak_of_split(
     liveness.module(backward, saved)
     liveness.step()
     tangents = [n for n in backward.graph.nodes if is_tangent(n) and not n.meta.get(UNDEFINED)]
-    scalar_tangents = [n for n in tangents if sum(map(storage_bytes, leaves(n.meta.get("val")))) <= SCALAR_TANGENT_BYTES]
+    scalar_tangents = [n for n in tangents if all(map(is_scalar, leaves(n.meta.get("val"))))]
     liveness.use([n for n in _results(backward) if isinstance(n, fx.Node)] + scalar_tangents + (held if hold_outputs else []))
     return liveness.peak()
 
