@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import hashlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,36 @@ from checkmate.torch import measure_peak
 
 CLOCK = 1.03
 """How much slower ours may seem at another's peak: times of one step differ by as much from run to run."""
+
+
+_ALONE = False
+
+
+@contextmanager
+def alone() -> Generator[None]:
+    """The GPU to itself: other parts of the same call wait meanwhile."""
+    from run import LOCK
+
+    global _ALONE
+    path = os.environ.get(LOCK)
+    if path is None or _ALONE:
+        yield
+        return
+    with Path(path).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        _ALONE = True
+        try:
+            yield
+        finally:
+            _ALONE = False
+            give_back()
+
+
+def give_back() -> None:
+    """Return the memory that the allocator only keeps, which other parts may need."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -56,9 +88,7 @@ def settle() -> None:
     from checkmate.torch.compilation.coordinator import COORDINATOR
 
     COORDINATOR.forget_steps()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    give_back()
 
 
 def peaks(

@@ -16,11 +16,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
@@ -31,6 +34,9 @@ PARTS = ("doctor", *(f"{kind}:{model}" for kind in KINDS for model in MODELS), "
 """All parts, in the order in which they are run: what decides most comes first."""
 
 FORMAT = "checkmate.gpu/1"
+LOCK = "CHECKMATE_GPU_PACK_LOCK"
+"""Variable with the path of a file that a process locks while it uses the GPU, where several run side by side."""
+
 GRACE_S = 45.0
 """Seconds beyond its limit after which a part is ended: it looks at the clock between variants."""
 
@@ -45,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=None, help="folder of the results; benchmarks/gpu/results for a GPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="limit of a part")
+    parser.add_argument("--jobs", type=int, default=1, help="parts side by side: they plan at once, and measure in turn")
     parser.add_argument("--again", action="store_true", help="also run parts whose results are there")
     parser.add_argument("--list", action="store_true", help="list the parts and whether they are done")
     parser.add_argument("--here", action="store_true", help="run parts in this process, to debug")
@@ -57,18 +64,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(folder, options.child, measured(options.child, options))
         return 0
     chosen = chosen_parts(options.parts, parser)
-    broken: list[str] = []
-    for part in chosen:
-        known = read(folder, part)
-        if options.list:
+    if options.list:
+        for part in chosen:
+            known = read(folder, part)
             print(f"{part:<24}{'not run' if known is None else 'failed' if 'failed' in known else 'done'}")
-            continue
-        if known is None or options.again or "failed" in known or not same_setting(known, options):
-            known = run_part(part, folder, options)
-        broken += [f"{part}: {line}" for line in verdict(known)]
-    if not options.list:
-        print("\n".join(broken) or f"all promises hold in {len(chosen)} parts")
+        return 0
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
+        if options.jobs > 1:
+            os.environ.setdefault(LOCK, f"{scratch}/lock")
+        found = list(pool.map(lambda part: known_or_run(part, folder, options), chosen))
+    broken = [f"{part}: {line}" for part, known in zip(chosen, found, strict=True) for line in verdict(known)]
+    print("\n".join(broken) or f"all promises hold in {len(chosen)} parts")
     return bool(broken)
+
+
+def known_or_run(part: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """What a part left before with this device, size and versions, or what it leaves now."""
+    known = read(folder, part)
+    if known is None or options.again or "failed" in known or not same_setting(known, options):
+        return run_part(part, folder, options)
+    return known
 
 
 def chosen_parts(asked: Sequence[str] | None, parser: argparse.ArgumentParser) -> list[str]:
@@ -92,7 +107,6 @@ def same_setting(known: dict[str, Any], options: argparse.Namespace) -> bool:
 def run_part(part: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run a part, in a process of its own or here, and return what it left."""
     began = time.perf_counter()
-    print(f"{part} ...", end=" ", flush=True)
     if options.here:
         write(folder, part, measured(part, options))
     else:
@@ -109,7 +123,7 @@ def run_part(part: str, folder: Path, options: argparse.Namespace) -> dict[str, 
     known = read(folder, part)
     assert known is not None
     state = "failed" if "failed" in known else f"{len(known.get('left_out', []))} left out" if known.get("left_out") else "done"
-    print(f"{state}, {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"{part}: {state}, {time.perf_counter() - began:.0f} s", flush=True)
     return known
 
 
@@ -128,6 +142,8 @@ def measured(part: str, options: argparse.Namespace) -> dict[str, Any]:
     import measure
     import parts
 
+    from checkmate.torch.measure import profiler
+
     logging.disable(logging.WARNING)
     kind, _, model = part.partition(":")
     limit_s = 60 * options.minutes
@@ -142,7 +158,8 @@ def measured(part: str, options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"format": FORMAT, "part": part, "device": options.device, "tiny": options.tiny}
     result |= {"hardware": measure.machine(options.device), "versions": measure.software()}
     try:
-        result["result"] = parts.KINDS["peaks" if kind == "expandable" else kind](setting, model)
+        with patch.object(profiler, "measure_nodes", measure.alone()(profiler.measure_nodes)):
+            result["result"] = parts.KINDS["peaks" if kind == "expandable" else kind](setting, model)
     except Exception as error:  # noqa: BLE001 - what a GPU raises is what the part is there to show
         result["failed"] = f"{type(error).__name__}: {error}"[:2000]
         result["traceback"] = traceback.format_exc()[-4000:]
@@ -184,6 +201,8 @@ def not_as_planned(name: str, row: dict[str, Any]) -> list[str]:
         broken.append(f"{name}: measured {row['allocated_bytes']}, budget {row['budget_bytes']}")
     if abs(row["allocated_bytes"] - row["planned_bytes"]) > 0.01 * row["planned_bytes"]:
         broken.append(f"{name}: measured {row['allocated_bytes']}, planned {row['planned_bytes']}")
+    if row.get("bits_again", row.get("bits")) != row.get("bits"):
+        broken.append(f"{name}: other bits in a second step")
     if row.get("identical") is False:
         broken.append(f"{name}: not equal to the bit to keeping everything")
     return broken

@@ -71,6 +71,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
     }
     for name, value in known.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(profile, "keep_busy", lambda cycles: None)
     return device
 
 

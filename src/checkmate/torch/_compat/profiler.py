@@ -1,4 +1,4 @@
-"""Private names of torch's profilers: a trace of the CPU allocator."""
+"""Private names by which torch is profiled: a trace of the CPU allocator, and a kernel that only waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-__all__ = ["MemoryTrace", "memory_trace", "profiler_running"]
+__all__ = ["MemoryTrace", "keep_busy", "memory_trace", "profiler_running"]
+
+keep_busy = torch.cuda._sleep
+"""Keeps the current stream of the GPU busy for so many cycles of its clock."""
 
 
 def profiler_running() -> bool:
