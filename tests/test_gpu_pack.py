@@ -93,6 +93,7 @@ def test_every_broken_promise_is_found(pack, rehearsed):
         "budget": {"allocated_bytes": last["budget_bytes"] + 1},
         "planned": {"planned_bytes": int(0.98 * last["allocated_bytes"])},
         "bit": {"identical": False},
+        "other bits in a second step": {"bits_again": "0"},
         "reserved": {"reserved_bytes": int(1.06 * last["planned_bytes"])},
     }
     for word, change in changed.items():
@@ -116,6 +117,8 @@ def test_every_broken_promise_is_found(pack, rehearsed):
     smaller = {"name": "rival", "allocated_bytes": 99, "time_s": 9.0}
     assert pack.beaten([ours, {**faster, "time_s": 1.0}]) == []
     assert len(pack.beaten([ours, faster])) == len(pack.beaten([ours, smaller])) == 1
+    assert pack.beaten([ours, smaller], ["ours, 99: no time left"]) == []
+    assert len(pack.beaten([ours, faster], ["ours, 100: no time left"])) == 1
     predicted = {"predicted_keep_all_bytes": 97, "allocated_bytes": 100}
     assert pack.verdict({"part": "fits:gpt2", "tiny": False, "result": predicted})
     failed = {"part": "fits:gpt2", "failed": "it took more than 8 minutes"}

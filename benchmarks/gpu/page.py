@@ -73,6 +73,8 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
         header, rows = _TABLES[kind]
         body = [row for model in MODELS for row in _rows(rows, model, results.get(f"{kind}:{model}"), len(header))]
         lines += [_line(["model", *header]), _line(["---"] * (len(header) + 1)), *map(_line, body), ""]
+        remarks = dict.fromkeys(r for model in MODELS for r in results.get(f"{kind}:{model}", {}).get("remarks", ()))
+        lines += [text for remark in remarks for text in (remark, "")]
     lines += ["## CUDA graphs", "", *_graphs(results.get("graphs:gpt2")), ""]
     broken = [f"- {part}: {line}" for part, known in results.items() for line in verdict(known)]
     lines += _predicted()
@@ -102,7 +104,7 @@ def _rows(make: Any, model: str, known: dict[str, Any] | None, columns: int) -> 
     if known is None or "failed" in known or not known["result"]:
         reason = "" if known is None else f": {known.get('failed') or '; '.join(known['left_out'])}"
         return [[model, f"{NOT_MEASURED}{reason}".replace("|", "/").replace("\n", " "), *[""] * (columns - 1)]]
-    return [[model, *row] for row in make(known["result"])]
+    return [[model, *row] for row in make({**known["result"], "left_out": known["left_out"]})]
 
 
 def _peaks(result: dict[str, Any]) -> list[list[str]]:
@@ -146,6 +148,8 @@ def _front(result: dict[str, Any]) -> list[list[str]]:
         fitting = [v["time_s"] for v in ours if v["allocated_bytes"] <= other["allocated_bytes"]]
         if other.get("ours"):
             return ""
+        if not fitting and f"ours, {other['allocated_bytes']}: no time left" in result.get("left_out", ()):
+            return NOT_MEASURED
         return "NO PLAN AS SMALL" if not fitting else "yes" if min(fitting) > 1.03 * other["time_s"] else "no"
 
     return [[v["name"], _gib(v["allocated_bytes"]), f"{v['time_s']:.4f}", beats(v)] for v in result["variants"]]

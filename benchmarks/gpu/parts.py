@@ -159,7 +159,7 @@ def peaks(setting: Setting, name: str) -> dict[str, Any]:
             "ops_s": step.result.cost / 1e9,
         }
         rows.append(row)
-        del case, step
+        del case, step, compiled
     keep = next((row for row in rows if row["budget"] == "keep all"), None)
     for row in rows if keep is not None else []:
         row["identical"] = row["bits"] == keep["bits"] if keep["bits"] == keep["bits_again"] else None

@@ -132,6 +132,22 @@ def test_what_else_is_allocated_counts(cuda: Device) -> None:
     assert other_allocated_bytes([parameter], Options(device="cpu")) == 0
 
 
+def test_garbage_is_not_resident(cuda: Device) -> None:
+    """A model of before is often in a cycle that compilation left."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.itself = self
+            cuda.alloc(4096)
+
+        def __del__(self) -> None:
+            cuda.free(4096)
+
+    Model()
+    assert cuda.held == 4096
+    assert other_allocated_bytes([torch.ones(4)], Options(device="cuda")) == 0
+
+
 def test_workspace_and_time_of_an_op(cuda: Device) -> None:
     """Workspace is the peak beyond what the op returns; time comes from events."""
     graph = fx.Graph()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import weakref
@@ -43,6 +44,7 @@ def other_allocated_bytes(example_inputs: Sequence[Any], options: Options) -> in
     device = cuda_device(tensors, options)
     if device is None:
         return 0
+    gc.collect()  # compilation leaves cycles, and with them models of before, which would be taken for resident
     seen = unique_bytes(tensors, current_bytes) + gradient_bytes(example_inputs, accumulate=False)
     return max(0, torch.cuda.memory_allocated(device) - seen)
 
