@@ -101,7 +101,7 @@ class _KnownStep:
 
     @property
     def scalar_bytes(self) -> int:
-        """What an allocator hands out for a scalar."""
+        """Bytes that an allocator hands out for a scalar."""
         tangents = (tangent for run in self.recorder.runs for tangent in run.planned.interface.tangents)
         return CUDA_ALIGNMENT_BYTES if any(t.device.type == "cuda" for t in tangents) else SCALAR_TANGENT_BYTES
 
