@@ -1,4 +1,4 @@
-"""Losses as the documents of Flax NNX and Equinox write them, with Optax: training is that without a plan."""
+"""Losses as the documents of Flax NNX, Equinox and Haliax write them, with Optax: training is that without a plan."""
 
 from __future__ import annotations
 
@@ -75,7 +75,54 @@ def train_equinox(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
     return losses, eqx.filter(model, eqx.is_array)
 
 
-@pytest.mark.parametrize("train", [train_nnx, train_equinox])
+def train_haliax(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
+    """Losses of three steps of layers in a scan, with named axes, and the parameters afterwards."""
+    eqx, hax = pytest.importorskip("equinox"), pytest.importorskip("haliax")
+    batch, inputs, hidden, classes, depth = hax.make_axes(batch=256, inputs=8, hidden=16, classes=4, depth=3)
+
+    class Layer(eqx.Module):
+        linear: hax.nn.Linear
+
+        @staticmethod
+        def init(*, key):
+            return Layer(hax.nn.Linear.init(hidden, hidden.alias("made"), key=key))
+
+        def __call__(self, x):
+            return x + hax.tanh(self.linear(x)).rename({"made": "hidden"})
+
+    class Net(eqx.Module):
+        first: hax.nn.Linear
+        layers: hax.nn.Stacked
+        last: hax.nn.Linear
+
+        def __call__(self, x):
+            return self.last(self.layers.fold(hax.tanh(self.first(x))))
+
+    first, middle, last = jax.random.split(jax.random.key(0), 3)
+    layers = hax.nn.Stacked.init(depth, Layer, gradient_checkpointing=False)(key=jax.random.split(middle, depth.size))
+    model = Net(hax.nn.Linear.init(inputs, hidden, key=first), layers, hax.nn.Linear.init(hidden, classes, key=last))
+    optimizer = optax.adam(1e-2)
+
+    def loss_fn(model, x, y):
+        return hax.nn.cross_entropy_loss(model(x), classes, hax.nn.one_hot(y, classes), reduction=hax.mean).scalar()
+
+    planned = wrap(loss_fn)
+
+    @eqx.filter_jit
+    def make_step(model, state, x, y):
+        loss, gradients = eqx.filter_value_and_grad(planned)(model, x, y)
+        updates, state = optimizer.update(gradients, state)
+        return eqx.apply_updates(model, updates), state, loss
+
+    x, y = hax.named(X, (batch, inputs)), hax.named(Y, (batch,))
+    state, losses = optimizer.init(eqx.filter(model, eqx.is_array)), []
+    for _ in range(3):
+        model, state, loss = make_step(model, state, x, y)
+        losses.append(float(loss))
+    return losses, eqx.filter(model, eqx.is_array)
+
+
+@pytest.mark.parametrize("train", [train_nnx, train_equinox, train_haliax])
 def test_training_is_the_same(train):
     """Also where the loss changes its model in place, as BatchNorm and Dropout of NNX do."""
     planned = []
