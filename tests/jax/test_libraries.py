@@ -122,13 +122,14 @@ def train_haliax(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
     return losses, eqx.filter(model, eqx.is_array)
 
 
-@pytest.mark.parametrize("train", [train_nnx, train_equinox, train_haliax])
-def test_training_is_the_same(train):
+# The layers of Haliax are one op, a loop, which leaves less to compute again.
+@pytest.mark.parametrize(("train", "budget"), [(train_nnx, "70%"), (train_equinox, "70%"), (train_haliax, "95%")])
+def test_training_is_the_same(train, budget):
     """Also where the loss changes its model in place, as BatchNorm and Dropout of NNX do."""
     planned = []
 
     def wrap(loss):
-        planned.append(remat(loss))
+        planned.append(remat(loss, budget=budget))
         return planned[0]
 
     expected, given = train(lambda loss: loss), train(wrap)
