@@ -21,11 +21,8 @@ from fresh import hardware, versions
 
 from checkmate.torch import measure_peak
 
-CLOCK = 1.03
-"""How much slower ours may seem at another's peak: times of one step differ by as much from run to run."""
-
-
 _ALONE = False
+"""Whether this process has the GPU to itself already."""
 
 
 @contextmanager

@@ -6,6 +6,7 @@ python benchmarks/gpu/page.py [FOLDER]
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from run import KINDS, MODELS, PARTS, read, verdict
+from run import CLOCK, KINDS, MODELS, PARTS, fastest_within, read, verdict
 
 PAGE = HERE.parents[1] / "docs" / "benchmarks" / "gpu.md"
 PREDICTED = HERE / "predicted.json"
@@ -142,15 +143,13 @@ def _fits(result: dict[str, Any]) -> list[list[str]]:
 
 
 def _front(result: dict[str, Any]) -> list[list[str]]:
-    ours = [v for v in result["variants"] if v.get("ours")]
-
     def beats(other: dict[str, Any]) -> str:
-        fitting = [v["time_s"] for v in ours if v["allocated_bytes"] <= other["allocated_bytes"]]
         if other.get("ours"):
             return ""
-        if not fitting and f"ours, {other['allocated_bytes']}: no time left" in result.get("left_out", ()):
+        best = fastest_within(other["allocated_bytes"], result["variants"], result["left_out"])
+        if best is None:
             return NOT_MEASURED
-        return "NO PLAN AS SMALL" if not fitting else "yes" if min(fitting) > 1.03 * other["time_s"] else "no"
+        return "NO PLAN AS SMALL" if best == math.inf else "yes" if best > CLOCK * other["time_s"] else "no"
 
     return [[v["name"], _gib(v["allocated_bytes"]), f"{v['time_s']:.4f}", beats(v)] for v in result["variants"]]
 

@@ -51,28 +51,32 @@ def train_nnx(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
     return losses, state
 
 
-def train_equinox(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
-    """Losses of three steps, and the parameters afterwards."""
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(8, 4, 16, 3, activation=jax.nn.gelu, key=jax.random.key(0))
-    optimizer = optax.adam(1e-2)
-
-    def loss_fn(model, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y).mean()
-
-    planned = wrap(loss_fn)
+def train_modules(model: Any, loss_fn: Callable[..., Any], x: Any, y: Any) -> tuple[list[float], Any]:
+    """Losses of three steps of Equinox modules, and the parameters afterwards."""
+    eqx, optimizer = pytest.importorskip("equinox"), optax.adam(1e-2)
 
     @eqx.filter_jit
     def make_step(model, state, x, y):
-        loss, gradients = eqx.filter_value_and_grad(planned)(model, x, y)
+        loss, gradients = eqx.filter_value_and_grad(loss_fn)(model, x, y)
         updates, state = optimizer.update(gradients, state)
         return eqx.apply_updates(model, updates), state, loss
 
     state, losses = optimizer.init(eqx.filter(model, eqx.is_array)), []
     for _ in range(3):
-        model, state, loss = make_step(model, state, X, Y)
+        model, state, loss = make_step(model, state, x, y)
         losses.append(float(loss))
     return losses, eqx.filter(model, eqx.is_array)
+
+
+def train_equinox(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
+    """Losses of three steps, and the parameters afterwards."""
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 4, 16, 3, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    def loss_fn(model, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y).mean()
+
+    return train_modules(model, wrap(loss_fn), X, Y)
 
 
 def train_haliax(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
@@ -101,25 +105,11 @@ def train_haliax(wrap: Callable[[Any], Any]) -> tuple[list[float], Any]:
     first, middle, last = jax.random.split(jax.random.key(0), 3)
     layers = hax.nn.Stacked.init(depth, Layer, gradient_checkpointing=False)(key=jax.random.split(middle, depth.size))
     model = Net(hax.nn.Linear.init(inputs, hidden, key=first), layers, hax.nn.Linear.init(hidden, classes, key=last))
-    optimizer = optax.adam(1e-2)
 
     def loss_fn(model, x, y):
         return hax.nn.cross_entropy_loss(model(x), classes, hax.nn.one_hot(y, classes), reduction=hax.mean).scalar()
 
-    planned = wrap(loss_fn)
-
-    @eqx.filter_jit
-    def make_step(model, state, x, y):
-        loss, gradients = eqx.filter_value_and_grad(planned)(model, x, y)
-        updates, state = optimizer.update(gradients, state)
-        return eqx.apply_updates(model, updates), state, loss
-
-    x, y = hax.named(X, (batch, inputs)), hax.named(Y, (batch,))
-    state, losses = optimizer.init(eqx.filter(model, eqx.is_array)), []
-    for _ in range(3):
-        model, state, loss = make_step(model, state, x, y)
-        losses.append(float(loss))
-    return losses, eqx.filter(model, eqx.is_array)
+    return train_modules(model, wrap(loss_fn), hax.named(X, (batch, inputs)), hax.named(Y, (batch,)))
 
 
 # The layers of Haliax are one op, a loop, which leaves less to compute again.

@@ -13,6 +13,7 @@ from torch import nn
 
 import checkmate
 from checkmate.torch import measure_peak
+from checkmate.torch._compat import dynamo
 from checkmate.torch.graph.storages import leaves, unique_bytes
 from checkmate.torch.measure.optimizer_state import state_bytes
 from tests.torch.networks import Cnn, input_of, mlp
@@ -178,3 +179,13 @@ def test_a_line_of_a_log_does_not_break_the_graph() -> None:
     x = torch.randn(4, 8)
     step = checkmate.torch.compile(Talkative(8, 8), nn.functional.mse_loss, example=(x, x))
     assert step(x, x)[1].isfinite()
+
+
+def test_settings_that_cannot_be_logged_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 sorts the functions among Dynamo's settings at each compilation, and prints a traceback."""
+    monkeypatch.setattr(dynamo.dynamo_utils, "_get_dynamo_config_for_logging", lambda: sorted({len, print}))  # type: ignore[type-var]
+    with dynamo._unlogged(dynamo.dynamo_config.patch(ignore_logger_methods={len, print})):
+        assert dynamo.dynamo_utils._get_dynamo_config_for_logging() is None
+        assert dynamo.dynamo_config.ignore_logger_methods == {len, print}
+    with pytest.raises(TypeError):
+        dynamo.dynamo_utils._get_dynamo_config_for_logging()

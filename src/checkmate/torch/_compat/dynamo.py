@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Mapping, Set
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from torch._dynamo import callback_handler
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.torch_version import TorchVersion
 
 __all__ = [
     "RECURRENT",
@@ -31,7 +32,7 @@ __all__ = [
     "autograd_nodes",
     "dynamo_config",
     "enter_around_calls",
-    "methods_ignored",
+    "patched_settings",
     "recompile_current_frame",
     "recurrent_layers_outside",
     "runs_eagerly_on_request",
@@ -200,23 +201,26 @@ def _frame_record(metrics: Any) -> FrameRecord:
     )
 
 
+def patched_settings(**settings: Any) -> AbstractContextManager[None]:
+    """Context with some settings of Dynamo, among which may be sets of functions."""
+    return dynamo_config.patch(**settings) if _LOGGED_WITHOUT_FUNCTIONS else _unlogged(dynamo_config.patch(**settings))
+
+
+_LOGGED_WITHOUT_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
+"""Whether Dynamo's log of each compilation leaves sets of functions out. PyTorch 2.11 sorts them, and prints a traceback."""
+
+
 @contextmanager
-def methods_ignored(methods: Set[Callable[..., Any]]) -> Generator[None]:
-    """Context in which Dynamo leaves out calls of some methods, such as those of loggers, in place of breaking the graph.
+def _unlogged(settings: AbstractContextManager[None]) -> Generator[None]:
+    """The settings, which are not logged where they cannot be."""
+    log = dynamo_utils._get_dynamo_config_for_logging
 
-    PyTorch 2.11 sorts every set among its settings for a log of each compilation, and prints the traceback where it cannot.
-    """
-    settings = dynamo_utils._get_dynamo_config_for_logging
-
-    def sortable_settings() -> str | None:
+    def logged() -> str | None:
         with suppress(TypeError):
-            return settings()
+            return log()
         return None
 
-    with (
-        dynamo_config.patch(ignore_logger_methods=set(methods)),
-        patch.object(dynamo_utils, "_get_dynamo_config_for_logging", sortable_settings),
-    ):
+    with settings, patch.object(dynamo_utils, "_get_dynamo_config_for_logging", logged):
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 from torch import fx
@@ -62,6 +62,18 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node not in found:
             found.add(node)
             todo += node.all_input_nodes
+    return found
+
+
+def descendants(nodes: Iterable[fx.Node], within: Set[fx.Node]) -> set[fx.Node]:
+    """The nodes of a set that depend on some nodes, directly or by others of the set."""
+    found: set[fx.Node] = set()
+    todo = [user for node in nodes for user in node.users]
+    while todo:
+        node = todo.pop()
+        if node in within and node not in found:
+            found.add(node)
+            todo += node.users
     return found
 
 

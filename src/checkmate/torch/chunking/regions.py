@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from checkmate.torch.chunking.graph_values import ancestors, inputs, outputs, producer, size_bytes, tensor
+from checkmate.torch.chunking.graph_values import ancestors, descendants, inputs, outputs, producer, size_bytes, tensor
 from checkmate.torch.chunking.rules.lookup import rules_of
 from checkmate.torch.chunking.rules.pieces import cuts
 from checkmate.torch.chunking.rules.placements import SUM, Placement, Rule, Split
@@ -143,30 +143,16 @@ def closed(region: Region, allows: Callable[[fx.Node], bool]) -> Region:
 
 def _between(region: Region) -> list[list[fx.Node]]:
     """The ops that depend on a region and that it depends on, in connected groups, each op after those that it needs."""
-    before, group = ancestors(region.rules), dict[fx.Node, list[fx.Node]]()
-    for node in sorted(_reached(region, before)):
+    group: dict[fx.Node, list[fx.Node]] = {}
+    for node in sorted(descendants(region.rules, within=ancestors(region.rules))):
+        if producer(node) in region.rules:
+            continue
         joined = [group[read] for read in node.all_input_nodes if read in group]
         mine = [*{id(ops): ops for ops in joined}.values()]
         ops = [op for each in mine for op in each] + [node]
         group.update(dict.fromkeys(ops, ops))
     groups = {id(ops): ops for ops in group.values()}.values()
     return [[op for op in ops if op is producer(op)] for ops in groups]
-
-
-def _reached(region: Region, within: Set[fx.Node]) -> set[fx.Node]:
-    """The nodes among some others, outside of a region, that depend on it."""
-    reached, stack = set[fx.Node](), [user for op in region.rules for user in op.users]
-    seen: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        inside = producer(node) in region.rules
-        if node in seen or not (inside or node in within):
-            continue
-        seen.add(node)
-        if not inside:
-            reached.add(node)
-        stack.extend(node.users)
-    return reached
 
 
 class _Growth:

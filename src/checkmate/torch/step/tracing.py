@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from checkmate.core.errors import CheckmateError, GraphError
-from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, dynamo_config, methods_ignored
+from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, patched_settings
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.compilation.compilation import Hooks
@@ -120,7 +120,7 @@ def run_as_one_graph(run: Callable[..., Any], batch: Example) -> Any:
     """
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     try:
-        with torch.enable_grad(), dynamo_config.patch(**_DYNAMO_CONFIG), methods_ignored(_logging_methods()):
+        with torch.enable_grad(), patched_settings(**_DYNAMO_CONFIG, ignore_logger_methods=_logging_methods()):
             return run(args, kwargs)
     except Unsupported as error:
         raise GraphBreakError(
