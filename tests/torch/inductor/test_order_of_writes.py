@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from checkmate.torch import measure_peak
-from checkmate.torch._compat.inductor import freed_between_loops, inductor_config, orders_read_nothing, reads_after_writes
+from checkmate.torch._compat.inductor import freed_between_loops, inductor_config, reads_after_writes, writes_over_what_dies
 
 
 def test_a_sum_is_scattered_before_it_is_read() -> None:
@@ -41,11 +41,31 @@ def test_a_product_with_a_parameter_that_is_updated_later_is_written_over() -> N
     expected = function(x, w.clone())
     patches = inductor_config.patch(fx_graph_cache=False, allow_buffer_reuse=False)
     torch._dynamo.reset()
-    with orders_read_nothing(), patches:
+    with writes_over_what_dies(), patches:
         found, (code, *_) = run_and_get_code(torch.compile(function), x, w.clone())
     torch.testing.assert_close(found, expected)
     reused = [line for line in code.splitlines() if line.endswith("# reuse")]
     assert len(reused) == 1, "the result of relu is written over its operand"
+
+
+def test_what_is_in_registers_is_not_written_over() -> None:
+    """PyTorch 2.13 allocates memory for a sigmoid that is not stored, because the gradient of its operand is written over it."""
+    from torch._inductor.utils import run_and_get_code
+
+    def function(x: torch.Tensor, w: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate = x @ w
+        open_share = torch.sigmoid(gate)
+        return (up * open_share * (1 + gate * (1 - open_share))) @ w
+
+    torch.manual_seed(0)
+    x, w, up = torch.randn(64, 32), torch.randn(32, 32), torch.randn(64, 32)
+    patches = inductor_config.patch(fx_graph_cache=False, allow_buffer_reuse=False)
+    torch._dynamo.reset()
+    with writes_over_what_dies(), patches:
+        found, (code, *_) = run_and_get_code(torch.compile(function), x, w, up)
+    torch.testing.assert_close(found, function(x, w, up))
+    allocated = [line for line in code.splitlines() if "= empty_strided_cpu(" in line]
+    assert len(allocated) == 2, "the two products"
 
 
 def test_what_a_loop_reads_last_is_freed_before_the_next_loop() -> None:

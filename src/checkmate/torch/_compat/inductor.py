@@ -26,6 +26,7 @@ from torch._inductor.utils import get_donated_idxs
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._triton import has_triton
 
 from checkmate.torch._compat.codegen.generated_code import buffer_bytes
@@ -45,7 +46,6 @@ __all__ = [
     "invoke_subgraph",
     "missing_compiler",
     "one_function_for_vectors_and_scalars",
-    "orders_read_nothing",
     "prefers_channels_last",
     "reads_after_writes",
     "stock_patches",
@@ -53,6 +53,7 @@ __all__ = [
     "trace_functionally",
     "unfused_addmm",
     "use_inductor_choices",
+    "writes_over_what_dies",
 ]
 
 use_inductor_choices = V.set_choices_handler
@@ -136,11 +137,14 @@ def reads_after_writes() -> Iterator[None]:
 
 
 @contextmanager
-def orders_read_nothing() -> Iterator[None]:
-    """Let a loop write over an operand that nothing reads later, also where a later op has to wait for the op that made it.
+def writes_over_what_dies() -> Iterator[None]:
+    """Let a loop write its result over an operand that nothing reads later, as PyTorch 2.13 does with two exceptions.
 
-    PyTorch 2.13 takes the wait for a reader. In a whole step every product with a parameter is waited for by the parameter's
-    update, so that nothing was written over a product: the gradient of the logits took as much again as they did.
+    It takes an op that only has to come later for a reader. In a whole step every product with a parameter is waited for by the
+    parameter's update, so that nothing was written over a product: the gradient of the logits took as much again as they did.
+
+    And it may choose an operand that exists in registers only, whose memory is then allocated for the result: in the backward of
+    a gated MLP the sigmoid of the gate, beside which the gate itself could have been written over.
     """
     decide = SchedulerNode.decide_inplace_update
 
@@ -150,11 +154,21 @@ def orders_read_nothing() -> Iterator[None]:
                 buffer = node.scheduler.name_to_buf.get(name)
                 if buffer is not None:
                     readers = [user for user in buffer.users if not _only_waits(user, name)]
-                    stack.enter_context(patch.object(buffer, "users", readers))
+                    stack.enter_context(patch.object(buffer, "users", [] if _in_registers(node, name) else readers))
             decide(node)
 
     with patch.object(SchedulerNode, "decide_inplace_update", decided):
         yield
+
+
+def _in_registers(node: SchedulerNode, name: str) -> bool:
+    """Whether a buffer is made and read in one loop of pointwise ops, that of a node."""
+    scheduler = node.scheduler
+    fused = scheduler.get_fused_node(node).get_nodes()
+    inside = OrderedSet(each.get_name() for each in fused)
+    one_loop = all(each.group == node.group and not each.is_reduction() for each in fused)
+    made_inside = scheduler.name_to_buf[name].defining_op_name() in inside
+    return one_loop and made_inside and scheduler.can_buffer_be_removed_through_fusion(name, inside)
 
 
 def _only_waits(user: Any, name: str) -> bool:

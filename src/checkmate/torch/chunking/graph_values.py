@@ -53,13 +53,18 @@ def readers(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
                     yield value, user
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All nodes on which some nodes depend, directly or not."""
+def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
+    """All nodes on which some nodes depend, directly or not.
+
+    Args:
+        nodes: Those that depend on them.
+        since: The first node of the graph that is looked for; all are by default.
+    """
     found: set[fx.Node] = set()
     todo = [read for node in nodes for read in node.all_input_nodes]
     while todo:
         node = todo.pop()
-        if node not in found:
+        if node not in found and (since is None or node >= since):
             found.add(node)
             todo += node.all_input_nodes
     return found

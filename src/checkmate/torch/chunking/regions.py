@@ -11,6 +11,7 @@ The pieces of a region are the same shares of every tensor in it: piece 2 of 8 i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -142,17 +143,18 @@ def closed(region: Region, allows: Callable[[fx.Node], bool]) -> Region:
 
 
 def _between(region: Region) -> list[list[fx.Node]]:
-    """The ops that depend on a region and that it depends on, in connected groups, each op after those that it needs."""
-    group: dict[fx.Node, list[fx.Node]] = {}
-    for node in sorted(descendants(region.rules, within=ancestors(region.rules))):
-        if producer(node) in region.rules:
-            continue
-        joined = [group[read] for read in node.all_input_nodes if read in group]
-        mine = [*{id(ops): ops for ops in joined}.values()]
-        ops = [op for each in mine for op in each] + [node]
-        group.update(dict.fromkeys(ops, ops))
-    groups = {id(ops): ops for ops in group.values()}.values()
-    return [[op for op in ops if op is producer(op)] for ops in groups]
+    """The ops that depend on a region and that it depends on, in connected groups, each in the order of the graph."""
+    nodes = descendants(region.rules, within=ancestors(region.rules, since=min(region.rules)))
+    left = {node for node in nodes if producer(node) not in region.rules}
+    groups: list[list[fx.Node]] = []
+    while left:
+        group = [left.pop()]
+        for node in group:  # grows as it is gone through
+            near = [other for other in (*node.all_input_nodes, *node.users) if other in left]
+            left.difference_update(near)
+            group += near
+        groups.append(sorted(op for op in group if op is producer(op)))
+    return sorted(groups)
 
 
 class _Growth:
@@ -230,6 +232,11 @@ def slices_of(value: fx.Node, split: Split, count: int) -> list[list[tuple[int, 
     shape = tensor(value).shape
     if not all(isinstance(n, int) for n in shape):
         return None  # a size that is known at run time only
+    return _slices(tuple(shape), split, count)
+
+
+@functools.lru_cache(maxsize=4096)  # layers repeat
+def _slices(shape: tuple[int, ...], split: Split, count: int) -> list[list[tuple[int, int, int]]] | None:
     try:
         found = cuts(shape, split, count)
     except ValueError:

@@ -239,19 +239,22 @@ class _Stages:
         return tuple(sorted(ops, key=self.position.__getitem__))
 
     def _levels(self, graph: fx.Graph) -> dict[fx.Node, int]:
-        """How often a path to each node leaves the region and comes back; tangents depend on all of the forward."""
+        """How often a path to each op leaves the region and comes back; tangents depend on all of the forward."""
         rules = self.region.rules
-        level: dict[fx.Node, int] = {}
-        tangents = {n for n in graph.nodes if is_tangent(n) and (self.ahead is None or n is not self.ahead.tangent)}
+        nodes = list(graph.nodes)
+        first, last = self.position[min(rules)], self.position[max(rules)]
+        tangents = {n for n in nodes if is_tangent(n) and (self.ahead is None or n is not self.ahead.tangent)}
         after: set[fx.Node] = set(tangents)
-        for node in graph.nodes:
-            if any(i in after for i in node.all_input_nodes):
+        for node in nodes[: last + 1]:
+            if not after.isdisjoint(node.all_input_nodes):
                 after.add(node)
+        level = dict.fromkeys(nodes[:first], 0)
         begin = 0
         for backward in (False, True):
             if backward:
                 begin = max((level[op] + 1 for op in rules if op not in after), default=0)
-            for node in graph.nodes:
+                level.update(dict.fromkeys(after.intersection(nodes[:first]), begin))
+            for node in nodes[first : last + 1]:
                 if (node in after) == backward:
                     level[node] = max(
                         [begin if node in tangents else 0, *(self._through(i, node, level) for i in node.all_input_nodes)]

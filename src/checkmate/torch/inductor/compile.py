@@ -36,12 +36,12 @@ from checkmate.torch._compat.inductor import (
     freed_between_loops,
     inductor_config,
     one_function_for_vectors_and_scalars,
-    orders_read_nothing,
     prefers_channels_last,
     reads_after_writes,
     sums_for_every_size,
     unfused_addmm,
     use_inductor_choices,
+    writes_over_what_dies,
 )
 from checkmate.torch._compat.profiler import profiler_running
 from checkmate.torch._compat.symbolic import guards_against_upper_bounds
@@ -361,7 +361,7 @@ def _generate(
         freed_between_loops(),
         one_function_for_vectors_and_scalars(),
         unfused_addmm(),
-        orders_read_nothing(),
+        writes_over_what_dies(),
         reads_after_writes(),
         sums_for_every_size(),
         kernels.collecting(),

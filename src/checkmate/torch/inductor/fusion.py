@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
     Beside what `simulate` counts, Inductor fuses ops that follow each other without another library's kernel between them:
     what is made and read only inside such a run is not stored. And the result of a pointwise op is written over an operand of
     the same size that dies there, unless an op of the same run, on which it does not depend, reads the operand as well: that is
-    fused with it.
+    fused with it. Such ops are one kernel: all of its results are allocated before it, and what it reads is freed after it.
 
     Args:
         chains: The graph, its chains contracted.
@@ -103,15 +104,17 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
             # A pointwise op that stores nothing is part of its readers.
             if (last == reads[-1] or runs.pointwise(reads[-1])) and runs.last_alone(reads):
                 dying.setdefault((last, graph.values[life.value].size_bytes), []).append(at)
-    for life in tuple(stored):
+    # The results of a kernel are allocated before it, and what it reads is freed after it.
+    ends = [life.gone_at if life.gone_at > len(plan.steps) else runs.kernel(life.gone_at - 1)[1] + 1 for life in stored]
+    begins = [runs.kernel(life.made_at)[0] for life in stored]
+    for begin, life in zip(begins, stored, strict=True):
         over = dying.get((life.made_at, graph.values[life.value].size_bytes))
         if over and runs.pointwise(life.made_at):
-            at = over.pop()
-            stored[at] = stored[at]._replace(gone_at=life.made_at)
+            ends[over.pop()] = begin
     change = np.zeros(len(plan.steps) + 2, dtype=np.int64)
-    for life in stored:
-        change[life.made_at] += graph.values[life.value].size_bytes
-        change[life.gone_at] -= graph.values[life.value].size_bytes
+    for begin, end, life in zip(begins, ends, stored, strict=True):
+        change[begin] += graph.values[life.value].size_bytes
+        change[end] -= graph.values[life.value].size_bytes
     workspace = [graph.ops[s.op].workspace_bytes if isinstance(s, Compute) else 0 for s in plan.steps]
     return int((np.cumsum(change[: len(workspace)]) + workspace).max(initial=0))
 
@@ -132,6 +135,7 @@ class _Runs:
         self._reads: dict[int, list[int]] = {}  # storage's owner to the steps that read it
         self._views: dict[int, list[int]] = {}
         self._made: dict[int, list[int]] = {}  # the steps that make it
+        self._kernel: dict[int, tuple[int, int]] = {}  # step to the first and last step of its kernel
         fusible, run = kinds.pointwise | kinds.reductions, 0
         for p, step in enumerate(plan.steps):
             if not isinstance(step, Compute):
@@ -146,6 +150,35 @@ class _Runs:
                 self._run[p] = run
             elif not view:
                 run += 1
+        for _, steps in groupby(self._run, key=self._run.__getitem__):
+            self._fuse_readers([p for p in steps if self.pointwise(p)])
+
+    def _fuse_readers(self, steps: Sequence[int]) -> None:
+        """Find the kernels of a run: its ops of one size that read the same storages, and not what the others make."""
+        kernels: list[tuple[int, set[int], list[int]]] = []  # size, storages that are read, steps
+        for p in steps:
+            step = self._plan.steps[p]
+            assert isinstance(step, Compute)
+            op = self._graph.ops[step.op]
+            size = sum(self._graph.values[v].size_bytes for v in op.outputs)
+            read = {self._graph.root[v] for v in op.inputs if self._graph.values[self._graph.root[v]].size_bytes >= size}
+            for bytes_made, reads, members in kernels:
+                if bytes_made == size and not reads.isdisjoint(read) and self._needed_by(p, members[0]).isdisjoint(members):
+                    reads |= read
+                    members.append(p)
+                    break
+            else:
+                kernels.append((size, read, [p]))
+        for *_, members in kernels:
+            self._kernel.update(dict.fromkeys(members, (members[0], members[-1])))
+
+    def kernel(self, step: int) -> tuple[int, int]:
+        """The first and the last step of the kernel that a step is part of.
+
+        Args:
+            step: The step.
+        """
+        return self._kernel.get(step, (step, step))
 
     def reads(self, life: StorageLifetime) -> list[int]:
         """Steps that read a storage, views aside."""
