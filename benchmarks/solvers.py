@@ -152,6 +152,7 @@ def measure(suite: str, solver: str, name: str, graph: Graph, label: str, budget
 
 def table(points: list[Point], where: dict[str, str]) -> str:
     """The Markdown page."""
+    beside = "one point at a time" if where["jobs"] == 1 else f"{where['jobs']} points side by side"
     lines = [
         "# Gaps of the default solver",
         "",
@@ -160,7 +161,7 @@ def table(points: list[Point], where: dict[str, str]) -> str:
         "keeping everything; a share is relative to the memory that keeping everything needs above resident bytes. The bound",
         "holds for every order of execution and any number of recomputations. One thread, at most 60 s for each point, stopped",
         "at a gap of 0.01 %.",
-        f"{where['cpu']}, {where['jobs']} points side by side, Python {where['python']}, HiGHS {where['highspy']}.",
+        f"{where['cpu']}, {beside}, Python {where['python']}, HiGHS {where['highspy']}.",
     ]
     for suite in dict.fromkeys(p.suite for p in points):
         rows = [p for p in points if p.suite == suite]
