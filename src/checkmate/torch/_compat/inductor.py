@@ -149,26 +149,27 @@ def writes_over_what_dies() -> Iterator[None]:
     decide = SchedulerNode.decide_inplace_update
 
     def decided(node: SchedulerNode) -> None:
+        in_registers = _made_in_registers(node)
         with ExitStack() as stack:
             for name in {read.name for read in node.read_writes.reads}:
                 buffer = node.scheduler.name_to_buf.get(name)
                 if buffer is not None:
                     readers = [user for user in buffer.users if not _only_waits(user, name)]
-                    stack.enter_context(patch.object(buffer, "users", [] if _in_registers(node, name) else readers))
+                    stack.enter_context(patch.object(buffer, "users", [] if name in in_registers else readers))
             decide(node)
 
     with patch.object(SchedulerNode, "decide_inplace_update", decided):
         yield
 
 
-def _in_registers(node: SchedulerNode, name: str) -> bool:
-    """Whether a buffer is made and read in one loop of pointwise ops, that of a node."""
-    scheduler = node.scheduler
-    fused = scheduler.get_fused_node(node).get_nodes()
+def _made_in_registers(node: SchedulerNode) -> set[str]:
+    """Buffers that are made and read in the loop of a node and nowhere else, if it is one loop of pointwise ops."""
+    fused = node.scheduler.get_fused_node(node).get_nodes()
+    if any(each.group != node.group or each.is_reduction() for each in fused):
+        return set()
     inside = OrderedSet(each.get_name() for each in fused)
-    one_loop = all(each.group == node.group and not each.is_reduction() for each in fused)
-    made_inside = scheduler.name_to_buf[name].defining_op_name() in inside
-    return one_loop and made_inside and scheduler.can_buffer_be_removed_through_fusion(name, inside)
+    made = (buffer.get_name() for each in fused for buffer in each.get_outputs())
+    return {name for name in made if node.scheduler.can_buffer_be_removed_through_fusion(name, inside)}
 
 
 def _only_waits(user: Any, name: str) -> bool:

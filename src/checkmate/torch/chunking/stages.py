@@ -223,7 +223,7 @@ class _Stages:
         self.region = region
         self.ahead = ahead
         self.position = {node: i for i, node in enumerate(graph.nodes)}
-        self.level = self._levels(graph)
+        self.level = self._levels()
         self.whole = kept_outside(region)
         self.stages: list[Stage] = []
         self.stage_of: dict[fx.Node, Stage] = {}
@@ -238,10 +238,10 @@ class _Stages:
     def _sorted(self, ops: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         return tuple(sorted(ops, key=self.position.__getitem__))
 
-    def _levels(self, graph: fx.Graph) -> dict[fx.Node, int]:
+    def _levels(self) -> dict[fx.Node, int]:
         """How often a path to each op leaves the region and comes back; tangents depend on all of the forward."""
         rules = self.region.rules
-        nodes = list(graph.nodes)
+        nodes = list(self.position)
         first, last = self.position[min(rules)], self.position[max(rules)]
         tangents = {n for n in nodes if is_tangent(n) and (self.ahead is None or n is not self.ahead.tangent)}
         after: set[fx.Node] = set(tangents)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from checkmate.core.graph import Graph
+from checkmate.core.graph import Graph, Op
 from checkmate.core.plan import Compute, Plan
 from checkmate.solvers.reductions.contract_chains import ContractChains, FusibleKinds
 from checkmate.studies.lifetimes import StorageLifetime, storage_lifetimes
@@ -157,9 +157,7 @@ class _Runs:
         """Find the kernels of a run: its ops of one size that read the same storages, and not what the others make."""
         kernels: list[tuple[int, set[int], list[int]]] = []  # size, storages that are read, steps
         for p in steps:
-            step = self._plan.steps[p]
-            assert isinstance(step, Compute)
-            op = self._graph.ops[step.op]
+            op = self._op(p)
             size = sum(self._graph.values[v].size_bytes for v in op.outputs)
             read = {self._graph.root[v] for v in op.inputs if self._graph.values[self._graph.root[v]].size_bytes >= size}
             for bytes_made, reads, members in kernels:
@@ -195,15 +193,19 @@ class _Runs:
         todo, found = [step], {step}
         while todo:
             p = todo.pop()
-            run = self._plan.steps[p]
-            assert isinstance(run, Compute)
-            for root in {self._graph.root[v] for v in self._graph.ops[run.op].inputs}:
+            for root in {self._graph.root[v] for v in self._op(p).inputs}:
                 made = self._made.get(root, [])
                 at = bisect_left(made, p) - 1
                 if at >= 0 and made[at] >= first and made[at] not in found:
                     found.add(made[at])
                     todo.append(made[at])
         return found
+
+    def _op(self, step: int) -> Op:
+        """The op of a step that computes one."""
+        compute = self._plan.steps[step]
+        assert isinstance(compute, Compute)
+        return self._graph.ops[compute.op]
 
     def pointwise(self, step: int) -> bool:
         """Whether a step computes a pointwise op."""
