@@ -7,6 +7,8 @@ whether a step is compiled at all (`CompilerChoices`).
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import sqlite3
@@ -17,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+import checkmate
 from checkmate.cost.database import Database, cache_folder
 from checkmate.frontend.step_memory import StepMemory
 
@@ -155,3 +158,12 @@ class CompilerChoices:
 
 def _text(order: Sequence[int]) -> str:
     return json.dumps(list(order), separators=(",", ":"))
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Hash of this package's sources, for keys: with other sources the same plan may be compiled to other bytes."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(checkmate.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -3,6 +3,7 @@
 XLA merges equal computations and schedules what is left, and so would undo a plan. A fence is one `jax.lax.optimization_barrier`
 over *all* values that are alive: it depends on all that came before, and all that comes after depends on it. A barrier over the
 inputs of a recomputation alone is kept too, but XLA then schedules the recomputation as early as it likes (docs/decisions/0100).
+Views are made again behind a fence: XLA would store a value and its view as two.
 
 Fences change what XLA fuses, and so the rounding. In an exact program every op stands alone between barriers, so that it is
 compiled to the same instructions in every plan (docs/decisions/0101).
@@ -11,6 +12,7 @@ compiled to the same instructions in every plan (docs/decisions/0101).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ class PlannedProgram:
 
     Attributes:
         order: Ops in the plan's order.
-        saved: Values that the forward leaves to the backward, without constants; empty for a whole step.
+        saved: What the forward leaves to the backward; nothing for a whole step.
     """
 
     def __init__(self, capture: Capture, plan: Plan, *, exact: bool = False, fences: bool = True) -> None:
@@ -41,7 +43,8 @@ class PlannedProgram:
         boundary = capture.graph.boundary
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
-        self._fences, self.saved = self._live(_fenced(self.order) if fences else set())
+        self._views = _views(capture)
+        self._fences, self.saved = self._live(_fenced(self.order, delayed=exact) if fences else set())
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """The results of the captured function.
@@ -63,7 +66,7 @@ class PlannedProgram:
         trace = self.capture.trace
         values = dict(zip(trace.arguments, arguments, strict=False)) | dict(trace.constants)
         self._run(values, 0, self._boundary)
-        return [_result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved]
+        return [_result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved.stored]
 
     def backward(self, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """The gradients: the results after those of the forward.
@@ -74,57 +77,102 @@ class PlannedProgram:
         """
         trace = self.capture.trace
         numbers = () if self.capture.boundary is None else self.capture.boundary.tangents
-        values = dict(zip(self.saved, saved, strict=True)) | dict(zip(numbers, tangents, strict=True)) | dict(trace.constants)
+        values = dict(zip((*self.saved.stored, *numbers), (*saved, *tangents), strict=True)) | dict(trace.constants)
+        self._view_again(values, self.saved)
         self._run(values, self._boundary + 1, len(self.order))
         return [_result(values, v) for v in trace.results[self._results :]]
 
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
         for p in range(start, stop):
-            live = self._fences.get(p)
-            if live:
-                _fence(values, live)
-            op = self.order[p]
-            local = values
-            if self._exact and self.capture.members[op]:
-                local = values | _alone(values, self.capture.inputs[op])
-            made = _compute(self.capture.members[op], self.capture.outputs[op], local)
-            values.update(made)
+            if p in self._fences:
+                _fence(values, self._fences[p].stored)
+                self._view_again(values, self._fences[p])
+            self._compute(values, self.order[p])
 
-    def _live(self, fenced: set[int]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
-        """Values that are alive before each fenced computation, and those that the backward is given; no constants."""
+    def _compute(self, values: dict[int, Any], op: int) -> None:
+        local = values
+        if self._exact and self.capture.members[op]:
+            local = values | _alone(values, self.capture.inputs[op])
+        values.update(_computed(self.capture.members[op], self.capture.outputs[op], local))
+
+    def _view_again(self, values: dict[int, Any], live: _Live) -> None:
+        for op in live.views:
+            self._compute(values, op)
+
+    def _live(self, fenced: set[int]) -> tuple[dict[int, _Live], _Live]:
+        """What is alive before each fenced computation, and what the backward is given."""
         capture = self.capture
-        constants = set(capture.trace.constants)
         live = {v for v in capture.trace.results[self._results :] if isinstance(v, int)}
-        found: dict[int, tuple[int, ...]] = {}
-        saved: tuple[int, ...] = ()
+        found: dict[int, _Live] = {}
+        saved = _Live((), ())
         if capture.boundary is None:
             live = {v for v in capture.trace.results if isinstance(v, int)}
         for p in range(len(self.order) - 1, -1, -1):
             op = self.order[p]
             live.difference_update(capture.outputs[op])
             if p == self._boundary:
-                saved = tuple(sorted(live - constants))
+                saved = self._split(live)
             live.update(capture.inputs[op])
             if p in fenced:
-                found[p] = tuple(sorted(live - constants))
+                found[p] = self._split(live)
         return found, saved
 
+    def _split(self, live: set[int]) -> _Live:
+        """Values as those that are stored, without constants, and the views of them."""
+        stored, views = set(live), set[int]()
+        pending = list(live & self._views.keys())
+        while pending:
+            view = pending.pop()
+            base, op = self._views[view]
+            stored.discard(view)
+            views.add(op)
+            if base in self._views:
+                pending.append(base)
+            else:
+                stored.add(base)
+        return _Live(tuple(sorted(stored.difference(self.capture.trace.constants))), tuple(sorted(views)))
 
-def _fenced(order: Sequence[int]) -> set[int]:
-    """Positions at which a run of recomputations begins.
 
-    Only these: more fences keep XLA from fusing what it could. With a fence also before first computations that the plan delays,
-    a network of convolutions took 55 MB in place of 47, and more time.
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """What is alive at a moment.
+
+    Attributes:
+        stored: Values with bytes, without constants.
+        views: Ops whose results share the bytes of stored values, each after those that it reads.
+    """
+
+    stored: tuple[int, ...]
+    views: tuple[int, ...]
+
+
+def _views(capture: Capture) -> dict[int, tuple[int, int]]:
+    """By a value that shares the bytes of another one: that one, and the op that makes it."""
+    graph = capture.graph
+    traced = {
+        v: w for op, outputs in zip(graph.ops, capture.outputs, strict=True) for v, w in zip(op.outputs, outputs, strict=True)
+    }
+    bases = ((v, value.base) for v, value in enumerate(graph.values) if value.base is not None)
+    return {traced[v]: (traced[base], graph.producer[v]) for v, base in bases}
+
+
+def _fenced(order: Sequence[int], *, delayed: bool) -> set[int]:
+    """Positions at which a run of recomputations begins, or of computations that come later than in the program.
+
+    Args:
+        order: Ops in the plan's order.
+        delayed: Whether first computations count too that the plan delays. XLA would compute them early and hold the results. But
+            more fences keep it from fusing what it could, which can take more bytes, and more time, than the delays save.
     """
     seen: set[int] = set()
     found: set[int] = set()
-    repeated_before = False
+    furthest, late_before = -1, False
     for p, op in enumerate(order):
-        repeated = op in seen
-        if repeated and not repeated_before:
+        late = op in seen or (delayed and op < furthest)
+        if late and not late_before:
             found.add(p)
         seen.add(op)
-        repeated_before = repeated
+        furthest, late_before = max(furthest, op), late
     return found
 
 
@@ -151,7 +199,7 @@ def _alone(values: Mapping[int, Any], inputs: Sequence[int]) -> dict[int, Any]:
     return found
 
 
-def _compute(chain: Sequence[Equation], outputs: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:
+def _computed(chain: Sequence[Equation], outputs: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:
     local: dict[int, Any] = {}
     for equation in chain:
         inputs = [local[v] if isinstance(v, int) and v in local else _read(values, v) for v in equation.inputs]

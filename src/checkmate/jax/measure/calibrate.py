@@ -20,7 +20,7 @@ from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
 from checkmate.frontend.calibration import Calibration, Proportional, Trial
 from checkmate.frontend.options import PlanningOptions
-from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
+from checkmate.frontend.plan_store import MeasuredPlan, PlanStore, sources_digest
 from checkmate.frontend.planner import Replanner, planner_for
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.jax.apply_plan import PlannedProgram
@@ -195,5 +195,5 @@ def _refusal(
 def _key(capture: Capture, donated: Sequence[int], exact: bool) -> str:
     """Text of all that decides on the bytes of a plan as it is compiled."""
     program = "\n".join(signature(chain) for chain in capture.members if chain)
-    settings = f"{capture.graph.digest} {tuple(donated)} {environment()}{' exact' if exact else ''}"
+    settings = f"{sources_digest()} {capture.graph.digest} {tuple(donated)} {environment()}{' exact' if exact else ''}"
     return hashlib.sha256(f"jax {settings}\n{program}".encode()).hexdigest()

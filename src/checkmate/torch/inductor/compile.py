@@ -22,6 +22,7 @@ from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.frontend.plan_store import sources_digest
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import BoxedRun, functorch_config, saved_symbols
 from checkmate.torch._compat.aot_cache import CachedCompilation, CacheEntry, aot_cache_disabled, cached_attributes
@@ -55,7 +56,7 @@ from checkmate.torch.inductor.pieces import with_fused_pieces, with_pieces, writ
 from checkmate.torch.inductor.repeats import outline_repeats, takes_subgraphs
 from checkmate.torch.inductor.scheduler import PlanChoices
 from checkmate.torch.inductor.search import CalibratedSearch
-from checkmate.torch.inductor.settings import compiler_fingerprint, config_patches, sources_digest
+from checkmate.torch.inductor.settings import compiler_fingerprint, config_patches
 from checkmate.torch.inductor.stored_step import StoredStep
 from checkmate.torch.inductor.whole.whole_step import WHOLE_STEP_CONFIG, WholeStep
 from checkmate.torch.joint.capture import Capture

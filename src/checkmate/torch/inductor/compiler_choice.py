@@ -20,13 +20,12 @@ from torch import fx
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.frontend.plan_store import CompilerChoices
+from checkmate.frontend.plan_store import CompilerChoices, sources_digest
 from checkmate.frontend.planner import planner_for
 from checkmate.torch._compat.inductor import missing_compiler
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.inductor.compile import Compiled, compile_by_inductor
 from checkmate.torch.inductor.largest_inputs import dynamic_dimensions, traced_values
-from checkmate.torch.inductor.settings import sources_digest
 from checkmate.torch.measure.trial_step import time_step
 
 _log = logging.getLogger("checkmate.torch")

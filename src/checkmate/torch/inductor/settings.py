@@ -8,18 +8,16 @@ stored under a hash of all of it.
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import checkmate
 from checkmate.core.errors import OptionError
+from checkmate.frontend.plan_store import sources_digest
 from checkmate.torch._compat.inductor import inductor_config, stock_patches
 from checkmate.torch.options import Options
 
@@ -114,12 +112,3 @@ def compiler_fingerprint(
         "patches": {name: repr(value) for name, value in patches.items()},
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache
-def sources_digest() -> str:
-    """Hash of this package's sources: with other sources the same options may give another plan."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(checkmate.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
