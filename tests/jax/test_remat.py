@@ -61,6 +61,16 @@ def test_a_value_and_its_view_are_stored_once(exact):
     assert memory.temp_size_in_bytes <= 1.02 * (planned.result.peak_bytes - planned.graph.resident_bytes)
 
 
+def test_what_passes_many_fences_is_behind_few():
+    """A fence over all that is alive has as many operands as a network has layers, and XLA takes twice the time."""
+    weights, x = mlp(layers=40)
+    planned = unverified(mlp_loss, budget="30%")
+    program = jax.make_jaxpr(jax.value_and_grad(planned))(weights, x)
+    widths = [len(e.invars) for e in program.eqns if e.primitive.name == "optimization_barrier"]
+    assert len(widths) > 3
+    assert max(widths[1:]) < 10
+
+
 def test_op_by_op_every_bit_is_the_same():
     """Without `jax.jit` every op is computed alone, so that a recomputation has the bits of the first computation."""
     weights, x = network()

@@ -1,9 +1,9 @@
 """Runs a plan as a traceable function: equations in the plan's order, with a fence before every run of recomputations.
 
 XLA merges equal computations and schedules what is left, and so would undo a plan. A fence is one `jax.lax.optimization_barrier`
-over *all* values that are alive: it depends on all that came before, and all that comes after depends on it. A barrier over the
-inputs of a recomputation alone is kept too, but XLA then schedules the recomputation as early as it likes (docs/decisions/0100).
-Views are made again behind a fence: XLA would store a value and its view as two.
+that depends on all that came before, and on which all that comes after depends. A barrier over the inputs of a recomputation
+alone is kept too, but XLA then schedules the recomputation as early as it likes (docs/decisions/0100). Views are made again
+behind a fence: XLA would store a value and its view as two.
 
 Fences change what XLA fuses, and so the rounding. In an exact program every op stands alone between barriers, so that it is
 compiled to the same instructions in every plan (docs/decisions/0101).
@@ -100,22 +100,33 @@ class PlannedProgram:
             self._compute(values, op)
 
     def _live(self, fenced: set[int]) -> tuple[dict[int, _Live], _Live]:
-        """What is alive before each fenced computation, and what the backward is given."""
+        """The values behind the fence before each fenced computation, and what the backward is given.
+
+        Behind a fence is what is read before the next one, so that its readers come after, and what was made since the one before
+        and is still alive, so that it comes before. What is alive and neither has passed an earlier fence, and will pass another.
+        Of the arguments, only those are that an op reads alone: others are read with something that depends on a fence.
+        """
         capture = self.capture
-        live = {v for v in capture.trace.results[self._results :] if isinstance(v, int)}
-        found: dict[int, _Live] = {}
+        given = set(capture.trace.arguments)
+        results = capture.trace.results if capture.boundary is None else capture.trace.results[self._results :]
+        live = {v for v in results if isinstance(v, int)}
+        read, live_at_next, next_fence = set[int](), set[int](), set[int]()
+        found: dict[int, set[int]] = {}
         saved = _Live((), ())
-        if capture.boundary is None:
-            live = {v for v in capture.trace.results if isinstance(v, int)}
         for p in range(len(self.order) - 1, -1, -1):
-            op = self.order[p]
-            live.difference_update(capture.outputs[op])
+            inputs, outputs = capture.inputs[self.order[p]], capture.outputs[self.order[p]]
+            next_fence.update(live_at_next.intersection(outputs))
+            live.difference_update(outputs)
+            read.difference_update(outputs)
             if p == self._boundary:
                 saved = self._split(live)
-            live.update(capture.inputs[op])
+            live.update(inputs)
+            read.update(inputs if given.issuperset(inputs) else set(inputs) - given)
             if p in fenced:
-                found[p] = self._split(live)
-        return found, saved
+                live_at_next, next_fence = set(live), set(read)
+                found[p] = next_fence
+                read.clear()
+        return {p: self._split(values) for p, values in found.items()}, saved
 
     def _split(self, live: set[int]) -> _Live:
         """Values as those that are stored, without constants, and the views of them."""
