@@ -62,13 +62,13 @@ def test_a_value_and_its_view_are_stored_once(exact):
 
 
 def test_what_passes_many_fences_is_behind_few():
-    """A fence over all that is alive has as many operands as a network has layers, and XLA takes twice the time."""
-    weights, x = mlp(layers=40)
-    planned = unverified(mlp_loss, budget="30%")
+    """Fences over all that is alive have 23 to 65 operands here; XLA takes twice the time for those of a deep network."""
+    weights, x = mlp(layers=20)
+    planned = unverified(group_norm_loss, budget="40%")
     program = jax.make_jaxpr(jax.value_and_grad(planned))(weights, x)
     widths = [len(e.invars) for e in program.eqns if e.primitive.name == "optimization_barrier"]
-    assert len(widths) > 3
-    assert max(widths[1:]) < 10
+    assert len(widths) > 10
+    assert max(widths[1:-1]) < 10
 
 
 def test_op_by_op_every_bit_is_the_same():
