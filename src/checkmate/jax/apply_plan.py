@@ -146,7 +146,7 @@ class PlannedProgram:
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """What is alive at a moment.
+    """Values behind a fence, or that the backward is given.
 
     Attributes:
         stored: Values with bytes, without constants.
