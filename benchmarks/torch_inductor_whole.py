@@ -148,7 +148,7 @@ def first(name: str, label: str, trained: Trained) -> dict[str, Any]:
 
 
 def seconds(step: Callable[[], Any]) -> float:
-    """Processor time of one step."""
+    """Processor time of a step that follows one of the same variant."""
     step()
     began = time.process_time()
     step()

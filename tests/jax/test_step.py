@@ -9,6 +9,7 @@ import pytest
 
 import checkmate
 import checkmate.jax as cj
+from checkmate.core.plan import Plan
 from checkmate.jax.apply_plan import PlannedProgram
 from checkmate.jax.measure.calibrate import specs_of
 from checkmate.jax.measure.compiled import temp_bytes
@@ -61,6 +62,27 @@ def test_without_fences_nothing_is_saved(planned):
     capture, plan = planned._planned.capture, planned.plan
     open_program = PlannedProgram(capture, plan, fences=False)
     assert temp_bytes(lambda *a: open_program(a), specs_of(capture)) > 1.1 * planned.temp_bytes
+
+
+def barriers(step, order, *arguments):
+    """Operands of each fence of a step whose ops run in an order."""
+    capture = cj.plan(step, *arguments, verify=False, costs="estimated")._planned.capture
+    program = PlannedProgram(capture, Plan.from_order(capture.graph, order))
+    assert difference(step(*arguments), program(arguments)[0]) < 1e-6
+    jaxpr = jax.make_jaxpr(lambda *a: program(a))(*arguments)
+    return [len(e.invars) for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+
+
+def test_what_is_computed_again_from_arguments_and_constants_is_behind_a_fence():
+    """A product of an argument and a constant would be merged with the first if the argument were not behind the fence."""
+    constant, w = jnp.full((4, 4), 2.0), jnp.ones((4, 4))
+    assert barriers(lambda w: jnp.sin(w @ constant) @ (w @ constant), (0, 0, 1, 2, 3), w) == [1]
+
+
+def test_a_fence_behind_which_nothing_is():
+    """What is computed again from constants alone, at once."""
+    constant, w = jnp.full((4, 4), 2.0), jnp.ones((4, 4))
+    assert barriers(lambda w: (constant @ constant) @ w, (0, 0, 1), w) == []
 
 
 def test_a_second_plan_compiles_nothing(planned, arguments, monkeypatch):

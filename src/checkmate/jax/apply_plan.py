@@ -44,7 +44,7 @@ class PlannedProgram:
         self._boundary = len(self.order) if boundary is None else self.order.index(boundary)
         self._results = len(capture.trace.results) if capture.boundary is None else capture.boundary.results
         self._views = _views(capture)
-        self._fences, self.saved = self._live(_fenced(self.order, delayed=exact) if fences else set())
+        self._fences, self.saved = self._fences_and_saved(_fenced(self.order, delayed=exact) if fences else set())
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """The results of the captured function.
@@ -66,7 +66,7 @@ class PlannedProgram:
         trace = self.capture.trace
         values = dict(zip(trace.arguments, arguments, strict=False)) | dict(trace.constants)
         self._run(values, 0, self._boundary)
-        return [_result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved.stored]
+        return [_result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved.values]
 
     def backward(self, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """The gradients: the results after those of the forward.
@@ -77,7 +77,7 @@ class PlannedProgram:
         """
         trace = self.capture.trace
         numbers = () if self.capture.boundary is None else self.capture.boundary.tangents
-        values = dict(zip((*self.saved.stored, *numbers), (*saved, *tangents), strict=True)) | dict(trace.constants)
+        values = dict(zip((*self.saved.values, *numbers), (*saved, *tangents), strict=True)) | dict(trace.constants)
         self._view_again(values, self.saved)
         self._run(values, self._boundary + 1, len(self.order))
         return [_result(values, v) for v in trace.results[self._results :]]
@@ -85,7 +85,7 @@ class PlannedProgram:
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
         for p in range(start, stop):
             if p in self._fences:
-                _fence(values, self._fences[p].stored)
+                _fence(values, self._fences[p].values)
                 self._view_again(values, self._fences[p])
             self._compute(values, self.order[p])
 
@@ -95,40 +95,41 @@ class PlannedProgram:
             local = values | _alone(values, self.capture.inputs[op])
         values.update(_computed(self.capture.members[op], self.capture.outputs[op], local))
 
-    def _view_again(self, values: dict[int, Any], live: _Live) -> None:
-        for op in live.views:
+    def _view_again(self, values: dict[int, Any], stored: _Stored) -> None:
+        for op in stored.views:
             self._compute(values, op)
 
-    def _live(self, fenced: set[int]) -> tuple[dict[int, _Live], _Live]:
+    def _fences_and_saved(self, fenced: set[int]) -> tuple[dict[int, _Stored], _Stored]:
         """The values behind the fence before each fenced computation, and what the backward is given.
 
         Behind a fence is what is read before the next one, so that its readers come after, and what was made since the one before
         and is still alive, so that it comes before. What is alive and neither has passed an earlier fence, and will pass another.
-        Of the arguments, only those are that an op reads alone: others are read with something that depends on a fence.
+        Of arguments and constants, those that an op reads alone are: others are read with something that depends on a fence.
         """
         capture = self.capture
-        given = set(capture.trace.arguments)
+        given = {*capture.trace.arguments, *capture.trace.constants}
         results = capture.trace.results if capture.boundary is None else capture.trace.results[self._results :]
         live = {v for v in results if isinstance(v, int)}
         read, live_at_next, next_fence = set[int](), set[int](), set[int]()
         found: dict[int, set[int]] = {}
-        saved = _Live((), ())
+        saved = _Stored((), ())
         for p in range(len(self.order) - 1, -1, -1):
             inputs, outputs = capture.inputs[self.order[p]], capture.outputs[self.order[p]]
             next_fence.update(live_at_next.intersection(outputs))
             live.difference_update(outputs)
             read.difference_update(outputs)
             if p == self._boundary:
-                saved = self._split(live)
+                saved = self._stored(live)
             live.update(inputs)
             read.update(inputs if given.issuperset(inputs) else set(inputs) - given)
             if p in fenced:
                 live_at_next, next_fence = set(live), set(read)
                 found[p] = next_fence
                 read.clear()
-        return {p: self._split(values) for p, values in found.items()}, saved
+        fences = {p: self._stored(values) for p, values in found.items()}
+        return {p: fence for p, fence in fences.items() if fence.values}, saved
 
-    def _split(self, live: set[int]) -> _Live:
+    def _stored(self, live: set[int]) -> _Stored:
         """Values as those that are stored, without constants, and the views of them."""
         stored, views = set(live), set[int]()
         pending = list(live & self._views.keys())
@@ -141,19 +142,19 @@ class PlannedProgram:
                 pending.append(base)
             else:
                 stored.add(base)
-        return _Live(tuple(sorted(stored.difference(self.capture.trace.constants))), tuple(sorted(views)))
+        return _Stored(tuple(sorted(stored.difference(self.capture.trace.constants))), tuple(sorted(views)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Live:
+class _Stored:
     """Values behind a fence, or that the backward is given.
 
     Attributes:
-        stored: Values with bytes, without constants.
-        views: Ops whose results share the bytes of stored values, each after those that it reads.
+        values: Values with bytes, without constants.
+        views: Ops whose results share the bytes of these, each after those that it reads.
     """
 
-    stored: tuple[int, ...]
+    values: tuple[int, ...]
     views: tuple[int, ...]
 
 
