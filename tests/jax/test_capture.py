@@ -37,6 +37,37 @@ def test_calls_are_inlined():
     assert [op.kind for op in graph.ops].count("dot_general") == 2
 
 
+def kinds(function, *arguments):
+    """Primitives of the ops of a function."""
+    return [op.kind for op in cj.capture(function, *arguments, costs="estimated").ops]
+
+
+def test_what_is_computed_twice_is_one_op():
+    """XLA makes one of the two; a plan must not count the bytes of both."""
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def deviation(x):
+        centred = x - jnp.mean(x @ x, 1, keepdims=True)
+        return centred @ jnp.var(x @ x, 1)
+
+    assert kinds(deviation, x).count("dot_general") == 2
+    assert kinds(lambda x: jnp.sin(x @ x).sum() + jnp.cos(jax.jit(lambda y: y @ y)(x)).sum(), x).count("dot_general") == 1
+
+
+def test_what_only_looks_alike_stays_apart():
+    """Other constants, types and settings; what may have effects; what the program itself keeps apart."""
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def kept_apart(x):
+        return jnp.sin(x @ x) @ (jax.lax.optimization_barrier(x) @ jax.lax.optimization_barrier(x))
+
+    assert kinds(kept_apart, x).count("dot_general") == 3
+    assert kinds(lambda x: jnp.cumsum(x, 0) @ jnp.cumsum(x, 1), x).count("cumsum") == 2
+    assert kinds(lambda x: jnp.cumsum(x * 2.0) @ jnp.cumsum(x * 2.0), x).count("cumsum") == 1
+    assert kinds(lambda x: jnp.cumsum(x * 0.0) @ jnp.cumsum(x * -0.0), x).count("cumsum") == 2
+    assert kinds(lambda x: (x @ x, x @ x), x).count("dot_general") == 2  # each result has a buffer
+
+
 def test_loops_and_branches_are_one_op_with_workspace():
     """What they allocate inside is counted, and not planned."""
     x = jax.ShapeDtypeStruct((32, 32), jnp.float32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Literal
 
 from checkmate.jax._compat import opened
@@ -88,7 +89,7 @@ def trace_flat(function: Callable[..., Any], *arguments: Any) -> Trace:
 
 
 def flattened(closed: Any, *, differentiable: bool = False) -> Trace:
-    """The equations of a jaxpr with all calls inlined, without those that no result and no effect needs.
+    """The equations of a jaxpr with all calls inlined, without those that no result and no effect needs, and each but once.
 
     Args:
         closed: A jaxpr, as `jax.make_jaxpr` returns it.
@@ -100,7 +101,7 @@ def flattened(closed: Any, *, differentiable: bool = False) -> Trace:
     numbers = [flattener.constant(v, c) for v, c in zip(jaxpr.constvars, constants, strict=True)]
     arguments = [flattener.number(v.aval) for v in jaxpr.invars]
     results = flattener.inline(jaxpr, numbers, arguments)
-    equations = _needed(flattener.equations, results)
+    equations = _needed(_distinct(flattener.equations, results), results)
     used = {v for e in equations for v in e.read} | {v for v in results if isinstance(v, int)}
     return Trace(
         tuple(arguments),
@@ -154,6 +155,42 @@ class _Flattener:
             known.update(zip(eqn.outvars, outputs, strict=True))
             self.equations.append(Equation(eqn, tuple(inputs), tuple(outputs)))
         return [source(v) for v in jaxpr.outvars]
+
+
+def _distinct(equations: Sequence[Equation], results: Iterable[Source]) -> list[Equation]:
+    """The equations without those that compute what an earlier one does, such as the mean of a layer and that of its variance.
+
+    XLA would make one of the two. Results keep equations of their own, because each has a buffer of its own. So do optimization
+    barriers: a program has them so that two computations stay two.
+    """
+    own = {v for v in results if isinstance(v, int)}
+    instead: dict[int, Source] = {}
+    made: dict[Any, Equation] = {}
+    kept: list[Equation] = []
+    for equation in equations:
+        read = tuple(instead.get(v, v) if isinstance(v, int) else v for v in equation.inputs)
+        if read != equation.inputs:
+            equation = Equation(equation.eqn, read, equation.outputs)
+        earlier = made.setdefault(_computed(equation), equation)
+        if earlier is equation or not own.isdisjoint(equation.outputs):
+            kept.append(equation)
+        else:
+            instead.update(zip(equation.outputs, earlier.outputs, strict=True))
+    return kept
+
+
+def _computed(equation: Equation) -> Any:
+    """Two equations with equal such values compute the same; an object of its own where that is not known."""
+    eqn = equation.eqn
+    if eqn.effects or equation.kind == "optimization_barrier":
+        return object()
+    inputs = tuple((s.aval, np.asarray(s.val).tobytes()) if isinstance(s, Literal) else s for s in equation.inputs)
+    settings = tuple((name, type(value), value) for name, value in eqn.params.items())
+    try:
+        hash(settings)
+    except TypeError:
+        return object()
+    return eqn.primitive, inputs, settings
 
 
 def _needed(equations: Sequence[Equation], results: Iterable[Source]) -> list[Equation]:

@@ -166,11 +166,17 @@ def calibrate(capture: Capture, options: PlanningOptions, compilation: Compilati
 
 
 def _not_compiled(target_bytes: int, best: Trial[Planned | None]) -> Trial[Planned | None]:
-    """The trial of a target within which no plan is worth compiling beside the best: the next one has to be above it."""
+    """The trial of a target within which no plan is worth compiling beside the best: the next one has to be above it.
+
+    It is taken to need as much more than the best as it is planned for: where that fills the room, there is no next one.
+    """
+    assert best.needed_bytes is not None and best.planned_bytes is not None
+    needed = max(best.needed_bytes, best.needed_bytes * target_bytes // max(1, best.planned_bytes))
     return replace(
         best,
         target_bytes=target_bytes,
         planned_bytes=target_bytes,
+        needed_bytes=needed,
         cost=math.inf,
         overhead=math.inf,
         measured=False,
