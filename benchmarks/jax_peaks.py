@@ -231,10 +231,11 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     compilations = Compilations()
 
     def program(loop: Callable[..., Any]) -> Program:
-        def total(carry: Any, slices: Any) -> Any:
-            return (loop(carry, slices)[0] ** 2).sum()
+        def with_derivative(carry: Any, slices: Any, tangent: Any) -> Any:
+            (last, _), pull = jax.vjp(loop, carry, slices)
+            return last, pull((tangent, None))
 
-        return Program(jax.value_and_grad(total, argnums=(0, 1)), (carry, slices), loops=True)
+        return Program(with_derivative, (carry, slices, carry), loops=True)
 
     def under(policy: Any, body: Callable[..., Any] = block) -> Callable[..., Any]:
         return lambda carry, slices: jax.lax.scan(jax.checkpoint(body, policy=policy), carry, slices)
@@ -247,11 +248,12 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
 
     plain = program(lambda carry, slices: jax.lax.scan(block, carry, slices))
     nothing = program(under(jax.checkpoint_policies.nothing_saveable))
-    fixed = 2 * fixed_bytes((carry, slices)) - sum(a.nbytes for a in jax.tree.leaves(slices))
+    # The first carry, the slices, the last carry, and the gradients of all of them.
+    fixed = 2 * sum(a.nbytes for a in jax.tree.leaves((carry, slices, carry)))
 
-    def planned(find: Callable[..., Any], room_bytes: int) -> tuple[Program, dict[str, Any]]:
+    def planned(find: Callable[..., Any], room_bytes: int, costs: str = "measured") -> tuple[Program, dict[str, Any]]:
         began = time.perf_counter()
-        found, count = compilations.during(lambda: find(block, x, one, length=length, budget=fixed + room_bytes))
+        found, count = compilations.during(lambda: find(block, x, one, length=length, budget=fixed + room_bytes, costs=costs))
         took = time.perf_counter() - began
         ours = program(found if find is cj.scan else under(found.policy, found.block))
         return ours, {
@@ -277,9 +279,11 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     row["policy"] = {"temp_bytes": theirs.temp_bytes, "flop": theirs.flop}
     try:
         ours, row["plan"] = planned(cj.scan, theirs.temp_bytes)
+        fewest, row["flop_plan"] = planned(cj.scan, theirs.temp_bytes, str(FLOPS))
     except checkmate.InfeasibleBudgetError:
         return row
-    row["policy"]["time_s"], row["plan"]["time_s"] = in_turn([theirs, ours], rounds)
+    for key, time_s in zip(("policy", "plan", "flop_plan"), in_turn([theirs, ours, fewest], rounds), strict=True):
+        row[key]["time_s"] = time_s
     return row
 
 

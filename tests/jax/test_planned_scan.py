@@ -21,6 +21,7 @@ from checkmate.jax.scan.arrangements import Layers, cheapest
 from checkmate.jax.scan.choices import Choices
 from checkmate.jax.scan.groups import LayerGroup, run_groups
 from checkmate.jax.scan.named_block import NamedBlock, Naming
+from checkmate.jax.scan.search import cheapest_compiled
 from tests.jax.networks import difference
 
 WIDTH, LENGTH = 16, 8
@@ -168,6 +169,25 @@ def test_nested_loops_need_fewer_bytes_than_any_policy():
     assert of_scan.value.smallest_bytes < of_policy.value.smallest_bytes
     nested = cj.scan(layer, X, P, length=32, budget=of_scan.value.smallest_bytes, costs="estimated")
     assert nested.groups[0].nested > 1
+
+
+class Loop:
+    """A loop of which XLA needs the more above the planned bytes, the more is saved."""
+
+    fixed_bytes = 0
+
+    def planned_bytes(self, arrangement):
+        return arrangement.held_bytes + 300_000
+
+    def temp_bytes(self, arrangement):
+        return self.planned_bytes(arrangement) + 10_000 + arrangement.saved_bytes // 50
+
+
+def test_saving_nothing_is_tried_before_nested_loops(layers):
+    """Where it is foreseen to miss the budget by next to nothing: a nested loop computes every layer once more."""
+    least = layers.least(groups=True)["uniform"]
+    found, _ = cheapest_compiled(Loop(), layers, Loop().temp_bytes(least), groups=True, name="layer")
+    assert found == least
 
 
 def test_layers_that_differ_cost_less(planned):

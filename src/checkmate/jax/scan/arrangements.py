@@ -65,16 +65,16 @@ class Layers:
             found |= {f"nested {inner}": functools.partial(self._nested, inner) for inner in self._inner_lengths}
         return found
 
-    def least(self, *, groups: bool) -> list[Arrangement]:
-        """The arrangement of each kind that holds the fewest bytes, without kinds that hold more than the uniform one.
+    def least(self, *, groups: bool) -> dict[str, Arrangement]:
+        """The arrangement that holds the fewest bytes, for each kind of one group.
 
         Args:
             groups: Whether loops may be nested.
         """
-        inner = self._inner_lengths if groups else []
-        found = [self._uniform(self.length * self.carry_bytes)]
-        found += [self._nested(d, (self.length // d + d) * self.carry_bytes) for d in inner]
-        return [arrangement for arrangement in found if arrangement is not None]
+        held = {"uniform": self.length * self.carry_bytes}
+        held |= {f"nested {d}": (self.length // d + d) * self.carry_bytes for d in self._inner_lengths}
+        families = self.families(groups=groups)
+        return {kind: found for kind, limit in held.items() if kind in families and (found := families[kind](limit)) is not None}
 
     @property
     def _inner_lengths(self) -> list[int]:

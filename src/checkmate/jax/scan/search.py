@@ -34,6 +34,9 @@ _CORRECTIONS: Final = 6
 _ABOVE: Final = 0.04
 """Share of the room that XLA needs above the planned bytes, before it is known."""
 
+_UNSURE: Final = 0.01
+"""Share of the room by which the least arrangement of a kind may be foreseen to exceed it, and is compiled all the same."""
+
 _WORTH: Final = 0.005
 """Share of the cost by which an arrangement must be cheaper than one that fits to be compiled."""
 
@@ -168,7 +171,7 @@ def search(
     loop = Loop(naming, carry, x, length)
     layers = Layers(choices=choices, length=length, carry_bytes=sum(map(type_bytes, Arguments.of((carry,), {}).arrays)))
     name = getattr(block, "__name__", "block")
-    arrangement, needed = _cheapest_compiled(loop, layers, total.total_bytes, groups=groups, name=name)
+    arrangement, needed = cheapest_compiled(loop, layers, total.total_bytes, groups=groups, name=name)
     return Found(
         arrangement=arrangement,
         layers=layers,
@@ -194,10 +197,21 @@ class _Compiled:
     needed_bytes: int
 
 
-def _cheapest_compiled(loop: Loop, layers: Layers, budget_bytes: int, *, groups: bool, name: str) -> tuple[Arrangement, int]:
-    """The cheapest arrangement found and its compiled bytes of temporary values."""
+def cheapest_compiled(loop: Loop, layers: Layers, budget_bytes: int, *, groups: bool, name: str) -> tuple[Arrangement, int]:
+    """The cheapest arrangement whose compiled bytes keep a budget, and its compiled bytes of temporary values.
+
+    Args:
+        loop: Compiles arrangements.
+        layers: The layers.
+        budget_bytes: The budget, with the fixed bytes of the loop.
+        groups: Whether layers may save different values, or be nested.
+        name: Name of the body, for errors.
+
+    Raises:
+        InfeasibleBudgetError: No arrangement keeps the budget.
+    """
     room = budget_bytes - loop.fixed_bytes
-    families = layers.families(groups=groups)
+    families, least = layers.families(groups=groups), layers.least(groups=groups)
     planned = functools.cache(loop.planned_bytes)
     compiled: dict[Arrangement, _Compiled] = {}
     while len(compiled) < MOST_COMPILATIONS:
@@ -208,10 +222,13 @@ def _cheapest_compiled(loop: Loop, layers: Layers, budget_bytes: int, *, groups:
         found = _within(families, kinds, planned, compiled.values(), room)
         if not compiled and not found:
             found = _within(families, families, planned, (), room)
+        for kind in [kind for kind in kinds if kind in least and kind not in found.values()]:
+            if planned(least[kind]) <= _target(kind, compiled.values(), room) + _UNSURE * room:
+                found[least[kind]] = kind
         chosen = cheapest(a for a in found if a not in compiled and a.cost < (1 - _WORTH) * best)
         if chosen is None and best == math.inf:
             # Nothing fits by what is known. What needs least decides whether the budget is refused.
-            found = dict.fromkeys(layers.least(groups=groups), "least")
+            found = {arrangement: kind for kind, arrangement in least.items()}
             chosen = min((a for a in found if a not in compiled), key=planned, default=None)
         if chosen is None:
             break
