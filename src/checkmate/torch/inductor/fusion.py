@@ -23,7 +23,7 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "
 _OVER_ROWS = frozenset(f"aten.{name}" for name in (*_REDUCTIONS, "gather"))
 """Ops that Inductor fuses with loops over rows if they reduce rows, or pick from them."""
 
-_POINTWISE = ("prims.inductor_random", "prims.inductor_lookup_seed", "aten.constant_pad_nd")
+_POINTWISE = ("prims.inductor_random", "prims.inductor_lookup_seed", "prims.inductor_force_stride_order", "aten.constant_pad_nd")
 """Pointwise ops that Inductor fuses and that this list does not contain."""
 
 _LIGHT = (
