@@ -160,7 +160,7 @@ class _Flattener:
 def _distinct(equations: Sequence[Equation], results: Iterable[Source]) -> list[Equation]:
     """The equations without those that compute what an earlier one does, such as the mean of a layer and that of its variance.
 
-    XLA would make one of the two. Results keep equations of their own, because each has a buffer of its own. So do optimization
+    XLA would make one of the two. Results keep separate equations, because each has its buffer. So do optimization
     barriers: a program has them so that two computations stay two.
     """
     own = {v for v in results if isinstance(v, int)}
@@ -180,7 +180,7 @@ def _distinct(equations: Sequence[Equation], results: Iterable[Source]) -> list[
 
 
 def _computed(equation: Equation) -> Any:
-    """Two equations with equal such values compute the same; an object of its own where that is not known."""
+    """Two equations with equal such values compute the same; a new object where that is not known."""
     eqn = equation.eqn
     if eqn.effects or equation.kind == "optimization_barrier":
         return object()

@@ -180,8 +180,9 @@ class _Loops:
         of_layer: Any,
     ) -> tuple[Any, None]:
         ends, to_stacks, to_constants = state
-        # Behind a barrier they are read from their stacks once; each loop that reads them would slice them, and not in vectors.
-        i, before, kept, slices = jax.lax.optimization_barrier((*of_layer, _layer(stacks, of_layer[0])))
+        # Behind barriers they are read from their stacks once; each loop that reads them would slice them, and not in vectors.
+        read = (*of_layer, _layer(stacks, of_layer[0]))
+        i, before, kept, slices = jax.tree.map(jax.lax.optimization_barrier, read)
         given = [*constants, *before, *slices]
         if numbers is None:
             pull = self.residuals[layers].pullback(kept, given)
