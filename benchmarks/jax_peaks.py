@@ -251,9 +251,12 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     # The first carry, the slices, the last carry, and the gradients of all of them.
     fixed = 2 * sum(a.nbytes for a in jax.tree.leaves((carry, slices, carry)))
 
-    def planned(find: Callable[..., Any], room_bytes: int, costs: str = "measured") -> tuple[Program, dict[str, Any]]:
+    def planned(
+        find: Callable[..., Any], room_bytes: int, costs: str = "measured", exact: Program | None = None
+    ) -> tuple[Program, dict[str, Any]]:
         began = time.perf_counter()
-        found, count = compilations.during(lambda: find(block, x, one, length=length, budget=fixed + room_bytes, costs=costs))
+        options = {"costs": costs, "exact": True} if exact else {"costs": costs}
+        found, count = compilations.during(lambda: find(block, x, one, length=length, budget=fixed + room_bytes, **options))
         took = time.perf_counter() - began
         ours = program(found if find is cj.scan else under(found.policy, found.block))
         return ours, {
@@ -265,7 +268,7 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
             "compilations": count,
             "plan_s": took,
             "groups": [[g.layers, g.nested, "all" if g.everything else len(g.names)] for g in getattr(found, "groups", ())],
-            **compared(plain.results(), ours.results()),
+            **compared((exact or plain).results(), ours.results()),
         }
 
     row: dict[str, Any] = {"whole": {"temp_bytes": plain.temp_bytes, "flop": plain.flop}}
@@ -273,7 +276,11 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
         room = nothing.temp_bytes + int(float(cell) * (plain.temp_bytes - nothing.temp_bytes))
         uniform, row["uniform"] = planned(cj.policy, room)
         ours, row["plan"] = planned(cj.scan, room)
-        row["uniform"]["time_s"], row["plan"]["time_s"] = in_turn([uniform, ours], rounds)
+        keeping = cj.scan(block, x, one, length=length, budget="1TiB", costs="estimated", exact=True)
+        exactly, row["exact"] = planned(cj.scan, room, exact=program(keeping))
+        times = in_turn([uniform, ours, exactly], rounds)
+        for key, time_s in zip(("uniform", "plan", "exact"), times, strict=True):
+            row[key]["time_s"] = time_s
         return row
     theirs = program(nested if cell == NESTED else under(getattr(jax.checkpoint_policies, cell)))
     row["policy"] = {"temp_bytes": theirs.temp_bytes, "flop": theirs.flop}
@@ -341,6 +348,8 @@ def verdict(model: str, row: dict[str, Any]) -> list[str]:
         f"{model}: {mib(p['temp_bytes'])} of {mib(p['room_bytes'])}" for p in of_cell(row) if p["temp_bytes"] > p["room_bytes"]
     ]
     broken += [f"{model}: {p['compilations']} compilations" for p in of_cell(row) if p["compilations"] > MOST]
+    if "exact" in row and row["exact"]["identical"] < row["exact"]["arrays"]:
+        broken.append(f"{model}: other bits")
     if model.endswith("%"):
         if plan["identical"] < plan["arrays"]:
             broken.append(f"{model}: other bits")
@@ -356,7 +365,7 @@ def verdict(model: str, row: dict[str, Any]) -> list[str]:
 
 def of_cell(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The plans of a cell."""
-    return [row[key] for key in ("uniform", "plan", "flop_plan") if key in row]
+    return [row[key] for key in ("uniform", "plan", "exact", "flop_plan") if key in row]
 
 
 def table(report: dict[str, Any]) -> str:
@@ -367,7 +376,8 @@ def table(report: dict[str, Any]) -> str:
         "",
         "Made by `benchmarks/jax_peaks.py`; do not edit. Every row is a process. Bytes are MiB of temporary values of loss and",
         "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything.",
-        "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything.",
+        "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything. Loops",
+        "have an exact plan beside those that XLA may fuse; times of both are over that of one choice for all layers.",
         "Beside a policy of `jax.checkpoint` are two plans within its bytes, one by measured costs and one by costs in FLOPs",
         "(`benchmarks/flops.device.json`), with FLOPs (of the compiled programs) and times over those of the policy.",
         "",
@@ -408,8 +418,9 @@ def budgets(found: dict[str, Any]) -> list[str]:
 def loops(found: dict[str, Any]) -> list[str]:
     """Budgets of a loop over layers: one choice for all layers against layers that differ."""
     lines = [
-        "| budget | of | one: compiled | overhead | differ: compiled | overhead | bound | less again | time | layers |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| budget | of | one: compiled | overhead | differ: compiled | overhead | bound | less again | time | layers "
+        "| exact: compiled | overhead | time | same bits |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|",
     ]
     for cell, row in found.items():
         if cell in SHARES:
@@ -419,7 +430,7 @@ def loops(found: dict[str, Any]) -> list[str]:
             lines.append(
                 f"| {mib(one['room_bytes'])} | {mib(row['whole']['temp_bytes'])} | {mib(one['temp_bytes'])} "
                 f"| {one['overhead']:.4f} | {mib(other['temp_bytes'])} | {other['overhead']:.4f} | {other['bound']:.4f} "
-                f"| {100 * less:.1f} % | {other['time_s'] / one['time_s']:.3f} | {groups} |"
+                f"| {100 * less:.1f} % | {other['time_s'] / one['time_s']:.3f} | {groups} {_exact(row, one)}|"
             )
     lines = lines if len(lines) > 2 else []
     if MODEL in found:
@@ -436,6 +447,15 @@ def loops(found: dict[str, Any]) -> list[str]:
             for p in found[MODEL]["points"]
         ]
     return lines
+
+
+def _exact(row: dict[str, Any], one: dict[str, Any]) -> str:
+    """Columns of the exact loop of a cell, and its time over that of one choice for all layers."""
+    if "exact" not in row:
+        return "| | | | "
+    e = row["exact"]
+    bits = f"{e['identical']} of {e['arrays']}"
+    return f"| {mib(e['temp_bytes'])} | {e['overhead']:.4f} | {e['time_s'] / one['time_s']:.3f} | {bits} "
 
 
 def _less(overhead: float, other: float) -> float:

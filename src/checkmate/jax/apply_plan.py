@@ -19,6 +19,7 @@ import jax
 
 from checkmate.core.plan import Plan
 from checkmate.jax._compat import as_array, bind, varying_axes
+from checkmate.jax.graph.alone import behind_barriers
 from checkmate.jax.graph.capture import Capture
 from checkmate.jax.graph.trace import Equation, Source
 
@@ -92,7 +93,7 @@ class PlannedProgram:
     def _compute(self, values: dict[int, Any], op: int) -> None:
         local = values
         if self._exact and self.capture.members[op]:
-            local = values | _alone(values, self.capture.inputs[op])
+            local = values | behind_barriers(values, self.capture.inputs[op])
         values.update(_computed(self.capture.members[op], self.capture.outputs[op], local))
 
     def _view_again(self, values: dict[int, Any], stored: _Stored) -> None:
@@ -198,17 +199,6 @@ def _fence(values: dict[int, Any], live: Sequence[int]) -> None:
     most = max(axes.values(), key=len)
     fenced = [v for v in live if axes[v] == most]
     values.update(zip(fenced, jax.lax.optimization_barrier(tuple(values[v] for v in fenced)), strict=True))
-
-
-def _alone(values: Mapping[int, Any], inputs: Sequence[int]) -> dict[int, Any]:
-    """The inputs of an op behind a barrier, so that XLA fuses the op with nothing before it."""
-    by_axes: dict[frozenset[str], list[int]] = {}
-    for v in inputs:
-        by_axes.setdefault(varying_axes(values[v]), []).append(v)
-    found: dict[int, Any] = {}
-    for some in by_axes.values():
-        found.update(zip(some, jax.lax.optimization_barrier(tuple(values[v] for v in some)), strict=True))
-    return found
 
 
 def _computed(chain: Sequence[Equation], outputs: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:

@@ -134,16 +134,19 @@ def peak_bytes(jaxpr: Any) -> int:
     Args:
         jaxpr: A jaxpr, opened.
     """
+    same: dict[Any, Any] = {}  # what comes out of a barrier has the bytes of what goes in
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            same |= {v: same.get(w, w) for v, w in zip(eqn.outvars, eqn.invars, strict=True) if not isinstance(w, Literal)}
     last: dict[Any, int] = {}
     readers: dict[Any, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
-        for v in eqn.invars:
-            if not isinstance(v, Literal):
-                last[v] = i
-                readers[v] = readers.get(v, 0) + 1
+        for v in (same.get(v, v) for v in eqn.invars if not isinstance(v, Literal)):
+            last[v] = i
+            readers[v] = readers.get(v, 0) + 1
     for v in jaxpr.outvars:
         if not isinstance(v, Literal):
-            last[v] = len(jaxpr.eqns)
+            last[same.get(v, v)] = len(jaxpr.eqns)
     ends: dict[int, list[Any]] = {}
     for v, i in last.items():
         ends.setdefault(i, []).append(v)
@@ -152,7 +155,7 @@ def peak_bytes(jaxpr: Any) -> int:
     for i, eqn in enumerate(jaxpr.eqns):
         for v in eqn.outvars:
             fused = eqn.primitive.name in FUSED and readers.get(v) == 1 and last[v] < len(jaxpr.eqns)
-            size[v] = 0 if fused or v not in last else type_bytes(v.aval)
+            size[v] = 0 if fused or v in same or v not in last else type_bytes(v.aval)
             live += size[v]
         peak = max(peak, live + workspace_bytes(eqn))
         live -= sum(size.get(v, 0) for v in ends.get(i, ()))

@@ -46,11 +46,13 @@ class Layers:
         choices: What one of them can save.
         length: Number of layers.
         carry_bytes: Bytes of the carry.
+        nested: Whether loops may be nested.
     """
 
     choices: Choices
     length: int
     carry_bytes: int
+    nested: bool = True
 
     def families(self, *, groups: bool) -> dict[str, Family]:
         """Kinds of arrangements, the simplest first; each gives its cheapest one that holds no more than some bytes.
@@ -78,7 +80,7 @@ class Layers:
 
     @property
     def _inner_lengths(self) -> list[int]:
-        return [d for d in range(2, self.length) if self.length % d == 0]
+        return [d for d in range(2, self.length) if self.nested and self.length % d == 0]
 
     def _uniform(self, most_bytes: int) -> Arrangement | None:
         each = most_bytes // self.length - self.carry_bytes

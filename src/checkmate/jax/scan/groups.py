@@ -18,6 +18,7 @@ import numpy as np
 
 from checkmate.jax._compat import as_varying, opened
 from checkmate.jax.arguments import Arguments, FlatFunction, is_array
+from checkmate.jax.graph.alone import each_alone
 from checkmate.jax.graph.pair import derivative, is_inexact
 from checkmate.jax.scan.named_block import Naming
 from checkmate.jax.scan.residuals import Residuals
@@ -51,7 +52,7 @@ class LayerGroup:
         return jax.checkpoint_policies.save_only_these_names(*self.names)
 
 
-def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any) -> tuple[Any, Any]:
+def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any, *, exact: bool = False) -> tuple[Any, Any]:
     """A loop over layers in groups, as `jax.lax.scan` over all of them.
 
     Args:
@@ -59,9 +60,10 @@ def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any
         groups: Groups of layers.
         carry: The first carry.
         xs: What each layer is given, stacked.
+        exact: Whether every equation of the body and its derivative stands alone; no group is nested then.
     """
-    if len(groups) > 1:
-        return _one_after_the_other(naming, groups, carry, xs)
+    if len(groups) > 1 or exact:
+        return _one_after_the_other(naming, groups, carry, xs, exact=exact)
     (group,) = groups
     if group.everything:
         return jax.lax.scan(naming.block, carry, xs, length=group.layers)
@@ -78,14 +80,14 @@ def run_groups(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any
     return carry, jax.tree.map(lambda a: a.reshape(group.layers, *a.shape[2:]), ys)
 
 
-def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any) -> tuple[Any, Any]:
+def _one_after_the_other(naming: Naming, groups: Sequence[LayerGroup], carry: Any, xs: Any, *, exact: bool) -> tuple[Any, Any]:
     slices = _mapped(lambda a: a[0], xs)
     arguments = Arguments.of((carry, slices), {})
     flat = FlatFunction(naming.block, arguments)
     closed = jax.make_jaxpr(flat)(*arguments.arrays)
     carries = Arguments.of((carry,), {}).arrays
     # What the body closes over may be traced by a transformation outside, and becomes an argument.
-    loop = _Loops(naming, groups, closed, len(carries))
+    loop = _Loops(naming, groups, closed, len(carries), exact=exact)
     constants = loop.trace.trace.constants.values()
     arrays = [jnp.asarray(a) for a in (*constants, *carries, *Arguments.of((xs,), {}).arrays)]
     return flat.results(loop(*arrays))
@@ -99,9 +101,11 @@ class _Loops:
         groups: Groups of layers.
         closed: The body as it was traced.
         carries: Number of arrays of the carry.
+        exact: Whether every equation stands alone.
     """
 
-    def __init__(self, naming: Naming, groups: Sequence[LayerGroup], closed: Any, carries: int) -> None:
+    def __init__(self, naming: Naming, groups: Sequence[LayerGroup], closed: Any, carries: int, *, exact: bool) -> None:
+        self._compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = each_alone if exact else lambda function: function
         self.trace = naming.trace(closed)
         self.carries, self.constants = carries, len(self.trace.trace.constants)
         self.spans: list[tuple[range, tuple[int, ...] | None]] = []
@@ -125,7 +129,7 @@ class _Loops:
         constants, carry, stacks = self._split(arrays)
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            results, _ = self.trace.run(constants, [*carry, *xs], ())
+            results, _ = self._compiled(self._saving(()))([*constants, *carry, *xs])
             return results[: self.carries], results[self.carries :]
 
         carry, ys = jax.lax.scan(body, carry, stacks, length=self.spans[-1][0].stop)
@@ -140,11 +144,11 @@ class _Loops:
             def body(carry: Any, i: Any, layers: range = layers, numbers: tuple[int, ...] | None = numbers) -> tuple[Any, Any]:
                 given = [*constants, *carry, *_layer(stacks, i)]
                 if numbers is None:
-                    results, pull = self._derivative(given, {})
                     self.residuals[layers] = Residuals(lambda given: self._derivative(given, {})[1], given)
-                    kept = self.residuals[layers].of(pull)
+                    run = self._saving_everything(self.residuals[layers])
                 else:
-                    results, kept = self.trace.run(constants, given[self.constants :], numbers)
+                    run = self._saving(numbers)
+                results, kept = self._compiled(run)(given)
                 return results[: self.carries], (results[self.carries :], carry, kept)
 
             carry, (ys, before, kept) = jax.lax.scan(body, carry, _numbers(layers))
@@ -184,15 +188,17 @@ class _Loops:
         read = (*of_layer, _layer(stacks, of_layer[0]))
         i, before, kept, slices = jax.tree.map(jax.lax.optimization_barrier, read)
         given = [*constants, *before, *slices]
-        if numbers is None:
-            pull = self.residuals[layers].pullback(kept, given)
-        else:
-            _, pull = self._derivative(given, dict(zip(numbers, kept, strict=True)))
-        remaining = iter([*ends, *(_layer([y], i)[0] for y in ys if y is not None)])
-        cotangents = [
-            next(remaining) if w else np.zeros(t.shape, jax.dtypes.float0) for w, t in zip(self.inexact, self.types, strict=True)
-        ]
-        found = pull(cotangents)
+
+        def gradients(given: Sequence[Any], kept: Sequence[Any], inexact: Sequence[Any]) -> Any:
+            if numbers is None:
+                pull = self.residuals[layers].pullback(kept, given)
+            else:
+                _, pull = self._derivative(given, dict(zip(numbers, kept, strict=True)))
+            remaining = iter(inexact)
+            types = zip(self.inexact, self.types, strict=True)
+            return pull([next(remaining) if w else np.zeros(t.shape, jax.dtypes.float0) for w, t in types])
+
+        found = self._compiled(gradients)(given, kept, [*ends, *(_layer([y], i)[0] for y in ys if y is not None)])
         by_argument = dict(zip(_inexact(given), found, strict=True))
         first, last = self.constants, self.constants + self.carries
         to_constants = [None if t is None else t + by_argument[k] for k, t in enumerate(to_constants)]
@@ -202,6 +208,19 @@ class _Loops:
             for k, t in enumerate(to_stacks)
         ]
         return (ends, to_stacks, to_constants), None
+
+    def _saving(self, numbers: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]:
+        """A layer, which returns its results and some of its values."""
+        return lambda given: self.trace.run(given[: self.constants], given[self.constants :], numbers)
+
+    def _saving_everything(self, residuals: Residuals) -> Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]:
+        """A layer, which returns its results and all that its derivative reads."""
+
+        def run(given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            results, pull = self._derivative(given, {})
+            return results, residuals.of(pull)
+
+        return run
 
     def _derivative(self, given: Sequence[Any], known: dict[int, Any]) -> tuple[list[Any], Callable[..., Any]]:
         """The results of a layer, and the function that pulls their cotangents back to the inexact arguments."""

@@ -32,6 +32,7 @@ class PlannedScan:
         budget_bytes: The budget in bytes.
         temp_bytes: Bytes of temporary values of the loop and its derivative as XLA compiled them.
         peak_bytes: The same with arguments and results.
+        exact: Whether every equation stands alone.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -41,6 +42,7 @@ class PlannedScan:
     budget_bytes: int
     temp_bytes: int
     peak_bytes: int
+    exact: bool
     _naming: Naming
 
     @property
@@ -64,7 +66,7 @@ class PlannedScan:
                 f"the loop was planned for {self.length} layers and is given {', '.join(map(str, sorted(lengths)))}",
                 hint="stack what the layers are given along the first axis, or plan again with another length",
             )
-        return run_groups(self._naming, self.groups, carry, xs)
+        return run_groups(self._naming, self.groups, carry, xs, exact=self.exact)
 
 
 def scan(
@@ -76,6 +78,7 @@ def scan(
     budget: Amount | Budget,
     costs: CostSource | str = "measured",
     names: str | Sequence[str] | None = None,
+    exact: bool = False,
 ) -> PlannedScan:
     """A loop over layers, each of which saves what the budget has room for.
 
@@ -92,6 +95,8 @@ def scan(
         budget: The most bytes of the loop and its derivative, as in `policy`.
         costs: Where costs come from, as in `plan`.
         names: Names that the body gives values itself, as in `policy`.
+        exact: Whether loss and gradients have the same bits at every budget under `jax.jit`. Every equation of the body and its
+            derivative then stands alone, which XLA does not fuse; loops are not nested.
 
     Raises:
         OptionError: An option cannot be used.
@@ -109,7 +114,7 @@ def scan(
         >>> y.shape
         (64, 8)
     """
-    found = search(block, carry, x, length=length, budget=budget, costs=costs, names=names, groups=True)
+    found = search(block, carry, x, length=length, budget=budget, costs=costs, names=names, groups=True, exact=exact)
     arrangement, layers = found.arrangement, found.layers
     bound = layers.choices.bound(length, layers.carry_bytes, arrangement.saved_bytes)
     return PlannedScan(
@@ -120,5 +125,6 @@ def scan(
         budget_bytes=found.budget_bytes,
         temp_bytes=found.temp_bytes,
         peak_bytes=found.peak_bytes,
+        exact=exact,
         _naming=found.naming,
     )

@@ -78,13 +78,14 @@ class Loop:
         carry: Shapes and types of the carry.
         x: Shapes and types of what one layer is given.
         length: Number of layers.
+        exact: Whether every equation stands alone.
 
     Attributes:
         fixed_bytes: Bytes of arguments, tangents, results and gradients.
     """
 
-    def __init__(self, naming: Naming, carry: Any, x: Any, length: int) -> None:
-        self._naming = naming
+    def __init__(self, naming: Naming, carry: Any, x: Any, length: int, *, exact: bool = False) -> None:
+        self._naming, self._exact = naming, exact
 
         def stacked(leaf: Any) -> Any:
             return jax.ShapeDtypeStruct((length, *leaf.shape), leaf.dtype) if is_array(leaf) else leaf
@@ -124,7 +125,7 @@ class Loop:
         return lambda *flat: pair(flat[:count], flat[count:])
 
     def _flat(self, groups: Sequence[LayerGroup]) -> Pure:
-        return FlatFunction(functools.partial(run_groups, self._naming, groups), self._arguments)
+        return FlatFunction(functools.partial(run_groups, self._naming, groups, exact=self._exact), self._arguments)
 
 
 def search(
@@ -137,6 +138,7 @@ def search(
     costs: CostSource | str,
     names: str | Sequence[str] | None,
     groups: bool,
+    exact: bool = False,
 ) -> Found:
     """The cheapest arrangement of a loop over layers whose compiled bytes keep a budget, with at most four compilations.
 
@@ -149,6 +151,7 @@ def search(
         costs: Where costs come from.
         names: Names that the body gives itself, to choose among; ``"own"`` for all of them; None to name values here.
         groups: Whether layers may save different values, or be nested.
+        exact: Whether every equation stands alone; loops are not nested then.
 
     Raises:
         OptionError: An option cannot be used.
@@ -168,8 +171,9 @@ def search(
     naming = Naming(block, own=names is not None)
     offered = None if names is None or names == "own" else tuple(names)
     choices = Choices(arguments.arrays, FlatFunction(naming.with_names(None), arguments), cost_source(costs), offered)
-    loop = Loop(naming, carry, x, length)
-    layers = Layers(choices=choices, length=length, carry_bytes=sum(map(type_bytes, Arguments.of((carry,), {}).arrays)))
+    loop = Loop(naming, carry, x, length, exact=exact)
+    carry_bytes = sum(map(type_bytes, Arguments.of((carry,), {}).arrays))
+    layers = Layers(choices=choices, length=length, carry_bytes=carry_bytes, nested=not exact)
     name = getattr(block, "__name__", "block")
     arrangement, needed = cheapest_compiled(loop, layers, total.total_bytes, groups=groups, name=name)
     return Found(
