@@ -18,10 +18,10 @@ from typing import Any
 import jax
 
 from checkmate.core.plan import Plan
-from checkmate.jax._compat import as_array, bind, varying_axes
+from checkmate.jax._compat import bind, varying_axes
 from checkmate.jax.graph.alone import behind_barriers
 from checkmate.jax.graph.capture import Capture
-from checkmate.jax.graph.trace import Equation, Source
+from checkmate.jax.graph.trace import Equation, Source, result
 
 
 class PlannedProgram:
@@ -67,7 +67,7 @@ class PlannedProgram:
         trace = self.capture.trace
         values = dict(zip(trace.arguments, arguments, strict=False)) | dict(trace.constants)
         self._run(values, 0, self._boundary)
-        return [_result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved.values]
+        return [result(values, v) for v in trace.results[: self._results]], [values[v] for v in self.saved.values]
 
     def backward(self, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """The gradients: the results after those of the forward.
@@ -81,7 +81,7 @@ class PlannedProgram:
         values = dict(zip((*self.saved.values, *numbers), (*saved, *tangents), strict=True)) | dict(trace.constants)
         self._view_again(values, self.saved)
         self._run(values, self._boundary + 1, len(self.order))
-        return [_result(values, v) for v in trace.results[self._results :]]
+        return [result(values, v) for v in trace.results[self._results :]]
 
     def _run(self, values: dict[int, Any], start: int, stop: int) -> None:
         for p in range(start, stop):
@@ -211,8 +211,3 @@ def _computed(chain: Sequence[Equation], outputs: Sequence[int], values: Mapping
 
 def _read(values: Mapping[int, Any], source: Source) -> Any:
     return values[source] if isinstance(source, int) else source.val
-
-
-def _result(values: dict[int, Any], source: Source) -> Any:
-    """A result, as an array also where it is written in the program."""
-    return values[source] if isinstance(source, int) else as_array(source.val, source.aval)

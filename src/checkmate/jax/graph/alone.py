@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from checkmate.jax._compat import as_array, bind, varying_axes
-from checkmate.jax.graph.trace import trace_flat
+from checkmate.jax._compat import varying_axes
+from checkmate.jax.graph.trace import result, trace_flat
 
 
 def behind_barriers(values: Mapping[int, Any], numbers: Sequence[int]) -> dict[int, Any]:
@@ -49,12 +49,9 @@ def each_alone(function: Callable[..., Any]) -> Callable[..., Any]:
         trace = trace_flat(flat, *given)
         values = dict(zip(trace.arguments, given, strict=True)) | dict(trace.constants)
         for equation in trace.equations:
-            local = behind_barriers(values, equation.read)
-            inputs = [local[v] if isinstance(v, int) else v.val for v in equation.inputs]
-            values.update(zip(equation.outputs, bind(equation.eqn, inputs), strict=True))
+            values.update(equation.computed(behind_barriers(values, equation.read)))
         numbers = dict.fromkeys(v for v in trace.results if isinstance(v, int))
         values.update(behind_barriers(values, list(numbers)))
-        results = [values[v] if isinstance(v, int) else as_array(v.val, v.aval) for v in trace.results]
-        return jax.tree.unflatten(answer, results)
+        return jax.tree.unflatten(answer, [result(values, v) for v in trace.results])
 
     return run

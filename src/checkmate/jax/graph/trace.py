@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from checkmate.jax._compat import opened
+from checkmate.jax._compat import as_array, bind, opened
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that has it."""
@@ -46,6 +46,16 @@ class Equation:
     def read(self) -> tuple[int, ...]:
         """Numbers of the values that it reads, each once."""
         return tuple(dict.fromkeys(v for v in self.inputs if isinstance(v, int)))
+
+    def computed(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Its outputs by their numbers, for the values that it reads."""
+        inputs = [values[v] if isinstance(v, int) else v.val for v in self.inputs]
+        return dict(zip(self.outputs, bind(self.eqn, inputs), strict=True))
+
+
+def result(values: Mapping[int, Any], source: Source) -> Any:
+    """A result of a trace, as an array also where it is written in the program."""
+    return values[source] if isinstance(source, int) else as_array(source.val, source.aval)
 
 
 def types_from_outside(chain: Sequence[Equation]) -> dict[int, Any]:

@@ -24,7 +24,6 @@ from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
-from checkmate.jax._compat import bind
 from checkmate.jax.graph.op_properties import COLLECTIVES, flops, has_effects, moved_bytes
 from checkmate.jax.graph.trace import Equation, Trace, type_bytes, types_from_outside
 
@@ -180,8 +179,7 @@ def _lowered(chain: Chain) -> Any:
     def run(*values: Any) -> list[Any]:
         known: dict[int, Any] = dict(zip(types, values, strict=True))
         for equation in chain:
-            inputs = [known[s] if isinstance(s, int) else s.val for s in equation.inputs]
-            known.update(zip(equation.outputs, bind(equation.eqn, inputs), strict=True))
+            known.update(equation.computed(known))
         return [known[v] for v in chain[-1].outputs]
 
     try:

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from checkmate.jax._compat import as_array, bind, traced_as
+from checkmate.jax._compat import bind, traced_as
 from checkmate.jax.arguments import Arguments, FlatFunction
 from checkmate.jax.graph.pair import is_inexact
-from checkmate.jax.graph.trace import Equation, Trace, flattened
+from checkmate.jax.graph.trace import Equation, Trace, flattened, result
 
 NAME = "name"
 """The primitive that gives a value a name."""
@@ -126,8 +126,7 @@ class NamedTrace:
             outputs = inputs if equation.kind == NAME else self._named(equation, bind(equation.eqn, inputs), name)
             for v, value in zip(equation.outputs, outputs, strict=True):
                 values[v] = _in_place_of(value, known[v]) if v in known else value
-        results = [values[v] if isinstance(v, int) else as_array(v.val, v.aval) for v in trace.results]
-        return results, [values[v] for v in kept]
+        return [result(values, v) for v in trace.results], [values[v] for v in kept]
 
     def _named(self, equation: Equation, outputs: Sequence[Any], name: Callable[[str, Any], Any]) -> list[Any]:
         with traced_as(equation.eqn):

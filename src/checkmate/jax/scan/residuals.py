@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from checkmate.jax._compat import as_array, bind
-from checkmate.jax.graph.trace import Source, flattened
+from checkmate.jax.graph.trace import Source, flattened, result
 from checkmate.jax.scan.named_block import NAME
 
 Derivative = Callable[[Sequence[Any]], Callable[..., Any]]
@@ -76,7 +75,5 @@ class Residuals:
         )
         for equation in trace.equations:
             if self._depending.isdisjoint(equation.outputs):
-                inputs = [values[v] if isinstance(v, int) else v.val for v in equation.inputs]
-                values.update(zip(equation.outputs, bind(equation.eqn, inputs), strict=True))
-        leaves = [values[v] if isinstance(v, int) else as_array(v.val, v.aval) for v in self._results]
-        return jax.tree.unflatten(self._tree, leaves)
+                values.update(equation.computed(values))
+        return jax.tree.unflatten(self._tree, [result(values, v) for v in self._results])

@@ -301,6 +301,7 @@ class _Writer:
 
 
 _PRODUCTS = frozenset({aten.mm.default, aten.mm.out, aten.addmm_.default})
+"""Products of matrices, as they are in the graphs of pieces."""
 
 _WRITES_FIRST = frozenset({aten.copy_.default, aten.add_.Tensor, aten.addmm_.default, aten.baddbmm_.default})
 """Ops of pieces that write to their first argument."""
