@@ -14,7 +14,8 @@ import checkmate
 from checkmate import InfeasibleBudgetError, OptionError, UnitError, WrongGraphError
 from checkmate.core.errors import GraphError
 from checkmate.frontend import progress
-from checkmate.tf2 import NotBuiltError, measure_peak
+from checkmate.tf2 import NotBuiltError
+from checkmate.tf2.measure.peak import trace_allocations
 from tests.tf2.steps import keep_all
 
 X = np.random.default_rng(0).normal(size=(12, 8)).astype("float32")
@@ -155,10 +156,11 @@ def test_loops_are_one_op_whose_bytes_count(layer, caplog):
         step = compiled(model, x=x, budget="1GiB", time_limit_s=5)
     assert "each one op of the plan" in caplog.text
     assert step(x, Y)[0].shape == (12, 3)
-    # Iterations overlapped in some runs, which then held up to 2.6 times as much.
-    own = step.peaks.chunk_bytes - step.graph.resident_bytes
-    runs = [step.measured_bytes - step.graph.resident_bytes, *(measure_peak(lambda: step(x, Y)) for _ in range(20))]
-    assert 0.75 * own <= min(runs)
+    # Requested bytes: chunks depend on what ran before in this process. The ops of an iteration run in any order: up to 7 % apart.
+    # With overlapping iterations up to 2.6 times as much.
+    own = step.peaks.forwarded_bytes - step.graph.resident_bytes
+    runs = [trace_allocations(lambda: step(x, Y)).requested_bytes for _ in range(10)]
+    assert 0.9 * own <= min(runs)
     assert max(runs) <= 1.1 * own
     lists = {op.kind: sum(step.graph.values[v].size_bytes for v in op.outputs) for op in step.graph.ops if op.kind == "While"}
     assert lists["While"] > 20 * 12 * 64 * 4  # more than one state for each step in time
