@@ -156,7 +156,7 @@ def test_loops_are_one_op_whose_bytes_count(layer, caplog):
         step = compiled(model, x=x, budget="1GiB", time_limit_s=5)
     assert "each one op of the plan" in caplog.text
     assert step(x, Y)[0].shape == (12, 3)
-    # Requested bytes: chunks depend on what ran before in this process. The ops of an iteration run in any order: up to 7 % apart.
+    # Requested bytes: chunks depend on what ran before in the process. The ops of an iteration run in any order, up to 7 % apart.
     # With overlapping iterations up to 2.6 times as much.
     own = step.peaks.forwarded_bytes - step.graph.resident_bytes
     runs = [trace_allocations(lambda: step(x, Y)).requested_bytes for _ in range(10)]
