@@ -96,15 +96,23 @@ def least_share(
     floating: bool = True,
     targets: Sequence[int] | None = None,
     integral: bool = False,
+    from_first: bool = False,
 ) -> float:
     """Least recomputation of a program, as a share of computing every op once; infinite if no point satisfies it."""
     total = max(1, problem.graph.cost)
     ops = enumerate(problem.graph.ops)
     cost: dict[object, float] = {("y", e, e + 1, o): op.cost / total for o, op in ops for e in range(len(cuts))}
-    return stated_rows(problem, cuts, floating=floating, targets=targets).least(cost, integral=integral)
+    return stated_rows(problem, cuts, floating=floating, targets=targets, from_first=from_first).least(cost, integral=integral)
 
 
-def stated_rows(problem: Problem, cuts: Sequence[int], *, floating: bool = True, targets: Sequence[int] | None = None) -> Rows:
+def stated_rows(
+    problem: Problem,
+    cuts: Sequence[int],
+    *,
+    floating: bool = True,
+    targets: Sequence[int] | None = None,
+    from_first: bool = False,
+) -> Rows:
     """All rows of a program, over variables ``("X", e, o)``, ``("S", e, k)`` and ``("y", e, f, o)``."""
     graph = problem.graph
     end, last = len(graph.ops), len(cuts)
@@ -131,7 +139,8 @@ def stated_rows(problem: Problem, cuts: Sequence[int], *, floating: bool = True,
         )
     hidden.append(set())
     program.fixed.update({("X", last, o): 1.0 for o in range(end + 1)})
-    segments = [(e, e + 1) for e in range(last)] + [(e, last) for e in range(last - 1)]
+    longer = [(0, f) for f in range(2, last)] if from_first else []
+    segments = [(e, e + 1) for e in range(last)] + longer + [(e, last) for e in range(last - 1)]
     program.fixed.update({("y", e, f, o): 0.0 for e, f in segments for o in range(end + 1) if o not in again[e]})
 
     for e, t in enumerate(cuts):
@@ -149,7 +158,8 @@ def stated_rows(problem: Problem, cuts: Sequence[int], *, floating: bool = True,
         room = problem.budget_bytes - graph.resident_bytes
         scale = max(1, room)
         rest = [(graph.values[k].size_bytes / scale, ("S", e, k)) for k in range(len(graph.values)) if k not in outputs]
-        program.at_most(rest, (room * (1 + PARAMETERS.budget_slack) - own) / scale)
+        states = [(graph.ops[o].replay_bytes / scale, ("y", e, last, o)) for o in sure]
+        program.at_most([*rest, *states], (room * (1 + PARAMETERS.budget_slack) - own) / scale)
         for o in set(range(end)) - hidden[e]:
             for p in above[o] - hidden[e]:
                 program.at_most([(1.0, ("X", e, o)), (-1.0, ("X", e, p))], 0.0)
@@ -178,11 +188,15 @@ def stated_rows(problem: Problem, cuts: Sequence[int], *, floating: bool = True,
                     needed(k, need)
             if f == e + 1 and redo and ("X", e, o) in floats and o not in hidden[e]:
                 program.at_most([*redo, (-1.0, ("X", e, o))], 0.0)
-    for e in range(last - 1):
+    unions = [(0, f - 1, f) for _, f in longer] + [(e, e + 1, last) for e in range(last - 1)]
+    for e, middle, f in unions:
         for o in range(end):
-            whole, first, then = ("y", e, last, o), ("y", e, e + 1, o), ("y", e + 1, last, o)
+            whole, first, then = ("y", e, f, o), ("y", e, middle, o), ("y", middle, f, o)
             program.at_most([(1.0, whole), (-1.0, first), (-1.0, then)], 0.0)
             program.at_most([(1.0, first), (-1.0, whole)], 0.0)
             if o in again[e]:
                 program.at_most([(1.0, then), (-1.0, whole)], 0.0)
+    if from_first and last > 2:
+        for o in range(end):
+            program.at_most([(1.0, ("y", 0, last - 1, o)), (-1.0, ("y", 0, last, o))], 0.0)
     return program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -58,10 +59,10 @@ def test_the_program_is_that_of_the_proof():
         targets = some_targets(rng, problem)
         model = CutModel(problem, targets)
         chain = some_chain(rng, model)
-        for floating in (False, True):
-            stated = least_share(problem, chain, floating=floating, targets=targets)
-            bound = linear_bound(model.build(chain, floating=floating))
-            assert bound == pytest.approx(stated, abs=1e-5), (seed, chain, floating)
+        for floating, from_first in itertools.product((False, True), repeat=2):
+            stated = least_share(problem, chain, floating=floating, targets=targets, from_first=from_first)
+            bound = linear_bound(model.build(chain, floating=floating, from_first=from_first))
+            assert bound == pytest.approx(stated, abs=1e-5), (seed, chain, floating, from_first)
             sharp += 1e-6 < stated < math.inf
             impossible += math.isinf(stated)
     assert sharp > 30
@@ -78,12 +79,12 @@ def test_the_program_allows_the_points_that_the_proof_allows():
         targets = tuple(range(len(problem.graph.ops))) if rng.random() < 0.2 else None
         model = CutModel(problem, targets)
         chain = some_chain(rng, model)
-        for floating in (False, True):
-            builder = CutBuilder(model, tuple(chain), floating)
+        for floating, from_first in itertools.product((False, True), repeat=2):
+            builder = CutBuilder(model, tuple(chain), floating, from_first=from_first)
             program = builder.build().program
             if builder.impossible or not len(program.cost):
                 continue
-            stated = stated_rows(problem, chain, floating=floating, targets=targets)
+            stated = stated_rows(problem, chain, floating=floating, targets=targets, from_first=from_first)
             tables = [(("S", e), live) for e, live in enumerate(builder.live)]
             tables += [(("X", e), computed) for e, computed in enumerate(builder.computed[:-1])]
             tables += [(("y", *segment), again) for segment, again in builder.recomputed.items()]
@@ -98,7 +99,7 @@ def test_the_program_allows_the_points_that_the_proof_allows():
                 weights = np.array([rng.choice([-1.0, 0.0, 1.0]) for _ in names])
                 least = stated.least({name: weights[column] for column, name in names.items()}, zero=left_out)
                 bound = solve_linear(replace(program, cost=weights)).bound
-                assert bound == pytest.approx(least, abs=1e-4), (seed, chain, floating)
+                assert bound == pytest.approx(least, abs=1e-4), (seed, chain, floating, from_first)
                 finite += math.isfinite(bound)
     assert finite > 200
 

@@ -18,7 +18,7 @@ from checkmate.core.plan import Compute
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.backends import highs
 from checkmate.solvers.backends.program import Solved
-from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.event_cuts import CutModel, NoColumn
 from checkmate.solvers.bounds.min_cut import single_event
 from checkmate.solvers.bounds.refine import (
     PARAMETERS,
@@ -263,9 +263,9 @@ class FakeSearch:
         return self.repaired
 
 
-def test_a_code_evicts_what_is_not_live_from_its_last_touch_to_the_event():
-    """By the stages of the search; a value that is live by half or more stays."""
-    evictions = 0
+def test_a_code_evicts_what_is_not_live_from_its_last_touch_or_event():
+    """By the stages of the search; a value that is live by half or more stays, up to the stage of the next event."""
+    evictions = kept_longer = 0
     for seed in range(80):
         rng = random.Random(seed)
         problem = tight_problem(rng)
@@ -277,16 +277,23 @@ def test_a_code_evicts_what_is_not_live_from_its_last_touch_to_the_event():
         live = np.array([rng.choice([0.0, 0.49, 0.5, 1.0]) for _ in cut.program.cost])
         search = FakeSearch(stage)
         assert code_of(cut, live, model, search) is search.evicted
+        events = [(stage[event], cut.live[e]) for e, event in enumerate(cut.cuts) if event in stage]
         expected: list[tuple[int, int, int]] = []
-        for e, event in enumerate(cut.cuts):
+        for e, (at, columns) in enumerate(events):
             for v in range(len(graph.values)):
-                if event in stage and cut.live[e, v] >= 0 and live[cut.live[e, v]] < 0.5:
+                if columns[v] >= 0 and live[columns[v]] < 0.5:
                     made = stage.get(graph.producer[v], -1)
-                    reads = [stage[o] for o in graph.readers[v] if stage.get(o, math.inf) < stage[event]]
-                    expected.append((v, max(reads, default=made) + 1, stage[event]))
+                    reads = [stage[o] for o in graph.readers[v] if stage.get(o, math.inf) < at]
+                    start = max(reads, default=made) + 1
+                    for (_, held), (following, _) in pairwise(events[: e + 1]):
+                        if held[v] == NoColumn.ALWAYS_LIVE or (held[v] >= 0 and live[held[v]] >= 0.5):
+                            kept_longer += following + 1 > start
+                            start = max(start, following + 1)
+                    expected.append((v, start, at + 1))
         assert search.evicted == expected, seed
         evictions += len(expected)
     assert evictions > 100
+    assert kept_longer > 10
 
 
 class Engine:

@@ -16,6 +16,8 @@ class Phase(StrEnum):
     PROVEN_SEARCH = "search within the gap"
     FIRST_SEARCH = "first search"
     SINGLE_EVENTS = "bounds of single events"
+    TIGHT_EVENT = "branches of what is live at the tightest event"
+    BRANCH_SEARCH = "search in the weakest branches"
     STATES = "search over states"
     ANY_ORDER = "event cuts for any order"
     ANY_ORDER_CLOSE = "event cuts for any order, close to the proof"
@@ -38,6 +40,10 @@ PHASES: Mapping[Phase, float] = {
     Phase.FIRST_SEARCH: 0.05,
     # Linear programs of one event each; at moderate budgets they close the gap, which ends the run.
     Phase.SINGLE_EVENTS: 0.2,
+    # Some seconds on a thousand ops, and only where few of the larger values fit beside an op.
+    Phase.TIGHT_EVENT: 0.25,
+    # What they say is live there makes good starts.
+    Phase.BRANCH_SEARCH: 0.1,
     # A* on a graph that is small enough: where it ends, it ends at once.
     Phase.STATES: 0.05,
     # Integer programs of a few events. Little where the plan may be what lacks ...
@@ -86,6 +92,9 @@ class AutoParameters:
         clear_gap: Share of the session's gap. First plans that are proven within it are not searched any further.
         plans_for_events: Plans, beside keeping everything, whose peaks are candidates for events.
         first_share: Share of the time left in which the greedy plans of one start have to be made.
+        branch_starts: Branches of the tightest event to start a search from.
+        branch_peaks: Events at which the best plan holds most, to add to a branch that can be divided no further.
+        event_spacing: The graph is divided into so many parts, and two of these events are further apart than one of them.
         chain_ops: Largest graph on which the recursion for training chains is tried, where a row of layers has to run again: some
             seconds.
         many_ops: Largest graph for programs of several events, and for other orders than those of the starts.
@@ -110,6 +119,9 @@ class AutoParameters:
     clear_gap: float = 0.2
     plans_for_events: int = 2
     first_share: float = 0.4
+    branch_starts: int = 4
+    branch_peaks: int = 4
+    event_spacing: int = 56
     chain_ops: int = 100
     many_ops: int = 30_000
     horizon_s: float = 60.0

@@ -77,6 +77,7 @@ def _load_engines() -> None:
 
 def _solve(run: Run, rounds: int) -> None:
     """All phases, one after another, until the session is done."""
+    from checkmate.solvers.auto.branches import branch
     from checkmate.solvers.auto.first_plans import first_plans
     from checkmate.solvers.auto.rounds import best_single, final_search, refine
     from checkmate.solvers.bounds.row import row_bound
@@ -97,6 +98,10 @@ def _solve(run: Run, rounds: int) -> None:
     exploration = _explore(run)
     if session.done:
         return
+    if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
+        branch(run, searches, event)
+        if session.done:
+            return
     # A* may still close the gap; one round gives it a better plan, and so a lower limit.
     under_way = exploration is not None and exploration.ended is None
     if len(run.graph.ops) <= phases.PARAMETERS.many_ops:

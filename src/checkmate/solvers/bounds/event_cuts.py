@@ -6,16 +6,17 @@ op, X[e, o] says whether it has. Take events whose ops form a chain of the DAG. 
 is live at event e, y[e, f, o] = op o is computed again between events e and f, and
 dX[e, f, o] = X[f, o] - X[e, o] = op o is first computed between them, every plan satisfies
 
-    bytes of t_e's own needs + sum of size_k S[e, k] <= budget,                     (memory)
+    bytes of t_e's own needs + sum of size_k S[e, k] + states <= budget,            (memory)
     S[e, k] <= X[e, producer of k],                                                 (live after made)
     X[e, o] <= X[f, o],      X[e, o] <= X[e, p] for a parent p of o,                (order)
     S[f, k]      <= S[e, k] + y[e, f, producer of k] + dX[e, f, producer of k],     (supply)
     y[e, f, o]   <= the same for every input k of o,
     dX[e, f, o]  <= the same for every input k of o,
 
-with X = 1 at the end of the step. The least cost of y, added to the cost of computing each op once, is
-a bound on all of them: a relaxation of every plan, given order or not, with any number of
-recomputations. Every row is proven in ``docs/explanation/event_cuts.md``.
+with X = 1 at the end of the step, and states the replay states of random ops that have surely run
+and run again later. The least cost of y, added to the cost of computing each op once, is a bound on
+all of them: a relaxation of every plan, given order or not, with any number of recomputations.
+Every row is proven in ``docs/explanation/event_cuts.md``.
 
 How this differs from the literature: the formulation of Jain et al. (2020), section 4, has a stage for every op
 and variables for every pair of ops, fixes the order of first computations and is exact in that class. Moccasin
@@ -120,6 +121,7 @@ class CutModel:
         self.size = np.array([v.size_bytes for v in graph.values], dtype=np.int64)
         self.cost = np.array([*(op.cost for op in graph.ops), 0], dtype=np.float64)
         self.workspace = [*(op.workspace_bytes for op in graph.ops), 0]
+        self.replay = np.array([*(op.replay_bytes for op in graph.ops), 0], dtype=np.int64)
         forward_only = self.problem.recompute == "forward"
         self.again = np.array(
             [*(op.recomputable and (op.phase == "forward" or not forward_only) for op in graph.ops), False], dtype=np.bool_
@@ -199,7 +201,7 @@ class CutModel:
                 return False
         return True
 
-    def build(self, cuts: Sequence[int], *, floating: bool = True) -> CutProgram:
+    def build(self, cuts: Sequence[int], *, floating: bool = True, from_first: bool = False) -> CutProgram:
         """The program of a chain of events.
 
         Args:
@@ -207,8 +209,11 @@ class CutModel:
             floating: Whether ops that are on neither side of an event are modelled. Without them the program is smaller and
                 the bound weaker: their values are taken as available at no cost, and they need no inputs.
                 Measured on ResNet-50 at 40 % of keep-all: single-event bound 1.154 without them, 1.167 with them.
+            from_first: Whether y is also modelled from the first event to each later one. Where little is live at the first one,
+                the relaxation then knows that what an op reads is computed again as a whole before it, not in halves before
+                and after some event in between.
         """
-        return CutBuilder(self, tuple(cuts), floating).build()
+        return CutBuilder(self, tuple(cuts), floating, from_first=from_first).build()
 
     def _reach(self, roots: list[int], adjacent: list[list[int]]) -> Mask:
         """Ops that are reached from some, those themselves only if one reaches another. Shape ``[op + 1]``."""
@@ -233,12 +238,16 @@ class CutBuilder:
         recomputable: Ops worth modelling as computed again after each event. Shape ``[event]`` of ``[op + 1]``.
         recomputed: (event, later event or end) -> columns of y. Shape of each ``[op + 1]``.
         copies: Whether values may be copied to a host and back.
+        from_first: As in `CutModel.build`.
         fetched: Columns of z, if so: whether a value is fetched after the event. Shape ``[value]``.
     """
 
-    def __init__(self, model: CutModel, cuts: tuple[int, ...], floating: bool, *, copies: bool = False) -> None:
+    def __init__(
+        self, model: CutModel, cuts: tuple[int, ...], floating: bool, *, copies: bool = False, from_first: bool = False
+    ) -> None:
         self.model = model
         self.copies = copies
+        self.from_first = from_first
         self.floating = floating
         self.cuts = cuts
         self.budget = model.problem.budget_bytes - model.problem.graph.resident_bytes
@@ -327,32 +336,43 @@ class CutBuilder:
         return values, ops
 
     def _add_segments(self) -> None:
-        """Columns of y between neighbouring events, which carry the cost, and from each event to the end.
+        """Columns of y between neighbouring events, which carry the cost, and of longer segments.
 
-        The second kind is the *or* of the first and adds nothing in integers. In the relaxation it ties an op that is computed
-        again in fractions over several segments to its inputs over all of them. Measured with HiGHS: without it two events
-        on a GPT-2 graph ran into the time limit, with it they took 1.1 s; MobileNet took 5.4 s without and 14.7 s with it.
+        The second kind is the *or* of shorter ones and adds nothing in integers. In the relaxation it ties an op that is computed
+        again in fractions over several segments to its inputs over all of them. Measured with HiGHS: without those from each
+        event to the end two events on a GPT-2 graph ran into the time limit, with them they took 1.1 s; MobileNet took 5.4 s
+        without and 14.7 s with them.
         """
         m, last = self.model, len(self.cuts)
         total = max(1.0, float(m.cost.sum()))
         for e in range(last):
-            ops = np.flatnonzero(self.recomputable[e])
-            column = np.full(m.end + 1, NoColumn.UNMODELLED, dtype=np.int64)
-            column[ops] = self.builder.add_columns(m.cost[ops] / total)
-            self.recomputed[e, e + 1] = column
+            self.recomputed[e, e + 1] = self._again_columns(e, m.cost / total)
+        for f in range(2, last if self.from_first else 2):
+            self._add_union(0, f - 1, f)
         for e in range(last - 2, -1, -1):
-            ops = np.flatnonzero(self.recomputable[e])
-            column = np.full(m.end + 1, NoColumn.UNMODELLED, dtype=np.int64)
-            column[ops] = self.builder.add_columns(np.zeros(len(ops)))
-            self.recomputed[e, last] = column
-            first, rest = self.recomputed[e, e + 1][ops], self.recomputed[e + 1, last][ops]
-            whole = column[ops]
-            self.builder.add_rows([(first, 1.0), (rest, 1.0), (whole, -1.0)], low=0.0)
-            self.builder.add_rows([(whole, 1.0), (first, -1.0)], low=0.0)
-            # An op that was recomputable after this event may be overwritten, or useless, after the next: no column there.
-            both = rest >= 0
-            if both.any():
-                self.builder.add_rows([(whole[both], 1.0), (rest[both], -1.0)], low=0.0)
+            self._add_union(e, e + 1, last)
+        if self.from_first and last > 2:
+            ops = np.flatnonzero(self.recomputable[0])
+            self.builder.add_rows([(self.recomputed[0, last][ops], 1.0), (self.recomputed[0, last - 1][ops], -1.0)], low=0.0)
+
+    def _again_columns(self, e: int, cost: npt.NDArray[np.float64]) -> Ints:
+        """Columns of y for a segment that begins with event e. Shape ``[op + 1]``."""
+        ops = np.flatnonzero(self.recomputable[e])
+        column = np.full(self.model.end + 1, NoColumn.UNMODELLED, dtype=np.int64)
+        column[ops] = self.builder.add_columns(cost[ops])
+        return column
+
+    def _add_union(self, e: int, middle: int, f: int) -> None:
+        """Columns of y from event e to event f, or the end, as the *or* of those up to a third event and from there on."""
+        self.recomputed[e, f] = self._again_columns(e, np.zeros(self.model.end + 1))
+        ops = np.flatnonzero(self.recomputable[e])
+        whole, first, rest = (self.recomputed[pair][ops] for pair in ((e, f), (e, middle), (middle, f)))
+        self.builder.add_rows([(first, 1.0), (rest, 1.0), (whole, -1.0)], low=0.0)
+        self.builder.add_rows([(whole, 1.0), (first, -1.0)], low=0.0)
+        # An op that was recomputable after the first event may be overwritten, or useless, after the third: no column there.
+        both = rest >= 0
+        if both.any():
+            self.builder.add_rows([(whole[both], 1.0), (rest[both], -1.0)], low=0.0)
 
     def _limit_memory(self, e: int) -> None:
         """Memory row of an event. Its constants are compared in exact bytes first: that alone may prove there is no plan."""
@@ -362,9 +382,14 @@ class CutBuilder:
         if own > self.budget:
             self.impossible = True
             return
-        columns = np.flatnonzero(self.live[e] >= 0)
+        values = np.flatnonzero(self.live[e] >= 0)
+        # An op that has surely run and runs again later has its replay state held in between.
+        again = self.recomputed[e, len(self.cuts)]
+        ops = np.flatnonzero(self.sure[e] & (again >= 0) & (m.replay > 0))
+        columns = np.concatenate([self.live[e, values], again[ops]])
+        sizes = np.concatenate([m.size[values], m.replay[ops]])
         room = (self.budget * (1 + PARAMETERS.budget_slack) - own) / max(1, self.budget)
-        self.builder.add_row(self.live[e, columns], m.size[columns] / max(1, self.budget), high=room)
+        self.builder.add_row(columns, sizes / max(1, self.budget), high=room)
 
     def _order_floating(self, e: int) -> None:
         """Order rows: a floating op comes after its parents and stays computed; its values are live only if it is computed."""

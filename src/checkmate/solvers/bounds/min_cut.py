@@ -146,7 +146,7 @@ class _Network:
         sure = np.flatnonzero(above & again)
         paid = np.concatenate([sure, both])
         self._paid = self.node[paid], np.concatenate([np.full(len(sure), _SINK, dtype=np.int64), late[both]])
-        self._paid_cost = m.cost[paid]
+        self._paid_ops, self._paid_cost = paid, m.cost[paid]
         # late <= r, and late rises along the DAG.
         parents = m.parent_edges
         inside = floating[parents[:, 0]] & floating[parents[:, 1]]
@@ -185,8 +185,11 @@ class _Network:
         always = (reader[held] == _SOURCE) & (maker[held] == _SINK)
         self.room -= int(m.size[held[always]].sum())
         held = held[~always]
-        self._held = reader[held], maker[held]
-        self._held_bytes = m.size[held]
+        # The replay state of an op that has run is held if it runs again.
+        states = np.flatnonzero(m.replay[self._paid_ops] > 0)
+        of_states = (side[states] for side in self._paid)
+        self._held = tuple(np.concatenate(pair) for pair in zip((reader[held], maker[held]), of_states, strict=True))
+        self._held_bytes = np.concatenate([m.size[held], m.replay[self._paid_ops[states]]])
         self.held = int(self._held_bytes[self._held[0] == _SOURCE].sum())
 
     def line(self, runs: npt.NDArray[np.bool_]) -> Line:

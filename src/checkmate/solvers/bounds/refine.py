@@ -20,7 +20,7 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats
-from checkmate.solvers.bounds.event_cuts import CutModel, CutProgram
+from checkmate.solvers.bounds.event_cuts import CutModel, CutProgram, NoColumn
 from checkmate.solvers.evict.search import Code, Search
 
 Prove = Callable[[float, bool], None]
@@ -220,7 +220,9 @@ def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> C
     """Eviction code of a solution: at each event a value is held as S says, and between events whatever is there is kept.
 
     The program says nothing about the time between events, and the code holds too much rather than too little there: the
-    search's repair evicts by price, but never undoes an eviction.
+    search's repair evicts by price, but never undoes an eviction. A value that is live at one event and not at the next is held
+    up to the stage of the next, so that what is computed again before it can read the value. One that is computed again in the
+    stage of an event at which it is not live is dropped after this stage.
 
     Args:
         cut: The program.
@@ -229,17 +231,19 @@ def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> C
         search: The search whose stages the code refers to.
     """
     code = search.empty_code()
-    for e, event in enumerate(cut.cuts):
-        stage = search.stage.get(event)
-        if stage is None:
-            continue  # an op that the search computes on demand has no stage to hold anything at
-        columns = cut.live[e]
-        for v in np.flatnonzero(columns >= 0).tolist():
-            if live[columns[v]] >= PARAMETERS.share_tolerance:
-                continue
+    # An op that the search computes on demand has no stage to hold anything at.
+    events = [(search.stage[event], cut.live[e]) for e, event in enumerate(cut.cuts) if event in search.stage]
+    released = np.full(len(model.size), -1, dtype=np.int64)  # first stage that need not hold a value because of the events so far
+    for e, (stage, columns) in enumerate(events):
+        held = columns == NoColumn.ALWAYS_LIVE
+        modelled = columns >= 0
+        held[modelled] = live[columns[modelled]] >= PARAMETERS.share_tolerance
+        for v in np.flatnonzero(modelled & ~held).tolist():
             touches = [search.stage[o] for o in model.readers_of(v) if o in search.stage and search.stage[o] < stage]
-            start = max(touches) + 1 if touches else search.stage.get(int(model.producer[v]), -1) + 1
-            search.evict(code, v, start, stage)
+            touched = max(touches) if touches else search.stage.get(int(model.producer[v]), -1)
+            search.evict(code, v, max(touched + 1, int(released[v])), stage + 1)
+        if e + 1 < len(events):
+            released[held] = events[e + 1][0] + 1
     return code
 
 

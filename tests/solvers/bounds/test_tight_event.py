@@ -1,0 +1,101 @@
+"""Branches of the tightest event: they hold all plans, and what each proves is below the cost of each of its own."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+from msgspec import structs
+
+from checkmate import AStar, BruteForce, Graph, Plan, Problem, Result, simulate, solve
+from checkmate.core.plan import Compute
+from checkmate.solvers.alarm import no_alarm
+from checkmate.solvers.bounds import tight_event
+from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.bounds.min_cut import single_event
+from checkmate.solvers.bounds.tight_event import Branch, TightEvent, TightEventParameters
+from tests.solvers.bounds.test_event_cuts import tight_problem
+from tests.solvers.chains import uneven_chain
+
+
+def all_branches(tight: TightEvent, best: float = math.inf, seconds: float = math.inf) -> tuple[float, list[Branch]]:
+    """The best bound that is proven, -1 if there is none, and the branches."""
+    proven = [-1.0]
+    branches = tight.bound(proven.append, lambda: best, lambda: seconds)
+    assert proven == sorted(proven)
+    return proven[-1], branches
+
+
+def live_at(graph: Graph, plan: Plan, event: int) -> set[int]:
+    """Values that are live while an op is computed for the first time."""
+    step = plan.steps.index(Compute(event))
+    return {resident.value for resident in simulate(graph, plan).live(step)}
+
+
+@pytest.fixture
+def every_branch(monkeypatch):
+    """Each branch has a program and none is given up, so that small graphs reach all of the code."""
+    monkeypatch.setattr(tight_event, "PARAMETERS", TightEventParameters(wide_share=1.0, least_gain=-math.inf))
+
+
+def holds(tight: TightEvent, branch: Branch, live: set[int]) -> bool:
+    """Whether the larger values that are live are one from each interval of a branch."""
+    if len(live) != len(branch.intervals):
+        return False
+    if not live:
+        return True
+    start, stop = branch.intervals[0]
+    rest = Branch(branch.bound, branch.intervals[1:], branch.events)
+    return any(holds(tight, rest, live - {v}) for v in live & set(tight.values[start:stop].tolist()))
+
+
+def tight_chain(rng: random.Random) -> Problem:
+    """A training chain, some of whose ops run once, at a budget of little more than the smallest."""
+    graph = uneven_chain(rng, rng.randint(4, 6))
+    ops = [structs.replace(op, recomputable=op.phase == "forward" and rng.random() < 0.95) for op in graph.ops]
+    graph = structs.replace(graph, ops=tuple(ops))
+    own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+    low = min(floor(graph).peak_bytes, own)
+    return Problem(graph, rng.randint(low, (2 * low + own) // 3), recompute=rng.choice(["all", "forward"]))
+
+
+def solved() -> Iterator[tuple[int, Problem, Result]]:
+    """Problems and their optima: small graphs of any kind, with replay states, and longer chains without."""
+    for seed in range(500):
+        problem = (
+            tight_problem(random.Random(seed), training=0.9, most_ops=(6, 7)) if seed < 300 else tight_chain(random.Random(seed))
+        )
+        result = solve(problem, BruteForce() if seed < 300 else AStar(), raise_on_failure=False)
+        if result.plan is not None and result.gap == 0:
+            yield seed, problem, result
+
+
+def test_no_plan_costs_less_and_each_is_in_a_branch(every_branch):
+    """An optimal plan of each random problem: its branch is one of those returned, and proves no more than its cost."""
+    divided = above_one_event = several = states = 0
+    for seed, problem, result in solved():
+        graph = problem.graph
+        model = CutModel(problem)
+        optimum = (result.cost - graph.cost) / max(1, graph.cost)
+        more = random.Random(seed).sample(range(model.end), min(3, model.end))
+        for event in range(model.end):
+            tight = TightEvent(model, event, more)
+            if not tight.divides:
+                continue
+            proven, branches = all_branches(tight)
+            assert proven <= optimum + 1e-6, (seed, event)
+            live = live_at(graph, result.plan, event) & set(tight.values.tolist())
+            own = [branch.bound for branch in branches if holds(tight, branch, live)]
+            assert own, (seed, event)
+            assert min(own) <= optimum + 1e-6, (seed, event)
+            divided += 1
+            several += tight.most > 1
+            states += any(op.replay_bytes for op in graph.ops)
+            above_one_event += proven > single_event(model, event, no_alarm()) + 1e-4
+    assert divided > 400
+    assert several > 50
+    assert states > 30
+    assert above_one_event > 50
