@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from checkmate import Problem
-from checkmate.solvers.bounds.event_cuts import PARAMETERS
+from checkmate.solvers.bounds.event_cuts import PARAMETERS, Segments
 
 Term = tuple[float, object]
 
@@ -96,13 +96,14 @@ def least_share(
     floating: bool = True,
     targets: Sequence[int] | None = None,
     integral: bool = False,
-    from_first: bool = False,
+    segments: Segments = "end",
 ) -> float:
     """Least recomputation of a program, as a share of computing every op once; infinite if no point satisfies it."""
     total = max(1, problem.graph.cost)
     ops = enumerate(problem.graph.ops)
     cost: dict[object, float] = {("y", e, e + 1, o): op.cost / total for o, op in ops for e in range(len(cuts))}
-    return stated_rows(problem, cuts, floating=floating, targets=targets, from_first=from_first).least(cost, integral=integral)
+    rows = stated_rows(problem, cuts, floating=floating, targets=targets, segments=segments)
+    return rows.least(cost, integral=integral)
 
 
 def stated_rows(
@@ -111,7 +112,7 @@ def stated_rows(
     *,
     floating: bool = True,
     targets: Sequence[int] | None = None,
-    from_first: bool = False,
+    segments: Segments = "end",
 ) -> Rows:
     """All rows of a program, over variables ``("X", e, o)``, ``("S", e, k)`` and ``("y", e, f, o)``."""
     graph = problem.graph
@@ -139,9 +140,11 @@ def stated_rows(
         )
     hidden.append(set())
     program.fixed.update({("X", last, o): 1.0 for o in range(end + 1)})
-    longer = [(0, f) for f in range(2, last)] if from_first else []
-    segments = [(e, e + 1) for e in range(last)] + longer + [(e, last) for e in range(last - 1)]
-    program.fixed.update({("y", e, f, o): 0.0 for e, f in segments for o in range(end + 1) if o not in again[e]})
+    begins = {"end": 0, "first": 1, "all": last}[segments]
+    longer = [(e, f) for e in range(begins) for f in range(e + 2, last)]
+    to_end = [(e, last) for e in range(last - 1)]
+    pairs = [(e, e + 1) for e in range(last)] + longer + to_end
+    program.fixed.update({("y", e, f, o): 0.0 for e, f in pairs for o in range(end + 1) if o not in again[e]})
 
     for e, t in enumerate(cuts):
         sure, late = sides[e]
@@ -166,7 +169,7 @@ def stated_rows(
             if o not in hidden[e + 1]:
                 program.at_most([(1.0, ("X", e, o)), (-1.0, ("X", e + 1, o))], 0.0)
 
-    for e, f in segments:
+    for e, f in pairs:
 
         def needed(k: int, need: list[Term], e: int = e, f: int = f) -> None:
             p = graph.producer[k]
@@ -188,15 +191,14 @@ def stated_rows(
                     needed(k, need)
             if f == e + 1 and redo and ("X", e, o) in floats and o not in hidden[e]:
                 program.at_most([*redo, (-1.0, ("X", e, o))], 0.0)
-    unions = [(0, f - 1, f) for _, f in longer] + [(e, e + 1, last) for e in range(last - 1)]
-    for e, middle, f in unions:
+    for e, middle, f in [(e, f - 1, f) for e, f in longer] + [(e, e + 1, last) for e, _ in to_end]:
         for o in range(end):
             whole, first, then = ("y", e, f, o), ("y", e, middle, o), ("y", middle, f, o)
             program.at_most([(1.0, whole), (-1.0, first), (-1.0, then)], 0.0)
             program.at_most([(1.0, first), (-1.0, whole)], 0.0)
             if o in again[e]:
                 program.at_most([(1.0, then), (-1.0, whole)], 0.0)
-    if from_first and last > 2:
+    for e in range(min(begins, last - 2)):
         for o in range(end):
-            program.at_most([(1.0, ("y", 0, last - 1, o)), (-1.0, ("y", 0, last, o))], 0.0)
+            program.at_most([(1.0, ("y", e, last - 1, o)), (-1.0, ("y", e, last, o))], 0.0)
     return program

@@ -6,13 +6,14 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from checkmate import BruteForce, Graph, Op, Plan, Problem, Value, simulate, solve
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
-from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutBuilder, CutModel, CutProgram, NoColumn
+from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutBuilder, CutModel, CutProgram, NoColumn, Segments
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.bounds.proof import event_sides, least_share, stated_rows, strict_ancestors
@@ -59,10 +60,10 @@ def test_the_program_is_that_of_the_proof():
         targets = some_targets(rng, problem)
         model = CutModel(problem, targets)
         chain = some_chain(rng, model)
-        for floating, from_first in itertools.product((False, True), repeat=2):
-            stated = least_share(problem, chain, floating=floating, targets=targets, from_first=from_first)
-            bound = linear_bound(model.build(chain, floating=floating, from_first=from_first))
-            assert bound == pytest.approx(stated, abs=1e-5), (seed, chain, floating, from_first)
+        for floating, segments in itertools.product((False, True), get_args(Segments)):
+            stated = least_share(problem, chain, floating=floating, targets=targets, segments=segments)
+            bound = linear_bound(model.build(chain, floating=floating, segments=segments))
+            assert bound == pytest.approx(stated, abs=1e-5), (seed, chain, floating, segments)
             sharp += 1e-6 < stated < math.inf
             impossible += math.isinf(stated)
     assert sharp > 30
@@ -79,12 +80,12 @@ def test_the_program_allows_the_points_that_the_proof_allows():
         targets = tuple(range(len(problem.graph.ops))) if rng.random() < 0.2 else None
         model = CutModel(problem, targets)
         chain = some_chain(rng, model)
-        for floating, from_first in itertools.product((False, True), repeat=2):
-            builder = CutBuilder(model, tuple(chain), floating, from_first=from_first)
+        for floating, segments in itertools.product((False, True), get_args(Segments)):
+            builder = CutBuilder(model, tuple(chain), floating, segments=segments)
             program = builder.build().program
             if builder.impossible or not len(program.cost):
                 continue
-            stated = stated_rows(problem, chain, floating=floating, targets=targets, from_first=from_first)
+            stated = stated_rows(problem, chain, floating=floating, targets=targets, segments=segments)
             tables = [(("S", e), live) for e, live in enumerate(builder.live)]
             tables += [(("X", e), computed) for e, computed in enumerate(builder.computed[:-1])]
             tables += [(("y", *segment), again) for segment, again in builder.recomputed.items()]
@@ -99,7 +100,7 @@ def test_the_program_allows_the_points_that_the_proof_allows():
                 weights = np.array([rng.choice([-1.0, 0.0, 1.0]) for _ in names])
                 least = stated.least({name: weights[column] for column, name in names.items()}, zero=left_out)
                 bound = solve_linear(replace(program, cost=weights)).bound
-                assert bound == pytest.approx(least, abs=1e-4), (seed, chain, floating, from_first)
+                assert bound == pytest.approx(least, abs=1e-4), (seed, chain, floating, segments)
                 finite += math.isfinite(bound)
     assert finite > 200
 

@@ -62,7 +62,7 @@ def test_the_sides_of_the_network_are_what_is_sure():
         model = CutModel(problem)
         event = rng.randrange(model.end)
         sure, late = event_sides(problem, event, None)
-        network = _Network(model, event, no_alarm())
+        network = _Network(model, event, model.end, no_alarm())
         assert {o for o, node in enumerate(network.node) if node == 0} == {*late, event}
         once = {o for o in sure if not problem.graph.ops[o].recomputable}
         assert once <= {o for o, node in enumerate(network.node) if node == 1} <= sure
@@ -82,7 +82,7 @@ def test_a_cut_says_what_runs_again_and_what_is_held():
         tuple(Value(name, size) for name, size in (("a", 5), ("b", 9), ("n", 1), ("e", 1), ("u", 1))),
     )
     model = CutModel(Problem(graph, 15))
-    network = _Network(model, 3, no_alarm())
+    network = _Network(model, 3, model.end, no_alarm())
     assert (network.held, network.room) == (14, 9)
     assert network.least_bytes()[0] == 0
     assert single_event(model, 3, no_alarm()) * graph.cost == pytest.approx(3.0 * 5 / 9, rel=1e-4)

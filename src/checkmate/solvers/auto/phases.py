@@ -16,6 +16,7 @@ class Phase(StrEnum):
     PROVEN_SEARCH = "search within the gap"
     FIRST_SEARCH = "first search"
     SINGLE_EVENTS = "bounds of single events"
+    CHAINS = "bounds of chains of events"
     TIGHT_EVENT = "branches of what is live at the tightest event"
     BRANCH_SEARCH = "search in the weakest branches"
     STATES = "search over states"
@@ -40,6 +41,8 @@ PHASES: Mapping[Phase, float] = {
     Phase.FIRST_SEARCH: 0.05,
     # Linear programs of one event each; at moderate budgets they close the gap, which ends the run.
     Phase.SINGLE_EVENTS: 0.2,
+    # Cuts between the events that prove most, and linear programs of those that bind together.
+    Phase.CHAINS: 0.12,
     # Some seconds on a thousand ops, and only where few of the larger values fit beside an op.
     Phase.TIGHT_EVENT: 0.25,
     # What they say is live there makes good starts.

@@ -8,6 +8,7 @@ from functools import partial
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.auto.run import Run
+from checkmate.solvers.bounds.chains import EventChains
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
 from checkmate.solvers.evict.reorder import first_computations, reorder
@@ -15,21 +16,21 @@ from checkmate.solvers.evict.search import Search
 from checkmate.solvers.local_search import suggested_decodes
 
 
-def refine(run: Run, searches: list[Search], event: int, rounds: int) -> None:
+def refine(run: Run, searches: list[Search], chain: list[int], rounds: int) -> None:
     """Rounds of refinement: any order; the search's own order; search; and any order again from the better events.
 
     Args:
         run: The run.
         searches: Searches with their plans; a round takes one, the next round the next, and replaces it by where its
             search in other orders ended.
-        event: The event that proves most alone.
+        chain: Events to begin with, of any order.
         rounds: Most rounds.
     """
     session = run.session
     work = suggested_decodes(len(run.graph.ops))
     proven = run.session.bound - run.fold.original.cost
     close = proven > phases.PARAMETERS.close_share * run.once * run.best_share()
-    events, phase = [event], Phase.ANY_ORDER_CLOSE if close else Phase.ANY_ORDER
+    events, phase = chain, Phase.ANY_ORDER_CLOSE if close else Phase.ANY_ORDER
     for k in range(rounds):
         before = (session.cost, session.bound)
         place = k % len(searches)
@@ -47,11 +48,12 @@ def refine(run: Run, searches: list[Search], event: int, rounds: int) -> None:
         if first is not None:
             # Floating ops always: those on demand float, and without variables for them a solution may drop what one of
             # them still needs, and is no plan.
-            cuts = _refine_once(run, model, search, [first], Phase.OWN_ORDER, floating=True)
+            own = chain if all(o in search.stage for o in chain) else [first]
+            cuts = _refine_once(run, model, search, own, Phase.OWN_ORDER, floating=True)
             if session.done:
                 return
             # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
-            other = chain_of(run.any_order, [*cuts, event])
+            other = chain_of(run.any_order, [*cuts, *chain])
             events = max(events, other, key=lambda chain: _quick_bound(run, search, chain)[0])
             phase = Phase.ANY_ORDER_AGAIN
         decodes = max(phases.PARAMETERS.least_round_decodes, work // phases.PARAMETERS.round_divisor)
@@ -93,6 +95,26 @@ def best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None
     events = promising_events(run.graph, [range(len(run.graph.ops)), *plans[: phases.PARAMETERS.plans_for_events]])
     late = run.begin(Phase.SINGLE_EVENTS)
     return run.single_cuts(model, events, searches[0], lambda: run.session.done or late())
+
+
+def best_chain(run: Run, searches: list[Search], event: int) -> list[int]:
+    """Bound by chains of events; returns the one to begin integer programs with.
+
+    Args:
+        run: The run.
+        searches: Searches with their plans.
+        event: The event that proves most alone.
+    """
+    until = run.until(Phase.CHAINS)
+
+    def left_s() -> float:
+        return 0.0 if run.session.done else until - run.session.elapsed_s()
+
+    chains = EventChains(run.any_order, run.session.time_up)
+    bound, events = chains.longest(lambda: left_s() <= 0)
+    prove = partial(run.prove, searches[0], any_order=True)
+    prove(bound)
+    return chains.sharpen(events, prove, run.best_share, left_s) or [event]
 
 
 def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Search:

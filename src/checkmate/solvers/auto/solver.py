@@ -79,7 +79,7 @@ def _solve(run: Run, rounds: int) -> None:
     """All phases, one after another, until the session is done."""
     from checkmate.solvers.auto.branches import branch
     from checkmate.solvers.auto.first_plans import first_plans
-    from checkmate.solvers.auto.rounds import best_single, final_search, refine
+    from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine
     from checkmate.solvers.bounds.row import row_bound
 
     session = run.session
@@ -98,14 +98,18 @@ def _solve(run: Run, rounds: int) -> None:
     exploration = _explore(run)
     if session.done:
         return
+    events = [event]
     if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
-        branch(run, searches, event)
+        if run.folded.reorder:
+            events = best_chain(run, searches, event)
+        if not session.done:
+            branch(run, searches, event)
         if session.done:
             return
     # A* may still close the gap; one round gives it a better plan, and so a lower limit.
     under_way = exploration is not None and exploration.ended is None
     if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
-        refine(run, searches, event, 1 if under_way else rounds)
+        refine(run, searches, events, 1 if under_way else rounds)
     if exploration is not None and not session.done:
         exploration.run(run.begin(Phase.STATES_AGAIN))
     final_search(run, searches)

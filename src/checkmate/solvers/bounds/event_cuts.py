@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,9 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.backends.program import Ints, Program, ProgramBuilder
 
 Mask = npt.NDArray[np.bool_]
+
+Segments = Literal["end", "first", "all"]
+"""Longer segments with a y: from each event to the end; from the first event to each later one too; or all."""
 
 
 class NoColumn(IntEnum):
@@ -201,7 +205,7 @@ class CutModel:
                 return False
         return True
 
-    def build(self, cuts: Sequence[int], *, floating: bool = True, from_first: bool = False) -> CutProgram:
+    def build(self, cuts: Sequence[int], *, floating: bool = True, segments: Segments = "end") -> CutProgram:
         """The program of a chain of events.
 
         Args:
@@ -209,11 +213,10 @@ class CutModel:
             floating: Whether ops that are on neither side of an event are modelled. Without them the program is smaller and
                 the bound weaker: their values are taken as available at no cost, and they need no inputs.
                 Measured on ResNet-50 at 40 % of keep-all: single-event bound 1.154 without them, 1.167 with them.
-            from_first: Whether y is also modelled from the first event to each later one. Where little is live at the first one,
-                the relaxation then knows that what an op reads is computed again as a whole before it, not in halves before
-                and after some event in between.
+            segments: Which longer segments have a y. The relaxation is much sharper where several events bind: at
+                f = 0.03 of ResNet-50 eleven events prove 0.119 with all in place of 0.076.
         """
-        return CutBuilder(self, tuple(cuts), floating, from_first=from_first).build()
+        return CutBuilder(self, tuple(cuts), floating, segments=segments).build()
 
     def _reach(self, roots: list[int], adjacent: list[list[int]]) -> Mask:
         """Ops that are reached from some, those themselves only if one reaches another. Shape ``[op + 1]``."""
@@ -238,16 +241,16 @@ class CutBuilder:
         recomputable: Ops worth modelling as computed again after each event. Shape ``[event]`` of ``[op + 1]``.
         recomputed: (event, later event or end) -> columns of y. Shape of each ``[op + 1]``.
         copies: Whether values may be copied to a host and back.
-        from_first: As in `CutModel.build`.
+        segments: As in `CutModel.build`.
         fetched: Columns of z, if so: whether a value is fetched after the event. Shape ``[value]``.
     """
 
     def __init__(
-        self, model: CutModel, cuts: tuple[int, ...], floating: bool, *, copies: bool = False, from_first: bool = False
+        self, model: CutModel, cuts: tuple[int, ...], floating: bool, *, copies: bool = False, segments: Segments = "end"
     ) -> None:
         self.model = model
         self.copies = copies
-        self.from_first = from_first
+        self.segments = segments
         self.floating = floating
         self.cuts = cuts
         self.budget = model.problem.budget_bytes - model.problem.graph.resident_bytes
@@ -347,13 +350,15 @@ class CutBuilder:
         total = max(1.0, float(m.cost.sum()))
         for e in range(last):
             self.recomputed[e, e + 1] = self._again_columns(e, m.cost / total)
-        for f in range(2, last if self.from_first else 2):
-            self._add_union(0, f - 1, f)
+        begins = {"end": 0, "first": min(1, last), "all": last}[self.segments]
+        for e in range(begins):
+            for f in range(e + 2, last):
+                self._add_union(e, f - 1, f)
         for e in range(last - 2, -1, -1):
             self._add_union(e, e + 1, last)
-        if self.from_first and last > 2:
-            ops = np.flatnonzero(self.recomputable[0])
-            self.builder.add_rows([(self.recomputed[0, last][ops], 1.0), (self.recomputed[0, last - 1][ops], -1.0)], low=0.0)
+        for e in range(min(begins, last - 2)):
+            ops = np.flatnonzero(self.recomputable[e])
+            self.builder.add_rows([(self.recomputed[e, last][ops], 1.0), (self.recomputed[e, last - 1][ops], -1.0)], low=0.0)
 
     def _again_columns(self, e: int, cost: npt.NDArray[np.float64]) -> Ints:
         """Columns of y for a segment that begins with event e. Shape ``[op + 1]``."""

@@ -81,7 +81,22 @@ def single_event(model: CutModel, event: int, time_up: Flag) -> float:
     Returns:
         The bound on the cost of recomputation, as a share of computing every op once; infinite if no plan exists.
     """
-    network = _Network(model, event, time_up)
+    return segment(model, event, model.end, time_up)
+
+
+def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
+    """Bound what has to be computed again after an event begins and before another does; bounds of disjoint segments add up.
+
+    Args:
+        model: The problem's model.
+        event: The first event.
+        until: An op that comes after it in every plan: the second event, or END.
+        time_up: As in `single_event`.
+
+    Returns:
+        As in `single_event`.
+    """
+    network = _Network(model, event, until, time_up)
     total = max(1.0, float(model.cost.sum()))
     # Without a price everything is held; at an infinite one as little as possible, whatever it costs.
     left = Line(0.0, float(network.held - network.room))
@@ -110,7 +125,7 @@ def single_event(model: CutModel, event: int, time_up: Flag) -> float:
 
 
 class _Network:
-    """The graph of the cut for one event: its arcs, and what each costs or holds.
+    """The graph of the cut for one event and the time until another: its arcs, and what each costs or holds.
 
     Attributes:
         held: Bytes of the values that are live at the event if nothing is computed again, beside those of the event itself.
@@ -118,14 +133,17 @@ class _Network:
         node: Node of r of each op. Shape ``[op + 1]``.
     """
 
-    def __init__(self, model: CutModel, event: int, time_up: Flag) -> None:
+    def __init__(self, model: CutModel, event: int, until: int, time_up: Flag) -> None:
         m = model
         self._time_up = time_up
+        # Only the ancestors of the second event matter: it reads them, or an op that runs for its sake does.
+        inside = m.sides(until)[0].copy() if until != m.end else np.ones(m.end + 1, dtype=np.bool_)
+        inside[until] = True
         above, below = m.sides(event)
-        below = below | m.descendants(event)
+        below = (below | m.descendants(event)) & inside
         reached = above.copy()
         reached[event] = True
-        floating = ~reached & ~below
+        floating = ~reached & ~below & inside
         again = m.again.copy()
         for o in m.clobbered:
             again[o] &= not reached[list(m.clobbers[o])].any()
@@ -133,7 +151,7 @@ class _Network:
         self.node = np.full(count, _SINK, dtype=np.int64)
         self.node[below] = _SOURCE
         self.node[event] = _SOURCE
-        free = np.flatnonzero((above & again) | floating)
+        free = np.flatnonzero((above & again & inside) | floating)
         self.node[free] = np.arange(2, 2 + len(free))
         late = np.full(count, _SINK, dtype=np.int64)
         late[below] = _SOURCE
@@ -143,7 +161,7 @@ class _Network:
         late[both] = np.arange(2 + len(free), 2 + len(free) + len(both))
         self._nodes = 2 + len(free) + len(both)
         # An op that is computed again costs; one that floats does if it was computed before.
-        sure = np.flatnonzero(above & again)
+        sure = np.flatnonzero(above & again & inside)
         paid = np.concatenate([sure, both])
         self._paid = self.node[paid], np.concatenate([np.full(len(sure), _SINK, dtype=np.int64), late[both]])
         self._paid_ops, self._paid_cost = paid, m.cost[paid]

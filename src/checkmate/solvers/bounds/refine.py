@@ -293,7 +293,7 @@ class Refinement:
         cuts = sorted(set(first), key=self._before)
         budget = self.model.problem.budget_bytes
         while left_s() > PARAMETERS.least_time_s:
-            cut = self.model.build(cuts, floating=floating)
+            cut = self.model.build(cuts, floating=floating, segments="all")
             any_order = self.model.any_order(cuts)
             if cut.impossible:
                 self.prove(math.inf, any_order)

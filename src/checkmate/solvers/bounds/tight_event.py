@@ -226,7 +226,7 @@ class TightEvent:
 
     def _program(self, events: tuple[int, ...]) -> CutProgram:
         if events not in self._programs:
-            self._programs[events] = self._model.build([self._event, *events], from_first=True)
+            self._programs[events] = self._model.build([self._event, *events], segments="first")
         return self._programs[events]
 
     def _candidates(self) -> list[int]:

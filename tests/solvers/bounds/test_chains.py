@@ -1,0 +1,128 @@
+"""Chains of events: segments add up, the longest path is the best of them, and nothing exceeds the cost of a plan."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import combinations, pairwise
+
+import pytest
+
+from checkmate import Graph, Problem
+from checkmate.solvers.alarm import no_alarm
+from checkmate.solvers.backends.highs import solve_linear
+from checkmate.solvers.bounds import chains
+from checkmate.solvers.bounds.chains import ChainParameters, EventChains
+from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.min_cut import segment, single_event
+from tests.solvers.bounds.test_event_cuts import some_chain, tight_problem
+from tests.solvers.bounds.test_tight_event import solved, tight_chain
+
+
+def sum_of_segments(model: CutModel, events: list[int]) -> float:
+    return sum(segment(model, a, b, no_alarm()) for a, b in pairwise([*events, model.end]))
+
+
+def test_segments_of_a_chain_add_up_to_no_more_than_an_optimal_plan():
+    """Of any chain; and a segment to the end is the bound of its event."""
+    several = above_one_event = 0
+    for seed, problem, result in solved():
+        model = CutModel(problem)
+        optimum = (result.cost - problem.graph.cost) / max(1, problem.graph.cost)
+        for k in range(3):
+            events = some_chain(random.Random(f"{seed} {k}"), model)
+            bound = sum_of_segments(model, events)
+            assert bound <= optimum + 1e-9, (seed, events)
+            alone = [single_event(model, o, no_alarm()) for o in events]
+            assert segment(model, events[-1], model.end, no_alarm()) == alone[-1]
+            several += len(events) > 2
+            above_one_event += bound > max(alone) + 1e-6
+    assert several > 100
+    assert above_one_event > 10
+
+
+def test_what_is_needed_after_the_second_event_does_not_count():
+    """A segment ends when its second event begins: of a chain whose values all have to be made again only those up to it."""
+    for seed in range(60):
+        problem = tight_chain(random.Random(seed))
+        model = CutModel(problem)
+        for a, b in combinations(some_chain(random.Random(seed), model), 2):
+            assert segment(model, a, b, no_alarm()) <= single_event(model, a, no_alarm()) + 1e-9
+
+
+def test_the_longest_chain_is_the_best_of_all_chains_of_candidates():
+    for seed in range(150):
+        problem = tight_chain(random.Random(seed))
+        model = CutModel(problem)
+        found = EventChains(model, no_alarm())
+        bound, events = found.longest(lambda: False)
+        assert events == [o for o in found.candidates if o in events]
+        best = max(
+            (sum_of_segments(model, list(some)) for n in range(1, 4) for some in combinations(found.candidates, n)), default=0.0
+        )
+        assert bound >= best - 1e-9
+        if events:
+            assert bound == pytest.approx(sum_of_segments(model, events))
+        else:
+            assert bound == best == 0.0
+
+
+def test_without_time_there_is_no_chain():
+    model = CutModel(tight_chain(random.Random(3)))
+    found = EventChains(model, no_alarm())
+    assert found.candidates
+    assert found.longest(lambda: True) == (0.0, [])
+    proven: list[float] = []
+    assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0) == [found.candidates[0]]
+    assert not proven
+
+
+def test_candidates_stand_out_from_their_neighbours():
+    """On the longest chain, in its order, with the highest first where there are too many."""
+    for seed in range(40):
+        model = CutModel(tight_problem(random.Random(seed), most_ops=(12,)))
+        chain = chains.longest_chain(model)
+        alone = [0.0, *(single_event(model, o, no_alarm()) for o in chain), 0.0]
+        for o in EventChains(model, no_alarm()).candidates:
+            k = chain.index(o) + 1
+            assert alone[k] >= max(alone[k - 1], alone[k + 1])
+            assert alone[k] > 0
+
+
+def test_programs_of_more_events_prove_more_and_no_more_than_a_plan_costs(monkeypatch):
+    """Each is of the chain before and the most prominent candidates after its first event."""
+    monkeypatch.setattr(chains, "PARAMETERS", ChainParameters(added=1))
+    for seed, problem, result in solved():
+        model = CutModel(problem)
+        found = EventChains(model, no_alarm())
+        _, events = found.longest(lambda: False)
+        if not events:
+            continue
+        proven: list[float] = []
+        some = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
+        optimum = (result.cost - problem.graph.cost) / max(1, problem.graph.cost)
+        assert max(proven) <= optimum + 1e-6, seed
+        assert set(events) <= set(some)
+        after = found.candidates[found.candidates.index(events[0]) :]
+        assert len(proven) == 1 + len(set(after) - set(events))
+        linear = solve_linear(model.build(some, segments="all").program).bound
+        assert linear >= 0.9 * max(proven) - 1e-9
+
+
+def test_two_events_bind_where_early_values_are_large():
+    """After the loss all layers are computed again; the early ones once more, since too few of their values fit later."""
+    layers, early = 16, 6
+    size = [4] * early + [1] * (layers - early)
+    count = 2 * layers + 1
+    edges = {(i, i + 1) for i in range(count - 1)} | {(i, count - 1 - i) for i in range(layers)}
+    graph = Graph.from_dag(cost=[1] * count, size_bytes=[*size, 1, *size[::-1]], edges=sorted(edges))
+    model = CutModel(Problem(graph, 13))
+    found = EventChains(model, no_alarm())
+    bound, events = found.longest(lambda: False)
+    alone = max(single_event(model, o, no_alarm()) for o in found.candidates)
+    proven: list[float] = []
+    some = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
+    assert events == some == [layers + 1, 27]
+    assert bound == pytest.approx(0.2121, abs=1e-4)
+    assert alone == pytest.approx(0.1742, abs=1e-4)
+    assert proven == [pytest.approx(0.2242, abs=1e-4)]
