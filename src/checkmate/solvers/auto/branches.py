@@ -31,14 +31,15 @@ def branch(run: Run, searches: list[Search], event: int) -> None:
     held = first_bytes(run.graph, order)
     apart = max(1, len(run.graph.ops) // phases.PARAMETERS.event_spacing)
     peaks = separated_peaks(held, {o: o for o in held}, phases.PARAMETERS.branch_peaks, apart)
-    tight = TightEvent(run.any_order, event, peaks, session.time_up)
-    if not tight.divides:
-        return
     until = run.until(Phase.TIGHT_EVENT)
 
     def left_s() -> float:
         return 0.0 if session.done else until - session.elapsed_s()
 
+    with session.within(until):
+        tight = TightEvent(run.any_order, event, peaks, session.time_up, lambda: left_s() <= 0)
+    if not tight.divides or left_s() <= 0:
+        return
     branches = tight.bound(lambda share: run.prove(searches[0], share, True), run.best_share, left_s)
     until = run.until(Phase.BRANCH_SEARCH)
     decodes = suggested_decodes(len(run.graph.ops)) // phases.PARAMETERS.round_divisor

@@ -16,9 +16,9 @@ class Phase(StrEnum):
     PROVEN_SEARCH = "search within the gap"
     FIRST_SEARCH = "first search"
     SINGLE_EVENTS = "bounds of single events"
-    CHAINS = "bounds of chains of events"
     TIGHT_EVENT = "branches of what is live at the tightest event"
     BRANCH_SEARCH = "search in the weakest branches"
+    CHAINS = "bounds of chains of events"
     STATES = "search over states"
     ANY_ORDER = "event cuts for any order"
     ANY_ORDER_CLOSE = "event cuts for any order, close to the proof"
@@ -41,16 +41,16 @@ PHASES: Mapping[Phase, float] = {
     Phase.FIRST_SEARCH: 0.05,
     # Linear programs of one event each; at moderate budgets they close the gap, which ends the run.
     Phase.SINGLE_EVENTS: 0.2,
-    # Cuts between the events that prove most, and linear programs of those that bind together.
-    Phase.CHAINS: 0.12,
     # Some seconds on a thousand ops, and only where few of the larger values fit beside an op.
-    Phase.TIGHT_EVENT: 0.25,
+    Phase.TIGHT_EVENT: 0.3,
     # What they say is live there makes good starts.
     Phase.BRANCH_SEARCH: 0.1,
+    # Cuts between the events that prove most, and linear programs of those that bind together.
+    Phase.CHAINS: 0.12,
     # A* on a graph that is small enough: where it ends, it ends at once.
     Phase.STATES: 0.05,
     # Integer programs of a few events. Little where the plan may be what lacks ...
-    Phase.ANY_ORDER: 0.2,
+    Phase.ANY_ORDER: 0.3,
     # ... and more where the proof is (`AutoParameters.close_share`).
     Phase.ANY_ORDER_CLOSE: 0.5,
     # Their programs are easier, and their solutions make the best starts for the search.

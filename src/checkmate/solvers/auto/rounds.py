@@ -31,14 +31,16 @@ def refine(run: Run, searches: list[Search], chain: list[int], rounds: int) -> N
     proven = run.session.bound - run.fold.original.cost
     close = proven > phases.PARAMETERS.close_share * run.once * run.best_share()
     events, phase = chain, Phase.ANY_ORDER_CLOSE if close else Phase.ANY_ORDER
+    ended: set[tuple[int, ...]] = set()  # chains whose program has had its time
     for k in range(rounds):
         before = (session.cost, session.bound)
         place = k % len(searches)
         search = searches[place]
         # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
-        if run.folded.reorder:
+        if run.folded.reorder and tuple(events) not in ended:
             floating = _quick_bound(run, search, events)[1]
             events = _refine_once(run, run.any_order, search, events, phase, floating=floating)
+            ended.add(tuple(events))
             if session.done:
                 return
         model = CutModel(run.folded, tuple(search.targets))
@@ -110,8 +112,9 @@ def best_chain(run: Run, searches: list[Search], event: int) -> list[int]:
     def left_s() -> float:
         return 0.0 if run.session.done else until - run.session.elapsed_s()
 
-    chains = EventChains(run.any_order, run.session.time_up)
-    bound, events = chains.longest(lambda: left_s() <= 0)
+    with run.session.within(until):
+        chains = EventChains(run.any_order, run.session.time_up, lambda: left_s() <= 0)
+        bound, events = chains.longest(lambda: left_s() <= 0)
     prove = partial(run.prove, searches[0], any_order=True)
     prove(bound)
     return chains.sharpen(events, prove, run.best_share, left_s) or [event]

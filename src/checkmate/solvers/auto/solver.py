@@ -100,10 +100,9 @@ def _solve(run: Run, rounds: int) -> None:
         return
     events = [event]
     if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
-        if run.folded.reorder:
+        branch(run, searches, event)
+        if run.folded.reorder and not session.done:
             events = best_chain(run, searches, event)
-        if not session.done:
-            branch(run, searches, event)
         if session.done:
             return
     # A* may still close the gap; one round gives it a better plan, and so a lower limit.

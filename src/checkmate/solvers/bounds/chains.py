@@ -58,17 +58,18 @@ class EventChains:
     Args:
         model: The problem's model, for any order.
         time_up: Ends a minimum cut when it is raised.
+        out_of_time: Called between cuts. Ops for which no time is left are no candidates.
 
     Attributes:
         candidates: The candidates, in the order of the longest chain.
     """
 
-    def __init__(self, model: CutModel, time_up: Flag) -> None:
+    def __init__(self, model: CutModel, time_up: Flag, out_of_time: Callable[[], bool] = lambda: False) -> None:
         self._model = model
         self._time_up = time_up
         chain = longest_chain(model)
         tried = chain[:: max(1, -(-len(chain) // PARAMETERS.tried))]
-        alone = np.array([0.0, *(single_event(model, o, time_up) for o in tried), 0.0])
+        alone = np.array([0.0, *(0.0 if out_of_time() else single_event(model, o, time_up) for o in tried), 0.0])
         peaks, prominences = _peaks(alone)
         best = sorted(peaks, key=lambda k: (-alone[k], k))[: PARAMETERS.candidates]
         self.candidates = [tried[k - 1] for k in sorted(best)]

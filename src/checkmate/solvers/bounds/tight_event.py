@@ -104,13 +104,21 @@ class TightEvent:
         event: The event.
         more: Events to add to a branch that can be divided no further, the best first.
         time_up: Ends a minimum cut when it is raised; by default nothing does.
+        out_of_time: Called between cuts. Parts for which no time is left have no candidate.
 
     Attributes:
         values: The larger values that may be live at the event, by producer.
         most: Most of them that are live at once.
     """
 
-    def __init__(self, model: CutModel, event: int, more: Sequence[int] = (), time_up: Flag | None = None) -> None:
+    def __init__(
+        self,
+        model: CutModel,
+        event: int,
+        more: Sequence[int] = (),
+        time_up: Flag | None = None,
+        out_of_time: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._model = model
         self._event = event
         self._time_up = no_alarm() if time_up is None else time_up
@@ -130,14 +138,18 @@ class TightEvent:
         least = int(model.size[self.values].min()) if len(self.values) else 0
         self.most = self._room // least if least else 0
         self._single: dict[int, float] = {}
-        self._later = self._candidates()
+        self._later = self._candidates(out_of_time) if self._tight else []
         self._more = [o for o in more if model.sides(event)[1][o] and o != model.end]
         self._due = self._first_runs()
 
     @property
     def divides(self) -> bool:
         """Whether there is anything to branch on: large values that do not all fit."""
-        return self._room >= 0 and self.most < len(self.values) + len(self._too_large) and bool(self._later)
+        return self._tight and bool(self._later)
+
+    @property
+    def _tight(self) -> bool:
+        return self._room >= 0 and self.most < len(self.values) + len(self._too_large)
 
     def bound(self, prove: Callable[[float], None], best_share: Callable[[], float], left_s: Callable[[], float]) -> list[Branch]:
         """Divide the weakest branch until its bound meets the best plan, it cannot be improved, or time is up.
@@ -229,7 +241,7 @@ class TightEvent:
             self._programs[events] = self._model.build([self._event, *events], segments="first")
         return self._programs[events]
 
-    def _candidates(self) -> list[int]:
+    def _candidates(self, out_of_time: Callable[[], bool]) -> list[int]:
         """Ops of the longest chain that come after the event: of each part of it the one that proves most alone."""
         m = self._model
         below = m.sides(self._event)[1]
@@ -241,6 +253,8 @@ class TightEvent:
 
         later: list[int] = []
         for k in range(0, len(chain), size):
+            if out_of_time():
+                break
             tried = sorted(chain[k : k + size], key=lambda o: (-own(o), o))[: PARAMETERS.tried]
             self._single.update({o: single_event(m, o, self._time_up) for o in tried})
             later.append(max(tried, key=self._single.__getitem__))
