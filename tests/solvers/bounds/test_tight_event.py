@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec import structs
 
-from checkmate import AStar, BruteForce, Graph, Plan, Problem, Result, simulate, solve
+from checkmate import AStar, BruteForce, Graph, Op, Plan, Problem, Result, Value, simulate, solve
 from checkmate.core.plan import Compute
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds import tight_event
@@ -99,3 +100,72 @@ def test_no_plan_costs_less_and_each_is_in_a_branch(every_branch):
     assert several > 50
     assert states > 30
     assert above_one_event > 50
+
+
+def dropout_chain(states: int) -> tuple[Problem, int]:
+    """Six layers with random ops and a loss beside which two of their values fit, and its op.
+
+    Args:
+        states: Bytes of each op's replay state.
+    """
+    layers = 6
+    ops = [Op(f"f{i}", (i - 1,) if i else (), (i,), 10, replay_bytes=states, phase="forward") for i in range(layers)] + [
+        Op("loss", (layers - 1,), (layers,), 1, phase="loss")
+    ]
+    values = [Value(f"v{i}", 40) for i in range(layers)] + [Value("loss", 100)]
+    for i in reversed(range(layers)):
+        ops.append(Op(f"g{i}", (i, len(values) - 1), (len(values),), 20, phase="backward"))
+        values.append(Value(f"d{i}", 40))
+    return Problem(Graph(tuple(ops), tuple(values)), 40 + 100 + 85, recompute="forward"), layers
+
+
+def test_states_that_are_held_leave_room_for_fewer_values(every_branch):
+    """Two values and the states of the layers between them do not fit together, where without states they do."""
+    proven: dict[int, float] = {}
+    for states in (0, 2, 10):
+        problem, loss = dropout_chain(states)
+        tight = TightEvent(CutModel(problem), loss)
+        assert tight.most == 2
+        proven[states], branches = all_branches(tight)
+        assert any(math.isinf(b.bound) for b in branches if len(b.intervals) == 2) is (states > 0)
+    assert proven[0] <= proven[2] <= proven[10]
+    assert proven[0] < proven[10]
+
+
+def test_where_all_values_fit_there_is_nothing_to_divide():
+    """Or none, but then neither does the event."""
+    problem, loss = dropout_chain(0)
+    for budget, divides in ((140 + 5 * 40, False), (140 + 39, True), (139, False)):
+        model = CutModel(dataclasses.replace(problem, budget_bytes=budget))
+        assert TightEvent(model, loss).divides is divides
+    last = len(problem.graph.ops) - 1
+    assert not TightEvent(CutModel(problem), last).divides  # no op comes after it
+
+
+def test_without_time_the_branches_still_hold_all_plans(every_branch):
+    problem, loss = dropout_chain(0)
+    tight = TightEvent(CutModel(problem), loss)
+    proven, branches = all_branches(tight, seconds=0.0)
+    assert [b.intervals for b in sorted(branches, key=lambda b: len(b.intervals))] == [(), ((0, 5),), ((0, 5), (0, 5))]
+    assert proven <= all_branches(tight)[0]
+
+
+def test_branches_end_where_the_plan_is_met(every_branch):
+    """Nothing is divided that is proven already."""
+    problem, loss = dropout_chain(0)
+    model = CutModel(problem)
+    alone = single_event(model, loss, no_alarm())
+    most, divided = all_branches(TightEvent(model, loss))
+    assert most > alone > 0
+    assert len(divided) > 3
+    assert len(all_branches(TightEvent(model, loss), best=alone)[1]) == 3
+
+
+def test_branches_are_not_tried_where_none_can_gain(monkeypatch):
+    """No branch proves more than the one in which nothing is live."""
+    problem, loss = dropout_chain(0)
+    tight = TightEvent(CutModel(problem), loss)
+    for gain, divided in ((0.01, True), (1.0, False)):
+        monkeypatch.setattr(tight_event, "PARAMETERS", TightEventParameters(least_gain=gain, wide_share=1.0))
+        proven, branches = all_branches(tight, best=1.0)
+        assert (proven > 0) is bool(branches) is divided
