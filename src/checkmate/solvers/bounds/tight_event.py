@@ -192,7 +192,9 @@ class TightEvent:
         """Branches that hold the plans of one; itself with one more event if its intervals are single values."""
         k = branch.widest
         if k is None:
-            events = [o for o in self._more if o not in branch.events]
+            events = [
+                o for o in self._more if o not in branch.events and all(self._model.comparable(o, e) for e in branch.events)
+            ]
             if not events:
                 return []
             more = tuple(sorted((*branch.events, events[0])))
