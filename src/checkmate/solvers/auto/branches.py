@@ -9,7 +9,7 @@ import numpy as np
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.auto.run import Run
-from checkmate.solvers.bounds.refine import code_of, first_bytes, separated_peaks
+from checkmate.solvers.bounds.refine import code_of, first_bytes, longest_chain, separated_peaks
 from checkmate.solvers.bounds.tight_event import TightEvent
 from checkmate.solvers.evict.reorder import first_computations
 from checkmate.solvers.evict.search import Search
@@ -28,7 +28,8 @@ def branch(run: Run, searches: list[Search], event: int) -> None:
     if not math.isfinite(searches[0].best_cost):
         return
     order = searches[0].order()
-    held = first_bytes(run.graph, order)
+    chain = set(longest_chain(run.any_order))
+    held = {o: size for o, size in first_bytes(run.graph, order).items() if o in chain}
     apart = max(1, len(run.graph.ops) // phases.PARAMETERS.event_spacing)
     peaks = separated_peaks(held, {o: o for o in held}, phases.PARAMETERS.branch_peaks, apart)
     until = run.until(Phase.TIGHT_EVENT)
