@@ -23,10 +23,12 @@ from tests.solvers.bounds.test_event_cuts import tight_problem
 from tests.solvers.chains import uneven_chain
 
 
-def all_branches(tight: TightEvent, best: float = math.inf, seconds: float = math.inf) -> tuple[float, list[Branch]]:
+def all_branches(
+    tight: TightEvent, best: float = math.inf, seconds: float = math.inf, more: Iterable[int] = ()
+) -> tuple[float, list[Branch]]:
     """The best bound that is proven, -1 if there is none, and the branches."""
     proven = [-1.0]
-    branches = tight.bound(proven.append, lambda: best, lambda: seconds)
+    branches = tight.bound(proven.append, lambda: best, lambda: seconds, list(more))
     assert proven == sorted(proven)
     return proven[-1], branches
 
@@ -90,10 +92,10 @@ def compared(seeds: Iterable[int]) -> Counter[str]:
         optimum = (result.cost - graph.cost) / max(1, graph.cost)
         more = random.Random(seed).sample(range(model.end), min(3, model.end))
         for event in range(model.end):
-            tight = TightEvent(model, event, more)
+            tight = TightEvent(model, event)
             if not tight.divides:
                 continue
-            proven, branches = all_branches(tight)
+            proven, branches = all_branches(tight, more=more)
             assert proven <= optimum + 1e-6, (seed, event)
             live = live_at(graph, result.plan, event) & set(tight.values.tolist())
             own = [branch.bound for branch in branches if holds(tight, branch, live)]

@@ -97,7 +97,6 @@ class AutoParameters:
         first_share: Share of the time left in which the greedy plans of one start have to be made.
         branch_starts: Branches of the tightest event to start a search from.
         branch_peaks: Events at which the best plan holds most, to add to a branch that can be divided no further.
-        event_spacing: The graph is divided into so many parts, and two of these events are further apart than one of them.
         chain_ops: Largest graph on which the recursion for training chains is tried, where a row of layers has to run again: some
             seconds.
         many_ops: Largest graph for programs of several events, and for other orders than those of the starts.
@@ -124,7 +123,6 @@ class AutoParameters:
     first_share: float = 0.4
     branch_starts: int = 4
     branch_peaks: int = 4
-    event_spacing: int = 56
     chain_ops: int = 100
     many_ops: int = 30_000
     horizon_s: float = 60.0

@@ -79,12 +79,8 @@ def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bo
 def _refine_once(run: Run, model: CutModel, search: Search, first: list[int], phase: Phase, *, floating: bool) -> list[int]:
     """Refine from some events for the time of a phase; returns the events it came to."""
     session = run.session
-    until = run.until(phase)
+    left_s = run.seconds_to(run.until(phase))
     gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
-
-    def left_s() -> float:
-        return 0.0 if session.done else until - session.elapsed_s()
-
     refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
     return refinement.run(first, run.best_share, left_s, floating=floating)
 
@@ -108,10 +104,7 @@ def best_chain(run: Run, searches: list[Search], event: int) -> list[int]:
         event: The event that proves most alone.
     """
     until = run.until(Phase.CHAINS)
-
-    def left_s() -> float:
-        return 0.0 if run.session.done else until - run.session.elapsed_s()
-
+    left_s = run.seconds_to(until)
     with run.session.within(until):
         chains = EventChains(run.any_order, run.session.time_up, lambda: left_s() <= 0)
         bound, events = chains.longest(lambda: left_s() <= 0)

@@ -88,6 +88,10 @@ class Run:
                    self.session.bound)  # fmt: skip
         return now + seconds
 
+    def seconds_to(self, until_s: float) -> Callable[[], float]:
+        """Says how many seconds are left up to a moment of the session's clock; none once the session is done."""
+        return lambda: 0.0 if self.session.done else until_s - self.session.elapsed_s()
+
     def single_cuts(self, model: CutModel, events: list[int], search: Search, out_of_time: Callable[[], bool]) -> int | None:
         """As `bounds.refine.single_cuts`, with the session's limits."""
         session = self.session

@@ -98,16 +98,15 @@ def _solve(run: Run, rounds: int) -> None:
     exploration = _explore(run)
     if session.done:
         return
-    events = [event]
     if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
         branch(run, searches, event)
-        if run.folded.reorder and not session.done:
-            events = best_chain(run, searches, event)
         if session.done:
             return
-    # A* may still close the gap; one round gives it a better plan, and so a lower limit.
-    under_way = exploration is not None and exploration.ended is None
-    if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
+        events = best_chain(run, searches, event) if run.folded.reorder else [event]
+        if session.done:
+            return
+        # A* may still close the gap; one round gives it a better plan, and so a lower limit.
+        under_way = exploration is not None and exploration.ended is None
         refine(run, searches, events, 1 if under_way else rounds)
     if exploration is not None and not session.done:
         exploration.run(run.begin(Phase.STATES_AGAIN))

@@ -74,7 +74,6 @@ class EventChains:
         best = sorted(peaks, key=lambda k: (-alone[k], k))[: PARAMETERS.candidates]
         self.candidates = [tried[k - 1] for k in sorted(best)]
         self._prominence = {tried[k - 1]: p for k, p in zip(peaks, prominences, strict=True)}
-        self._between: dict[tuple[int, int], float] = {}
 
     def longest(self, out_of_time: Callable[[], bool]) -> tuple[float, list[int]]:
         """The chain whose segments prove most in all.
@@ -90,7 +89,7 @@ class EventChains:
         for a in reversed(self.candidates):
             if out_of_time():
                 break
-            ends = [(self.between(a, self._model.end), None), *((self.between(a, b) + best[b][0], b) for b in best)]
+            ends = [(self._between(a, self._model.end), None), *((self._between(a, b) + best[b][0], b) for b in best)]
             best[a] = max(ends, key=lambda end: end[0])
         event = max(best, key=lambda o: best[o][0], default=None)
         bound = best[event][0] if event is not None else 0.0
@@ -99,12 +98,6 @@ class EventChains:
             events.append(event)
             event = best[event][1]
         return bound, events
-
-    def between(self, event: int, until: int) -> float:
-        """The bound of a segment between two candidates, or a candidate and END."""
-        if (event, until) not in self._between:
-            self._between[event, until] = segment(self._model, event, until, self._time_up)
-        return self._between[event, until]
 
     def sharpen(
         self,
@@ -142,6 +135,9 @@ class EventChains:
             chain = sorted({*chain, *added}, key=self.candidates.index)
         most = max((bound for bound, _ in bounds), default=0.0)
         return next((some for bound, some in bounds if bound >= PARAMETERS.enough * most), list(events))
+
+    def _between(self, event: int, until: int) -> float:
+        return segment(self._model, event, until, self._time_up)
 
     def _next(self, chain: list[int]) -> list[int]:
         """The most prominent candidates after the first event of a chain: those before it mirror the later ones."""

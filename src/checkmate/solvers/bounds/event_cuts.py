@@ -350,7 +350,7 @@ class CutBuilder:
         total = max(1.0, float(m.cost.sum()))
         for e in range(last):
             self.recomputed[e, e + 1] = self._again_columns(e, m.cost / total)
-        begins = {"end": 0, "first": min(1, last), "all": last}[self.segments]
+        begins = {"end": 0, "first": 1, "all": last}[self.segments]
         for e in range(begins):
             for f in range(e + 2, last):
                 self._add_union(e, f - 1, f)

@@ -119,15 +119,20 @@ def promising_events(graph: Graph, orders: Iterable[Iterable[int]]) -> list[int]
     return list(events)
 
 
-def highest_events(graph: Graph, count: int) -> list[int]:
-    """Events where keeping everything holds most, apart from each other.
+def highest_events(graph: Graph, count: int, order: Sequence[int] | None = None, among: Iterable[int] | None = None) -> list[int]:
+    """Events where a plan holds most, apart from each other.
 
     Args:
         graph: The graph, its views folded.
         count: Most events to return.
+        order: The plan as an order of computations; keeping everything by default.
+        among: Ops to choose among; all by default.
     """
     ops = range(len(graph.ops))
-    return separated_peaks(first_bytes(graph, ops), {o: o for o in ops}, count, max(1, len(ops) // PARAMETERS.candidate_spacing))
+    held = first_bytes(graph, ops if order is None else order)
+    if among is not None:
+        held = {o: held[o] for o in among if o in held}
+    return separated_peaks(held, {o: o for o in ops}, count, max(1, len(ops) // PARAMETERS.candidate_spacing))
 
 
 def longest_chain(model: CutModel) -> list[int]:

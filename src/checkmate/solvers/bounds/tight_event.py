@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.solvers.alarm import Flag, no_alarm
-from checkmate.solvers.backends.program import Ints
+from checkmate.solvers.backends.program import Floats, Ints
 from checkmate.solvers.bounds.event_cuts import CutModel, CutProgram, NoColumn
 from checkmate.solvers.bounds.min_cut import single_event
 from checkmate.solvers.bounds.refine import longest_chain
@@ -81,13 +81,11 @@ class Branch:
         bound: Extra cost of every such plan, as a share of computing every op once.
         intervals: First and last place, the last not included, in `TightEvent.values`; one value of each is live.
         events: Further events of its program.
-        added: How many of them were added after the first program.
     """
 
     bound: float
     intervals: tuple[tuple[int, int], ...]
     events: tuple[int, ...] = field(compare=False)
-    added: int = field(default=0, compare=False)
 
     @property
     def widest(self) -> int | None:
@@ -102,7 +100,6 @@ class TightEvent:
     Args:
         model: The problem's model.
         event: The event.
-        more: Events to add to a branch that can be divided no further, the best first.
         time_up: Ends a minimum cut when it is raised; by default nothing does.
         out_of_time: Called between cuts. Parts for which no time is left have no candidate.
 
@@ -115,7 +112,6 @@ class TightEvent:
         self,
         model: CutModel,
         event: int,
-        more: Sequence[int] = (),
         time_up: Flag | None = None,
         out_of_time: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -139,7 +135,6 @@ class TightEvent:
         self.most = self._room // least if least else 0
         self._single: dict[int, float] = {}
         self._later = self._candidates(out_of_time) if self._tight else []
-        self._more = [o for o in more if model.sides(event)[1][o] and o != model.end]
         self._due = self._first_runs()
 
     @property
@@ -151,18 +146,26 @@ class TightEvent:
     def _tight(self) -> bool:
         return self._room >= 0 and self.most < len(self.values) + len(self._too_large)
 
-    def bound(self, prove: Callable[[float], None], best_share: Callable[[], float], left_s: Callable[[], float]) -> list[Branch]:
+    def bound(
+        self,
+        prove: Callable[[float], None],
+        best_share: Callable[[], float],
+        left_s: Callable[[], float],
+        more: Sequence[int] = (),
+    ) -> list[Branch]:
         """Divide the weakest branch until its bound meets the best plan, it cannot be improved, or time is up.
 
         Args:
             prove: Takes every bound, as a share, that is better than those before it.
             best_share: Extra cost of the best plan so far, as a share.
             left_s: Seconds left.
+            more: Events to add to a branch that can be divided no further, the best first.
 
         Returns:
             Branches that hold all plans, the weakest first.
         """
         branches: list[Branch] = []
+        more = [o for o in more if self._model.sides(self._event)[1][o] and o != self._model.end]
         known = single_event(self._model, self._event, self._time_up)
         for count in range(self.most + 1):
             branch = self._evaluated(known, ((0, len(self.values)),) * count, (), left_s)
@@ -176,7 +179,7 @@ class TightEvent:
                 prove(proven)
             if left_s() <= 0 or proven >= best_share():
                 break
-            parts = self._divided(branches[0], left_s)
+            parts = self._divided(branches[0], more, left_s)
             if not parts:
                 break
             heapq.heappop(branches)
@@ -184,21 +187,22 @@ class TightEvent:
                 heapq.heappush(branches, part)
         return sorted(branches)
 
-    def live(self, branch: Branch) -> Ints:
-        """Values that may be live at the event in a branch, among the larger ones."""
-        return np.concatenate([np.zeros(0, dtype=np.int64), *(self.values[start:stop] for start, stop in branch.intervals)])
+    def solution(self, branch: Branch) -> tuple[CutProgram, Floats]:
+        """The program of the event alone, and its point at which just the values of a branch's intervals are live."""
+        cut = self._program(())
+        point = np.zeros(len(cut.program.cost))
+        for start, stop in branch.intervals:
+            point[cut.live[0, self.values[start:stop]]] = 1.0
+        return cut, point
 
-    def _divided(self, branch: Branch, left_s: Callable[[], float]) -> list[Branch]:
+    def _divided(self, branch: Branch, more: Sequence[int], left_s: Callable[[], float]) -> list[Branch]:
         """Branches that hold the plans of one; itself with one more event if its intervals are single values."""
         k = branch.widest
         if k is None:
-            events = [
-                o for o in self._more if o not in branch.events and all(self._model.comparable(o, e) for e in branch.events)
-            ]
+            events = [o for o in more if o not in branch.events and all(self._model.comparable(o, e) for e in branch.events)]
             if not events:
                 return []
-            more = tuple(sorted((*branch.events, events[0])))
-            return [replace(self._evaluated(branch.bound, branch.intervals, more, left_s), added=branch.added + 1)]
+            return [self._evaluated(branch.bound, branch.intervals, tuple(sorted((*branch.events, events[0]))), left_s)]
         start, stop = branch.intervals[k]
         middle = (start + stop) // 2
         rest = (*branch.intervals[:k], *branch.intervals[k + 1 :])
