@@ -58,7 +58,7 @@ SETTINGS = """
 [tool.mutmut]
 source_paths = ["src/"]
 only_mutate = ["{sources}"]
-also_copy = ["conftest.py", "docs/schemas"]
+also_copy = ["conftest.py", "benchmarks", "docs/schemas"]
 pytest_add_cli_args_test_selection = {tests}
 pytest_add_cli_args = ["-o", "addopts=--import-mode=importlib", "-m", "not slow", "-p", "no:cacheprovider"]
 process_isolation = "forkserver" # HiGHS and numba hold threads, which a fork of a process that has run tests would lose

@@ -19,9 +19,9 @@ class Phase(StrEnum):
     TIGHT_EVENT = "branches of what is live at the tightest event"
     BRANCH_SEARCH = "search in the weakest branches"
     CHAINS = "bounds of chains of events"
+    POPULATION = "plans crossed with each other"
     STATES = "search over states"
     ANY_ORDER = "event cuts for any order"
-    ANY_ORDER_CLOSE = "event cuts for any order, close to the proof"
     OWN_ORDER = "event cuts for the order of the search"
     ROUND_SEARCH = "search after event cuts"
     ANY_ORDER_AGAIN = "event cuts for any order, again"
@@ -47,16 +47,16 @@ PHASES: Mapping[Phase, float] = {
     Phase.BRANCH_SEARCH: 0.1,
     # Cuts between the events that prove most, and linear programs of those that bind together.
     Phase.CHAINS: 0.12,
+    # Some new plans, and children of them until all are alike. It ends after two new plans where they agree with the best.
+    Phase.POPULATION: 0.35,
     # A* on a graph that is small enough: where it ends, it ends at once.
     Phase.STATES: 0.05,
-    # Integer programs of a few events. Little where the plan may be what lacks ...
-    Phase.ANY_ORDER: 0.3,
-    # ... and more where the proof is (`AutoParameters.close_share`).
-    Phase.ANY_ORDER_CLOSE: 0.5,
+    # Integer programs of a few events. They end where the gap is met; what they prove beyond the chains takes them seconds.
+    Phase.ANY_ORDER: 0.5,
     # Their programs are easier, and their solutions make the best starts for the search.
-    Phase.OWN_ORDER: 0.35,
+    Phase.OWN_ORDER: 0.2,
     # Local search; after it, for the same share, search in other orders.
-    Phase.ROUND_SEARCH: 0.15,
+    Phase.ROUND_SEARCH: 0.25,
     # In later rounds, from the better events of the two kinds of cuts: the search has had its part.
     Phase.ANY_ORDER_AGAIN: 0.6,
     # After one round, because it is all or nothing.
@@ -74,8 +74,6 @@ class AutoParameters:
     """Parameters of `Auto` beside `PHASES`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
 
     Attributes:
-        close_share: Share of what the best plan costs beyond computing every op once that one event has to prove for
-            the proof to count as close.
         patience: Orders, or final searches, without gain after which to stop. Gains get rarer, and the time is the user's.
         order_decodes: Sequences to try in each order of `rounds._reorder_search`: many orders for a moment each, since an order
             that comes near the best does so early.
@@ -97,6 +95,7 @@ class AutoParameters:
         first_share: Share of the time left in which the greedy plans of one start have to be made.
         branch_starts: Branches of the tightest event to start a search from.
         branch_peaks: Events at which the best plan holds most, to add to a branch that can be divided no further.
+        growth_share: Share of a population's time in which new plans are made; the rest is for their children.
         chain_ops: Largest graph on which the recursion for training chains is tried, where a row of layers has to run again: some
             seconds.
         many_ops: Largest graph for programs of several events, and for other orders than those of the starts.
@@ -104,7 +103,6 @@ class AutoParameters:
             where the limit is an hour, or there is none.
     """
 
-    close_share: float = 0.75
     patience: int = 4
     order_decodes: int = 750
     rooms: tuple[float, ...] = (0.85, 0.9, 0.95, 0.97, 1.0)
@@ -123,6 +121,7 @@ class AutoParameters:
     first_share: float = 0.4
     branch_starts: int = 4
     branch_peaks: int = 4
+    growth_share: float = 0.4
     chain_ops: int = 100
     many_ops: int = 30_000
     horizon_s: float = 60.0

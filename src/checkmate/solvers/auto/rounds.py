@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.auto.run import Run
-from checkmate.solvers.bounds.chains import EventChains
+from checkmate.solvers.bounds.chains import Chain, EventChains
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
+from checkmate.solvers.evict.population import Population
 from checkmate.solvers.evict.reorder import first_computations, reorder
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.local_search import suggested_decodes
 
 
-def refine(run: Run, searches: list[Search], chain: list[int], rounds: int) -> None:
+def refine(run: Run, searches: list[Search], population: Population | None, chain: Chain, rounds: int) -> None:
     """Rounds of refinement: any order; the search's own order; search; and any order again from the better events.
 
     Args:
         run: The run.
         searches: Searches with their plans; a round takes one, the next round the next, and replaces it by where its
             search in other orders ended.
-        chain: Events to begin with, of any order.
+        population: Plans of one of the searches, to cross further.
+        chain: Events of any order.
         rounds: Most rounds.
     """
     session = run.session
     work = suggested_decodes(len(run.graph.ops))
-    proven = run.session.bound - run.fold.original.cost
-    close = proven > phases.PARAMETERS.close_share * run.once * run.best_share()
-    events, phase = chain, Phase.ANY_ORDER_CLOSE if close else Phase.ANY_ORDER
+    first, more = chain
+    events, phase = first, Phase.ANY_ORDER
     ended: set[tuple[int, ...]] = set()  # chains whose program has had its time
     for k in range(rounds):
         before = (session.cost, session.bound)
@@ -39,27 +41,30 @@ def refine(run: Run, searches: list[Search], chain: list[int], rounds: int) -> N
         # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
         if run.folded.reorder and tuple(events) not in ended:
             floating = _quick_bound(run, search, events)[1]
-            events = _refine_once(run, run.any_order, search, events, phase, floating=floating)
+            events = _refine_once(run, run.any_order, search, events, phase, floating=floating, more=more)
             ended.add(tuple(events))
             if session.done:
                 return
         model = CutModel(run.folded, tuple(search.targets))
-        first = best_single(run, model, [search])
+        event = best_single(run, model, [search])
         if session.done:
             return
-        if first is not None:
+        if event is not None:
             # Floating ops always: those on demand float, and without variables for them a solution may drop what one of
             # them still needs, and is no plan.
-            own = chain if all(o in search.stage for o in chain) else [first]
+            own = first if all(o in search.stage for o in first) else [event]
             cuts = _refine_once(run, model, search, own, Phase.OWN_ORDER, floating=True)
             if session.done:
                 return
             # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
-            other = chain_of(run.any_order, [*cuts, *chain])
+            other = chain_of(run.any_order, [*cuts, *first])
             events = max(events, other, key=lambda chain: _quick_bound(run, search, chain)[0])
             phase = Phase.ANY_ORDER_AGAIN
         decodes = max(phases.PARAMETERS.least_round_decodes, work // phases.PARAMETERS.round_divisor)
-        if run.improve(search, decodes, phases.PARAMETERS.temperature, run.until(Phase.ROUND_SEARCH)):
+        if population is not None and population.search is search:
+            population.add(*search.best())
+            _evolve(run, population, run.until(Phase.ROUND_SEARCH))
+        elif run.improve(search, decodes, phases.PARAMETERS.temperature, run.until(Phase.ROUND_SEARCH)):
             run.offer(search.order())
         searches[place] = _reorder_search(run, search, run.until(Phase.ROUND_SEARCH))
         if session.done:
@@ -76,13 +81,15 @@ def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bo
     return bound, floating
 
 
-def _refine_once(run: Run, model: CutModel, search: Search, first: list[int], phase: Phase, *, floating: bool) -> list[int]:
-    """Refine from some events for the time of a phase; returns the events it came to."""
+def _refine_once(
+    run: Run, model: CutModel, search: Search, first: list[int], phase: Phase, *, floating: bool, more: Sequence[int] = ()
+) -> list[int]:
+    """`Refinement.run` for the time of a phase."""
     session = run.session
     left_s = run.seconds_to(run.until(phase))
     gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
     refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
-    return refinement.run(first, run.best_share, left_s, floating=floating)
+    return refinement.run(first, run.best_share, left_s, floating=floating, more=more)
 
 
 def best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None:
@@ -95,8 +102,8 @@ def best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None
     return run.single_cuts(model, events, searches[0], lambda: run.session.done or late())
 
 
-def best_chain(run: Run, searches: list[Search], event: int) -> list[int]:
-    """Bound by chains of events; returns the one to begin integer programs with.
+def best_chain(run: Run, searches: list[Search], event: int) -> Chain:
+    """Bound by chains of events; returns the one for integer programs.
 
     Args:
         run: The run.
@@ -110,7 +117,41 @@ def best_chain(run: Run, searches: list[Search], event: int) -> list[int]:
         bound, events = chains.longest(lambda: left_s() <= 0)
     prove = partial(run.prove, searches[0], any_order=True)
     prove(bound)
-    return chains.sharpen(events, prove, run.best_share, left_s) or [event]
+    found = chains.sharpen(events, prove, run.best_share, left_s)
+    return found if found.first else Chain([event], [])
+
+
+def cross(run: Run, searches: list[Search]) -> Population | None:
+    """Cross plans of the best search with each other.
+
+    Args:
+        run: The run.
+        searches: Searches with their plans, the cheapest first; that one is improved.
+
+    Returns:
+        The plans, to go on with; None if there are none, or the search finds one plan again and again.
+    """
+    if not math.isfinite(searches[0].best_cost):
+        return None
+    population = Population(searches[0], suggested_decodes(len(run.graph.ops)), run.random.randrange(1 << 32))
+    begin, until = run.session.elapsed_s(), run.until(Phase.POPULATION)
+    left_s = run.seconds_to(until)
+    for_children = (1 - phases.PARAMETERS.growth_share) * (until - begin)
+    with run.session.within(until):
+        agree = population.grow(lambda: left_s() <= for_children)
+    run.offer(population.search.order())
+    if agree:
+        return None
+    _evolve(run, population, until)
+    return population
+
+
+def _evolve(run: Run, population: Population, until_s: float) -> None:
+    """Cross the plans of a population up to a moment of the session's clock."""
+    left_s = run.seconds_to(until_s)
+    with run.session.within(until_s):
+        population.evolve(lambda: left_s() <= 0)
+    run.offer(population.search.order())
 
 
 def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Search:

@@ -79,7 +79,8 @@ def _solve(run: Run, rounds: int) -> None:
     """All phases, one after another, until the session is done."""
     from checkmate.solvers.auto.branches import branch
     from checkmate.solvers.auto.first_plans import first_plans
-    from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine
+    from checkmate.solvers.auto.rounds import best_chain, best_single, cross, final_search, refine
+    from checkmate.solvers.bounds.chains import Chain
     from checkmate.solvers.bounds.row import row_bound
 
     session = run.session
@@ -102,12 +103,15 @@ def _solve(run: Run, rounds: int) -> None:
         branch(run, searches, event)
         if session.done:
             return
-        events = best_chain(run, searches, event) if run.folded.reorder else [event]
+        chain = best_chain(run, searches, event) if run.folded.reorder else Chain([event], [])
+        if session.done:
+            return
+        population = cross(run, searches)
         if session.done:
             return
         # A* may still close the gap; one round gives it a better plan, and so a lower limit.
         under_way = exploration is not None and exploration.ended is None
-        refine(run, searches, events, 1 if under_way else rounds)
+        refine(run, searches, population, chain, 1 if under_way else rounds)
     if exploration is not None and not session.done:
         exploration.run(run.begin(Phase.STATES_AGAIN))
     final_search(run, searches)

@@ -59,7 +59,7 @@ def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
     finished = status == highspy.HighsModelStatus.kOptimal
     values = np.asarray(solution.col_value, dtype=np.float64) if finished else None
     objective = float(engine.getInfo().objective_function_value) if finished else math.inf
-    return Solved(bound, values, objective, finished)
+    return Solved(bound, values, objective, finished, row_prices=duals if finished else None)
 
 
 def solve_integer(

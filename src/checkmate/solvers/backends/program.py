@@ -51,6 +51,8 @@ class Solved:
         objective: Cost of the solution, or infinite.
         finished: Whether the engine ran to the end, no limit hit.
         detail: Why it ended early, in words.
+        row_prices: Dual values of the rows of a relaxation, or None: what the optimum gains for one unit of each row's limit.
+            Shape ``[row]``.
     """
 
     bound: float
@@ -58,6 +60,7 @@ class Solved:
     objective: float
     finished: bool
     detail: str = ""
+    row_prices: Floats | None = None
 
 
 @dataclass(slots=True)

@@ -13,8 +13,10 @@ and the programs of its events and a few more 0.107 to 0.123.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy.signal import find_peaks
@@ -46,10 +48,22 @@ class ChainParameters:
     added: int = 2
     linear_time_s: float = 5.0
     linear_share: float = 0.7
-    enough: float = 0.9
+    enough: float = 0.95
 
 
 PARAMETERS = ChainParameters()
+
+
+class Chain(NamedTuple):
+    """Events of a chain by how much they are needed.
+
+    Attributes:
+        first: Those to begin an integer program with, in the order of the chain.
+        more: Others, the most needed first.
+    """
+
+    first: list[int]
+    more: list[int]
 
 
 class EventChains:
@@ -105,7 +119,7 @@ class EventChains:
         prove: Callable[[float], None],
         best_share: Callable[[], float],
         left_s: Callable[[], float],
-    ) -> list[int]:
+    ) -> Chain:
         """Prove by the linear programs of a chain and of more and more events.
 
         Args:
@@ -115,17 +129,19 @@ class EventChains:
             left_s: Seconds left.
 
         Returns:
-            The fewest events whose program proves nearly as much as any.
+            The events of the program that proved most, by the prices of their memory in its relaxation: as many of the dearest as
+            prove nearly as much, and the others.
         """
         from checkmate.solvers.backends.highs import solve_linear
 
-        bounds: list[tuple[float, list[int]]] = []
+        most, prices = -math.inf, dict.fromkeys(events, 0.0)
         chain = list(events)
         while chain and left_s() > 0:
-            program = self._model.build(chain, segments="all").program
+            cut = self._model.build(chain, segments="all")
             limit_s = min(PARAMETERS.linear_time_s, PARAMETERS.linear_share * left_s())
-            solved = solve_linear(program, time_s=limit_s)
-            bounds.append((solved.bound, chain))
+            solved = solve_linear(cut.program, time_s=limit_s)
+            if solved.row_prices is not None and solved.bound > most:
+                most, prices = solved.bound, dict(zip(chain, -solved.row_prices[cut.memory_rows], strict=True))
             prove(solved.bound)
             if not solved.finished or solved.bound >= best_share():
                 break
@@ -133,8 +149,16 @@ class EventChains:
             if not added:
                 break
             chain = sorted({*chain, *added}, key=self.candidates.index)
-        most = max((bound for bound, _ in bounds), default=0.0)
-        return next((some for bound, some in bounds if bound >= PARAMETERS.enough * most), list(events))
+        ranked = sorted((o for o in prices if prices[o] > 0), key=lambda o: (-prices[o], o))
+        if not ranked:
+            return Chain(list(events), [])
+        few = 1
+        while few < len(ranked) and left_s() > 0:
+            program = self._model.build(sorted(ranked[:few], key=self.candidates.index), segments="all").program
+            if solve_linear(program, time_s=left_s()).bound >= PARAMETERS.enough * most:
+                break
+            few += 1
+        return Chain(sorted(ranked[:few], key=self.candidates.index), ranked[few:])
 
     def _between(self, event: int, until: int) -> float:
         return segment(self._model, event, until, self._time_up)

@@ -83,6 +83,7 @@ class CutProgram:
         live: Column of S, or a `NoColumn`. Shape ``[event, value]``.
         impossible: Whether an event alone exceeds the budget, in exact bytes.
         fetched: Column of z (`bounds.copy_cuts`), or a `NoColumn`. Shape ``[value]``.
+        memory_rows: Row that limits the memory of each event; -1 for one that is impossible. Shape ``[event]``.
     """
 
     cuts: tuple[int, ...]
@@ -90,6 +91,7 @@ class CutProgram:
     live: Ints
     impossible: bool
     fetched: Ints
+    memory_rows: Ints
 
 
 class CutModel:
@@ -243,6 +245,7 @@ class CutBuilder:
         copies: Whether values may be copied to a host and back.
         segments: As in `CutModel.build`.
         fetched: Columns of z, if so: whether a value is fetched after the event. Shape ``[value]``.
+        memory_rows: As in `CutProgram`.
     """
 
     def __init__(
@@ -263,6 +266,7 @@ class CutBuilder:
         self.recomputable: list[Mask] = []
         self.recomputed: dict[tuple[int, int], Ints] = {}
         self.impossible = False
+        self.memory_rows = np.full(len(cuts), -1, dtype=np.int64)
 
     def build(self, add: Callable[[CutBuilder], None] = lambda _: None) -> CutProgram:
         """The program; ``add`` adds columns and rows of another kind once those of S and y are there."""
@@ -278,7 +282,7 @@ class CutBuilder:
             self._order_floating(e)
         for e, f in self.recomputed:
             self._link(e, f)
-        return CutProgram(self.cuts, self.builder.build(), self.live, self.impossible, self.fetched)
+        return CutProgram(self.cuts, self.builder.build(), self.live, self.impossible, self.fetched, self.memory_rows)
 
     def _add_event(self, e: int) -> None:
         """Columns of X and S: ops that may have been computed, and values that may or must be live, at event e."""
@@ -394,6 +398,7 @@ class CutBuilder:
         columns = np.concatenate([self.live[e, values], again[ops]])
         sizes = np.concatenate([m.size[values], m.replay[ops]])
         room = (self.budget * (1 + PARAMETERS.budget_slack) - own) / max(1, self.budget)
+        self.memory_rows[e] = self.builder.rows
         self.builder.add_row(columns, sizes / max(1, self.budget), high=room)
 
     def _order_floating(self, e: int) -> None:

@@ -46,6 +46,7 @@ class RefinementParameters:
             the difference is the engine's tolerance.
         least_time_s: Seconds left below which no round begins. Chosen by hand.
         added_events: Events added in a round. Each makes the integer program larger; one at a time needs more rounds.
+        needed_events: The same for events that a linear program named, which are fewer and bind more.
         added_spacing: As ``candidate_spacing``, for the events added in one round.
         share_tolerance: Value from which a column of S in an integer solution counts as one.
     """
@@ -58,6 +59,7 @@ class RefinementParameters:
     floating_gain: float = 1e-5
     least_time_s: float = 0.2
     added_events: int = 3
+    needed_events: int = 2
     added_spacing: int = 64
     share_tolerance: float = 0.5
 
@@ -279,7 +281,13 @@ class Refinement:
         self.chain = set(self.rank) if model.targets is not None else set(longest_chain(model))
 
     def run(
-        self, first: Sequence[int], best_share: Callable[[], float], left_s: Callable[[], float], *, floating: bool
+        self,
+        first: Sequence[int],
+        best_share: Callable[[], float],
+        left_s: Callable[[], float],
+        *,
+        floating: bool,
+        more: Sequence[int] = (),
     ) -> list[int]:
         """Refine from some first events until the bound meets the best plan, nothing is violated, or time is up.
 
@@ -288,6 +296,7 @@ class Refinement:
             best_share: Extra cost of the best plan so far, as a share.
             left_s: Seconds left for this refinement.
             floating: Whether ops beside the chain are modelled: a sharper bound from a larger program.
+            more: Events to add before those that are violated, the most needed first.
 
         Returns:
             The events of the last program.
@@ -320,14 +329,20 @@ class Refinement:
             # Decoded without repair: where this plan breaks the budget are the events to add. Repaired, it is a start for
             # the search. No order: an op that may run once would have to run twice, which S alone does not rule out.
             order = self.search.realise(code)
-            if not order:
-                break
-            self.offer(order)
-            self._continue_from(code)
-            held = first_bytes(self.model.problem.graph, order)
-            broken = {o: h for o, h in held.items() if h > budget and o in chain and o not in cuts}
+            if order:
+                self.offer(order)
+                self._continue_from(code)
             # A solution that time cut short may break the budget where the optimum does not.
-            added = self._separated(broken, cuts) if solved.finished else []
+            if not solved.finished:
+                break
+            needed = [o for o in more if o in chain and o not in cuts]
+            if needed:
+                added = needed[: PARAMETERS.needed_events]
+            elif order:
+                held = first_bytes(self.model.problem.graph, order)
+                added = self._separated({o: h for o, h in held.items() if h > budget and o in chain and o not in cuts}, cuts)
+            else:
+                break
             if not added:
                 break
             cuts = sorted({*cuts, *added}, key=self._before)
