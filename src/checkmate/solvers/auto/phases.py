@@ -46,7 +46,7 @@ PHASES: Mapping[Phase, float] = {
     # What they say is live there makes good starts.
     Phase.BRANCH_SEARCH: 0.1,
     # Cuts between the events that prove most, and linear programs of those that bind together.
-    Phase.CHAINS: 0.12,
+    Phase.CHAINS: 0.15,
     # Some new plans, and children of them until all are alike. It ends after two new plans where they agree with the best.
     Phase.POPULATION: 0.35,
     # A* on a graph that is small enough: where it ends, it ends at once.

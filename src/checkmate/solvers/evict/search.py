@@ -98,6 +98,7 @@ class Search:
 
     Attributes:
         stage: Stage of each target op.
+        on_demand: As given.
         at_end: As given.
         best_cost: Cost of the best plan so far, or infinite.
         order_bound: Proven extra cost of every plan that computes the targets in their order, as a share.
@@ -114,6 +115,7 @@ class Search:
         at_end: Sequence[int] = (),
     ) -> None:
         self.problem = problem
+        self.on_demand = on_demand
         self.at_end = tuple(at_end)
         count = len(problem.graph.ops)
         # A stage that reads a value is what a move that does not fetch has.
