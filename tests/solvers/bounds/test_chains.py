@@ -6,17 +6,22 @@ import math
 import random
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 
 from checkmate import Graph, Problem
 from checkmate.solvers.alarm import no_alarm
+from checkmate.solvers.backends import highs
 from checkmate.solvers.backends.highs import solve_linear
+from checkmate.solvers.backends.program import Solved
 from checkmate.solvers.bounds import chains
 from checkmate.solvers.bounds.chains import ChainParameters, EventChains
 from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.bounds.min_cut import segment, single_event
 from tests.solvers.bounds.test_event_cuts import some_chain, tight_problem
 from tests.solvers.bounds.test_tight_event import solved, tight_chain
+from tests.solvers.chains import uneven_chain
 
 
 def sum_of_segments(model: CutModel, events: list[int]) -> float:
@@ -73,7 +78,7 @@ def test_without_time_there_is_no_chain():
     assert found.candidates
     assert found.longest(lambda: True) == (0.0, [])
     proven: list[float] = []
-    assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0) == [found.candidates[0]]
+    assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0) == ([found.candidates[0]], [])
     assert not proven
 
 
@@ -92,6 +97,7 @@ def test_candidates_stand_out_from_their_neighbours():
 def test_programs_of_more_events_prove_more_and_no_more_than_a_plan_costs(monkeypatch):
     """Each is of the chain before and the most prominent candidates after its first event."""
     monkeypatch.setattr(chains, "PARAMETERS", ChainParameters(added=1))
+    fewer = grown = 0
     for seed, problem, result in solved():
         model = CutModel(problem)
         found = EventChains(model, no_alarm())
@@ -99,30 +105,74 @@ def test_programs_of_more_events_prove_more_and_no_more_than_a_plan_costs(monkey
         if not events:
             continue
         proven: list[float] = []
-        some = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
+        first, more = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
         optimum = (result.cost - problem.graph.cost) / max(1, problem.graph.cost)
         assert max(proven) <= optimum + 1e-6, seed
-        assert set(events) <= set(some)
         after = found.candidates[found.candidates.index(events[0]) :]
         assert len(proven) == 1 + len(set(after) - set(events))
-        linear = solve_linear(model.build(some, segments="all").program).bound
-        assert linear >= 0.9 * max(proven) - 1e-9
+        assert first == [o for o in after if o in first]
+        assert set(more) <= set(after) - set(first)
+        enough, all_priced = (
+            solve_linear(model.build(sorted(some, key=after.index), segments="all").program).bound
+            for some in (first, first + more)
+        )
+        assert enough >= 0.95 * max(proven) - 1e-9
+        assert all_priced == pytest.approx(max(proven), abs=1e-7)
+        fewer += len(first) + len(more) < len(after)
+        grown += len(first) > 1
+    assert fewer > 5
+    assert grown > 10
 
 
-def test_two_events_bind_where_early_values_are_large():
-    """After the loss all layers are computed again; the early ones once more, since too few of their values fit later."""
+def test_the_dearest_events_come_first(monkeypatch):
+    """By the prices of their memory in the program that proved most, and no more of them than prove nearly as much."""
+    graph = uneven_chain(random.Random(0), 20)
+    model = CutModel(Problem(graph, floor(graph).peak_bytes + 3))
+    found = EventChains(model, no_alarm())
+    start, prices = found.candidates[0], {found.candidates[k]: price for k, price in enumerate((5.0, 0.0, 7.0))}
+    asked: list[tuple[int, ...]] = []
+    build = model.build
+    monkeypatch.setattr(model, "build", lambda cuts, **named: asked.append(tuple(cuts)) or build(cuts, **named))
+
+    def solve(program, *, time_s):
+        """The bound is the sum of the prices, in thousandths."""
+        known = {o: prices.get(o, 0.0) for o in asked[-1]}
+        rows = np.zeros(len(program.row_low))
+        rows[build(asked[-1], segments="all").memory_rows] = [-price for price in known.values()]
+        return Solved(sum(known.values()) / 1000, None, 0.0, True, row_prices=rows)
+
+    monkeypatch.setattr(highs, "solve_linear", solve)
+    assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf) == (
+        [found.candidates[0], found.candidates[2]],
+        [],
+    )
+    monkeypatch.setattr(chains, "PARAMETERS", ChainParameters(enough=0.5))
+    assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf) == (
+        [found.candidates[2]],
+        [found.candidates[0]],
+    )
+
+
+def two_peaks() -> Problem:
+    """A training chain whose early values are large."""
     layers, early = 16, 6
     size = [4] * early + [1] * (layers - early)
     count = 2 * layers + 1
     edges = {(i, i + 1) for i in range(count - 1)} | {(i, count - 1 - i) for i in range(layers)}
-    graph = Graph.from_dag(cost=[1] * count, size_bytes=[*size, 1, *size[::-1]], edges=sorted(edges))
-    model = CutModel(Problem(graph, 13))
+    return Problem(Graph.from_dag(cost=[1] * count, size_bytes=[*size, 1, *size[::-1]], edges=sorted(edges)), 13)
+
+
+def test_two_events_bind_where_early_values_are_large():
+    """After the loss all layers are computed again; the early ones once more, since too few of their values fit later."""
+    layers, problem = 16, two_peaks()
+    model = CutModel(problem)
     found = EventChains(model, no_alarm())
     bound, events = found.longest(lambda: False)
     alone = max(single_event(model, o, no_alarm()) for o in found.candidates)
     proven: list[float] = []
     some = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
-    assert events == some == [layers + 1, 27]
+    assert (events, []) == some
+    assert events == [layers + 1, 27]
     assert bound == pytest.approx(0.2121, abs=1e-4)
     assert alone == pytest.approx(0.1742, abs=1e-4)
     assert proven == [pytest.approx(0.2242, abs=1e-4)]

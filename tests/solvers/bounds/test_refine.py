@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -323,7 +323,7 @@ class Engine:
 
 def refine(
     search: FakeSearch, problem: Problem, first: list[int], *, best: float = 1.0, left: Callable[[], float] = lambda: 100.0,
-    targets: tuple[int, ...] | None = None, floating: bool = True,
+    targets: tuple[int, ...] | None = None, floating: bool = True, more: Sequence[int] = (),
 ) -> tuple[list[int], list[tuple[float, bool]], list[list[int]]]:  # fmt: skip
     """Events of the last program, what was proven and what was offered."""
     proven: list[tuple[float, bool]] = []
@@ -331,7 +331,7 @@ def refine(
     refinement = Refinement(
         CutModel(problem, targets), search, lambda *proof: proven.append(proof), offered.append, gap=0.01, threads=3
     )
-    cuts = refinement.run(first, lambda: best, left, floating=floating)
+    cuts = refinement.run(first, lambda: best, left, floating=floating, more=more)
     return cuts, proven, offered
 
 
@@ -465,6 +465,19 @@ def test_events_are_added_where_the_realised_plan_breaks_the_budget(monkeypatch)
     Engine(monkeypatch, 0.0, 0.0)
     late = iter([1.0] * 3 + [0.0])
     assert refine(FakeSearch({}, [order] * 3), problem, [3], left=lambda: next(late, 0.0))[0] == [3, 5, 7, 9]
+
+
+def test_events_that_are_needed_are_added_before_those_that_are_violated(monkeypatch):
+    """Two at a time, in the order of their need, and also where the solution is no plan."""
+    problem, order = Problem(unit_chain(6), 5), list(range(13))
+    built: list[list[int]] = []
+    build = CutModel.build
+    monkeypatch.setattr(CutModel, "build", lambda self, cuts, **named: built.append(list(cuts)) or build(self, cuts, **named))
+    Engine(monkeypatch, *(0.0 for _ in range(4)))
+    refine(FakeSearch({}, [[], [], order, []]), problem, [3], more=[11, 3, 9, 10])
+    assert built == [[3], [3, 9, 11], [3, 9, 10, 11], [3, 5, 7, 9, 10, 11]]
+    Engine(monkeypatch, 0.0, finished=False)
+    assert refine(FakeSearch({}, [[]]), problem, [3], more=[11, 9])[0] == [3]
 
 
 def test_a_solution_that_time_cut_short_adds_no_events(monkeypatch):

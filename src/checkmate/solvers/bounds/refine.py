@@ -305,7 +305,6 @@ class Refinement:
 
         chain = {o for o in self.chain | set(first) if all(self.model.comparable(f, o) for f in first)}
         cuts = sorted(set(first), key=self._before)
-        budget = self.model.problem.budget_bytes
         while left_s() > PARAMETERS.least_time_s:
             cut = self.model.build(cuts, floating=floating, segments="all")
             any_order = self.model.any_order(cuts)
@@ -335,14 +334,8 @@ class Refinement:
             # A solution that time cut short may break the budget where the optimum does not.
             if not solved.finished:
                 break
-            needed = [o for o in more if o in chain and o not in cuts]
-            if needed:
-                added = needed[: PARAMETERS.needed_events]
-            elif order:
-                held = first_bytes(self.model.problem.graph, order)
-                added = self._separated({o: h for o, h in held.items() if h > budget and o in chain and o not in cuts}, cuts)
-            else:
-                break
+            needed = [o for o in more if o in chain and o not in cuts][: PARAMETERS.needed_events]
+            added = needed or self._violated(order, chain.difference(cuts), cuts)
             if not added:
                 break
             cuts = sorted({*cuts, *added}, key=self._before)
@@ -356,13 +349,16 @@ class Refinement:
         """Rank of an event on its chain; the index of an op that is no target, which is a topological rank as well."""
         return self.rank.get(op, op)
 
-    def _separated(self, broken: dict[int, int], cuts: list[int]) -> list[int]:
+    def _violated(self, order: list[int], among: set[int], cuts: list[int]) -> list[int]:
         """Events to add: those that break the budget by most, apart from each other and in one chain with the others.
 
         Args:
-            broken: Op -> bytes held, where that is over the budget.
+            order: The realised plan; none to add if it is empty.
+            among: Ops to choose among.
             cuts: Events so far.
         """
+        held = first_bytes(self.model.problem.graph, order) if order else {}
+        broken = {o: bytes_ for o, bytes_ in held.items() if bytes_ > self.model.problem.budget_bytes and o in among}
         apart = max(1, len(self.rank) // PARAMETERS.added_spacing)
         added: list[int] = []
         for o in sorted(broken, key=lambda op: (-broken[op], op)):

@@ -110,10 +110,13 @@ class Population:
         self.search.restart_from(self.members[0].code)
 
     def add(self, cost: float, code: Code) -> bool:
-        """Take a plan in place of those that cost little more, or of the dearest if there is no room; returns whether it is taken.
+        """Take a plan in place of those that cost little more, or of the dearest if there is no room.
 
-        One that costs more than a member, but hardly so, is not taken: such plans are mostly the same with a small change, and the
-        population would soon be one plan.
+        One that costs a little more than a member is not taken: mostly it is the same plan with a small change, and the population
+        would soon be one plan.
+
+        Returns:
+            Whether it is taken.
         """
         full = len(self.members) >= PARAMETERS.size
         if not math.isfinite(cost) or (full and cost >= self.members[-1].cost):

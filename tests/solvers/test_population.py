@@ -1,0 +1,172 @@
+"""Plans crossed with each other: every member is a plan within the budget, and what is alike is one member."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkmate import Plan, Problem, simulate
+from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.evict import population
+from checkmate.solvers.evict.instance import Code
+from checkmate.solvers.evict.population import Population, PopulationParameters
+from checkmate.solvers.evict.search import Search
+from tests.solvers.chains import uneven_chain
+
+
+def start(seed: int, work: int = 800) -> Population | None:
+    """A population of a random tight problem with the first plan of a search; None if there is none."""
+    rng = random.Random(seed)
+    graph = uneven_chain(rng, rng.randint(8, 16))
+    own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+    problem = Problem(graph, (2 * floor(graph).peak_bytes + own) // 3)
+    search = Search(problem, frozenset(), seed)
+    return Population(search, work, seed) if search.first(stop_at_first=True) else None
+
+
+def absent(code: Code, stages: int) -> np.ndarray:
+    """Whether a value is not held in a stage. Shape ``[value, stage]``."""
+    table = np.zeros((len(code.used), stages + 1), dtype=bool)
+    for v, used in enumerate(code.used.tolist()):
+        for k in range(used):
+            table[v, code.low[v, k] : code.high[v, k] + 1] = True
+    return table
+
+
+def test_members_are_plans_of_the_cost_they_say():
+    gained = compared = 0
+    for seed in range(60):
+        crossed = start(seed)
+        if crossed is None:
+            continue
+        search, before = crossed.search, crossed.members[0].cost
+        if not crossed.grow(lambda: False):
+            crossed.evolve(lambda: False)
+        assert search.best_cost == crossed.members[0].cost <= before
+        gained += search.best_cost < before
+        for cost, code in crossed.members:
+            assert search.restart_from(code)
+            order = search.order()
+            graph = search.problem.graph
+            assert search.best_cost == cost == sum(graph.ops[o].cost for o in order), seed
+            assert simulate(graph, Plan.from_order(graph, order)).peak_bytes <= search.problem.budget_bytes, seed
+            compared += 1
+    assert gained > 10
+    assert compared > 60
+
+
+def test_a_child_has_the_intervals_of_one_plan_and_for_some_values_or_stages_those_of_another():
+    kinds = {"values": 0, "stages": 0}
+    for seed in range(40):
+        crossed = start(seed)
+        if crossed is None:
+            continue
+        crossed.grow(lambda: False)
+        if len(crossed.members) < 2:
+            continue
+        a, b = crossed.members[0].code, crossed.members[1].code
+        stages = len(crossed.search.instance.targets)
+        for _ in range(8):
+            child = crossed._crossed(a, b)
+            tables = [absent(code, stages) for code in (child, a, b)]
+            of_a, of_b = tables[0] == tables[1], tables[0] == tables[2]
+            by_value = bool((of_a.all(axis=1) | of_b.all(axis=1)).all())
+            by_stage = bool((of_a.all(axis=0) | of_b.all(axis=0)).all())
+            assert by_value or by_stage
+            # Neighbours: what is taken of b is one run of rows or of columns.
+            taken = ~of_a.all(axis=1) if by_value else ~of_a.all(axis=0)
+            assert by_value or of_b[:, np.flatnonzero(taken).min(initial=stages) : np.flatnonzero(taken).max(initial=0) + 1].all()
+            kinds["values"] += by_value and not by_stage
+            kinds["stages"] += by_stage and not by_value
+    assert min(kinds.values()) > 10
+
+
+def members(costs: list[float]) -> Population:
+    """A population of such costs, whose codes do not matter."""
+    crossed = start(1)
+    assert crossed is not None
+    crossed.members = []
+    for cost in costs:
+        assert crossed.add(cost, crossed.search.empty_code())
+    return crossed
+
+
+@pytest.mark.parametrize(
+    ("cost", "after"),
+    [
+        (math.inf, [100.0, 110.0, 120.0]),
+        (115.0, [100.0, 110.0, 115.0]),
+        (121.0, [100.0, 110.0, 120.0]),
+        (120.0, [100.0, 110.0, 120.0]),
+        (110.0, [100.0, 110.0, 120.0]),
+        (110.5, [100.0, 110.0, 120.0]),
+        (109.5, [100.0, 109.5, 120.0]),
+        (99.5, [99.5, 110.0, 120.0]),
+        (90.0, [90.0, 100.0, 110.0]),
+    ],
+)
+def test_members_are_apart_and_the_dearest_leaves(monkeypatch, cost, after):
+    """Three have room, and one per cent lies between them."""
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=3, apart=0.01))
+    crossed = members([120.0, 100.0, 110.0])
+    taken = crossed.add(cost, crossed.search.empty_code())
+    assert [member.cost for member in crossed.members] == after
+    assert taken == (cost in after and cost not in (110.0, 120.0))
+
+
+def test_growth_ends_where_plans_agree(monkeypatch):
+    """Three of nearly the same cost; dearer ones do not count."""
+    crossed = members([100.0])
+    made = iter([150.0, 100.01, 120.0, 99.999, 1.0])
+    monkeypatch.setattr(crossed, "_made_anew", lambda _: (next(made), crossed.search.empty_code()))
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=9, apart=0.0))
+    assert crossed.grow(lambda: False)
+    assert next(made) == 1.0
+    assert [member.cost for member in crossed.members] == [99.999, 100.0, 100.01, 120.0, 150.0]
+
+
+def test_growth_ends_with_enough_plans_or_without_time(monkeypatch):
+    crossed = members([100.0])
+    made = iter(range(101, 120))
+    monkeypatch.setattr(crossed, "_made_anew", lambda _: (float(next(made)), crossed.search.empty_code()))
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=4))
+    assert not crossed.grow(lambda: True)
+    assert next(made) == 101
+    assert not crossed.grow(lambda: False)
+    assert next(made) == 105
+
+
+def test_evolution_ends_without_gain_or_time_or_anything_to_cross(monkeypatch):
+    crossed = members([100.0])
+    children: list[float] = []
+
+    def child(_: Any) -> tuple[float, Code]:
+        children.append(200.0 if len(children) != 2 else 90.0)
+        return children[-1], crossed.search.empty_code()
+
+    monkeypatch.setattr(crossed, "_child", child)
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=2, patience=5))
+    crossed.evolve(lambda: False)
+    assert not children
+    crossed.add(110.0, crossed.search.empty_code())
+    crossed.evolve(lambda: True)
+    assert not children
+    crossed.evolve(lambda: False)
+    assert len(children) == 3 + 5
+    assert [member.cost for member in crossed.members] == [90.0, 100.0]
+
+
+def test_where_nothing_is_found_anew_members_come_from_the_best(monkeypatch):
+    """A tight budget that greedy plans miss: the best plan, annealed, is another all the same."""
+    crossed = start(1)
+    assert crossed is not None
+    cost = crossed.members[0].cost
+    monkeypatch.setattr(crossed.search, "first", lambda **_: False)
+    made = crossed._made_anew(lambda: False)
+    assert made[0] <= cost
+    crossed.grow(lambda: False)
+    assert math.isfinite(crossed.search.best_cost)
