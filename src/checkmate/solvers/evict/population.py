@@ -112,8 +112,8 @@ class Population:
     def add(self, cost: float, code: Code) -> bool:
         """Take a plan in place of those that cost little more, or of the dearest if there is no room.
 
-        One that costs a little more than a member is not taken: mostly it is the same plan with a small change, and the population
-        would soon be one plan.
+        One that costs a little more than a member is not taken: mostly it is the same plan with a small change, and the
+        population would soon be one plan.
 
         Returns:
             Whether it is taken.
