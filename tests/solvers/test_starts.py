@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
-from checkmate import Plan, Problem, simulate, validate
+import checkmate
+from checkmate import Graph, Plan, Problem, simulate, validate
+from checkmate.solvers.evict.orders import first_computations
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import kept_to_the_end, starts
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.bounds.test_last_run import gradients
 from tests.strategies import random_graph, with_more_kept
+
+GRAPHS = Path(__file__).parents[2] / "benchmarks" / "graphs"
 
 
 def test_a_stage_for_each_kept_value_reaches_peaks_that_one_for_all_does_not():
@@ -63,3 +68,20 @@ def test_their_plans_hold_on_any_graph():
         assert simulate(folded.graph, Plan.from_order(folded.graph, order)).cost == search.best_cost, seed
         assert validate(graph, Plan.from_order(graph, fold.invert(order)), problem.budget_bytes) == (), seed
     assert found > 30
+
+
+def test_a_plan_whose_kept_values_are_made_at_the_end_is_put_in_other_orders():
+    """An op that it left to the end stays on demand: with a stage of its own all kept values would wait for it."""
+    graph = checkmate.read(GRAPHS / "resnet50.graph.json")
+    assert isinstance(graph, Graph)
+    problem = FoldViews.of(graph, priced=True).apply(Problem(graph, 207_920_828))
+    start = next(start for start in starts(problem, 0) if start.at_end)
+    search = start.search(problem, 0)
+    assert search.first(stop_at_first=True)
+    order = search.order()
+    (late,) = start.on_demand
+    assert order.index(late) > max(order.index(o) for o in search.targets)
+    other = search.in_order_of(order, 1)
+    assert other.best_cost <= search.best_cost
+    assert other.targets == [o for o in dict.fromkeys(order) if o != late]
+    assert not Search(problem, frozenset(), 1, first_computations(order), at_end=start.at_end).start_from_order(order)

@@ -13,7 +13,7 @@ from checkmate.solvers.bounds.chains import Chain, EventChains
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
 from checkmate.solvers.evict.population import Population
-from checkmate.solvers.evict.reorder import first_computations, reorder
+from checkmate.solvers.evict.reorder import reorder
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.local_search import suggested_decodes
 
@@ -173,7 +173,7 @@ def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Sear
         before = search.best_cost
         seed = run.random.randrange(1 << 32)
         order = reorder(run.graph, search.order(), _room(run), seed, run.session.time_up)
-        other = _search_in_order(run, search, order, seed)
+        other = search.in_order_of(order, seed)
         if run.improve(other, decodes, phases.PARAMETERS.temperature, until_s):
             run.offer(other.order())
         # Also at equal cost: the new order is lower, and the next search starts from it.
@@ -181,18 +181,6 @@ def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Sear
             search = other
         without_gain = 0 if search.best_cost < before else without_gain + 1
     return search
-
-
-def _search_in_order(run: Run, search: Search, order: list[int], seed: int) -> Search:
-    """A search that starts from a plan in another order than its own.
-
-    Ops on demand get the stage that the plan gave them. Only where kept values are made one after another at the end, it may
-    have computed one of them there, and its stage would put off the end of all others.
-    """
-    on_demand = search.on_demand if search.at_end else frozenset[int]()
-    other = Search(run.folded, on_demand, seed, first_computations(order), run.session.time_up, at_end=search.at_end)
-    other.start_from_order(order)
-    return other
 
 
 def final_search(run: Run, searches: list[Search]) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from checkmate.core.graph import Graph
 from checkmate.solvers.reductions.unread import ordered_ops
+
+
+def first_computations(order: Sequence[int]) -> list[int]:
+    """Each op of an order once, where it is computed first."""
+    return list(dict.fromkeys(order))
 
 
 def on_demand_ops(graph: Graph) -> frozenset[int]:

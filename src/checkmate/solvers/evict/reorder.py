@@ -75,11 +75,6 @@ def reorder(graph: Graph, order: Sequence[int], room_bytes: float, seed: int, ti
     return [order[k] for k in best.tolist()]
 
 
-def first_computations(order: Sequence[int]) -> list[int]:
-    """Each op of an order once, where it is computed first."""
-    return list(dict.fromkeys(order))
-
-
 class Nodes(NamedTuple):
     """The computations of an order as flat arrays for the kernels; lists are in compressed sparse rows (`rows`).
 

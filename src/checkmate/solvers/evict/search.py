@@ -16,6 +16,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.decode import add_interval, seed_random
 from checkmate.solvers.evict.instance import Code, Move, build_instance, build_scratch
+from checkmate.solvers.evict.orders import first_computations
 from checkmate.solvers.evict.repair import Improved, Repaired, RepairSettings, RuinParameters, repair, ruin_and_repair
 
 
@@ -98,7 +99,6 @@ class Search:
 
     Attributes:
         stage: Stage of each target op.
-        on_demand: As given.
         at_end: As given.
         best_cost: Cost of the best plan so far, or infinite.
         order_bound: Proven extra cost of every plan that computes the targets in their order, as a share.
@@ -115,7 +115,8 @@ class Search:
         at_end: Sequence[int] = (),
     ) -> None:
         self.problem = problem
-        self.on_demand = on_demand
+        self._on_demand = on_demand
+        self._time_up = time_up
         self.at_end = tuple(at_end)
         count = len(problem.graph.ops)
         # A stage that reads a value is what a move that does not fetch has.
@@ -224,6 +225,21 @@ class Search:
             As `start_from`.
         """
         return self.start_from(self._code_of(self._with_readers(order)))
+
+    def in_order_of(self, order: Sequence[int], seed: int) -> Search:
+        """A search whose stages are the first computations of a plan, and that starts from it.
+
+        What was on demand gets the stage that the plan gave it. Only where kept values are made one after another at the end it
+        stays so: the plan may have computed it there, and its stage would come before all of theirs.
+
+        Args:
+            order: Ops of the folded graph in the order of their computations.
+            seed: Seed of the other search.
+        """
+        on_demand = self._on_demand if self.at_end else frozenset[int]()
+        other = Search(self.problem, on_demand, seed, first_computations(order), self._time_up, at_end=self.at_end)
+        other.start_from_order(order)
+        return other
 
     def improve(self, decodes: int, temperature: float, out_of_time: Callable[[], bool]) -> bool:
         """Ruin and repair from the best plan for a given amount of work.
