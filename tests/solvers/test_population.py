@@ -44,7 +44,7 @@ def test_members_are_plans_of_the_cost_they_say():
         if crossed is None:
             continue
         search, before = crossed.search, crossed.members[0].cost
-        if not crossed.grow(lambda: False):
+        if crossed.grow(lambda: False):
             crossed.evolve(lambda: False)
         assert search.best_cost == crossed.members[0].cost <= before
         gained += search.best_cost < before
@@ -123,8 +123,8 @@ def test_growth_ends_where_plans_agree(monkeypatch):
     crossed = members([100.0])
     made = iter([150.0, 100.01, 120.0, 99.999, 1.0])
     monkeypatch.setattr(crossed, "_made_anew", lambda _: (next(made), crossed.search.empty_code()))
-    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=9, apart=0.0))
-    assert crossed.grow(lambda: False)
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=9, apart=0.0, near=0.5))
+    assert not crossed.grow(lambda: False)
     assert next(made) == 1.0
     assert [member.cost for member in crossed.members] == [99.999, 100.0, 100.01, 120.0, 150.0]
 
@@ -133,11 +133,21 @@ def test_growth_ends_with_enough_plans_or_without_time(monkeypatch):
     crossed = members([100.0])
     made = iter(range(101, 120))
     monkeypatch.setattr(crossed, "_made_anew", lambda _: (float(next(made)), crossed.search.empty_code()))
-    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=4))
-    assert not crossed.grow(lambda: True)
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=4, near=0.5))
+    assert crossed.grow(lambda: True)
     assert next(made) == 101
-    assert not crossed.grow(lambda: False)
+    assert crossed.grow(lambda: False)
     assert next(made) == 105
+
+
+@pytest.mark.parametrize(("second", "promising"), [(100.6, False), (100.4, True)])
+def test_growth_ends_where_new_plans_are_far_from_the_best(monkeypatch, second, promising):
+    """Neither of the first two is within half a per cent of it."""
+    crossed = members([100.0])
+    made = iter([104.0, second, 103.0, 102.0, 101.0])
+    monkeypatch.setattr(crossed, "_made_anew", lambda _: (next(made), crossed.search.empty_code()))
+    assert crossed.grow(lambda: False) == promising
+    assert next(made) == (101.0 if promising else 103.0)
 
 
 def test_evolution_ends_without_gain_or_time_or_anything_to_cross(monkeypatch):
@@ -170,3 +180,37 @@ def test_where_nothing_is_found_anew_members_come_from_the_best(monkeypatch):
     assert made[0] <= cost
     crossed.grow(lambda: False)
     assert math.isfinite(crossed.search.best_cost)
+
+
+def test_a_code_found_elsewhere_takes_the_place_of_the_dearest(monkeypatch):
+    """Whatever it costs: it brings in what the others do not have. Only what is no plan is left out."""
+    crossed = members([120.0, 100.0, 110.0])
+    search = crossed.search
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=3))
+    monkeypatch.setattr(search, "restart_from", lambda _: True)
+    monkeypatch.setattr(search, "improve", lambda *_: True)
+    for cost, after in ((150.0, [100.0, 110.0, 150.0]), (math.inf, [100.0, 110.0, 150.0]), (90.0, [90.0, 100.0, 110.0])):
+        monkeypatch.setattr(search, "best", lambda cost=cost: (cost, search.empty_code()))
+        crossed.take_in(search.empty_code(), lambda: False)
+        assert [member.cost for member in crossed.members] == after
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=9))
+    monkeypatch.setattr(search, "best", lambda: (400.0, search.empty_code()))
+    crossed.take_in(search.empty_code(), lambda: False)
+    assert [member.cost for member in crossed.members] == [90.0, 100.0, 110.0, 400.0]
+
+
+def test_members_move_to_a_search_in_another_order():
+    moved = 0
+    for seed in range(80):
+        crossed = start(seed)
+        if crossed is None or not crossed.grow(lambda: False):
+            continue
+        other = crossed.search.in_order_of(crossed.search.order(), seed)
+        there = crossed.moved_to(other)
+        assert there.search is other
+        assert other.best_cost == there.members[0].cost <= crossed.members[0].cost
+        for cost, code in there.members:
+            assert other.restart_from(code)
+            assert other.best_cost == cost
+        moved += len(there.members) > 1
+    assert moved > 5

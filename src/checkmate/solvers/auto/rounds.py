@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from checkmate.solvers.auto import phases
@@ -12,6 +12,7 @@ from checkmate.solvers.auto.run import Run
 from checkmate.solvers.bounds.chains import Chain, EventChains
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
+from checkmate.solvers.evict.instance import Code
 from checkmate.solvers.evict.population import Population
 from checkmate.solvers.evict.reorder import reorder
 from checkmate.solvers.evict.search import Search
@@ -34,26 +35,33 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
     first, more = chain
     events, phase = first, Phase.ANY_ORDER
     ended: set[tuple[int, ...]] = set()  # chains whose program has had its time
+    least_s = 0.0  # what a program of the first events takes: one of as many does not end in less
     for k in range(rounds):
         before = (session.cost, session.bound)
         place = k % len(searches)
+        if population is not None and max(map(run.seconds_of, (phase, Phase.OWN_ORDER))) < least_s:
+            place = searches.index(population.search)  # no program would end: the rest is for the search
         search = searches[place]
+        codes: list[Code] = []
         # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
-        if run.folded.reorder and tuple(events) not in ended:
+        if run.folded.reorder and tuple(events) not in ended and run.seconds_of(phase) >= least_s:
             floating = _quick_bound(run, search, events)[1]
-            events = _refine_once(run, run.any_order, search, events, phase, floating=floating, more=more)
+            events, refined = _refine_once(run, run.any_order, search, events, phase, floating=floating, more=more)
             ended.add(tuple(events))
+            least_s = max(least_s, refined.first_s)
+            codes += [refined.code] if refined.code is not None else []
             if session.done:
                 return
         model = CutModel(run.folded, tuple(search.targets))
         event = best_single(run, model, [search])
         if session.done:
             return
-        if event is not None:
+        if event is not None and run.seconds_of(Phase.OWN_ORDER) >= least_s:
             # Floating ops always: those on demand float, and without variables for them a solution may drop what one of
             # them still needs, and is no plan.
             own = first if all(o in search.stage for o in first) else [event]
-            cuts = _refine_once(run, model, search, own, Phase.OWN_ORDER, floating=True)
+            cuts, refined = _refine_once(run, model, search, own, Phase.OWN_ORDER, floating=True)
+            codes += [refined.code] if refined.code is not None else []
             if session.done:
                 return
             # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
@@ -63,10 +71,12 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
         decodes = max(phases.PARAMETERS.least_round_decodes, work // phases.PARAMETERS.round_divisor)
         if population is not None and population.search is search:
             population.add(*search.best())
-            _evolve(run, population, run.until(Phase.ROUND_SEARCH))
+            _evolve(run, population, run.until(Phase.ROUND_SEARCH), codes)
         elif run.improve(search, decodes, phases.PARAMETERS.temperature, run.until(Phase.ROUND_SEARCH)):
             run.offer(search.order())
         searches[place] = _reorder_search(run, search, run.until(Phase.ROUND_SEARCH))
+        if population is not None and population.search is search is not searches[place]:
+            population = population.moved_to(searches[place])
         if session.done:
             return
         if (session.cost, session.bound) == before and k >= len(searches):
@@ -83,13 +93,13 @@ def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bo
 
 def _refine_once(
     run: Run, model: CutModel, search: Search, first: list[int], phase: Phase, *, floating: bool, more: Sequence[int] = ()
-) -> list[int]:
-    """`Refinement.run` for the time of a phase."""
+) -> tuple[list[int], Refinement]:
+    """A refinement after the time of a phase, and the events that it came to."""
     session = run.session
     left_s = run.seconds_to(run.until(phase))
     gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
     refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
-    return refinement.run(first, run.best_share, left_s, floating=floating, more=more)
+    return refinement.run(first, run.best_share, left_s, floating=floating, more=more), refinement
 
 
 def best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None:
@@ -129,7 +139,7 @@ def cross(run: Run, searches: list[Search]) -> Population | None:
         searches: Searches with their plans, the cheapest first; that one is improved.
 
     Returns:
-        The plans, to go on with; None if there are none, or the search finds one plan again and again.
+        The plans, to go on with; None if there are none, or nothing to cross.
     """
     if not math.isfinite(searches[0].best_cost):
         return None
@@ -138,18 +148,20 @@ def cross(run: Run, searches: list[Search]) -> Population | None:
     left_s = run.seconds_to(until)
     for_children = (1 - phases.PARAMETERS.growth_share) * (until - begin)
     with run.session.within(until):
-        agree = population.grow(lambda: left_s() <= for_children)
+        promising = population.grow(lambda: left_s() <= for_children)
     run.offer(population.search.order())
-    if agree:
+    if not promising:
         return None
     _evolve(run, population, until)
     return population
 
 
-def _evolve(run: Run, population: Population, until_s: float) -> None:
-    """Cross the plans of a population up to a moment of the session's clock."""
+def _evolve(run: Run, population: Population, until_s: float, codes: Iterable[Code] = ()) -> None:
+    """Cross the plans of a population up to a moment of the session's clock, those of some codes taken in first."""
     left_s = run.seconds_to(until_s)
     with run.session.within(until_s):
+        for code in codes:
+            population.take_in(code, lambda: left_s() <= 0)
         population.evolve(lambda: left_s() <= 0)
     run.offer(population.search.order())
 

@@ -82,11 +82,14 @@ class Run:
 
     def until(self, phase: Phase) -> float:
         """Log a phase; returns when it has to end, on the session's clock."""
-        now = self.session.elapsed_s()
-        seconds = phases.PHASES[phase] * min(phases.PARAMETERS.horizon_s, self.session.left_s())
+        now, seconds = self.session.elapsed_s(), self.seconds_of(phase)
         _log.debug("%.2f s: %s, for %.2f s at most; cost %s, bound %.0f", now, phase, seconds, self.session.cost,
                    self.session.bound)  # fmt: skip
         return now + seconds
+
+    def seconds_of(self, phase: Phase) -> float:
+        """How long a phase may take if it begins now."""
+        return phases.PHASES[phase] * min(phases.PARAMETERS.horizon_s, self.session.left_s())
 
     def seconds_to(self, until_s: float) -> Callable[[], float]:
         """Says how many seconds are left up to a moment of the session's clock; none once the session is done."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Auto:
     """Local search for plans and event cuts for the proof, each started from what the other found.
 
-    Small graphs are also searched over states (`AStar`), and plans are put in other orders. Which phases run, and for how
-    long, is in `PHASES`; set the logger ``checkmate.solvers.auto`` to DEBUG to see it.
+    Plans are crossed with each other and put in other orders, and small graphs are also searched over states (`AStar`). Which
+    phases run, and for how long, is in `PHASES`; set the logger ``checkmate.solvers.auto`` to DEBUG to see it.
 
     Attributes:
         rounds: Most rounds of refinement; each costs some seconds on a thousand ops.

@@ -46,7 +46,6 @@ class RefinementParameters:
             the difference is the engine's tolerance.
         least_time_s: Seconds left below which no round begins. Chosen by hand.
         added_events: Events added in a round. Each makes the integer program larger; one at a time needs more rounds.
-        needed_events: The same for events that a linear program named, which are fewer and bind more.
         added_spacing: As ``candidate_spacing``, for the events added in one round.
         share_tolerance: Value from which a column of S in an integer solution counts as one.
     """
@@ -59,7 +58,6 @@ class RefinementParameters:
     floating_gain: float = 1e-5
     least_time_s: float = 0.2
     added_events: int = 3
-    needed_events: int = 2
     added_spacing: int = 64
     share_tolerance: float = 0.5
 
@@ -264,6 +262,10 @@ class Refinement:
         offer: Takes orders of the folded graph.
         gap: Distance of share at which an integer program may stop.
         threads: Threads of an integer program.
+
+    Attributes:
+        first_s: Seconds of the first integer program.
+        code: Code of the last program that was solved to its end and that has a plan, or None.
     """
 
     def __init__(
@@ -275,6 +277,8 @@ class Refinement:
         self.offer = offer
         self.gap = gap
         self.threads = threads
+        self.first_s = 0.0
+        self.code: Code | None = None
         graph = model.problem.graph
         self.rank = {o: i for i, o in enumerate(model.targets or range(len(graph.ops)))}
         # In a given order any targets form a chain; in any order only what the DAG orders does.
@@ -320,7 +324,9 @@ class Refinement:
                 break
             # Beyond the cost of the best plan a bound is of no use. The cutoff and no restarts together took a third off
             # an integer program of six events.
-            solved = solve_integer(cut.program, time_s=left_s(), absolute_gap=self.gap, threads=self.threads, cutoff=best_share())
+            begin = left_s()
+            solved = solve_integer(cut.program, time_s=begin, absolute_gap=self.gap, threads=self.threads, cutoff=best_share())
+            self.first_s = self.first_s or begin - left_s()
             self.prove(solved.bound, any_order)
             if solved.solution is None or solved.bound >= best_share() - self.gap:
                 break
@@ -328,13 +334,16 @@ class Refinement:
             # Decoded without repair: where this plan breaks the budget are the events to add. Repaired, it is a start for
             # the search. No order: an op that may run once would have to run twice, which S alone does not rule out.
             order = self.search.realise(code)
+            if order and solved.finished:
+                self.code = code
             if order:
                 self.offer(order)
                 self._continue_from(code)
             # A solution that time cut short may break the budget where the optimum does not.
             if not solved.finished:
                 break
-            needed = [o for o in more if o in chain and o not in cuts][: PARAMETERS.needed_events]
+            # One at a time: each makes the program take several times as long, and the next may not end.
+            needed = [o for o in more if o in chain and o not in cuts][:1]
             added = needed or self._violated(order, chain.difference(cuts), cuts)
             if not added:
                 break

@@ -1,1 +1,1 @@
-"""Local search over plans coded as intervals of absence: decode, measure, evict, ruin and repair, reorder."""
+"""Local search over plans coded as intervals of absence: decode, measure, evict, ruin and repair, cross, reorder."""
