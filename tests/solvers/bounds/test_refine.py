@@ -467,6 +467,19 @@ def test_events_are_added_where_the_realised_plan_breaks_the_budget(monkeypatch)
     assert refine(FakeSearch({}, [order] * 3), problem, [3], left=lambda: next(late, 0.0))[0] == [3, 5, 7, 9]
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_solutions_of_finished_programs_are_kept_where_they_have_a_plan(monkeypatch, finished):
+    """They are starts for a search; and the first program says how long one takes."""
+    engine = Engine(monkeypatch, 0.0, 0.0, 0.0, finished=finished)
+    clock = iter([9.0, 9.0, 9.0, 5.0])
+    search = FakeSearch({}, [list(range(13)), list(range(13)), []])
+    refinement = Refinement(CutModel(Problem(unit_chain(6), 5)), search, lambda *_: None, lambda _: True, gap=0.01, threads=1)
+    refinement.run([3], lambda: 1.0, lambda: next(clock, 4.0), floating=True, more=[11, 9])
+    assert len(engine.programs) == (3 if finished else 1)
+    assert len(refinement.codes) == (2 if finished else 0)
+    assert refinement.first_s == 4.0
+
+
 def test_events_that_are_needed_are_added_before_those_that_are_violated(monkeypatch):
     """One at a time, in the order of their need, and also where the solution is no plan."""
     problem, order = Problem(unit_chain(6), 5), list(range(13))

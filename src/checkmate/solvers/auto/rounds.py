@@ -31,7 +31,6 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
         rounds: Most rounds.
     """
     session = run.session
-    work = suggested_decodes(len(run.graph.ops))
     first, more = chain
     events, phase = first, Phase.ANY_ORDER
     ended: set[tuple[int, ...]] = set()  # chains whose program has had its time
@@ -40,7 +39,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
         before = (session.cost, session.bound)
         place = k % len(searches)
         if population is not None and max(map(run.seconds_of, (phase, Phase.OWN_ORDER))) < least_s:
-            place = searches.index(population.search)  # no program would end: the rest is for the search
+            place = searches.index(population.search)  # no program would end, and crossing plans gains more than the rest
         search = searches[place]
         codes: list[Code] = []
         # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
@@ -49,7 +48,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
             events, refined = _refine_once(run, run.any_order, search, events, phase, floating=floating, more=more)
             ended.add(tuple(events))
             least_s = max(least_s, refined.first_s)
-            codes += [refined.code] if refined.code is not None else []
+            codes += refined.codes[-1:]
             if session.done:
                 return
         model = CutModel(run.folded, tuple(search.targets))
@@ -61,27 +60,44 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
             # them still needs, and is no plan.
             own = first if all(o in search.stage for o in first) else [event]
             cuts, refined = _refine_once(run, model, search, own, Phase.OWN_ORDER, floating=True)
-            codes += [refined.code] if refined.code is not None else []
+            codes += refined.codes[-1:]
             if session.done:
                 return
             # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
             other = chain_of(run.any_order, [*cuts, *first])
             events = max(events, other, key=lambda chain: _quick_bound(run, search, chain)[0])
             phase = Phase.ANY_ORDER_AGAIN
-        decodes = max(phases.PARAMETERS.least_round_decodes, work // phases.PARAMETERS.round_divisor)
-        if population is not None and population.search is search:
-            population.add(*search.best())
-            _evolve(run, population, run.until(Phase.ROUND_SEARCH), codes)
-        elif run.improve(search, decodes, phases.PARAMETERS.temperature, run.until(Phase.ROUND_SEARCH)):
-            run.offer(search.order())
-        searches[place] = _reorder_search(run, search, run.until(Phase.ROUND_SEARCH))
-        if population is not None and population.search is search is not searches[place]:
-            population = population.moved_to(searches[place])
+        own_plans = population if population is not None and population.search is search else None
+        searches[place] = _search_round(run, search, own_plans, codes)
+        if own_plans is not None and searches[place] is not search:
+            population = own_plans.moved_to(searches[place])
         if session.done:
             return
         if (session.cost, session.bound) == before and k >= len(searches):
             session.remark(f"no gain in round {k + 1} of refinement")
             return
+
+
+def _search_round(run: Run, search: Search, population: Population | None, codes: Iterable[Code]) -> Search:
+    """Cross the plans of a search, or ruin and repair its plan, and go on in other orders.
+
+    Args:
+        run: The run.
+        search: The search.
+        population: Its plans, if there are several.
+        codes: Solutions of this round's programs, to cross with them.
+
+    Returns:
+        The search with the cheapest plan.
+    """
+    decodes = suggested_decodes(len(run.graph.ops)) // phases.PARAMETERS.round_divisor
+    until = run.until(Phase.ROUND_SEARCH)
+    if population is not None:
+        population.add(*search.best())
+        _evolve(run, population, until, codes)
+    elif run.improve(search, max(phases.PARAMETERS.least_round_decodes, decodes), phases.PARAMETERS.temperature, until):
+        run.offer(search.order())
+    return _reorder_search(run, search, run.until(Phase.ROUND_SEARCH))
 
 
 def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bool]:

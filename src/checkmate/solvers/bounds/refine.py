@@ -265,7 +265,7 @@ class Refinement:
 
     Attributes:
         first_s: Seconds of the first integer program.
-        code: Code of the last program that was solved to its end and that has a plan, or None.
+        codes: Solutions of the integer programs that were solved to their ends, where they have a plan.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class Refinement:
         self.gap = gap
         self.threads = threads
         self.first_s = 0.0
-        self.code: Code | None = None
+        self.codes: list[Code] = []
         graph = model.problem.graph
         self.rank = {o: i for i, o in enumerate(model.targets or range(len(graph.ops)))}
         # In a given order any targets form a chain; in any order only what the DAG orders does.
@@ -334,11 +334,10 @@ class Refinement:
             # Decoded without repair: where this plan breaks the budget are the events to add. Repaired, it is a start for
             # the search. No order: an op that may run once would have to run twice, which S alone does not rule out.
             order = self.search.realise(code)
-            if order and solved.finished:
-                self.code = code
             if order:
                 self.offer(order)
                 self._continue_from(code)
+                self.codes += [code] if solved.finished else []
             # A solution that time cut short may break the budget where the optimum does not.
             if not solved.finished:
                 break
