@@ -54,7 +54,7 @@ PHASES: Mapping[Phase, float] = {
     # Integer programs of a few events. They end where the gap is met; what they prove beyond the chains takes them seconds.
     Phase.ANY_ORDER: 0.5,
     # Their programs are easier, and their solutions make the best starts for the search.
-    Phase.OWN_ORDER: 0.35,
+    Phase.OWN_ORDER: 0.25,
     # Local search; after it, for the same share, search in other orders.
     Phase.ROUND_SEARCH: 0.25,
     # In later rounds, from the better events of the two kinds of cuts: the search has had its part.

@@ -55,10 +55,11 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
         event = best_single(run, model, [search])
         if session.done:
             return
-        if event is not None and run.seconds_of(Phase.OWN_ORDER) >= least_s:
+        if event is not None:
             # Floating ops always: those on demand float, and without variables for them a solution may drop what one of
-            # them still needs, and is no plan.
-            own = first if all(o in search.stage for o in first) else [event]
+            # them still needs, and is no plan. A program of all events that would not end gives no start; one of few does.
+            some = all(o in search.stage for o in first) and run.seconds_of(Phase.OWN_ORDER) >= least_s
+            own = first if some else [event]
             cuts, refined = _refine_once(run, model, search, own, Phase.OWN_ORDER, floating=True)
             codes += refined.codes[-1:]
             if session.done:
