@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -115,6 +116,27 @@ def test_no_plan_costs_less_and_each_is_in_a_branch(every_branch):
     assert count["several"] > 50
     assert count["states"] > 30
     assert count["above one event"] > 50
+
+
+def test_the_solution_of_a_branch_holds_the_values_of_its_intervals():
+    """And no other of the larger values: a start for a search."""
+    problem, event = dropout_chain(0)
+    tight = TightEvent(CutModel(problem), event)
+    count = len(tight.values)
+    assert count > 3
+    for intervals in (((0, 1), (2, 3)), ((1, 3),), ((0, count),), ()):
+        cut, point = tight.solution(Branch(0.0, intervals, ()))
+        assert cut.cuts == (event,)
+        held = {int(v) for k, v in enumerate(tight.values) if any(start <= k < stop for start, stop in intervals)}
+        assert point.sum() == len(held)
+        assert set(np.flatnonzero(np.isin(cut.live[0], np.flatnonzero(point))).tolist()) == held
+
+
+def test_the_widest_interval_is_divided_first_and_single_values_are_not():
+    assert Branch(0.0, ((5, 7), (8, 12), (20, 21)), ()).widest == 1
+    assert Branch(0.0, ((0, 3), (40, 42)), ()).widest == 0
+    assert Branch(0.0, ((0, 3), (40, 43)), ()).widest == 0
+    assert Branch(0.0, ((0, 1), (40, 41)), ()).widest is None
 
 
 @pytest.mark.slow
