@@ -47,7 +47,7 @@ PHASES: Mapping[Phase, float] = {
     Phase.BRANCH_SEARCH: 0.1,
     # Cuts between the events that prove most, and linear programs of those that bind together.
     Phase.CHAINS: 0.15,
-    # Some new plans, and children of them until all are alike. It ends after two new plans where they agree with the best.
+    # New plans, and children of them while they gain. It ends after two that agree with the best or are far from it.
     Phase.POPULATION: 0.35,
     # A* on a graph that is small enough: where it ends, it ends at once.
     Phase.STATES: 0.05,

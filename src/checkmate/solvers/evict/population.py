@@ -132,10 +132,9 @@ class Population:
     def take_in(self, code: Code, out_of_time: Callable[[], bool]) -> None:
         """Repair and improve a code that was found elsewhere, and give it the place of the dearest member, whatever it costs."""
         self.search.restart_from(code)
-        self.search.improve(self._work // PARAMETERS.member_divisor, PARAMETERS.temperature, out_of_time)
-        cost, improved = self.search.best()
+        cost, improved = self._annealed(out_of_time)
         if math.isfinite(cost) and not self.add(cost, improved):
-            self.members[len(self.members) - (len(self.members) >= PARAMETERS.size) :] = [Member(cost, improved)]
+            self.members = [*self.members[: PARAMETERS.size - 1], Member(cost, improved)]
         self._search_on()
 
     def add(self, cost: float, code: Code) -> bool:
@@ -162,8 +161,12 @@ class Population:
         search.forget()
         if not search.first(out_of_time=out_of_time):
             search.restart_from(self.members[0].code)
-        search.improve(self._work // PARAMETERS.member_divisor, PARAMETERS.temperature, out_of_time)
-        return search.best()
+        return self._annealed(out_of_time)
+
+    def _annealed(self, out_of_time: Callable[[], bool]) -> tuple[float, Code]:
+        """The search's plan after the ruin and repair of a new member."""
+        self.search.improve(self._work // PARAMETERS.member_divisor, PARAMETERS.temperature, out_of_time)
+        return self.search.best()
 
     def _child(self, out_of_time: Callable[[], bool]) -> tuple[float, Code]:
         """Cross two members, one of them the better of two that were drawn; repair and improve the result."""
