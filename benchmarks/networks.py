@@ -173,13 +173,13 @@ def mobilenet() -> Network:
     return net
 
 
-def resnet50() -> Network:
+def resnet(depths: Sequence[int]) -> Network:
     net = Network()
     x = net.pad("conv1_pad", Tensor(None, PHOTO), 6)
     x = net.conv("conv1_conv", x, 64, 7, 2, same=False)
     x = net.activation("conv1_relu", net.norm("conv1_bn", x))
     x = net.pool("pool1_pool", net.pad("pool1_pad", x, 2), 3)
-    for stage, (blocks, width) in enumerate(zip((3, 4, 6, 3), (64, 128, 256, 512), strict=True), start=2):
+    for stage, (blocks, width) in enumerate(zip(depths, (64, 128, 256, 512), strict=True), start=2):
         for block in range(1, blocks + 1):
             x = _bottleneck(net, f"conv{stage}_block{block}", x, width, 2 if stage > 2 and block == 1 else 1, block == 1)
     net.dense("probs", net.free("avg_pool", x, (2048,)), CLASSES)
@@ -198,13 +198,13 @@ def _bottleneck(net: Network, name: str, x: Tensor, width: int, stride: int, pro
     return net.activation(f"{name}_out", net.add(f"{name}_add", shortcut, y))
 
 
-def densenet121() -> Network:
+def densenet(depths: Sequence[int]) -> Network:
     net = Network()
     x = net.pad("zero_padding2d", Tensor(None, PHOTO), 6)
     x = net.conv("conv1_conv", x, 64, 7, 2, same=False, bias=False)
     x = net.activation("conv1_relu", net.norm("conv1_bn", x))
     x = net.pool("pool1", net.pad("zero_padding2d_1", x, 2), 3)
-    for stage, blocks in enumerate((6, 12, 24, 16), start=2):
+    for stage, blocks in enumerate(depths, start=2):
         for block in range(1, blocks + 1):
             name = f"conv{stage}_block{block}"
             y = net.activation(f"{name}_0_relu", net.norm(f"{name}_0_bn", x))
@@ -216,7 +216,7 @@ def densenet121() -> Network:
             x = net.activation(f"pool{stage}_relu", net.norm(f"pool{stage}_bn", x))
             x = net.pool(f"pool{stage}_pool", net.conv(f"pool{stage}_conv", x, x.shape[-1] // 2, 1, bias=False))
     x = net.activation("relu", net.norm("bn", x))
-    net.dense("fc1000", net.free("avg_pool", x, (1024,)), CLASSES)
+    net.dense("fc1000", net.free("avg_pool", x, (x.shape[-1],)), CLASSES)
     return net
 
 
@@ -292,13 +292,22 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "VGG16": lambda: vgg((2, 2, 3, 3, 3)),
     "VGG19": lambda: vgg((2, 2, 4, 4, 4)),
     "MobileNet": mobilenet,
-    "ResNet50": resnet50,
-    "DenseNet121": densenet121,
+    "ResNet50": lambda: resnet((3, 4, 6, 3)),
+    "DenseNet121": lambda: densenet((6, 12, 24, 16)),
     "vgg_unet": vgg_unet,
     "fcn_8_vgg": fcn_8_vgg,
     "segnet": segnet,
     "test": tiny,
 }
+OTHER_DEPTHS: dict[str, Callable[[], Network]] = {
+    "VGG11": lambda: vgg((1, 1, 2, 2, 2)),
+    "VGG13": lambda: vgg((2, 2, 2, 2, 2)),
+    "ResNet101": lambda: resnet((3, 4, 23, 3)),
+    "ResNet152": lambda: resnet((3, 8, 36, 3)),
+    "DenseNet169": lambda: densenet((6, 12, 32, 32)),
+    "DenseNet201": lambda: densenet((6, 12, 48, 32)),
+}
+"""Networks of the same kinds that the papers do not have."""
 
 
 def training_step(name: str, batch: int = 1) -> Graph:
@@ -309,12 +318,12 @@ def training_step(name: str, batch: int = 1) -> Graph:
     """
     if name.startswith("linear"):
         return chain(int(name.removeprefix("linear")))
-    return NETWORKS[name]().training_step(name, batch)
+    return {**NETWORKS, **OTHER_DEPTHS}[name]().training_step(name, batch)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("network", choices=[*NETWORKS, "linear4", "linear8", "linear16", "linear32"])
+    parser.add_argument("network", choices=[*NETWORKS, *OTHER_DEPTHS, "linear4", "linear8", "linear16", "linear32"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--out", required=True)
     options = parser.parse_args()

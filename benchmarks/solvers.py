@@ -1,15 +1,16 @@
-"""Overhead, proven bound, gap and seconds of solvers on the paper's graphs, captured steps and generated graphs.
+"""Overhead, proven bound, gap and seconds of solvers on the paper's graphs, captured steps, generated graphs and a grid.
 
     python benchmarks/solvers.py                            # every point with Auto, about an hour on one core
     python benchmarks/solvers.py --jobs 2                   # points side by side, one core each
     python benchmarks/solvers.py --only unet bert           # these graphs only; the others keep their rows
+    python benchmarks/solvers.py --suite grid               # 140 points with 10 s each, ten minutes
     python benchmarks/solvers.py --suite paper --solver chen-sqrt-n griewank local-search    # prints, writes nothing
     python benchmarks/solvers.py --table                    # the Markdown table from the committed JSON
 
 Budgets: fractions of the way from the largest working set to the peak of keeping everything, and the absolute
 points of Jain et al. (2020), for the paper's graphs; shares of what keeping everything takes above resident bytes,
-and the smallest budget found plus 3 %, for captured steps. Every point has 60 s on one thread; Auto stops at a gap
-of 0.01 %.
+and the smallest budget found plus 3 %, for captured steps. Every point has 60 s on one thread, those of the grid 10;
+Auto stops at a gap of 0.01 %. The grid has the paper's graphs and networks that no parameter was chosen on.
 """
 
 from __future__ import annotations
@@ -37,6 +38,19 @@ GRAPHS = HERE / "graphs"
 RESULTS = HERE / "results" / "solvers.json"
 TABLE = HERE.parent / "docs" / "benchmarks" / "solvers.md"
 CAPTURED = ("bert", "gpt2_loss", "resnet50", "resnet50_split", "unet")
+UNTRIED = {
+    "ResNet101": (1,),
+    "ResNet152": (1, 64),
+    "DenseNet169": (1,),
+    "DenseNet201": (1,),
+    "VGG11": (1,),
+    "VGG13": (64,),
+    "MobileNet": (64,),
+    "segnet": (16,),
+    "fcn_8_vgg": (16,),
+    "linear24": (1,),
+}
+"""Networks of the grid that no parameter was chosen on, and their batches."""
 CHAINS = {8: (4,), 16: (4, 6, 8), 32: (6,)}
 ABSOLUTE = {"vgg_unet_b32": (16e9, 12e9, 10e9), "MobileNet_b512": (16e9, 12e9, 8e9), "VGG16_b256": (14.3e9,)}
 CLOSED = 1e-3
@@ -47,7 +61,7 @@ class Point:
     """One row of the table.
 
     Attributes:
-        suite: ``"paper"``, ``"captured"`` or ``"generated"``.
+        suite: One of `SUITES`.
         first_s: Seconds to the first plan, or None.
         closed_s: Seconds to a gap of 0.1 %, or None.
     """
@@ -107,7 +121,21 @@ def generated() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
         yield f"layered {nodes}", graph, [(f"{share} of the peak", int(share * peak)) for share in (0.9, 0.8)]
 
 
-SUITES = {"paper": paper, "captured": captured, "generated": generated}
+def grid() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
+    """The paper's graphs and others of their kind, at budgets from tight to wide."""
+    sys.path.insert(0, str(HERE.parent))
+    from benchmarks.networks import training_step
+
+    known = [path.name.removesuffix(".graph.json") for path in sorted(GRAPHS.glob("*_b*.graph.json"))]
+    graphs = [(name, read(name)) for name in known]
+    graphs += [(f"{name}_b{batch}", training_step(name, batch)) for name, batches in UNTRIED.items() for batch in batches]
+    for name, graph in graphs:
+        yield name, graph, fractions(graph, (0.1, 0.3, 0.5, 0.7, 0.9))
+
+
+SUITES = {"paper": paper, "captured": captured, "generated": generated, "grid": grid}
+TIME_S = {"grid": 10.0}
+"""Seconds a point, 60 for all other suites."""
 
 
 def read(name: str) -> Graph:
@@ -157,10 +185,10 @@ def table(points: list[Point], where: dict[str, str]) -> str:
         "# Gaps of the default solver",
         "",
         "Made by `python benchmarks/solvers.py`: the networks of Jain et al. (2020) in the paper's cost model, training steps",
-        "captured from PyTorch, and generated graphs. `f` is the fraction of the way from the largest working set to the peak of",
-        "keeping everything; a share is relative to the memory that keeping everything needs above resident bytes. The bound",
-        "holds for every order of execution and any number of recomputations. One thread, at most 60 s for each point, stopped",
-        "at a gap of 0.01 %.",
+        "captured from PyTorch, generated graphs, and a grid of budgets with networks that no parameter was chosen on. `f` is",
+        "the fraction of the way from the largest working set to the peak of keeping everything; a share is relative to the",
+        "memory that keeping everything needs above resident bytes. The bound holds for every order of execution and any number",
+        "of recomputations. One thread, at most 60 s for each point, 10 s for those of the grid, stopped at a gap of 0.01 %.",
         f"{where['cpu']}, {beside}, Python {where['python']}, HiGHS {where['highspy']}.",
     ]
     for suite in dict.fromkeys(p.suite for p in points):
@@ -192,7 +220,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of graphs")
     parser.add_argument("--suite", nargs="*", choices=SUITES, default=list(SUITES))
     parser.add_argument("--solver", nargs="*", default=["auto"], help="names as `checkmate solvers` lists them")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds a point")
+    parser.add_argument("--time-limit", type=float, help="seconds a point, instead of those of each suite")
     parser.add_argument("--jobs", type=int, default=1, help="points side by side")
     parser.add_argument("--table", action="store_true", help="only rewrite the table")
     options = parser.parse_args()
@@ -203,7 +231,7 @@ def main() -> int:
     points: list[Point] = []
     with ProcessPoolExecutor(options.jobs) as pool:
         waiting = [
-            pool.submit(measure, suite, solver, name, graph, label, budget, options.time_limit)
+            pool.submit(measure, suite, solver, name, graph, label, budget, options.time_limit or TIME_S.get(suite, 60.0))
             for suite in options.suite
             for name, graph, budgets in SUITES[suite]()
             if not options.only or name in options.only

@@ -24,3 +24,19 @@ def test_every_network_has_a_file():
     """None is written down and compared with nothing."""
     names = {path.name.rpartition("_b")[0] for path in FILES}
     assert set(NETWORKS) <= names
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("VGG11", 132_863_336),
+        ("VGG13", 133_047_848),
+        ("ResNet101", 44_707_176),
+        ("ResNet152", 60_419_944),
+        ("DenseNet169", 14_307_880),
+        ("DenseNet201", 20_242_984),
+    ],
+)
+def test_other_depths_have_the_published_numbers_of_parameters(name: str, parameters: int):
+    """Those of Keras, and of torchvision for VGG."""
+    assert training_step(name).resident_bytes == 8 * parameters
