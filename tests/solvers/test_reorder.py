@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from checkmate import Graph, Plan, simulate, validate
-from checkmate.solvers.evict.orders import first_computations
+from checkmate.solvers.evict.instance import first_computations
 from checkmate.solvers.evict.reorder import reorder
 from tests.strategies import random_graph
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import checkmate
 from checkmate import Graph, Plan, Problem, simulate, validate
-from checkmate.solvers.evict.orders import first_computations
+from checkmate.solvers.evict.instance import first_computations
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import kept_to_the_end, starts
 from checkmate.solvers.reductions.fold_views import FoldViews

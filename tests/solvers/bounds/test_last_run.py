@@ -31,7 +31,7 @@ def stated(graph: Graph, ops: set[int]) -> int:
     over = {p for t in ops for p in above[t] if not graph.ops[p].recomputable}
     free = [o for o in range(len(graph.ops)) if o not in ops and o not in over]
     least = []
-    for t in ops:
+    for t in ops - over:
         own = {*graph.ops[t].inputs, *graph.ops[t].outputs}
         for after in itertools.chain.from_iterable(itertools.combinations(free, k) for k in range(len(free) + 1)):
             needed = {v for v, x in enumerate(graph.values) if x.kept} | {v for o in after for v in graph.ops[o].inputs}

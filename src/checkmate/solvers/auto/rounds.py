@@ -12,6 +12,7 @@ from checkmate.solvers.auto.run import Run
 from checkmate.solvers.bounds.chains import Chain, EventChains
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
+from checkmate.solvers.evict import resequence
 from checkmate.solvers.evict.instance import Code
 from checkmate.solvers.evict.population import Population
 from checkmate.solvers.evict.reorder import reorder
@@ -148,7 +149,26 @@ def best_chain(run: Run, searches: list[Search], event: int) -> Chain:
     return found if found.first else Chain([event], [])
 
 
-def cross(run: Run, searches: list[Search]) -> Population | None:
+def vary(run: Run, searches: list[Search]) -> Population | None:
+    """Anneal the best plan as a sequence, or cross plans with each other, whichever gains more.
+
+    Args:
+        run: The run.
+        searches: Searches with their plans, the cheapest first; that one is improved, or replaced.
+
+    Returns:
+        As `_cross`.
+    """
+    annealed = _reorder_search(run, searches[0], run.until(Phase.SEQUENCES))
+    few = annealed.best_cost >= (1 - phases.PARAMETERS.sequence_gain) * searches[0].best_cost
+    population = _cross(run, searches) if few and not run.session.done else None
+    if population is None and not run.session.done:
+        best = min(annealed, searches[0], key=_cost)
+        searches[0] = _reorder_search(run, best, run.until(Phase.SEQUENCES_AGAIN))
+    return population
+
+
+def _cross(run: Run, searches: list[Search]) -> Population | None:
     """Cross plans of the best search with each other.
 
     Args:
@@ -184,7 +204,7 @@ def _evolve(run: Run, population: Population, until_s: float, codes: Iterable[Co
 
 
 def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Search:
-    """Alternate memory-aware reordering and local search until several orders in a row bring no gain.
+    """Alternate annealing of the plan's sequence and local search until several sequences in a row bring no gain.
 
     Args:
         run: The run.
@@ -201,15 +221,27 @@ def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Sear
     while without_gain < patience and not (run.session.done or run.session.elapsed_s() > until_s):
         before = search.best_cost
         seed = run.random.randrange(1 << 32)
-        order = reorder(run.graph, search.order(), _room(run), seed, run.session.time_up)
-        other = search.in_order_of(order, seed)
-        if run.improve(other, decodes, phases.PARAMETERS.temperature, until_s):
+        with run.session.within(until_s):
+            other = min((search.in_order_of(order, seed) for order in _annealed(run, search.order(), seed)), key=_cost)
+        if run.improve(other, decodes, phases.PARAMETERS.temperature, until_s) or other.best_cost < before:
             run.offer(other.order())
         # Also at equal cost: the new order is lower, and the next search starts from it.
         if other.best_cost <= before:
             search = other
         without_gain = 0 if search.best_cost < before else without_gain + 1
     return search
+
+
+def _annealed(run: Run, order: list[int], seed: int) -> list[list[int]]:
+    """Sequences near that of a plan to search on from: annealed with its recomputations, or its order alone on a large graph."""
+    if len(run.graph.ops) > resequence.PARAMETERS.most_ops:
+        return [reorder(run.graph, order, _room(run), seed, run.session.time_up)]
+    found = run.resequencing.anneal(order, seed)
+    return [found.last, *([found.best] if found.best not in ([], found.last) else [])]
+
+
+def _cost(search: Search) -> float:
+    return search.best_cost
 
 
 def final_search(run: Run, searches: list[Search]) -> None:

@@ -13,6 +13,7 @@ from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import single_cuts
+from checkmate.solvers.evict.resequence import Resequencing
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
@@ -50,6 +51,11 @@ class Run:
     def any_order(self) -> CutModel:
         """The cuts' model for any order; made after the first plan, since it takes a second on 100,000 ops."""
         return CutModel(self.folded)
+
+    @cached_property
+    def resequencing(self) -> Resequencing:
+        """Annealing of plans as sequences."""
+        return Resequencing(self.folded, self.session.time_up)
 
     def offer(self, order: list[int]) -> bool:
         """Give the session a plan of the folded graph, as an order of computations; returns whether it is the best so far."""

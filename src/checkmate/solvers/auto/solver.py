@@ -79,7 +79,7 @@ def _solve(run: Run, rounds: int) -> None:
     """All phases, one after another, until the session is done."""
     from checkmate.solvers.auto.branches import branch
     from checkmate.solvers.auto.first_plans import first_plans
-    from checkmate.solvers.auto.rounds import best_chain, best_single, cross, final_search, refine
+    from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine, vary
     from checkmate.solvers.bounds.chains import Chain
     from checkmate.solvers.bounds.row import row_bound
 
@@ -106,7 +106,7 @@ def _solve(run: Run, rounds: int) -> None:
         chain = best_chain(run, searches, event) if run.folded.reorder else Chain([event], [])
         if session.done:
             return
-        population = cross(run, searches)
+        population = vary(run, searches)
         if session.done:
             return
         # A* may still close the gap; one round gives it a better plan, and so a lower limit.

@@ -22,7 +22,7 @@ class KeepAll:
         graph = problem.graph
         session.offer(range(len(graph.ops)))
         if session.plan is None and problem.reorder:
-            from checkmate.solvers.evict.orders import late_order
+            from checkmate.solvers.evict.starts import late_order
 
             session.offer(late_order(graph))
         if session.plan is not None:

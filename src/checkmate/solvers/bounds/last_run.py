@@ -12,15 +12,15 @@ where S[k] = value k is live while t runs, and r[o] = op o, not of M, runs after
     S[k] + r[producer of k] >= 1      for kept values k,
     S[k] + r[producer of k] >= r[o]   for inputs k of o,
 
-with r = 0 on M, and rows of the outputs of t left out: they are there. The least left side is a minimum cut (`min_cut` has the
-same network with costs), and the least over all t of M is a lower bound on the peak of every plan, for every M. Here M
-are the ops that need at least so many bytes, for every such amount. ``docs/explanation/event_cuts.md`` has the proof. We
-know of no earlier use.
+with r = 0 on M and on ancestors of M that may run only once, none of which is t, and rows of the outputs of t left out: they
+are there. The least left side is a minimum cut (`min_cut` has the same network with costs), and the least over all t of M is a
+lower bound on the peak of every plan, for every M. Here M are the ops that need at least so many bytes, for every such amount.
+``docs/explanation/event_cuts.md`` has the proof. We know of no earlier use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -92,10 +92,10 @@ def last_run_floor(graph: Graph, known_bytes: int, time_up: Flag | None = None) 
     # No floor of a set is higher than all kept values beside the least need in it.
     for least in sorted({n for n in network.need if n + kept + graph.resident_bytes > known_bytes}, reverse=True):
         known = known_bytes if best is None else best.peak_bytes
-        ops = sorted((o for o, n in enumerate(network.need) if n >= least), key=lambda o: (network.need[o], o))
-        again = network.can_run_after(ops)
+        ops = [o for o, n in enumerate(network.need) if n >= least]
+        last, again = network.last_and_after(ops)
         lowest, binding = _UNLIMITED, -1
-        for o in ops:
+        for o in sorted(last, key=lambda o: (network.need[o], o)):
             left -= network.entries
             beside = network.least_beside(o, again, time_up)
             if left < 0 or time_up[0]:
@@ -145,18 +145,23 @@ class _Network:
         self._arcs: Arcs = build_arcs(_FIRST + ops + values, np.concatenate(tails), np.concatenate(heads))
         self.entries = len(self._arcs.head) + len(self._arcs.start)
 
-    def can_run_after(self, last: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Ops that may run after all of some ops have run for the last time. Shape ``[op]``.
+    def last_and_after(self, ops: Collection[int]) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        """Those of some ops that may be the last of them to run, and the ops that may run after it.
 
-        Those themselves may not, and neither may an ancestor of one of them that may run only once: it has run.
+        An ancestor of one of them that may run only once has run before that one: it is not the last, and does not run again.
+
+        Returns:
+            The ops that may be the last, in the order given, and whether each op may run after it. Shape ``[op]``.
         """
-        graph, last = self._graph, set(last)
+        graph, chosen = self._graph, set(ops)
         before = [False] * len(graph.ops)
         for o in range(len(graph.ops) - 1, -1, -1):
-            if before[o] or o in last:
+            if before[o] or o in chosen:
                 for v in graph.ops[o].inputs:
                     before[graph.producer[v]] = True
-        return np.array([o not in last and (op.recomputable or not before[o]) for o, op in enumerate(graph.ops)])
+        over = [not op.recomputable and earlier for op, earlier in zip(graph.ops, before, strict=True)]
+        again = np.array([not gone and o not in chosen for o, gone in enumerate(over)])
+        return [o for o in ops if not over[o]], again
 
     def least_beside(self, op: int, again: npt.NDArray[np.bool_], time_up: Flag) -> int:
         """Least bytes beside those of an op while it runs for the last time, if of the others only some may run after it.

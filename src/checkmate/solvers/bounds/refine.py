@@ -342,7 +342,7 @@ class Refinement:
             if not solved.finished:
                 break
             # One at a time: each makes the program take several times as long, and the next may not end.
-            needed = [o for o in more if o in chain and o not in cuts][:1]
+            needed = [o for o in more if o not in cuts and all(self.model.comparable(o, c) for c in cuts)][:1]
             added = needed or self._violated(order, chain.difference(cuts), cuts)
             if not added:
                 break

@@ -164,6 +164,11 @@ def build_instance(
     )
 
 
+def first_computations(order: Sequence[int]) -> list[int]:
+    """Each op of an order once, where it is computed first."""
+    return list(dict.fromkeys(order))
+
+
 def rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Lists in compressed sparse row form.
 

@@ -11,8 +11,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget
 from checkmate.core.simulate import simulate
 from checkmate.solvers.bounds.floor import Floor, floor
-from checkmate.solvers.evict.orders import late_order
-from checkmate.solvers.evict.starts import load_kernels, starts
+from checkmate.solvers.evict.starts import late_order, load_kernels, starts
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.reductions.unread import without_unread
 from checkmate.solvers.session import Session

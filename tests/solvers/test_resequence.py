@@ -1,0 +1,89 @@
+"""Annealed sequences: every one is a plan, the best is within the budget, and both orders and recomputations are found."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from checkmate import BruteForce, Graph, Limits, Plan, Problem, simulate, solve, validate
+from checkmate.solvers.alarm import no_alarm
+from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.evict import resequence
+from checkmate.solvers.evict.resequence import ResequenceParameters, Resequencing
+from checkmate.solvers.reductions.fold_views import FoldViews
+from tests.solvers.chains import uneven_chain
+from tests.strategies import random_graph
+
+
+@pytest.fixture(autouse=True)
+def few_moves(monkeypatch):
+    """Small graphs need few."""
+    monkeypatch.setattr(resequence, "PARAMETERS", ResequenceParameters(moves=4000))
+
+
+def tight(seed: int) -> Problem:
+    """A random problem with its views folded, at half the room of its given order."""
+    graph = random_graph(random.Random(seed), max_ops=9)
+    own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+    problem = Problem(graph, (floor(graph).peak_bytes + own) // 2)
+    return FoldViews.of(graph).apply(problem)
+
+
+def test_every_sequence_is_a_plan_and_the_best_keeps_the_budget():
+    """Views tied to a place, several outputs, `order`, `clobbered_by`, replay states, ops that may run once."""
+    within = changed = 0
+    for seed in range(300):
+        problem = tight(seed)
+        graph = problem.graph
+        found = Resequencing(problem).anneal(range(len(graph.ops)), seed)
+        assert validate(graph, Plan.from_order(graph, found.last)) == (), seed
+        changed += found.last != list(range(len(graph.ops)))
+        if found.best:
+            within += 1
+            assert validate(graph, Plan.from_order(graph, found.best), problem.budget_bytes) == (), seed
+    assert within > 150
+    assert changed > 80
+
+
+def test_it_finds_optima_of_small_problems():
+    """From the order that keeps everything; the optimum is from trying all schedules."""
+    optimal = compared = 0
+    for seed in range(150):
+        problem = tight(seed)
+        graph = problem.graph
+        best = solve(problem, BruteForce(), limits=Limits(time_s=20), raise_on_failure=False)
+        found = Resequencing(problem).anneal(range(len(graph.ops)), seed)
+        if best.plan is None or best.cost == graph.cost:
+            continue
+        compared += 1
+        assert not found.best or sum(graph.ops[o].cost for o in found.best) >= best.cost, seed
+        optimal += bool(found.best) and sum(graph.ops[o].cost for o in found.best) == best.cost
+    assert compared > 8
+    assert optimal > compared // 2
+
+
+def test_it_recomputes_where_no_order_is_enough():
+    """A chain within half of its room: every order of it is the same one, so that values have to be made again."""
+    graph = uneven_chain(random.Random(3), 10)
+    own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+    problem = Problem(graph, (floor(graph).peak_bytes + own) // 2)
+    found = Resequencing(problem).anneal(range(len(graph.ops)), 0)
+    assert len(found.best) > len(graph.ops)
+
+
+def test_it_leaves_out_what_is_computed_again_for_nothing():
+    graph = Graph.from_dag(cost=[1] * 4, size_bytes=[1] * 4, edges=[(0, 1), (1, 2), (2, 3)])
+    found = Resequencing(Problem(graph, 4)).anneal([0, 0, 1, 0, 1, 2, 3], 0)
+    assert sorted(found.best) == [0, 1, 2, 3]
+
+
+def test_equal_seeds_give_equal_sequences_and_an_alarm_ends_it():
+    problem = tight(5)
+    order = range(len(problem.graph.ops))
+    assert Resequencing(problem).anneal(order, 1) == Resequencing(problem).anneal(order, 1)
+    raised = no_alarm()
+    raised[0] = 1
+    assert Resequencing(problem, raised).anneal(order, 1).last == list(order)
+    assert np.array_equal(raised, [1])
