@@ -76,22 +76,35 @@ def test_without_time_there_is_no_chain():
     model = CutModel(tight_chain(random.Random(3)))
     found = EventChains(model, no_alarm())
     assert found.candidates
-    assert found.longest(lambda: True) == (0.0, [])
+    highest = max(single_event(model, o, no_alarm()) for o in found.candidates)
+    assert found.longest(lambda: True) == (highest, [])
     proven: list[float] = []
     assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0) == ([found.candidates[0]], [])
     assert not proven
 
 
 def test_candidates_stand_out_from_their_neighbours():
-    """On the longest chain, in its order, with the highest first where there are too many."""
-    for seed in range(40):
+    """On the longest chain, in its order; those beside it, in the order of the graph, only where one of them proves more."""
+    beside = 0
+    for seed in range(400):
         model = CutModel(tight_problem(random.Random(seed), most_ops=(12,)))
         chain = chains.longest_chain(model)
-        alone = [0.0, *(single_event(model, o, no_alarm()) for o in chain), 0.0]
-        for o in EventChains(model, no_alarm()).candidates:
-            k = chain.index(o) + 1
-            assert alone[k] >= max(alone[k - 1], alone[k + 1])
-            assert alone[k] > 0
+        others = [o for o in range(model.end) if o not in chain]
+        alone = {o: single_event(model, o, no_alarm()) for o in range(model.end)}
+        found = EventChains(model, no_alarm())
+        for o in found.candidates:
+            line = chain if o in chain else others
+            k = line.index(o)
+            near = [alone[line[n]] for n in (k - 1, k + 1) if 0 <= n < len(line)]
+            assert alone[o] >= max(near, default=0.0)
+            assert alone[o] > 0
+        more = max((alone[o] for o in others), default=0.0) > max(alone[o] for o in chain)
+        assert more == any(o in others for o in found.candidates)
+        beside += more
+        bound, events = found.longest(lambda: False)
+        assert all(model.comparable(a, b) for a, b in combinations(events, 2))
+        assert bound >= max(alone[o] for o in (*chain, *(others if more else ()))) - 1e-12
+    assert beside > 5
 
 
 def test_programs_of_more_events_prove_more_and_no_more_than_a_plan_costs(monkeypatch):
