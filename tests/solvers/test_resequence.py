@@ -18,9 +18,9 @@ from tests.strategies import random_graph
 
 
 @pytest.fixture(autouse=True)
-def few_moves(monkeypatch):
-    """Small graphs need few."""
-    monkeypatch.setattr(resequence, "PARAMETERS", ResequenceParameters(moves=4000))
+def some_moves(monkeypatch):
+    """As many as keep the tests short."""
+    monkeypatch.setattr(resequence, "PARAMETERS", ResequenceParameters(moves=500))
 
 
 def tight(seed: int) -> Problem:

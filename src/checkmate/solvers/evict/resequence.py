@@ -83,7 +83,7 @@ class ResequenceParameters:
     """Parameters of `Resequencing`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
 
     Attributes:
-        moves: Moves tried.
+        moves: Moves tried, for each op of the graph.
         work: Most places of all sequences evaluated, which limits the moves on larger graphs: about a second.
         most_ops: Largest graph. Beyond it there are too few moves for the number of ops.
         stretch: Longest sequence, as a multiple of the number of ops.
@@ -91,7 +91,7 @@ class ResequenceParameters:
         shares: How moves are drawn.
     """
 
-    moves: int = 150_000
+    moves: int = 300
     work: int = 100_000_000
     most_ops: int = 3000
     stretch: int = 8
@@ -160,9 +160,13 @@ class Resequencing:
         scale = max(1.0, self._op_cost)
         price = self._drawn(p.schedule.prices, random) * scale / max(1.0, self._room)
         settings = _Settings(
-            room=self._room, moves=min(p.moves, p.work // length), hot=p.schedule.hot * scale, cold=p.schedule.cold * scale,
-            low_price=price, high_price=price * self._drawn(p.schedule.rises, random),
-        )  # fmt: skip
+            room=self._room,
+            moves=min(p.moves * self._end, p.work // length),
+            hot=p.schedule.hot * scale,
+            cold=p.schedule.cold * scale,
+            low_price=price,
+            high_price=price * self._drawn(p.schedule.rises, random),
+        )
         best_length, last_length = _anneal(self._rules, settings, p.shares, sequence, length, best, random, self._time_up)
         return Resequenced(best[: max(0, best_length - 1)].tolist(), sequence[: last_length - 1].tolist())
 
