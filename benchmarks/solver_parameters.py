@@ -42,7 +42,7 @@ TABLE = HERE.parent / "docs" / "benchmarks" / "solver_parameters.md"
 
 SEARCHED = ("evict.search", "evict.reorder", "evict.schedule", "evict.starts")
 BOUNDED = ("auto.phases", "bounds.refine", "local_search")
-TIGHT = ("bounds.chains", "bounds.tight_event", "evict.population", "evict.resequence")
+TIGHT = ("bounds.chains", "bounds.tight_event", "evict.population", "evict.sequences.resequence")
 DECODES = 300
 AUTO_S = 1.0
 TIGHT_S = 6.0

@@ -34,6 +34,7 @@ from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.registry import by_name
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
 GRAPHS = HERE / "graphs"
 RESULTS = HERE / "results" / "solvers.json"
 TABLE = HERE.parent / "docs" / "benchmarks" / "solvers.md"
@@ -109,8 +110,7 @@ def captured() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
 
 def generated() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
     """GPT-like steps and random layered graphs."""
-    sys.path.insert(0, str(HERE))
-    from generate import gpt_of, layered
+    from benchmarks.generate import gpt_of, layered
 
     for ops in (1000, 4000, 10_000):
         graph = gpt_of(ops)
@@ -123,7 +123,6 @@ def generated() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
 
 def grid() -> Iterator[tuple[str, Graph, list[tuple[str, int]]]]:
     """The paper's graphs and others of their kind, at budgets from tight to wide."""
-    sys.path.insert(0, str(HERE.parent))
     from benchmarks.networks import training_step
 
     known = [path.name.removesuffix(".graph.json") for path in sorted(GRAPHS.glob("*_b*.graph.json"))]

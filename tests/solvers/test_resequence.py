@@ -10,8 +10,8 @@ import pytest
 from checkmate import BruteForce, Graph, Limits, Plan, Problem, simulate, solve, validate
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.evict import resequence
-from checkmate.solvers.evict.resequence import ResequenceParameters, Resequencing
+from checkmate.solvers.evict.sequences import resequence
+from checkmate.solvers.evict.sequences.resequence import ResequenceParameters, Resequencing
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.chains import uneven_chain
 from tests.strategies import random_graph

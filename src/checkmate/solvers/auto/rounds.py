@@ -12,11 +12,11 @@ from checkmate.solvers.auto.run import Run
 from checkmate.solvers.bounds.chains import Chain, EventChains
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
-from checkmate.solvers.evict import resequence
 from checkmate.solvers.evict.instance import Code
 from checkmate.solvers.evict.population import Population
 from checkmate.solvers.evict.reorder import reorder
 from checkmate.solvers.evict.search import Search
+from checkmate.solvers.evict.sequences import resequence
 from checkmate.solvers.local_search import suggested_decodes
 
 
@@ -237,7 +237,7 @@ def _annealed(run: Run, order: list[int], seed: int) -> list[list[int]]:
     if len(run.graph.ops) > resequence.PARAMETERS.most_ops:
         return [reorder(run.graph, order, _room(run), seed, run.session.time_up)]
     found = run.resequencing.anneal(order, seed)
-    return [found.last, *([found.best] if found.best not in ([], found.last) else [])]
+    return [found.last, found.best] if found.best and found.best != found.last else [found.last]
 
 
 def _cost(search: Search) -> float:
@@ -252,7 +252,7 @@ def final_search(run: Run, searches: list[Search]) -> None:
         searches: Searches with their plans.
     """
     work = suggested_decodes(len(run.graph.ops))
-    best = min(searches, key=lambda search: search.best_cost)
+    best = min(searches, key=_cost)
     without_gain = 0
     while math.isfinite(best.best_cost) and without_gain < phases.PARAMETERS.patience and not run.session.done:
         others = [_reorder_search(run, best)]
@@ -260,7 +260,7 @@ def final_search(run: Run, searches: list[Search]) -> None:
             others.append(_reorder_search(run, _from_new_order(run)))
         elif run.improve(best, work // phases.PARAMETERS.round_divisor, phases.PARAMETERS.final_temperature, math.inf):
             run.offer(best.order())
-        other = min(*others, best, key=lambda search: search.best_cost)
+        other = min(*others, best, key=_cost)
         without_gain += 1
         if other.best_cost < best.best_cost:
             run.offer(other.order())

@@ -13,8 +13,8 @@ from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.bounds.event_cuts import CutModel
 from checkmate.solvers.bounds.refine import single_cuts
-from checkmate.solvers.evict.resequence import Resequencing
 from checkmate.solvers.evict.search import Search
+from checkmate.solvers.evict.sequences.resequence import Resequencing
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 

@@ -66,11 +66,11 @@ class Start(NamedTuple):
 @cache
 def load_kernels() -> None:
     """Compile the kernels of orders and searches, which takes half a minute once, or load them, which takes a second."""
+    from checkmate.solvers.evict.sequences.resequence import Resequencing
+
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
     chain = Graph.from_dag(cost=[1] * 5, size_bytes=[1] * 5, edges=edges, backward=[False, False, False, True, True])
     problem = Problem(chain, 3)
-    from checkmate.solvers.evict.resequence import Resequencing
-
     for start in starts(problem, 0):
         search = start.search(problem, 0)
         search.first()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +30,18 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import kernel
 from checkmate.solvers.evict.decode import next_random, random_below, seed_random
-from checkmate.solvers.evict.instance import Flags, Floats, Ints, build_instance
-
-_LONGEST_CHAIN: Final = 64
-"""Computations that one step may add."""
-_TRIES: Final = 24
-"""Draws of a place, or of a read, for a step that needs one of a certain kind."""
+from checkmate.solvers.evict.instance import build_instance
+from checkmate.solvers.evict.sequences.moves import (
+    LONGEST_CHAIN,
+    Moves,
+    Rules,
+    add,
+    leave_out_unread,
+    next_read,
+    remove,
+    shift,
+    tight_place,
+)
 
 
 class Schedule(NamedTuple):
@@ -55,27 +61,6 @@ class Schedule(NamedTuple):
     cold: float = 0.015
     prices: tuple[float, ...] = (12.0, 25.0, 50.0)
     rises: tuple[float, ...] = (1.0, 10.0)
-
-
-class Moves(NamedTuple):
-    """Shares of the kinds of moves, and how they are drawn. What moves leave is for adding computations.
-
-    Attributes:
-        shifts: Share of moves of a computation to another place.
-        removals: Share of computations left out.
-        near: Most places that a shift passes, in all but some of them.
-        far_share: Share of shifts that may pass any number.
-        tight: Share of the budget from which a place is a good one to free memory at, where none is over it.
-        still_live: Chance to compute an ancestor again that was still live after the place where memory is to be freed, as a
-            share of that for the others; it is held for longer otherwise.
-    """
-
-    shifts: float = 0.45
-    removals: float = 0.25
-    near: int = 30
-    far_share: float = 0.3
-    tight: float = 0.97
-    still_live: float = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +118,7 @@ class Resequencing:
         after = np.array(graph.order, dtype=np.int64).reshape(-1, 2)
         clobbers = [(o, c) for o, op in enumerate(graph.ops) for c in op.clobbered_by]
         overwritten = np.array(clobbers, dtype=np.int64).reshape(-1, 2)
-        self._rules = _Rules(
+        self._rules = Rules(
             instance.read_start, instance.reads, instance.write_start, instance.writes, instance.producer, instance.cost,
             instance.workspace, instance.replay, instance.size, evictable, np.ascontiguousarray(after[:, 0]),
             np.ascontiguousarray(after[:, 1]), np.ascontiguousarray(overwritten[:, 0]), np.ascontiguousarray(overwritten[:, 1]),
@@ -152,7 +137,7 @@ class Resequencing:
         """
         p = PARAMETERS
         length = len(order) + 1
-        room = max(length, p.stretch * self._end) + _LONGEST_CHAIN
+        room = max(length, p.stretch * self._end) + LONGEST_CHAIN
         sequence, best = np.zeros(room, dtype=np.int64), np.zeros(room, dtype=np.int64)
         sequence[: length - 1], sequence[length - 1] = order, self._end
         random = np.zeros(1, dtype=np.uint64)
@@ -175,33 +160,6 @@ class Resequencing:
         return choices[random_below(random, len(choices))]
 
 
-class _Rules(NamedTuple):
-    """A problem as the kernels take it: arrays of an `Instance`, and the pairs of ops that are ordered.
-
-    Attributes:
-        read_start: As in `Instance`, like the next nine.
-        before: First op of each pair whose first computations are ordered. Shape ``[pair]``.
-        after: Second op of each. Shape ``[pair]``.
-        disturbed: Op none of whose computations may follow the first of the one below. Shape ``[clobber]``.
-        disturbing: That op. Shape ``[clobber]``.
-    """
-
-    read_start: Ints
-    reads: Ints
-    write_start: Ints
-    writes: Ints
-    producer: Ints
-    cost: Floats
-    workspace: Floats
-    replay: Floats
-    size: Floats
-    evictable: Flags
-    before: Ints
-    after: Ints
-    disturbed: Ints
-    disturbing: Ints
-
-
 class _Settings(NamedTuple):
     """A `Schedule` in costs, costs a byte, and moves. All fields are of these very types."""
 
@@ -211,39 +169,6 @@ class _Settings(NamedTuple):
     cold: float
     low_price: float
     high_price: float
-
-
-@kernel
-def _without_unread(g, sequence, length, runs, live):
-    """Leave out computations that nothing reads where their op has others; returns the new length.
-
-    Args:
-        g: The rules.
-        sequence: Changed in place.
-        length: Its length.
-        runs: Computations of each op; kept up to date.
-        live: Working space. Shape ``[value]``.
-    """
-    live[:] = 0
-    place = len(sequence)
-    for p in range(length - 1, -1, -1):
-        o = sequence[p]
-        read = False
-        for k in range(g.write_start[o], g.write_start[o + 1]):
-            read = read or live[g.writes[k]] != 0
-        if not read and runs[o] > 1:
-            runs[o] -= 1
-            continue
-        for k in range(g.write_start[o], g.write_start[o + 1]):
-            live[g.writes[k]] = 0
-        for k in range(g.read_start[o], g.read_start[o + 1]):
-            live[g.reads[k]] = 1
-        place -= 1
-        sequence[place] = o
-    count = len(sequence) - place
-    for k in range(count):
-        sequence[k] = sequence[place + k]
-    return count
 
 
 @kernel
@@ -312,174 +237,6 @@ def _excess(g, sequence, length, runs, room, most, live, first, last, passed, pr
 
 
 @kernel
-def _tied(g, a, b):
-    """Whether one of two ops makes what the other reads, or they are the same."""
-    tied = a == b
-    for k in range(g.read_start[a], g.read_start[a + 1]):
-        tied = tied or g.producer[g.reads[k]] == b
-    for k in range(g.read_start[b], g.read_start[b + 1]):
-        tied = tied or g.producer[g.reads[k]] == a
-    return tied
-
-
-@kernel
-def _shift(g, shares, sequence, length, trial, random):
-    """Copy the sequence with one computation at another place, up to which it passes none that it is tied to.
-
-    Returns:
-        Whether one was moved.
-    """
-    source = random_below(random, length - 1)
-    o = sequence[source]
-    span = 1 + random_below(random, length if next_random(random) < shares.far_share else shares.near)
-    step = -1 if next_random(random) < 0.5 else 1
-    limit = max(0, source - span) if step < 0 else min(length - 2, source + span)
-    target = source
-    while target != limit and not _tied(g, o, sequence[target + step]):
-        target += step
-    if target == source:
-        return False
-    if next_random(random) < 0.5:
-        target = source + step * (1 + random_below(random, abs(target - source)))
-    trial[:length] = sequence[:length]
-    for k in range(source, target, step):
-        trial[k] = trial[k + step]
-    trial[target] = o
-    return True
-
-
-@kernel
-def _remove(sequence, length, runs, several, trial, random):
-    """Copy the sequence without one computation of an op that has several, drawn from the places ``several``.
-
-    Returns:
-        The op.
-    """
-    p = several[random_below(random, len(several))]
-    trial[:p] = sequence[:p]
-    trial[p : length - 1] = sequence[p + 1 : length]
-    return sequence[p]
-
-
-@kernel
-def _tight_place(shares, profile, length, room, excess, random):
-    """A place at which to free memory: one over the room if there is any, else one that is nearly full."""
-    least = room if excess > 0 else shares.tight * room
-    p = random_below(random, length)
-    for _ in range(_TRIES):
-        if profile[p] > least:
-            break
-        p = random_below(random, length)
-    return p
-
-
-@kernel
-def _next_read(g, sequence, length, p, random):
-    """A value that is live at a place and not touched there, and its next read; -1 if none is found."""
-    for _ in range(_TRIES):
-        at = p + 1 + random_below(random, length - p)
-        if at >= length:
-            continue
-        o = sequence[at]
-        inputs = g.read_start[o + 1] - g.read_start[o]
-        if inputs == 0:
-            continue
-        v = g.reads[g.read_start[o] + random_below(random, inputs)]
-        if not g.evictable[v]:
-            continue
-        q = at - 1
-        while q >= p and not _touches(g, sequence[q], v):
-            q -= 1
-        if q < p:
-            return v, at
-    return -1, -1
-
-
-@kernel
-def _touches(g, o, v):
-    """Whether an op reads or makes a value."""
-    touches = g.producer[v] == o
-    for k in range(g.read_start[o], g.read_start[o + 1]):
-        touches = touches or g.reads[k] == v
-    return touches
-
-
-@kernel
-def _last_touches(g, sequence, length, at, touched, remade):
-    """Last place that touches the instance of each value that is the newest before ``at``; -1 if there is none yet."""
-    touched[:] = -1
-    remade[:] = 0
-    for p in range(length):
-        o = sequence[p]
-        for k in range(g.read_start[o], g.read_start[o + 1]):
-            if not remade[g.reads[k]]:
-                touched[g.reads[k]] = p
-        for k in range(g.write_start[o], g.write_start[o + 1]):
-            if p < at:
-                touched[g.writes[k]] = p
-            else:
-                remade[g.writes[k]] = 1
-
-
-@kernel
-def _add(g, shares, sequence, length, p, value, at, trial, touched, remade, work, random):
-    """Copy the sequence with a value computed again right before ``at``, as it was held at ``p``.
-
-    An ancestor that is not live at ``at`` is held for longer, or computed again as well: more likely so if it was no longer
-    live at ``p``, where holding it would take what is to be freed.
-
-    Args:
-        g: The rules.
-        shares: Chances.
-        sequence: The sequence.
-        length: Its length.
-        p: Where memory is to be freed.
-        value: The value.
-        at: Its next read.
-        trial: Filled with the new sequence.
-        touched: Working space. Shape ``[value]``.
-        remade: Working space. Shape ``[value]``.
-        work: Working space: stack, next input, and computations to add, whose number is returned. Shape ``[3, place]``.
-        random: State of the random numbers.
-
-    Returns:
-        Computations added, in ``work[2]``; 0 if they are too many.
-    """
-    _last_touches(g, sequence, length, at, touched, remade)
-    again = next_random(random)
-    o = g.producer[value]
-    work[0, 0], work[1, 0] = o, g.read_start[o]
-    depth, count = 1, 0
-    while depth > 0:
-        o = work[0, depth - 1]
-        k = work[1, depth - 1]
-        if k < g.read_start[o + 1]:
-            work[1, depth - 1] = k + 1
-            v = g.reads[k]
-            if touched[v] >= at or not g.evictable[v]:
-                continue
-            if next_random(random) >= (again if touched[v] < p else shares.still_live * again):
-                continue
-            if depth + count >= _LONGEST_CHAIN:
-                return 0
-            made = g.producer[v]
-            for j in range(g.write_start[made], g.write_start[made + 1]):  # computed once
-                touched[g.writes[j]] = length
-            work[0, depth], work[1, depth] = made, g.read_start[made]
-            depth += 1
-        else:
-            depth -= 1
-            work[2, count] = o
-            count += 1
-    if length + count > len(trial):
-        return 0
-    trial[:at] = sequence[:at]
-    trial[at : at + count] = work[2, :count]
-    trial[at + count : length + count] = sequence[at:length]
-    return count
-
-
-@kernel
 def _anneal(g, settings, shares, sequence, length, best, random, time_up):
     """Anneal a sequence in place, and fill ``best`` with the cheapest one seen within the room.
 
@@ -492,7 +249,7 @@ def _anneal(g, settings, shares, sequence, length, best, random, time_up):
     runs, trial_runs = np.zeros(ops, np.int64), np.zeros(ops, np.int64)
     profile, trial_profile = np.zeros(places), np.zeros(places)
     trial, several = np.zeros(places, np.int64), np.zeros(places, np.int64)
-    work = np.zeros((3, _LONGEST_CHAIN + 1), np.int64)
+    work = np.zeros((3, LONGEST_CHAIN + 1), np.int64)
     cost = 0.0
     for p in range(length):
         runs[sequence[p]] += 1
@@ -519,26 +276,26 @@ def _anneal(g, settings, shares, sequence, length, best, random, time_up):
         trial_runs[:] = runs
         trial_length, trial_cost = length, cost
         if kind < shares.shifts:
-            if not _shift(g, shares, sequence, length, trial, random):
+            if not shift(g, shares, sequence, length, trial, random):
                 continue
         else:
             if kind < shares.shifts + shares.removals:
                 if repeats == 0:
                     continue
-                trial_runs[_remove(sequence, length, runs, several[:repeats], trial, random)] -= 1
+                trial_runs[remove(sequence, length, several[:repeats], trial, random)] -= 1
                 trial_length -= 1
             else:
-                p = _tight_place(shares, profile, length, settings.room, excess, random)
-                v, at = _next_read(g, sequence, length, p, random)
+                p = tight_place(shares, profile, length, settings.room, excess, random)
+                v, at = next_read(g, sequence, length, p, random)
                 if v < 0:
                     continue
-                count = _add(g, shares, sequence, length, p, v, at, trial, touched, remade, work, random)
+                count = add(g, shares, sequence, length, p, v, at, trial, touched, remade, work, random)
                 if count == 0:
                     continue
                 for k in range(count):
                     trial_runs[work[2, k]] += 1
                 trial_length += count
-            trial_length = _without_unread(g, trial, trial_length, trial_runs, live)
+            trial_length = leave_out_unread(g, trial, trial_length, trial_runs, live)
             trial_cost = 0.0
             for p in range(trial_length):
                 trial_cost += g.cost[trial[p]]

@@ -1,0 +1,1 @@
+"""Annealing of plans as sequences of computations, the order and the recomputations together."""
