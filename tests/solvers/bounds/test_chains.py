@@ -16,7 +16,8 @@ from checkmate.solvers.backends.highs import solve_linear
 from checkmate.solvers.backends.program import Solved
 from checkmate.solvers.bounds import chains
 from checkmate.solvers.bounds.chains import ChainParameters, EventChains
-from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.cut_model import CutModel
+from checkmate.solvers.bounds.event_cuts import build_cuts
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.bounds.min_cut import segment, single_event
 from tests.solvers.bounds.test_event_cuts import some_chain, tight_problem
@@ -126,7 +127,7 @@ def test_programs_of_more_events_prove_more_and_no_more_than_a_plan_costs(monkey
         assert first == [o for o in after if o in first]
         assert set(more) <= set(after) - set(first)
         enough, all_priced = (
-            solve_linear(model.build(sorted(some, key=after.index), segments="all").program).bound
+            solve_linear(build_cuts(model, sorted(some, key=after.index), segments="all").program).bound
             for some in (first, first + more)
         )
         assert enough >= 0.95 * max(proven) - 1e-9
@@ -144,14 +145,15 @@ def test_the_dearest_events_come_first(monkeypatch):
     found = EventChains(model, no_alarm())
     start, prices = found.candidates[0], {found.candidates[k]: price for k, price in enumerate((5.0, 0.0, 7.0))}
     asked: list[tuple[int, ...]] = []
-    build = model.build
-    monkeypatch.setattr(model, "build", lambda cuts, **named: asked.append(tuple(cuts)) or build(cuts, **named))
+    monkeypatch.setattr(
+        chains, "build_cuts", lambda model, cuts, **named: asked.append(tuple(cuts)) or build_cuts(model, cuts, **named)
+    )
 
     def solve(program, *, time_s):
         """The bound is the sum of the prices, in thousandths."""
         known = {o: prices.get(o, 0.0) for o in asked[-1]}
         rows = np.zeros(len(program.row_low))
-        rows[build(asked[-1], segments="all").memory_rows] = [-price for price in known.values()]
+        rows[build_cuts(model, asked[-1], segments="all").memory_rows] = [-price for price in known.values()]
         return Solved(sum(known.values()) / 1000, None, 0.0, True, row_prices=rows)
 
     monkeypatch.setattr(highs, "solve_linear", solve)

@@ -13,7 +13,8 @@ import pytest
 
 from checkmate import BruteForce, Graph, Op, Plan, Problem, Value, simulate, solve
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
-from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutBuilder, CutModel, CutProgram, NoColumn, Segments
+from checkmate.solvers.bounds.cut_model import CutModel
+from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutBuilder, CutProgram, NoColumn, Segments, build_cuts
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.bounds.proof import event_sides, least_share, stated_rows, strict_ancestors
@@ -62,7 +63,7 @@ def test_the_program_is_that_of_the_proof():
         chain = some_chain(rng, model)
         for floating, segments in itertools.product((False, True), get_args(Segments)):
             stated = least_share(problem, chain, floating=floating, targets=targets, segments=segments)
-            bound = linear_bound(model.build(chain, floating=floating, segments=segments))
+            bound = linear_bound(build_cuts(model, chain, floating=floating, segments=segments))
             assert bound == pytest.approx(stated, abs=1e-5), (seed, chain, floating, segments)
             sharp += 1e-6 < stated < math.inf
             impossible += math.isinf(stated)
@@ -113,7 +114,7 @@ def test_in_integers_the_program_is_that_of_the_proof():
         problem = tight_problem(rng)
         model = CutModel(problem)
         chain = some_chain(rng, model)
-        cut = model.build(chain)
+        cut = build_cuts(model, chain)
         if not len(cut.program.cost):
             continue
         stated = least_share(problem, chain, integral=True)
@@ -137,7 +138,7 @@ def test_every_cut_bounds_every_plan():
         model = CutModel(folded)
         for cuts in chains(model, random.Random(seed)):
             for floating in (False, True):
-                cut = model.build(cuts, floating=floating)
+                cut = build_cuts(model, cuts, floating=floating)
                 assert not cut.impossible, (seed, cuts)
                 for solved in (solve_linear(cut.program), solve_integer(cut.program)):
                     bound = instance.problem.graph.cost + solved.bound * once
@@ -172,10 +173,11 @@ def test_floating_ops_sharpen_the_bound():
     model = CutModel(problem)
     optimum = solve(problem, BruteForce()).cost
     without, with_them = (
-        solve_linear(model.build([3], floating=floating).program).bound * graph.cost + graph.cost for floating in (False, True)
+        solve_linear(build_cuts(model, [3], floating=floating).program).bound * graph.cost + graph.cost
+        for floating in (False, True)
     )
     assert without < with_them <= optimum + 1e-6
-    assert linear_bound(model.build([3])) == linear_bound(model.build([3], floating=True))
+    assert linear_bound(build_cuts(model, [3])) == linear_bound(build_cuts(model, [3], floating=True))
 
 
 def test_the_sides_of_an_event_are_its_ancestors_and_descendants():
@@ -233,6 +235,53 @@ def test_a_bound_holds_for_any_order_where_the_dag_leaves_none_open():
     assert seen == {True, False}
 
 
+def test_implied_rows_add_nothing_in_integers_and_those_without_a_price_nothing_to_the_relaxation():
+    """Any of them may be left out, and the program for integers leaves out those whose price in the relaxation is 0."""
+    sharper = dropped = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        model = CutModel(tight_problem(rng))
+        cut = build_cuts(model, some_chain(rng, model), floating=rng.random() < 0.5, segments="all")
+        relaxed = solve_linear(cut.program)
+        if cut.impossible or relaxed.row_prices is None:
+            continue
+        optimum = solve_integer(cut.program, absolute_gap=0.0).objective
+        slim = cut.without_slack(relaxed.row_prices)
+        none = cut.program.with_rows(~cut.implied)
+        for program in (slim, none):
+            assert solve_integer(program, absolute_gap=0.0).objective == pytest.approx(optimum, abs=1e-6), seed
+        assert linear_bound(replace(cut, program=slim)) == pytest.approx(relaxed.bound, abs=1e-6), seed
+        assert len(slim.row_low) == len(cut.program.row_low) - (cut.implied & (relaxed.row_prices == 0)).sum()
+        assert cut.without_slack(None) is cut.program
+        dropped += len(slim.row_low) < len(cut.program.row_low)
+        sharper += linear_bound(replace(cut, program=none)) < relaxed.bound - 1e-6
+    assert dropped > 20
+    assert sharper > 1
+
+
+def test_rows_of_segments_of_several_events_are_implied():
+    """All of them; but the columns up to the end count replay states in the rows of memory, and where there are any stay tied."""
+    values = (*(Value(f"v{i}", 1) for i in range(3)), Value("w", 1, kept=True))
+    for replay in (0, 3):
+        ops = (Op("f0", (), (0,), 1), Op("f1", (0,), (1,), 1, replay_bytes=replay), Op("f2", (1,), (2,), 1))
+        graph = Graph((*ops, Op("b", (0, 1, 2), (3,), 1)), values)
+        builder = CutBuilder(CutModel(Problem(graph, 100)), (1, 2, 3), False, segments="all")
+        cut = builder.build()
+        of_pair = {pair: {int(c) for c in columns if c >= 0} for pair, columns in builder.recomputed.items()}
+        longer = {c for (e, f), columns in of_pair.items() if f > e + 1 for c in columns}
+        tied = {c for (e, f), columns in of_pair.items() if f == 3 for c in columns} if replay else set[int]()
+        kinds = set[tuple[bool, bool]]()
+        for k, implied in enumerate(cut.implied):
+            row = set(cut.program.matrix[k].indices.tolist())
+            if not row & longer or k in cut.memory_rows:
+                assert not implied
+            elif not row & tied:
+                assert implied
+            kinds.add((bool(row & tied & longer), bool(implied)))
+        assert ((True, False) in kinds) == (replay > 0)
+        assert {implied for _, implied in kinds} == {True, False}
+
+
 def test_what_is_surely_live_is_a_constant_and_the_rest_that_can_be_read_a_column():
     """The inputs of the event, and what cannot be made again and has a reader that surely comes later; columns of the rest
     exist where the value may be there and some op or the end may still read it."""
@@ -243,7 +292,7 @@ def test_what_is_surely_live_is_a_constant_and_the_rest_that_can_be_read_a_colum
         model = CutModel(problem)
         chain = some_chain(rng, model)
         floating = rng.random() < 0.5
-        cut = model.build(chain, floating=floating)
+        cut = build_cuts(model, chain, floating=floating)
         assert cut.cuts == tuple(chain)
         assert cut.live.shape == (len(chain), len(graph.values))
         columns: list[int] = []
@@ -279,23 +328,23 @@ def test_an_event_that_alone_exceeds_the_budget_is_impossible():
     """Compared in exact bytes, without the slack that an engine's tolerance needs."""
     graph = Graph.from_dag(cost=[1, 1, 1], size_bytes=[2**40, 2**40, 1], edges=[(0, 1), (1, 2)], resident_bytes=7)
     for budget, impossible in ((2**41 + 7, False), (2**41 + 6, True)):
-        cut = CutModel(Problem(graph, budget)).build([0, 1, 2])
+        cut = build_cuts(CutModel(Problem(graph, budget)), [0, 1, 2])
         assert cut.impossible is impossible
-    assert CutModel(Problem(graph, 0)).build([2]).impossible
+    assert build_cuts(CutModel(Problem(graph, 0)), [2]).impossible
 
 
 def test_no_op_is_computed_again_for_nothing():
     """Where everything fits nothing is recomputed, whatever ops cost; a graph without costs has a bound of zero."""
     for cost in ([3, 4, 5], [0, 0, 0]):
         graph = Graph.from_dag(cost=cost, size_bytes=[1, 1, 1], edges=[(0, 1), (0, 2), (1, 2)], kept=[2])
-        assert linear_bound(CutModel(Problem(graph, 3)).build([0, 1, 2])) == pytest.approx(0.0)
+        assert linear_bound(build_cuts(CutModel(Problem(graph, 3)), [0, 1, 2])) == pytest.approx(0.0)
 
 
 def test_ops_without_values_need_nothing():
     """A graph may have effects alone: there is nothing to hold and nothing to compute again."""
     graph = Graph((Op("a", (), (), 1), Op("b", (), (), 1)), (), order=((0, 1),))
     for cuts in ([0], [0, 1]):
-        assert linear_bound(CutModel(Problem(graph, 9)).build(cuts)) == 0.0
+        assert linear_bound(build_cuts(CutModel(Problem(graph, 9)), cuts)) == 0.0
 
 
 def test_ops_that_float_without_values_follow_the_dag_too():
@@ -320,10 +369,10 @@ def test_a_budget_of_a_byte_is_a_budget():
         order = tuple((o, count) for o in range(count))
         return Graph((*made, Op("event", (), (count,), 1), *read), tuple(values), order)
 
-    assert linear_bound(CutModel(Problem(graph(1), 1)).build([1])) == pytest.approx(0.0)
-    assert linear_bound(CutModel(Problem(graph(2), 1)).build([2])) == pytest.approx(1 / 5, abs=1e-5)
+    assert linear_bound(build_cuts(CutModel(Problem(graph(1), 1)), [1])) == pytest.approx(0.0)
+    assert linear_bound(build_cuts(CutModel(Problem(graph(2), 1)), [2])) == pytest.approx(1 / 5, abs=1e-5)
     empty = Graph.from_dag(cost=[1, 1], size_bytes=[0, 0], edges=[(0, 1)])
-    assert linear_bound(CutModel(Problem(empty, 0)).build([0, 1])) == pytest.approx(0.0)
+    assert linear_bound(build_cuts(CutModel(Problem(empty, 0)), [0, 1])) == pytest.approx(0.0)
 
 
 def test_the_bound_is_a_share_of_the_cost_of_computing_all_ops_once():
@@ -332,12 +381,12 @@ def test_the_bound_is_a_share_of_the_cost_of_computing_all_ops_once():
         (Op("a", (), (0,), 30), Op("b", (0,), (1,), 5), Op("wide", (1,), (2,), 15, workspace_bytes=6), Op("c", (0, 2), (3,), 0)),
         (Value("x", 4), Value("y", 1), Value("w", 1), Value("z", 1, kept=True)),
     )
-    assert linear_bound(CutModel(Problem(tight, 8)).build([2])) == pytest.approx(
+    assert linear_bound(build_cuts(CutModel(Problem(tight, 8)), [2])) == pytest.approx(
         30 / 50 * (1 - 2 * PARAMETERS.budget_slack), rel=1e-8
     )
     assert solve(Problem(tight, 8), BruteForce()).cost == 50 + 30
     cheap = Graph(
         tuple(Op(op.name, op.inputs, op.outputs, int(not o), op.workspace_bytes) for o, op in enumerate(tight.ops)), tight.values
     )
-    assert linear_bound(CutModel(Problem(cheap, 8)).build([2])) == pytest.approx(1.0, abs=1e-4)
-    assert linear_bound(CutModel(Problem(tight, 12)).build([2])) == pytest.approx(0.0)
+    assert linear_bound(build_cuts(CutModel(Problem(cheap, 8)), [2])) == pytest.approx(1.0, abs=1e-4)
+    assert linear_bound(build_cuts(CutModel(Problem(tight, 12)), [2])) == pytest.approx(0.0)

@@ -18,7 +18,9 @@ from checkmate.core.plan import Compute
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.backends import highs
 from checkmate.solvers.backends.program import Solved
-from checkmate.solvers.bounds.event_cuts import CutModel, NoColumn
+from checkmate.solvers.bounds import refine as refine_module
+from checkmate.solvers.bounds.cut_model import CutModel
+from checkmate.solvers.bounds.event_cuts import NoColumn, build_cuts
 from checkmate.solvers.bounds.min_cut import single_event
 from checkmate.solvers.bounds.refine import (
     PARAMETERS,
@@ -173,9 +175,9 @@ def test_the_quick_bound_is_the_better_of_two_and_says_if_floating_ops_pay():
         problem = tight_problem(rng)
         model = CutModel(problem)
         cuts = some_chain(rng, model)
-        if model.build(cuts).impossible:
+        if build_cuts(model, cuts).impossible:
             continue
-        without, with_them = (linear_bound(model.build(cuts, floating=floating)) for floating in (False, True))
+        without, with_them = (linear_bound(build_cuts(model, cuts, floating=floating)) for floating in (False, True))
         bound, floating = quick_bound(model, cuts)
         assert bound == max(without, with_them)
         assert floating is (with_them > without + PARAMETERS.floating_gain)
@@ -271,7 +273,7 @@ def test_a_code_evicts_what_is_not_live_from_its_last_touch_or_event():
         problem = tight_problem(rng)
         graph = problem.graph
         model = CutModel(problem)
-        cut = model.build(some_chain(rng, model))
+        cut = build_cuts(model, some_chain(rng, model))
         staged = [o for o in range(model.end) if rng.random() < 0.8]
         stage = {o: t for t, o in enumerate(staged)}
         live = np.array([rng.choice([0.0, 0.49, 0.5, 1.0]) for _ in cut.program.cost])
@@ -306,13 +308,15 @@ class Engine:
         self.integer: list[dict[str, float]] = []
         self.programs: list[Any] = []
         self.relaxed: list[Any] = []
+        self.prices = False
         monkeypatch.setattr(highs, "solve_linear", self.solve_linear)
         monkeypatch.setattr(highs, "solve_integer", self.solve_integer)
 
     def solve_linear(self, program: Any, *, time_s: float) -> Solved:
         self.linear.append(time_s)
         self.relaxed.append(program)
-        return Solved(0.125, None, math.inf, True)
+        prices = np.arange(len(program.row_low)) % 3 * 0.5 if self.prices else None
+        return Solved(0.125, None, math.inf, True, row_prices=prices)
 
     def solve_integer(self, program: Any, **limits: float) -> Solved:
         self.integer.append(limits)
@@ -357,7 +361,7 @@ def test_the_solution_of_a_program_becomes_the_code_that_is_realised(monkeypatch
     search, fresh = FakeSearch(stage, [[]]), FakeSearch(stage)
     refine(search, problem, [6, 8])
     model = CutModel(problem)
-    code_of(model.build([6, 8]), np.zeros(len(engine.programs[0].cost)), model, fresh)
+    code_of(build_cuts(model, [6, 8]), np.zeros(len(engine.programs[0].cost)), model, fresh)
     assert search.evicted == fresh.evicted
     assert len(search.evicted) > 4
 
@@ -467,6 +471,20 @@ def test_events_are_added_where_the_realised_plan_breaks_the_budget(monkeypatch)
     assert refine(FakeSearch({}, [order] * 3), problem, [3], left=lambda: next(late, 0.0))[0] == [3, 5, 7, 9]
 
 
+def test_the_program_for_integers_leaves_out_what_the_relaxation_can_do_without(monkeypatch):
+    """Where its prices are known; of a single event no relaxation is solved, and no row is implied."""
+    problem = Problem(unit_chain(6), 5)
+    for events, prices in (([3], True), ([3, 9, 11], False), ([3, 9, 11], True)):
+        engine = Engine(monkeypatch, 1.0)
+        engine.prices = prices
+        refine(FakeSearch({}, []), problem, events)
+        cut = build_cuts(CutModel(problem), events, segments="all")
+        rows = len(cut.program.row_low)
+        left_out = int(cut.implied[::3].sum()) if prices else 0
+        assert [len(program.row_low) for program in engine.programs] == [rows - left_out]
+        assert (left_out > 0) == (prices and len(events) > 1)
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_solutions_of_finished_programs_are_kept_where_they_have_a_plan(monkeypatch, finished):
     """They are starts for a search; and the first program says how long one takes."""
@@ -484,8 +502,9 @@ def test_events_that_are_needed_are_added_before_those_that_are_violated(monkeyp
     """One at a time, in the order of their need, and also where the solution is no plan."""
     problem, order = Problem(unit_chain(6), 5), list(range(13))
     built: list[list[int]] = []
-    build = CutModel.build
-    monkeypatch.setattr(CutModel, "build", lambda self, cuts, **named: built.append(list(cuts)) or build(self, cuts, **named))
+    monkeypatch.setattr(
+        refine_module, "build_cuts", lambda model, cuts, **named: built.append(list(cuts)) or build_cuts(model, cuts, **named)
+    )
     Engine(monkeypatch, *(0.0 for _ in range(4)))
     refine(FakeSearch({}, [[], [], order, []]), problem, [3], more=[11, 3, 9])
     assert built == [[3], [3, 11], [3, 9, 11], [3, 5, 7, 9, 11]]

@@ -16,7 +16,7 @@ from checkmate import AStar, BruteForce, Graph, Op, Plan, Problem, Result, Value
 from checkmate.core.plan import Compute
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds import tight_event
-from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.cut_model import CutModel
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.bounds.min_cut import single_event
 from checkmate.solvers.bounds.tight_event import Branch, TightEvent, TightEventParameters

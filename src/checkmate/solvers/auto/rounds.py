@@ -10,7 +10,7 @@ from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.auto.run import Run
 from checkmate.solvers.bounds.chains import Chain, EventChains
-from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.cut_model import CutModel
 from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
 from checkmate.solvers.evict.instance import Code
 from checkmate.solvers.evict.population import Population

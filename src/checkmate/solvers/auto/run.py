@@ -11,7 +11,7 @@ from random import Random
 from checkmate.core.problem import Problem
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
-from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.cut_model import CutModel
 from checkmate.solvers.bounds.refine import single_cuts
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.sequences.resequence import Resequencing

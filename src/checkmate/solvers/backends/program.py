@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 import numpy as np
@@ -39,6 +39,14 @@ class Program:
     matrix: sparse.csr_matrix
     row_low: Floats
     row_high: Floats
+
+    def with_rows(self, which: npt.NDArray[np.bool_]) -> Program:
+        """The program with some of its rows.
+
+        Args:
+            which: Rows to keep. Shape ``[row]``.
+        """
+        return replace(self, matrix=self.matrix[which], row_low=self.row_low[which], row_high=self.row_high[which])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

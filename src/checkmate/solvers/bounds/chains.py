@@ -23,7 +23,8 @@ from scipy.signal import find_peaks
 
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.backends.program import Floats
-from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.cut_model import CutModel
+from checkmate.solvers.bounds.event_cuts import build_cuts
 from checkmate.solvers.bounds.min_cut import segment, single_event
 from checkmate.solvers.bounds.refine import longest_chain
 
@@ -148,7 +149,7 @@ class EventChains:
         most, prices = -math.inf, dict.fromkeys(events, 0.0)
         chain = list(events)
         while chain and left_s() > 0:
-            cut = self._model.build(chain, segments="all")
+            cut = build_cuts(self._model, chain, segments="all")
             limit_s = min(PARAMETERS.linear_time_s, PARAMETERS.linear_share * left_s())
             solved = solve_linear(cut.program, time_s=limit_s)
             if solved.row_prices is not None and solved.bound > most:
@@ -165,7 +166,7 @@ class EventChains:
             return Chain(list(events), [])
         few = 1
         while few < len(ranked) and left_s() > 0:
-            program = self._model.build(sorted(ranked[:few], key=self.candidates.index), segments="all").program
+            program = build_cuts(self._model, sorted(ranked[:few], key=self.candidates.index), segments="all").program
             if solve_linear(program, time_s=left_s()).bound >= PARAMETERS.enough * most:
                 break
             few += 1

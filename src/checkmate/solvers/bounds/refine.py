@@ -20,7 +20,8 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats
-from checkmate.solvers.bounds.event_cuts import CutModel, CutProgram, NoColumn
+from checkmate.solvers.bounds.cut_model import CutModel
+from checkmate.solvers.bounds.event_cuts import CutProgram, NoColumn, build_cuts
 from checkmate.solvers.evict.search import Code, Search
 
 Prove = Callable[[float, bool], None]
@@ -203,7 +204,7 @@ def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float
     from checkmate.solvers.backends.highs import solve_linear
 
     with_them, without = (
-        solve_linear(model.build(cuts, floating=floating).program, time_s=min(PARAMETERS.linear_time_s, left_s())).bound
+        solve_linear(build_cuts(model, cuts, floating=floating).program, time_s=min(PARAMETERS.linear_time_s, left_s())).bound
         for floating in (True, False)
     )
     return max(with_them, without), with_them > without + PARAMETERS.floating_gain
@@ -310,22 +311,25 @@ class Refinement:
         chain = {o for o in self.chain | set(first) if all(self.model.comparable(f, o) for f in first)}
         cuts = sorted(set(first), key=self._before)
         while left_s() > PARAMETERS.least_time_s:
-            cut = self.model.build(cuts, floating=floating, segments="all")
+            cut = build_cuts(self.model, cuts, floating=floating, segments="all")
             any_order = self.model.any_order(cuts)
             if cut.impossible:
                 self.prove(math.inf, any_order)
                 break
             # The bound by duals holds whatever the engine's tolerances; it stays if the integer program runs out of time.
             # That of one event was proven by `single_cuts`.
+            program = cut.program
             if len(cuts) > 1:
                 limit_s = min(PARAMETERS.chain_linear_time_s, PARAMETERS.chain_linear_share * left_s())
-                self.prove(solve_linear(cut.program, time_s=limit_s).bound, any_order)
+                relaxed = solve_linear(program, time_s=limit_s)
+                self.prove(relaxed.bound, any_order)
+                program = cut.without_slack(relaxed.row_prices)
             if left_s() <= 0:
                 break
             # Beyond the cost of the best plan a bound is of no use. The cutoff and no restarts together took a third off
             # an integer program of six events.
             begin = left_s()
-            solved = solve_integer(cut.program, time_s=begin, absolute_gap=self.gap, threads=self.threads, cutoff=best_share())
+            solved = solve_integer(program, time_s=begin, absolute_gap=self.gap, threads=self.threads, cutoff=best_share())
             self.first_s = self.first_s or begin - left_s()
             self.prove(solved.bound, any_order)
             if solved.solution is None or solved.bound >= best_share() - self.gap:

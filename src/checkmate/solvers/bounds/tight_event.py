@@ -35,7 +35,8 @@ import numpy.typing as npt
 
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats, Ints
-from checkmate.solvers.bounds.event_cuts import CutModel, CutProgram, NoColumn
+from checkmate.solvers.bounds.cut_model import CutModel
+from checkmate.solvers.bounds.event_cuts import CutProgram, NoColumn, build_cuts
 from checkmate.solvers.bounds.min_cut import single_event
 from checkmate.solvers.bounds.refine import longest_chain
 
@@ -244,7 +245,7 @@ class TightEvent:
 
     def _program(self, events: tuple[int, ...]) -> CutProgram:
         if events not in self._programs:
-            self._programs[events] = self._model.build([self._event, *events], segments="first")
+            self._programs[events] = build_cuts(self._model, [self._event, *events], segments="first")
         return self._programs[events]
 
     def _candidates(self, out_of_time: Callable[[], bool]) -> list[int]:

@@ -23,7 +23,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.core.simulate import simulate
 from checkmate.solvers.bounds.copy_cuts import build_with_host, proven_ns
-from checkmate.solvers.bounds.event_cuts import CutModel
+from checkmate.solvers.bounds.cut_model import CutModel
 from checkmate.solvers.bounds.refine import promising_events
 from checkmate.solvers.evict.instance import Move
 from checkmate.solvers.evict.search import Search

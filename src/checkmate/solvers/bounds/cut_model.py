@@ -1,0 +1,140 @@
+"""A problem prepared for event cuts: which ops the DAG puts before and after an event.
+
+`event_cuts` builds programs from it and `min_cut` minimum cuts. Terms and proofs: ``docs/explanation/event_cuts.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from checkmate.core.problem import Problem
+
+Mask = npt.NDArray[np.bool_]
+
+
+class CutModel:
+    """A problem prepared for event cuts; the programs of all its events share it.
+
+    Views must be folded (`FoldViews`); a view that is left has no bytes and no cost here, which relaxes the bound.
+
+    Args:
+        problem: The problem.
+        targets: None for any order; else first computations of these ops follow this order, and the
+            bound holds for that narrower class only.
+
+    Attributes:
+        end: Index of END, an op after all others that reads every kept value and costs nothing.
+        inputs: Values that each op reads. Shape ``[op + 1]``.
+        parents: Ops whose first computation precedes that of each op. Shape ``[op + 1]``.
+        children: The converse of ``parents``. Shape ``[op + 1]``.
+        parent_edges: Pairs of a parent and an op. Shape ``[edge, 2]``.
+        clobbered: Ops whose inputs others overwrite.
+    """
+
+    def __init__(self, problem: Problem, targets: tuple[int, ...] | None = None) -> None:
+        self.problem = problem
+        self.targets = targets
+        self._sides: dict[int, tuple[Mask, Mask]] = {}
+        graph = self.problem.graph
+        self.end = len(graph.ops)
+        count = self.end + 1
+        inputs = [*(list(dict.fromkeys(op.inputs)) for op in graph.ops), [v for v, x in enumerate(graph.values) if x.kept]]
+        self.inputs = inputs
+        self.outputs = [*(list(op.outputs) for op in graph.ops), []]
+        self.producer = np.array(graph.producer, dtype=np.int64)
+        self.size = np.array([v.size_bytes for v in graph.values], dtype=np.int64)
+        self.cost = np.array([*(op.cost for op in graph.ops), 0], dtype=np.float64)
+        self.workspace = [*(op.workspace_bytes for op in graph.ops), 0]
+        self.replay = np.array([*(op.replay_bytes for op in graph.ops), 0], dtype=np.int64)
+        forward_only = self.problem.recompute == "forward"
+        self.again = np.array(
+            [*(op.recomputable and (op.phase == "forward" or not forward_only) for op in graph.ops), False], dtype=np.bool_
+        )
+        self.clobbers = [*(op.clobbered_by for op in graph.ops), ()]
+        self.edge_value = np.array([v for part in inputs for v in part], dtype=np.int64)
+        self.edge_op = np.array([o for o, part in enumerate(inputs) for _ in part], dtype=np.int64)
+        # First computations follow data, `order`, and `clobbered_by`: an op that overwrites what o reads comes after o. All three
+        # hold in every plan, and each makes more ancestors sure, so that leaving one out would only loosen the bound.
+        before: list[set[int]] = [{graph.producer[v] for v in part} for part in inputs]
+        for a, b in graph.order:
+            before[b].add(a)
+        for o, clobbers in enumerate(self.clobbers):
+            for c in clobbers:
+                before[c].add(o)
+        before[self.end] = set(range(self.end))
+        self.parents: list[list[int]] = [sorted(p) for p in before]
+        self.children: list[list[int]] = [[] for _ in range(count)]
+        for o, above in enumerate(self.parents):
+            for p in above:
+                self.children[p].append(o)
+        self.parent_edges = np.array([(p, o) for o, above in enumerate(self.parents) for p in above], dtype=np.int64).reshape(
+            -1, 2
+        )
+        self.clobbered = [o for o, clobbers in enumerate(self.clobbers) if clobbers]
+        self.position = {} if self.targets is None else {o: t for t, o in enumerate(self.targets)}
+
+    def sides(self, op: int) -> tuple[Mask, Mask]:
+        """Ops surely computed before the event of an op, and ops surely not (A and D of the proof).
+
+        Args:
+            op: Op of the event.
+
+        Returns:
+            Two masks, without the op itself. Shapes ``[op + 1]``.
+        """
+        if op not in self._sides:
+            if self.targets is None or op not in self.position:
+                self._sides[op] = self._reach([op], self.parents), self._reach([op], self.children)
+            else:
+                # In a given order every earlier target is sure, and so are the ancestors of each: a superset of the
+                # sides by the DAG alone, hence a sharper bound for a narrower class.
+                t = self.position[op]
+                earlier, later = list(self.targets[:t]), [*self.targets[t + 1 :], self.end]
+                above, below = self._reach([*earlier, op], self.parents), self._reach(later, self.children)
+                above[earlier] = True
+                above[op] = False
+                below[later] = True
+                self._sides[op] = above, below
+        return self._sides[op]
+
+    def descendants(self, op: int) -> Mask:
+        """Ops that come after an op by the DAG alone. In a given order `sides` may have fewer, among ops that are no targets."""
+        return self.sides(op)[1] if self.targets is None else self._reach([op], self.children)
+
+    def readers_of(self, value: int) -> tuple[int, ...]:
+        """Ops that read a value, END left out."""
+        return self.problem.graph.readers[value]
+
+    def comparable(self, a: int, b: int) -> bool:
+        """Whether one of two ops surely comes before the other, so that both can be events of one chain."""
+        above, below = self.sides(a)
+        return a == b or bool(above[b] or below[b])
+
+    def any_order(self, cuts: Sequence[int]) -> bool:
+        """Whether the bound of these events holds for any order although the model was built for a given one.
+
+        It does if the DAG alone puts every op before or after each event: then no other order has other sides, and the program
+        is the same as that of a model without targets.
+        """
+        if self.targets is None:
+            return True
+        for cut in cuts:
+            known = self._reach([cut], self.parents) | self._reach([cut], self.children)
+            known[cut] = True
+            if not known.all():
+                return False
+        return True
+
+    def _reach(self, roots: list[int], adjacent: list[list[int]]) -> Mask:
+        """Ops that are reached from some, those themselves only if one reaches another. Shape ``[op + 1]``."""
+        seen = np.zeros(self.end + 1, dtype=np.bool_)
+        stack = list(roots)
+        while stack:
+            for o in adjacent[stack.pop()]:
+                if not seen[o]:
+                    seen[o] = True
+                    stack.append(o)
+        return seen
