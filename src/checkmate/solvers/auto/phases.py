@@ -58,7 +58,7 @@ PHASES: Mapping[Phase, float] = {
     # A* on a graph that is small enough: where it ends, it ends at once.
     Phase.STATES: 0.05,
     # Integer programs of a few events. They end where the gap is met; what they prove beyond the chains takes them seconds.
-    Phase.ANY_ORDER: 0.6,
+    Phase.ANY_ORDER: 0.8,
     # Their programs are easier, and their solutions make the best starts for the search.
     Phase.OWN_ORDER: 0.25,
     # Local search; after it, for the same share, search in other orders.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 
 from checkmate.solvers.auto import phases
@@ -32,7 +32,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
         rounds: Most rounds.
     """
     session = run.session
-    first, more = chain
+    first = chain.first
     events, phase = first, Phase.ANY_ORDER
     ended: set[tuple[int, ...]] = set()  # chains whose program has had its time
     least_s = 0.0  # what a program of the first events takes: one of as many does not end in less
@@ -46,7 +46,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
         # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
         if run.folded.reorder and tuple(events) not in ended and run.seconds_of(phase) >= least_s:
             floating = _quick_bound(run, search, events)[1]
-            events, refined = _refine_once(run, run.any_order, search, events, phase, floating=floating, more=more)
+            events, refined = _refine_once(run, run.any_order, search, events, phase, floating=floating, chain=chain)
             ended.add(tuple(events))
             least_s = max(least_s, refined.first_s)
             codes += refined.codes[-1:]
@@ -110,14 +110,15 @@ def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bo
 
 
 def _refine_once(
-    run: Run, model: CutModel, search: Search, first: list[int], phase: Phase, *, floating: bool, more: Sequence[int] = ()
+    run: Run, model: CutModel, search: Search, first: list[int], phase: Phase, *, floating: bool, chain: Chain | None = None
 ) -> tuple[list[int], Refinement]:
     """A refinement after the time of a phase, and the events that it came to."""
     session = run.session
     left_s = run.seconds_to(run.until(phase))
     gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
     refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
-    return refinement.run(first, run.best_share, left_s, floating=floating, more=more), refinement
+    more, peaks = (chain.more, chain.peaks) if chain else ([], [])
+    return refinement.run(first, run.best_share, left_s, floating=floating, more=more, peaks=peaks), refinement
 
 
 def best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None:
@@ -146,7 +147,7 @@ def best_chain(run: Run, searches: list[Search], event: int) -> Chain:
     prove = partial(run.prove, searches[0], any_order=True)
     prove(bound)
     found = chains.sharpen(events, prove, run.best_share, left_s)
-    return found if found.first else Chain([event], [])
+    return found if found.first else Chain([event], [], [])
 
 
 def vary(run: Run, searches: list[Search]) -> Population | None:

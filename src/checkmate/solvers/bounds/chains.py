@@ -41,6 +41,7 @@ class ChainParameters:
         added: Events to add to the program in a round.
         linear_time_s: Seconds for a linear program.
         linear_share: Share of the time left that it may take.
+        least_gain: Share by which more events must raise the bound for even more to be tried.
         enough: Share of what the largest program proves for which fewer events are enough to begin an integer program with.
     """
 
@@ -49,6 +50,7 @@ class ChainParameters:
     added: int = 2
     linear_time_s: float = 5.0
     linear_share: float = 0.7
+    least_gain: float = 0.002
     enough: float = 0.95
 
 
@@ -61,10 +63,12 @@ class Chain(NamedTuple):
     Attributes:
         first: Those to begin an integer program with, in the order of the chain.
         more: Others, the most needed first.
+        peaks: Others that prove more alone than their neighbours, any of which a solution may violate.
     """
 
     first: list[int]
     more: list[int]
+    peaks: list[int]
 
 
 class EventChains:
@@ -146,7 +150,7 @@ class EventChains:
         """
         from checkmate.solvers.backends.highs import solve_linear
 
-        most, prices = -math.inf, dict.fromkeys(events, 0.0)
+        most, last, prices = -math.inf, 0.0, dict.fromkeys(events, 0.0)
         chain = list(events)
         while chain and left_s() > 0:
             cut = build_cuts(self._model, chain, segments="all")
@@ -155,7 +159,9 @@ class EventChains:
             if solved.row_prices is not None and solved.bound > most:
                 most, prices = solved.bound, dict(zip(chain, -solved.row_prices[cut.memory_rows], strict=True))
             prove(solved.bound)
-            if not solved.finished or solved.bound >= best_share():
+            few_more = solved.bound < (1 + PARAMETERS.least_gain) * last
+            last = solved.bound
+            if not solved.finished or few_more or solved.bound >= best_share():
                 break
             added = self._next(chain)
             if not added:
@@ -163,14 +169,14 @@ class EventChains:
             chain = sorted({*chain, *added}, key=self.candidates.index)
         ranked = sorted((o for o in prices if prices[o] > 0), key=lambda o: (-prices[o], o))
         if not ranked:
-            return Chain(list(events), [])
+            return Chain(list(events), [], self.candidates)
         few = 1
         while few < len(ranked) and left_s() > 0:
             program = build_cuts(self._model, sorted(ranked[:few], key=self.candidates.index), segments="all").program
             if solve_linear(program, time_s=left_s()).bound >= PARAMETERS.enough * most:
                 break
             few += 1
-        return Chain(sorted(ranked[:few], key=self.candidates.index), ranked[few:])
+        return Chain(sorted(ranked[:few], key=self.candidates.index), ranked[few:], self.candidates)
 
     def _between(self, event: int, until: int) -> float:
         return segment(self._model, event, until, self._time_up)

@@ -58,7 +58,7 @@ class RefinementParameters:
     chain_linear_share: float = 0.3
     floating_gain: float = 1e-5
     least_time_s: float = 0.2
-    added_events: int = 3
+    added_events: int = 2
     added_spacing: int = 64
     share_tolerance: float = 0.5
 
@@ -293,6 +293,7 @@ class Refinement:
         *,
         floating: bool,
         more: Sequence[int] = (),
+        peaks: Sequence[int] = (),
     ) -> list[int]:
         """Refine from some first events until the bound meets the best plan, nothing is violated, or time is up.
 
@@ -301,7 +302,8 @@ class Refinement:
             best_share: Extra cost of the best plan so far, as a share.
             left_s: Seconds left for this refinement.
             floating: Whether ops beside the chain are modelled: a sharper bound from a larger program.
-            more: Events to add before those that are violated, the most needed first.
+            more: Events to add, the most needed first: one in each round, beside those that are violated.
+            peaks: Ops that prove more than their neighbours; those of them that are violated are added before others.
 
         Returns:
             The events of the last program.
@@ -345,9 +347,10 @@ class Refinement:
             # A solution that time cut short may break the budget where the optimum does not.
             if not solved.finished:
                 break
-            # One at a time: each makes the program take several times as long, and the next may not end.
+            # Few at a time: each makes the program take longer, and the next may not end.
             needed = [o for o in more if o not in cuts and all(self.model.comparable(o, c) for c in cuts)][:1]
-            added = needed or self._violated(order, chain.difference(cuts), cuts)
+            known = [*cuts, *needed]
+            added = [*needed, *self._violated(order, chain.difference(known), peaks, known)][: PARAMETERS.added_events]
             if not added:
                 break
             cuts = sorted({*cuts, *added}, key=self._before)
@@ -361,22 +364,27 @@ class Refinement:
         """Rank of an event on its chain; the index of an op that is no target, which is a topological rank as well."""
         return self.rank.get(op, op)
 
-    def _violated(self, order: list[int], among: set[int], cuts: list[int]) -> list[int]:
-        """Events to add: those that break the budget by most, apart from each other and in one chain with the others.
+    def _violated(self, order: list[int], among: set[int], peaks: Sequence[int], cuts: list[int]) -> list[int]:
+        """Events to add: apart from each other and in one chain with the others, and where there are such apart from those too.
 
         Args:
             order: The realised plan; none to add if it is empty.
-            among: Ops to choose among.
+            among: Ops to choose among: those that break the budget, by most first.
+            peaks: Those of them that come before the others.
             cuts: Events so far.
         """
         held = first_bytes(self.model.problem.graph, order) if order else {}
-        broken = {o: bytes_ for o, bytes_ in held.items() if bytes_ > self.model.problem.budget_bytes and o in among}
+        broken = [o for o, bytes_ in held.items() if bytes_ > self.model.problem.budget_bytes and o in among]
+        broken.sort(key=lambda o: (o not in peaks, -held[o], o))
         apart = max(1, len(self.rank) // PARAMETERS.added_spacing)
         added: list[int] = []
-        for o in sorted(broken, key=lambda op: (-broken[op], op)):
-            near = any(abs(self._before(o) - self._before(c)) <= apart for c in added)
-            if not near and all(self.model.comparable(o, c) for c in (*cuts, *added)):
-                added.append(o)
-                if len(added) >= PARAMETERS.added_events:
-                    break
+        for others in (cuts, []):
+            for o in broken:
+                near = any(abs(self._before(o) - self._before(c)) <= apart for c in (*others, *added))
+                if not near and all(self.model.comparable(o, c) for c in (*cuts, *added)):
+                    added.append(o)
+                    if len(added) >= PARAMETERS.added_events:
+                        return added
+            if added:
+                break
         return added
