@@ -80,7 +80,7 @@ def test_without_time_there_is_no_chain():
     highest = max(single_event(model, o, no_alarm()) for o in found.candidates)
     assert found.longest(lambda: True) == (highest, [])
     proven: list[float] = []
-    assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0) == ([found.candidates[0]], [])
+    assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0)[:2] == ([found.candidates[0]], [])
     assert not proven
 
 
@@ -119,13 +119,14 @@ def test_programs_of_more_events_prove_more_and_no_more_than_a_plan_costs(monkey
         if not events:
             continue
         proven: list[float] = []
-        first, more = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
+        first, more, peaks = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
         optimum = (result.cost - problem.graph.cost) / max(1, problem.graph.cost)
         assert max(proven) <= optimum + 1e-6, seed
         after = found.candidates[found.candidates.index(events[0]) :]
         assert len(proven) == 1 + len(set(after) - set(events))
         assert first == [o for o in after if o in first]
         assert set(more) <= set(after) - set(first)
+        assert peaks == found.candidates
         enough, all_priced = (
             solve_linear(build_cuts(model, sorted(some, key=after.index), segments="all").program).bound
             for some in (first, first + more)
@@ -160,11 +161,13 @@ def test_the_dearest_events_come_first(monkeypatch):
     assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf) == (
         [found.candidates[0], found.candidates[2]],
         [],
+        found.candidates,
     )
     monkeypatch.setattr(chains, "PARAMETERS", ChainParameters(enough=0.5))
     assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf) == (
         [found.candidates[2]],
         [found.candidates[0]],
+        found.candidates,
     )
 
 
@@ -186,7 +189,7 @@ def test_two_events_bind_where_early_values_are_large():
     alone = max(single_event(model, o, no_alarm()) for o in found.candidates)
     proven: list[float] = []
     some = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
-    assert (events, []) == some
+    assert (events, [], found.candidates) == some
     assert events == [layers + 1, 27]
     assert bound == pytest.approx(0.2121, abs=1e-4)
     assert alone == pytest.approx(0.1742, abs=1e-4)

@@ -327,7 +327,7 @@ class Engine:
 
 def refine(
     search: FakeSearch, problem: Problem, first: list[int], *, best: float = 1.0, left: Callable[[], float] = lambda: 100.0,
-    targets: tuple[int, ...] | None = None, floating: bool = True, more: Sequence[int] = (),
+    targets: tuple[int, ...] | None = None, floating: bool = True, more: Sequence[int] = (), peaks: Sequence[int] = (),
 ) -> tuple[list[int], list[tuple[float, bool]], list[list[int]]]:  # fmt: skip
     """Events of the last program, what was proven and what was offered."""
     proven: list[tuple[float, bool]] = []
@@ -335,7 +335,7 @@ def refine(
     refinement = Refinement(
         CutModel(problem, targets), search, lambda *proof: proven.append(proof), offered.append, gap=0.01, threads=3
     )
-    cuts = refinement.run(first, lambda: best, left, floating=floating, more=more)
+    cuts = refinement.run(first, lambda: best, left, floating=floating, more=more, peaks=peaks)
     return cuts, proven, offered
 
 
@@ -400,7 +400,7 @@ def test_a_round_proves_the_relaxation_and_then_the_integers(monkeypatch, first,
     assert offered == [order]
     assert engine.linear == linear
     assert all(relaxed is program for relaxed, program in zip(engine.relaxed, engine.programs, strict=False))
-    assert engine.integer == [{"time_s": left, "absolute_gap": 0.01, "threads": 3, "cutoff": 0.75}]
+    assert engine.integer == [{"time_s": 0.75 * left, "absolute_gap": 0.01, "threads": 3, "cutoff": 0.75}]
 
 
 def test_bounds_of_a_given_order_say_so(monkeypatch):
@@ -460,15 +460,27 @@ def test_a_solution_is_offered_as_it_is_and_repaired(monkeypatch):
 
 
 def test_events_are_added_where_the_realised_plan_breaks_the_budget(monkeypatch):
-    """The fullest first and some at a time, apart from each other, until every op that breaks it is an event."""
+    """The fullest first and two at a time, apart from each other and first from those before, until all that break it are."""
     problem, order = Problem(unit_chain(6), 5), list(range(13))
     assert list(first_bytes(problem.graph, order).values()) == [1, 2, 3, 4, 5, 6, 7, 8, 7, 6, 5, 4, 3]
-    engine = Engine(monkeypatch, 0.0, 0.0, 0.0)
-    assert refine(FakeSearch({}, [order] * 3), problem, [3])[0] == [3, 5, 6, 7, 8, 9]
-    assert len(engine.linear) == 2  # after 3 alone: 5, 7, 9; then 6 and 8
-    Engine(monkeypatch, 0.0, 0.0)
+    for rounds, events in enumerate(([3], [3, 5, 7], [3, 5, 7, 9], [3, 5, 6, 7, 8, 9], [3, 5, 6, 7, 8, 9])):
+        engine = Engine(monkeypatch, *[0.0] * 4)
+        search = FakeSearch({}, [*[order] * rounds, []])
+        assert refine(search, problem, [3])[0] == events
+        assert len(engine.linear) == min(rounds, 3)
+    Engine(monkeypatch, 0.0)
     late = iter([1.0] * 3 + [0.0])
-    assert refine(FakeSearch({}, [order] * 3), problem, [3], left=lambda: next(late, 0.0))[0] == [3, 5, 7, 9]
+    assert refine(FakeSearch({}, [order]), problem, [3], left=lambda: next(late, 0.0))[0] == [3, 5, 7]
+
+
+def test_of_events_that_are_violated_those_that_prove_more_than_their_neighbours_come_first(monkeypatch):
+    """In the order of their bytes; others where there are none, or none apart from the events so far."""
+    problem, order = Problem(unit_chain(6), 5), list(range(13))
+    for peaks, events in (([5, 8, 11], [3, 5, 8]), ([8], [3, 6, 8]), ([11], [3, 5, 7])):
+        Engine(monkeypatch, 0.0, 0.0)
+        assert refine(FakeSearch({}, [order, []]), problem, [3], peaks=peaks)[0] == events
+    Engine(monkeypatch, 0.0, 0.0)
+    assert refine(FakeSearch({}, [order, []]), problem, [6], peaks=[7])[0] == [6, 8]
 
 
 def test_the_program_for_integers_leaves_out_what_the_relaxation_can_do_without(monkeypatch):
@@ -498,16 +510,16 @@ def test_solutions_of_finished_programs_are_kept_where_they_have_a_plan(monkeypa
     assert refinement.first_s == 4.0
 
 
-def test_events_that_are_needed_are_added_before_those_that_are_violated(monkeypatch):
-    """One at a time, in the order of their need, and also where the solution is no plan."""
+def test_an_event_that_is_needed_is_added_before_those_that_are_violated(monkeypatch):
+    """One at a time, in the order of their need, with one that is violated beside it, or alone where the solution is no plan."""
     problem, order = Problem(unit_chain(6), 5), list(range(13))
     built: list[list[int]] = []
     monkeypatch.setattr(
         refine_module, "build_cuts", lambda model, cuts, **named: built.append(list(cuts)) or build_cuts(model, cuts, **named)
     )
     Engine(monkeypatch, *(0.0 for _ in range(4)))
-    refine(FakeSearch({}, [[], [], order, []]), problem, [3], more=[11, 3, 9])
-    assert built == [[3], [3, 11], [3, 9, 11], [3, 5, 7, 9, 11]]
+    refine(FakeSearch({}, [[], order, order, []]), problem, [3], more=[11, 3, 9])
+    assert built == [[3], [3, 11], [3, 7, 9, 11], [3, 5, 7, 9, 11]]
     Engine(monkeypatch, 0.0, finished=False)
     assert refine(FakeSearch({}, [[]]), problem, [3], more=[11, 9])[0] == [3]
 
@@ -528,7 +540,7 @@ def test_on_a_long_chain_added_events_lie_further_apart(monkeypatch):
     Engine(monkeypatch, 0.0)
     cuts, _, _ = refine(FakeSearch({}, [order]), problem, [0], left=lambda: next(left, 0.0))
     assert len(order) // PARAMETERS.added_spacing == 2
-    assert cuts == [0, peak - 3, peak, peak + 3]
+    assert cuts == [0, peak - 3, peak]
 
 
 def test_all_events_are_one_chain_and_every_op_of_it_that_breaks_the_budget_is_among_them(monkeypatch):

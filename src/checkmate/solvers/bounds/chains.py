@@ -41,7 +41,6 @@ class ChainParameters:
         added: Events to add to the program in a round.
         linear_time_s: Seconds for a linear program.
         linear_share: Share of the time left that it may take.
-        least_gain: Share by which more events must raise the bound for even more to be tried.
         enough: Share of what the largest program proves for which fewer events are enough to begin an integer program with.
     """
 
@@ -50,7 +49,6 @@ class ChainParameters:
     added: int = 2
     linear_time_s: float = 5.0
     linear_share: float = 0.7
-    least_gain: float = 0.002
     enough: float = 0.95
 
 
@@ -150,7 +148,7 @@ class EventChains:
         """
         from checkmate.solvers.backends.highs import solve_linear
 
-        most, last, prices = -math.inf, 0.0, dict.fromkeys(events, 0.0)
+        most, prices = -math.inf, dict.fromkeys(events, 0.0)
         chain = list(events)
         while chain and left_s() > 0:
             cut = build_cuts(self._model, chain, segments="all")
@@ -159,9 +157,7 @@ class EventChains:
             if solved.row_prices is not None and solved.bound > most:
                 most, prices = solved.bound, dict(zip(chain, -solved.row_prices[cut.memory_rows], strict=True))
             prove(solved.bound)
-            few_more = solved.bound < (1 + PARAMETERS.least_gain) * last
-            last = solved.bound
-            if not solved.finished or few_more or solved.bound >= best_share():
+            if not solved.finished or solved.bound >= best_share():
                 break
             added = self._next(chain)
             if not added:

@@ -43,6 +43,8 @@ class RefinementParameters:
             is still of use.
         chain_linear_time_s: The same for several events; larger programs, solved once a round.
         chain_linear_share: Share of the time left that it may take, which keeps the rest for the integer program.
+        integer_share: Share of the time left that one integer program may take. Programs that end leave their successors more;
+            of one that does not, the search has the rest.
         floating_gain: Share by which floating ops must raise the linear bound to be modelled in the integer program. Below it
             the difference is the engine's tolerance.
         least_time_s: Seconds left below which no round begins. Chosen by hand.
@@ -56,6 +58,7 @@ class RefinementParameters:
     linear_time_s: float = 5.0
     chain_linear_time_s: float = 10.0
     chain_linear_share: float = 0.3
+    integer_share: float = 0.75
     floating_gain: float = 1e-5
     least_time_s: float = 0.2
     added_events: int = 2
@@ -331,7 +334,8 @@ class Refinement:
             # Beyond the cost of the best plan a bound is of no use. The cutoff and no restarts together took a third off
             # an integer program of six events.
             begin = left_s()
-            solved = solve_integer(program, time_s=begin, absolute_gap=self.gap, threads=self.threads, cutoff=best_share())
+            limit_s = PARAMETERS.integer_share * begin
+            solved = solve_integer(program, time_s=limit_s, absolute_gap=self.gap, threads=self.threads, cutoff=best_share())
             self.first_s = self.first_s or begin - left_s()
             self.prove(solved.bound, any_order)
             if solved.solution is None or solved.bound >= best_share() - self.gap:
