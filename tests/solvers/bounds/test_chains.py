@@ -80,7 +80,11 @@ def test_without_time_there_is_no_chain():
     highest = max(single_event(model, o, no_alarm()) for o in found.candidates)
     assert found.longest(lambda: True) == (highest, [])
     proven: list[float] = []
-    assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0)[:2] == ([found.candidates[0]], [])
+    assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0) == (
+        [found.candidates[0]],
+        [],
+        found.candidates,
+    )
     assert not proven
 
 
