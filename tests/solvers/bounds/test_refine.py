@@ -1,4 +1,4 @@
-"""Refinement: which events are chosen, what is proven of them, and how a solution becomes a plan."""
+"""Refinement: what is proven of events, how a solution becomes a plan, and which events are added."""
 
 from __future__ import annotations
 
@@ -10,228 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from checkmate import Graph, Limits, Op, Plan, Problem, Value, simulate, solve
-from checkmate.core.plan import Compute
-from checkmate.solvers.alarm import no_alarm
+from checkmate import Graph, Limits, Problem, simulate, solve
 from checkmate.solvers.backends import highs
 from checkmate.solvers.backends.program import Solved
 from checkmate.solvers.bounds import refine as refine_module
 from checkmate.solvers.bounds.cut_model import CutModel
 from checkmate.solvers.bounds.event_cuts import NoColumn, build_cuts
-from checkmate.solvers.bounds.min_cut import single_event
 from checkmate.solvers.bounds.refine import (
     PARAMETERS,
     Refinement,
-    chain_of,
     code_of,
     first_bytes,
     longest_chain,
-    promising_events,
-    quick_bound,
-    separated_peaks,
-    single_cuts,
 )
-from tests.oracle import naive_bytes
 from tests.solvers.bounds.proof import strict_ancestors
-from tests.solvers.bounds.test_event_cuts import linear_bound, some_chain, some_targets, tight_problem
+from tests.solvers.bounds.test_event_choice import chain_graph
+from tests.solvers.bounds.test_event_cuts import some_chain, tight_problem
 from tests.solvers.chains import unit_chain
-from tests.strategies import graphs_and_orders
-
-
-def chain_graph(sizes: list[int], *, loss: int | None = None) -> Graph:
-    """Ops in a row; only neighbours read each other, and all values are kept."""
-    return Graph(
-        tuple(Op(f"f{o}", (o - 1,) if o else (), (o,), 1, phase="loss" if o == loss else "forward") for o in range(len(sizes))),
-        tuple(Value(f"v{o}", size) for o, size in enumerate(sizes)),
-    )
-
-
-@given(graphs_and_orders())
-def test_first_bytes_are_those_of_the_first_computations(drawn):
-    """Later computations of an op have a memory of their own."""
-    graph, order = drawn
-    plan = Plan.from_order(graph, order)
-    held = naive_bytes(graph, plan)
-    steps = {o: plan.steps.index(Compute(o)) for o in order}
-    assert first_bytes(graph, order) == {o: held[p] for o, p in steps.items()}
-
-
-@given(
-    st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=20),
-    st.integers(1, 6),
-    st.integers(0, 8),
-    st.permutations(range(31)),
-)
-def test_peaks_are_the_fullest_ops_that_lie_apart(held, count, apart, order):
-    """Of two that are too close the fuller is taken, of two that are as full the first; only the count leaves others out."""
-    rank = dict(enumerate(order))
-    chosen = separated_peaks(held, rank, count, apart)
-    by_bytes = sorted(held, key=lambda o: (-held[o], o))
-    assert chosen == [o for o in by_bytes if o in chosen]
-    assert len(chosen) <= count
-    assert all(abs(rank[a] - rank[b]) > apart for i, a in enumerate(chosen) for b in chosen[:i])
-    seen = by_bytes if len(chosen) < count else by_bytes[: by_bytes.index(chosen[-1])]
-    for o in set(seen) - set(chosen):
-        assert any(abs(rank[o] - rank[c]) <= apart for c in chosen if by_bytes.index(c) < by_bytes.index(o))
-
-
-@pytest.mark.parametrize("count", [5, 111, 112, 120, 170])
-def test_promising_events_are_losses_and_the_peaks_of_every_order(count):
-    """A training step holds most before its loss; of each plan come as many peaks as there are candidates, apart."""
-    rng = random.Random(count)
-    graph = chain_graph([rng.randint(1, 99) for _ in range(count)], loss=count // 2)
-    orders = [list(range(count)), [*range(count), 0, 1]]
-    events = promising_events(graph, iter(orders))
-    assert events[0] == count // 2
-    assert len(set(events)) == len(events)
-    apart = max(1, count // PARAMETERS.candidate_spacing)
-    peaks = [
-        separated_peaks(first_bytes(graph, order), {o: o for o in range(count)}, PARAMETERS.candidates, apart) for order in orders
-    ]
-    assert events == list(dict.fromkeys([count // 2, *peaks[0], *peaks[1]]))
-    assert any(abs(a - b) == apart + 1 for a in peaks[0] for b in peaks[0])
-    assert promising_events(graph, []) == [count // 2]
-
-
-def test_a_longest_chain_is_a_longest_path_without_the_end():
-    """Each op is a parent of the next, and no path has more ops."""
-    for seed in range(80):
-        problem = tight_problem(random.Random(seed))
-        model = CutModel(problem)
-        chain = longest_chain(model)
-        assert all(a in model.parents[b] for a, b in pairwise(chain))
-        above = strict_ancestors(problem)
-        longest: list[int] = []
-        for o in range(model.end):
-            longest.append(1 + max((longest[a] for a in above[o]), default=0))
-        assert len(chain) == max(longest)
-        assert model.end not in chain
-
-
-def test_of_two_longest_chains_the_first_is_taken():
-    """Ties break by index, so that a seed gives the same plan everywhere."""
-    diamonds = Graph.from_dag(
-        cost=[1] * 7, size_bytes=[1] * 7, edges=[(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (3, 5)], kept=[4, 5, 6]
-    )
-    assert longest_chain(CutModel(Problem(diamonds, 9))) == [0, 1, 3, 4]
-    assert longest_chain(CutModel(Problem(Graph((), ()), 9))) == []
-
-
-def test_single_cuts_prove_each_bound_that_is_better_than_those_before():
-    """And return the event with the best; each says whether it holds for any order."""
-    infinite = 0
-    for seed in range(30):
-        rng = random.Random(seed)
-        problem = tight_problem(rng)
-        model = CutModel(problem, some_targets(rng, problem))
-        candidates = rng.sample(range(model.end), rng.randint(1, model.end))
-        proven: list[tuple[float, bool]] = []
-        best = single_cuts(
-            model, candidates, lambda bound, any_order, proven=proven: proven.append((bound, any_order)), lambda: False
-        )
-        expected: list[tuple[float, bool]] = []
-        event = None
-        for candidate in candidates:
-            bound = single_event(model, candidate, no_alarm())
-            if not expected or bound > expected[-1][0]:
-                expected.append((bound, model.any_order([candidate])))
-                event = candidate
-            if bound == math.inf:
-                infinite += 1
-                break
-        assert (best, proven) == (event, expected), seed
-    assert infinite
-
-
-def test_single_cuts_stop_when_time_is_up():
-    """After the first candidate at the earliest: one bound is better than none."""
-    model = CutModel(Problem(unit_chain(6), 5))
-    proven: list[float] = []
-    assert single_cuts(model, [6, 5], lambda bound, _: proven.append(bound), lambda: True) == 6
-    assert len(proven) == 1
-    assert single_cuts(model, [], lambda bound, _: proven.append(bound), lambda: False) is None
-    assert len(proven) == 1
-
-
-def test_an_event_that_is_impossible_alone_ends_the_search():
-    """Nothing can be proven beyond that there is no plan."""
-    model = CutModel(Problem(chain_graph([1, 5, 5, 1]), 9))
-    asked: list[bool] = []
-    proven: list[tuple[float, bool]] = []
-    best = single_cuts(model, [0, 2, 3], lambda *proof: proven.append(proof), lambda: bool(asked.append(True)))
-    assert best == 2
-    assert proven[-1] == (math.inf, True)
-    assert len(asked) == 1
-
-
-def test_the_quick_bound_is_the_better_of_two_and_says_if_floating_ops_pay():
-    """With them the bound can only be sharper, but a program that is larger for nothing costs time."""
-    seen = set()
-    for seed in range(80):
-        rng = random.Random(seed)
-        problem = tight_problem(rng)
-        model = CutModel(problem)
-        cuts = some_chain(rng, model)
-        if build_cuts(model, cuts).impossible:
-            continue
-        without, with_them = (linear_bound(build_cuts(model, cuts, floating=floating)) for floating in (False, True))
-        bound, floating = quick_bound(model, cuts)
-        assert bound == max(without, with_them)
-        assert floating is (with_them > without + PARAMETERS.floating_gain)
-        seen.add(floating)
-    assert seen == {True, False}
-
-
-def test_a_quick_bound_is_the_better_one_whichever_that_is(monkeypatch):
-    """An engine that stops early may prove more of the smaller program."""
-    bounds = iter([0.1, 0.3])
-    monkeypatch.setattr(highs, "solve_linear", lambda program, **_: Solved(next(bounds), None, math.inf, False))
-    assert quick_bound(CutModel(Problem(unit_chain(2), 4)), [2]) == (0.3, False)
-
-
-@pytest.mark.parametrize("gain", [0.5, 1.0, 1.5])
-def test_floating_ops_pay_where_they_add_more_than_the_engines_tolerance(monkeypatch, gain):
-    """Below it the difference is noise."""
-    bounds = iter([0.25 + gain * PARAMETERS.floating_gain, 0.25])
-    monkeypatch.setattr(highs, "solve_linear", lambda program, **_: Solved(next(bounds), None, math.inf, True))
-    assert quick_bound(CutModel(Problem(unit_chain(2), 4)), [2])[1] is (gain > 1)
-
-
-def test_linear_programs_have_their_time(monkeypatch):
-    """A bound by duals is of use whenever it is stopped, so none may take all the time there is."""
-    limits: list[float] = []
-
-    def limited(program: Any, *, time_s: float = math.inf) -> Solved:
-        limits.append(time_s)
-        return Solved(0.0, None, math.inf, False)
-
-    monkeypatch.setattr(highs, "solve_linear", limited)
-    model = CutModel(Problem(unit_chain(2), 4))
-    quick_bound(model, [2])
-    quick_bound(model, [2], lambda: 1.0)
-    assert limits == [PARAMETERS.linear_time_s] * 2 + [1.0] * 2
-
-
-def test_a_chain_takes_each_event_that_is_comparable_with_those_before():
-    """So the first events, which promise most, are in it; it is sorted, as indices follow the DAG."""
-    for seed in range(80):
-        rng = random.Random(seed)
-        problem = tight_problem(rng)
-        model = CutModel(problem)
-        events = [rng.randrange(model.end) for _ in range(2 * model.end)]
-        chain = chain_of(model, iter(events))
-        assert chain == sorted(set(chain))
-        assert events[0] in chain
-        taken: list[int] = []
-        for event in events:
-            if event in chain:
-                taken.append(event)
-            else:
-                assert not all(model.comparable(event, other) for other in taken)
-        assert all(model.comparable(a, b) for a in chain for b in chain)
 
 
 class FakeSearch:

@@ -46,7 +46,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
         # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
         if run.folded.reorder and tuple(events) not in ended and run.seconds_of(phase) >= least_s:
             floating = _quick_bound(run, search, events)[1]
-            events, refined = _refine_once(run, run.any_order, search, events, phase, floating=floating, chain=chain)
+            events, refined = _refine_once(run, run.any_order, search, chain._replace(first=events), phase, floating=floating)
             ended.add(tuple(events))
             least_s = max(least_s, refined.first_s)
             codes += refined.codes[-1:]
@@ -61,7 +61,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
             # them still needs, and is no plan. A program of all events that would not end gives no start; one of few does.
             some = all(o in search.stage for o in first) and run.seconds_of(Phase.OWN_ORDER) >= least_s
             own = first if some else [event]
-            cuts, refined = _refine_once(run, model, search, own, Phase.OWN_ORDER, floating=True)
+            cuts, refined = _refine_once(run, model, search, Chain(own), Phase.OWN_ORDER, floating=True)
             codes += refined.codes[-1:]
             if session.done:
                 return
@@ -110,15 +110,15 @@ def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bo
 
 
 def _refine_once(
-    run: Run, model: CutModel, search: Search, first: list[int], phase: Phase, *, floating: bool, chain: Chain | None = None
+    run: Run, model: CutModel, search: Search, chain: Chain, phase: Phase, *, floating: bool
 ) -> tuple[list[int], Refinement]:
     """A refinement after the time of a phase, and the events that it came to."""
     session = run.session
     left_s = run.seconds_to(run.until(phase))
     gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
     refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
-    more, peaks = (chain.more, chain.peaks) if chain else ([], [])
-    return refinement.run(first, run.best_share, left_s, floating=floating, more=more, peaks=peaks), refinement
+    events = refinement.run(chain.first, run.best_share, left_s, floating=floating, more=chain.more, peaks=chain.peaks)
+    return events, refinement
 
 
 def best_single(run: Run, model: CutModel, searches: list[Search]) -> int | None:
@@ -147,7 +147,7 @@ def best_chain(run: Run, searches: list[Search], event: int) -> Chain:
     prove = partial(run.prove, searches[0], any_order=True)
     prove(bound)
     found = chains.sharpen(events, prove, run.best_share, left_s)
-    return found if found.first else Chain([event], [], [])
+    return found if found.first else Chain([event])
 
 
 def vary(run: Run, searches: list[Search]) -> Population | None:

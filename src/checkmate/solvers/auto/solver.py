@@ -103,7 +103,7 @@ def _solve(run: Run, rounds: int) -> None:
         branch(run, searches, event)
         if session.done:
             return
-        chain = best_chain(run, searches, event) if run.folded.reorder else Chain([event], [], [])
+        chain = best_chain(run, searches, event) if run.folded.reorder else Chain([event])
         if session.done:
             return
         population = vary(run, searches)

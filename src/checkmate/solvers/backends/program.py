@@ -169,14 +169,6 @@ def proves_infeasible(program: Program, ray: Floats) -> bool:
         program: The program.
         ray: The ray. Shape ``[row]``.
     """
-    costless = Program(
-        np.zeros_like(program.cost),
-        program.low,
-        program.high,
-        program.integral,
-        program.matrix,
-        program.row_low,
-        program.row_high,
-    )
+    costless = replace(program, cost=np.zeros_like(program.cost))
     scale = float(np.abs(ray).max(initial=0.0))
     return scale > 0 and max(dual_bound(costless, ray / scale), dual_bound(costless, -ray / scale)) > _FARKAS

@@ -65,8 +65,8 @@ class Chain(NamedTuple):
     """
 
     first: list[int]
-    more: list[int]
-    peaks: list[int]
+    more: Sequence[int] = ()
+    peaks: Sequence[int] = ()
 
 
 class EventChains:
