@@ -41,15 +41,15 @@ RESULTS = HERE / "results" / "solver_parameters.json"
 TABLE = HERE.parent / "docs" / "benchmarks" / "solver_parameters.md"
 
 SEARCHED = ("evict.search", "evict.reorder", "evict.schedule", "evict.starts")
-BOUNDED = ("auto.phases", "bounds.refine", "local_search")
-TIGHT = ("bounds.chains", "bounds.tight_event", "evict.population", "evict.sequences.resequence")
+BOUNDED = ("auto.phases", "bounds.events.refine", "local_search")
+TIGHT = ("bounds.events.chains", "bounds.events.tight_event", "evict.population", "evict.sequences.resequence")
 DECODES = 300
 AUTO_S = 1.0
 TIGHT_S = 6.0
 SEEDS = (0, 1)
 CHANCE_SEEDS = (2, 3, 4, 5, 6, 7)
 FIXED = {
-    "bounds.refine.share_tolerance": "values are 0 or 1 up to the engine's tolerance",
+    "bounds.events.refine.share_tolerance": "values are 0 or 1 up to the engine's tolerance",
     "auto.phases.max_states": "memory",
 }
 HEADINGS = {"local-search": "Local search", "auto": "Auto", "tight": "Auto at tight budgets"}

@@ -11,8 +11,8 @@ import pytest
 import checkmate
 from checkmate import Auto, Fetch, Graph, HostMemory, Limits, Offload, OptionError, Problem, simulate, solve, validate
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
-from checkmate.solvers.bounds.copy_cuts import build_with_host
-from checkmate.solvers.bounds.cut_model import CutModel
+from checkmate.solvers.bounds.events.copy_cuts import build_with_host
+from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.offload.placement import Reference, place
 from checkmate.solvers.reductions.fold_views import FoldViews

@@ -116,8 +116,8 @@ class Milp:
 
     def _prove_any_order(self, folded: Problem, session: Session, fold: FoldViews) -> None:
         """Prove the bounds of single events."""
-        from checkmate.solvers.bounds.cut_model import CutModel
-        from checkmate.solvers.bounds.refine import promising_events, single_cuts
+        from checkmate.solvers.bounds.events.cut_model import CutModel
+        from checkmate.solvers.bounds.events.refine import promising_events, single_cuts
 
         def prove(share: float, any_order: bool) -> None:
             if any_order and share >= 0:

@@ -355,8 +355,8 @@ class _BatchSearch:
             self.why = f"at {self.size_name} {batch} every plan within the budget has an overhead of {share:.4f} or more"
 
     def _cut_bound(self, problem: Problem, limits: Limits) -> float:
-        from checkmate.solvers.bounds.cut_model import CutModel
-        from checkmate.solvers.bounds.refine import promising_events, single_cuts
+        from checkmate.solvers.bounds.events.cut_model import CutModel
+        from checkmate.solvers.bounds.events.refine import promising_events, single_cuts
 
         session = Session(problem, limits)
         fold = FoldViews.of(problem.graph)

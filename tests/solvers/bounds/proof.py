@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from checkmate import Problem
-from checkmate.solvers.bounds.event_cuts import PARAMETERS, Segments
+from checkmate.solvers.bounds.events.event_cuts import PARAMETERS, Segments
 
 Term = tuple[float, object]
 

@@ -7,8 +7,8 @@ import math
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.auto.run import Run
-from checkmate.solvers.bounds.refine import code_of, highest_events, longest_chain
-from checkmate.solvers.bounds.tight_event import TightEvent
+from checkmate.solvers.bounds.events.refine import code_of, highest_events, longest_chain
+from checkmate.solvers.bounds.events.tight_event import TightEvent
 from checkmate.solvers.evict.instance import first_computations
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.local_search import suggested_decodes

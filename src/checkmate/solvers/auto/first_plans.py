@@ -9,7 +9,7 @@ from checkmate.core.result import Limits
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.auto.run import Run
-from checkmate.solvers.bounds.refine import highest_events
+from checkmate.solvers.bounds.events.refine import highest_events
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.smallest import smallest_peak
 from checkmate.solvers.evict.starts import starts

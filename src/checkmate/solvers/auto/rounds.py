@@ -9,9 +9,9 @@ from functools import partial
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.auto.run import Run
-from checkmate.solvers.bounds.chains import Chain, EventChains
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.refine import Refinement, chain_of, promising_events, quick_bound
+from checkmate.solvers.bounds.events.chains import Chain, EventChains
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.refine import Refinement, chain_of, promising_events, quick_bound
 from checkmate.solvers.evict.instance import Code
 from checkmate.solvers.evict.population import Population
 from checkmate.solvers.evict.reorder import reorder
@@ -103,7 +103,7 @@ def _search_round(run: Run, search: Search, population: Population | None, codes
 
 
 def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bool]:
-    """As `bounds.refine.quick_bound`, for any order; the bound is kept."""
+    """As `bounds.events.refine.quick_bound`, for any order; the bound is kept."""
     bound, floating = quick_bound(run.any_order, events, run.session.left_s)
     run.prove(search, bound, True)
     return bound, floating

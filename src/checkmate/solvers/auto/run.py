@@ -11,8 +11,8 @@ from random import Random
 from checkmate.core.problem import Problem
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.refine import single_cuts
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.refine import single_cuts
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.sequences.resequence import Resequencing
 from checkmate.solvers.reductions.fold_views import FoldViews
@@ -102,7 +102,7 @@ class Run:
         return lambda: 0.0 if self.session.done else until_s - self.session.elapsed_s()
 
     def single_cuts(self, model: CutModel, events: list[int], search: Search, out_of_time: Callable[[], bool]) -> int | None:
-        """As `bounds.refine.single_cuts`, with the session's limits."""
+        """As `bounds.events.refine.single_cuts`, with the session's limits."""
         session = self.session
         return single_cuts(model, events, partial(self.prove, search), out_of_time, time_up=session.time_up)
 

@@ -80,7 +80,7 @@ def _solve(run: Run, rounds: int) -> None:
     from checkmate.solvers.auto.branches import branch
     from checkmate.solvers.auto.first_plans import first_plans
     from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine, vary
-    from checkmate.solvers.bounds.chains import Chain
+    from checkmate.solvers.bounds.events.chains import Chain
     from checkmate.solvers.bounds.row import row_bound
 
     session = run.session

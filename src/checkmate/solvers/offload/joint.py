@@ -22,9 +22,9 @@ from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan,
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.core.simulate import simulate
-from checkmate.solvers.bounds.copy_cuts import build_with_host, proven_ns
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.refine import promising_events
+from checkmate.solvers.bounds.events.copy_cuts import build_with_host, proven_ns
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.refine import promising_events
 from checkmate.solvers.evict.instance import Move
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import starts

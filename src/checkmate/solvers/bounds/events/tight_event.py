@@ -35,10 +35,10 @@ import numpy.typing as npt
 
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats, Ints
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.event_cuts import CutProgram, NoColumn, build_cuts
-from checkmate.solvers.bounds.min_cut import single_event
-from checkmate.solvers.bounds.refine import longest_chain
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.event_cuts import CutProgram, NoColumn, build_cuts
+from checkmate.solvers.bounds.events.min_cut import single_event
+from checkmate.solvers.bounds.events.refine import longest_chain
 
 Mask = npt.NDArray[np.bool_]
 

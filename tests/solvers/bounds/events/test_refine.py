@@ -14,19 +14,19 @@ import pytest
 from checkmate import Graph, Limits, Problem, simulate, solve
 from checkmate.solvers.backends import highs
 from checkmate.solvers.backends.program import Solved
-from checkmate.solvers.bounds import refine as refine_module
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.event_cuts import NoColumn, build_cuts
-from checkmate.solvers.bounds.refine import (
+from checkmate.solvers.bounds.events import refine as refine_module
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.event_cuts import NoColumn, build_cuts
+from checkmate.solvers.bounds.events.refine import (
     PARAMETERS,
     Refinement,
     code_of,
     first_bytes,
     longest_chain,
 )
+from tests.solvers.bounds.events.test_event_choice import chain_graph
+from tests.solvers.bounds.events.test_event_cuts import some_chain, tight_problem
 from tests.solvers.bounds.proof import strict_ancestors
-from tests.solvers.bounds.test_event_choice import chain_graph
-from tests.solvers.bounds.test_event_cuts import some_chain, tight_problem
 from tests.solvers.chains import unit_chain
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.solvers.alarm import Flag
-from checkmate.solvers.bounds.cut_model import CutModel
+from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.max_flow import build_arcs, max_flow
 
 Ints = npt.NDArray[np.int64]

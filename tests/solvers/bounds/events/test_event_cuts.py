@@ -13,8 +13,8 @@ import pytest
 
 from checkmate import BruteForce, Graph, Op, Plan, Problem, Value, simulate, solve
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.event_cuts import PARAMETERS, CutBuilder, CutProgram, NoColumn, Segments, build_cuts
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.event_cuts import PARAMETERS, CutBuilder, CutProgram, NoColumn, Segments, build_cuts
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.bounds.proof import event_sides, least_share, stated_rows, strict_ancestors

@@ -15,12 +15,12 @@ from msgspec import structs
 from checkmate import AStar, BruteForce, Graph, Op, Plan, Problem, Result, Value, simulate, solve
 from checkmate.core.plan import Compute
 from checkmate.solvers.alarm import no_alarm
-from checkmate.solvers.bounds import tight_event
-from checkmate.solvers.bounds.cut_model import CutModel
+from checkmate.solvers.bounds.events import tight_event
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.min_cut import single_event
+from checkmate.solvers.bounds.events.tight_event import Branch, TightEvent, TightEventParameters
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.bounds.min_cut import single_event
-from checkmate.solvers.bounds.tight_event import Branch, TightEvent, TightEventParameters
-from tests.solvers.bounds.test_event_cuts import tight_problem
+from tests.solvers.bounds.events.test_event_cuts import tight_problem
 from tests.solvers.chains import uneven_chain
 
 

@@ -20,8 +20,9 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.event_cuts import CutProgram, NoColumn, build_cuts
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.event_cuts import CutProgram, NoColumn, build_cuts
+from checkmate.solvers.bounds.events.relaxation import relax
 from checkmate.solvers.evict.search import Code, Search
 
 Prove = Callable[[float, bool], None]
@@ -175,7 +176,7 @@ def single_cuts(
     Returns:
         The event with the best bound, or None without candidates.
     """
-    from checkmate.solvers.bounds.min_cut import single_event
+    from checkmate.solvers.bounds.events.min_cut import single_event
 
     best, best_event = -math.inf, None
     for event in candidates:
@@ -204,10 +205,8 @@ def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float
     Returns:
         The bound as a share, and whether to build the integer program with ``floating=True``.
     """
-    from checkmate.solvers.backends.highs import solve_linear
-
     with_them, without = (
-        solve_linear(build_cuts(model, cuts, floating=floating).program, time_s=min(PARAMETERS.linear_time_s, left_s())).bound
+        relax(build_cuts(model, cuts, floating=floating), time_s=min(PARAMETERS.linear_time_s, left_s())).bound
         for floating in (True, False)
     )
     return max(with_them, without), with_them > without + PARAMETERS.floating_gain
@@ -311,7 +310,7 @@ class Refinement:
         Returns:
             The events of the last program.
         """
-        from checkmate.solvers.backends.highs import solve_integer, solve_linear
+        from checkmate.solvers.backends.highs import solve_integer
 
         chain = {o for o in self.chain | set(first) if all(self.model.comparable(f, o) for f in first)}
         cuts = sorted(set(first), key=self._before)
@@ -326,7 +325,7 @@ class Refinement:
             program = cut.program
             if len(cuts) > 1:
                 limit_s = min(PARAMETERS.chain_linear_time_s, PARAMETERS.chain_linear_share * left_s())
-                relaxed = solve_linear(program, time_s=limit_s)
+                relaxed = relax(cut, time_s=limit_s, enough=best_share())
                 self.prove(relaxed.bound, any_order)
                 program = cut.without_slack(relaxed.row_prices)
             if left_s() <= 0:

@@ -16,10 +16,10 @@ from checkmate.core.plan import Compute
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.backends import highs
 from checkmate.solvers.backends.program import Solved
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.event_cuts import build_cuts
-from checkmate.solvers.bounds.min_cut import single_event
-from checkmate.solvers.bounds.refine import (
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.event_cuts import build_cuts
+from checkmate.solvers.bounds.events.min_cut import single_event
+from checkmate.solvers.bounds.events.refine import (
     PARAMETERS,
     chain_of,
     first_bytes,
@@ -30,8 +30,8 @@ from checkmate.solvers.bounds.refine import (
     single_cuts,
 )
 from tests.oracle import naive_bytes
+from tests.solvers.bounds.events.test_event_cuts import linear_bound, some_chain, some_targets, tight_problem
 from tests.solvers.bounds.proof import strict_ancestors
-from tests.solvers.bounds.test_event_cuts import linear_bound, some_chain, some_targets, tight_problem
 from tests.solvers.chains import unit_chain
 from tests.strategies import graphs_and_orders
 

@@ -23,10 +23,11 @@ from scipy.signal import find_peaks
 
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.backends.program import Floats
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.event_cuts import build_cuts
-from checkmate.solvers.bounds.min_cut import segment, single_event
-from checkmate.solvers.bounds.refine import longest_chain
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.event_cuts import build_cuts
+from checkmate.solvers.bounds.events.min_cut import segment, single_event
+from checkmate.solvers.bounds.events.refine import longest_chain
+from checkmate.solvers.bounds.events.relaxation import relax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,14 +147,12 @@ class EventChains:
             The events of the program that proved most, by the prices of their memory in its relaxation: as many of the dearest as
             prove nearly as much, and the others.
         """
-        from checkmate.solvers.backends.highs import solve_linear
-
         most, prices = -math.inf, dict.fromkeys(events, 0.0)
         chain = list(events)
         while chain and left_s() > 0:
             cut = build_cuts(self._model, chain, segments="all")
             limit_s = min(PARAMETERS.linear_time_s, PARAMETERS.linear_share * left_s())
-            solved = solve_linear(cut.program, time_s=limit_s)
+            solved = relax(cut, time_s=limit_s, enough=best_share())
             if solved.row_prices is not None and solved.bound > most:
                 most, prices = solved.bound, dict(zip(chain, -solved.row_prices[cut.memory_rows], strict=True))
             prove(solved.bound)
@@ -168,8 +167,8 @@ class EventChains:
             return Chain(list(events), [], self.candidates)
         few = 1
         while few < len(ranked) and left_s() > 0:
-            program = build_cuts(self._model, sorted(ranked[:few], key=self.candidates.index), segments="all").program
-            if solve_linear(program, time_s=left_s()).bound >= PARAMETERS.enough * most:
+            cut = build_cuts(self._model, sorted(ranked[:few], key=self.candidates.index), segments="all")
+            if relax(cut, time_s=left_s(), enough=most).bound >= PARAMETERS.enough * most:
                 break
             few += 1
         return Chain(sorted(ranked[:few], key=self.candidates.index), ranked[few:], self.candidates)

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.solvers.backends.program import Floats, Ints, Program, ProgramBuilder
-from checkmate.solvers.bounds.cut_model import CutModel, Mask
+from checkmate.solvers.bounds.events.cut_model import CutModel, Mask
 
 Segments = Literal["end", "first", "all"]
 """Longer segments with a y: from each event to the end; from the first event to each later one too; or all."""
@@ -83,7 +83,7 @@ class CutProgram:
         program: Minimises the cost of recomputation, as a share of computing every op once.
         live: Column of S, or a `NoColumn`. Shape ``[event, value]``.
         impossible: Whether an event alone exceeds the budget, in exact bytes.
-        fetched: Column of z (`bounds.copy_cuts`), or a `NoColumn`. Shape ``[value]``.
+        fetched: Column of z (`bounds.events.copy_cuts`), or a `NoColumn`. Shape ``[value]``.
         memory_rows: Row that limits the memory of each event; -1 for one that is impossible. Shape ``[event]``.
         implied: Rows that others imply in integers: those of longer segments. Shape ``[row]``.
     """

@@ -14,14 +14,14 @@ from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.backends import highs
 from checkmate.solvers.backends.highs import solve_linear
 from checkmate.solvers.backends.program import Solved
-from checkmate.solvers.bounds import chains
-from checkmate.solvers.bounds.chains import ChainParameters, EventChains
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.event_cuts import build_cuts
+from checkmate.solvers.bounds.events import chains
+from checkmate.solvers.bounds.events.chains import ChainParameters, EventChains
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.event_cuts import build_cuts
+from checkmate.solvers.bounds.events.min_cut import segment, single_event
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.bounds.min_cut import segment, single_event
-from tests.solvers.bounds.test_event_cuts import some_chain, tight_problem
-from tests.solvers.bounds.test_tight_event import solved, tight_chain
+from tests.solvers.bounds.events.test_event_cuts import some_chain, tight_problem
+from tests.solvers.bounds.events.test_tight_event import solved, tight_chain
 from tests.solvers.chains import uneven_chain
 
 

@@ -28,8 +28,8 @@ import numpy as np
 
 from checkmate.core.plan import HostMemory
 from checkmate.solvers.backends.program import Floats
-from checkmate.solvers.bounds.cut_model import CutModel
-from checkmate.solvers.bounds.event_cuts import CutBuilder, CutProgram
+from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.event_cuts import CutBuilder, CutProgram
 
 LONGEST: Final = 8.0
 """Highest value of b and a, as a share of the cost of every op once. A bound from the program may be no higher (`proven_ns`)."""

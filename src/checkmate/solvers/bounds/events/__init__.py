@@ -1,0 +1,1 @@
+"""Bounds from events, first computations of ops, at which memory is limited."""
