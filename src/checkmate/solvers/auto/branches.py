@@ -14,23 +14,26 @@ from checkmate.solvers.evict.search import Search
 from checkmate.solvers.local_search import suggested_decodes
 
 
-def branch(run: Run, searches: list[Search], event: int) -> None:
+def branch(run: Run, searches: list[Search], event: int) -> TightEvent | None:
     """Prove by branches of the event, and search in the weakest of them.
 
     Args:
         run: The run.
         searches: Searches with their plans, the cheapest first; that one is replaced if a better plan is found.
         event: The event that proves most alone.
+
+    Returns:
+        The branches, to go on with; None where the event is not divided.
     """
     session = run.session
     if not math.isfinite(searches[0].best_cost):
-        return
+        return None
     until = run.until(Phase.TIGHT_EVENT)
     left_s = run.seconds_to(until)
     with session.within(until):
         tight = TightEvent(run.any_order, event, session.time_up, lambda: left_s() <= 0)
     if not tight.divides or left_s() <= 0:
-        return
+        return None
     order = searches[0].order()
     peaks = highest_events(run.graph, phases.PARAMETERS.branch_peaks, order, longest_chain(run.any_order))
     branches = tight.bound(lambda share: run.prove(searches[0], share, True), run.best_share, left_s, peaks)
@@ -47,3 +50,16 @@ def branch(run: Run, searches: list[Search], event: int) -> None:
             run.offer(search.order())
             if search.best_cost < searches[0].best_cost:
                 searches[0] = search
+    return tight
+
+
+def branch_on(run: Run, searches: list[Search], tight: TightEvent) -> None:
+    """Divide further branches, if the time was up before the bound came to its end.
+
+    Args:
+        run: The run.
+        searches: Searches with their plans.
+        tight: The branches.
+    """
+    left_s = run.seconds_to(run.until(Phase.TIGHT_EVENT_AGAIN))
+    tight.resume(lambda share: run.prove(searches[0], share, True), run.best_share, left_s)

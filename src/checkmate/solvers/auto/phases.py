@@ -19,10 +19,13 @@ class Phase(StrEnum):
     TIGHT_EVENT = "branches of what is live at the tightest event"
     BRANCH_SEARCH = "search in the weakest branches"
     CHAINS = "bounds of chains of events"
+    SUGGESTIONS = "event cuts for the order of the best plan"
+    SUGGESTED_SEARCH = "search after them"
     SEQUENCES = "plans annealed as sequences"
     POPULATION = "plans crossed with each other"
     SEQUENCES_AGAIN = "plans annealed as sequences, again"
     STATES = "search over states"
+    TIGHT_EVENT_AGAIN = "branches of what is live at the tightest event, continued"
     ANY_ORDER = "event cuts for any order"
     OWN_ORDER = "event cuts for the order of the search"
     ROUND_SEARCH = "search after event cuts"
@@ -48,7 +51,10 @@ PHASES: Mapping[Phase, float] = {
     # What they say is live there makes good starts.
     Phase.BRANCH_SEARCH: 0.1,
     # Cuts between the events that prove most, and linear programs of those that bind together.
-    Phase.CHAINS: 0.15,
+    Phase.CHAINS: 0.2,
+    # Programs of one or a few events take a tenth of a second, and on captured steps their solutions are the best starts.
+    Phase.SUGGESTIONS: 0.02,
+    Phase.SUGGESTED_SEARCH: 0.05,
     # Orders and recomputations together, to see whether that gains most.
     Phase.SEQUENCES: 0.05,
     # New plans, and children of them while they gain. It ends after two that agree with the best or are far from it.
@@ -57,6 +63,8 @@ PHASES: Mapping[Phase, float] = {
     Phase.SEQUENCES_AGAIN: 0.3,
     # A* on a graph that is small enough: where it ends, it ends at once.
     Phase.STATES: 0.05,
+    # Only if the time was up before; they come to their end in some seconds where they prove most.
+    Phase.TIGHT_EVENT_AGAIN: 0.4,
     # Integer programs of a few events. They end where the gap is met; what they prove beyond the chains takes them seconds.
     Phase.ANY_ORDER: 0.8,
     # Their programs are easier, and their solutions make the best starts for the search.
@@ -131,6 +139,7 @@ class AutoParameters:
     branch_peaks: int = 4
     growth_share: float = 0.4
     sequence_gain: float = 0.005
+    suggestion_gain: float = 0.002
     chain_ops: int = 100
     many_ops: int = 30_000
     horizon_s: float = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
@@ -20,7 +20,13 @@ from checkmate.solvers.evict.sequences import resequence
 from checkmate.solvers.local_search import suggested_decodes
 
 
-def refine(run: Run, searches: list[Search], population: Population | None, chain: Chain, rounds: int) -> None:
+def refine(
+    run: Run,
+    searches: list[Search],
+    population: Population | None,
+    chain: Chain,
+    rounds: int,
+) -> None:
     """Rounds of refinement: any order; the search's own order; search; and any order again from the better events.
 
     Args:
@@ -32,6 +38,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
         rounds: Most rounds.
     """
     session = run.session
+    quick = cache(partial(_quick_bound, run, searches[0]))
     first = chain.first
     events, phase = first, Phase.ANY_ORDER
     ended: set[tuple[int, ...]] = set()  # chains whose program has had its time
@@ -45,8 +52,9 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
         codes: list[Code] = []
         # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
         if run.folded.reorder and tuple(events) not in ended and run.seconds_of(phase) >= least_s:
-            floating = _quick_bound(run, search, events)[1]
-            events, refined = _refine_once(run, run.any_order, search, chain._replace(first=events), phase, floating=floating)
+            floating = quick(tuple(events))[1]
+            known = run.known_share()
+            events, refined = _refine_once(run, run.any_order, search, chain._replace(first=events), phase, floating=floating, known=known)
             ended.add(tuple(events))
             least_s = max(least_s, refined.first_s)
             codes += refined.codes[-1:]
@@ -67,7 +75,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
                 return
             # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
             other = chain_of(run.any_order, [*cuts, *first])
-            events = max(events, other, key=lambda chain: _quick_bound(run, search, chain)[0])
+            events = max(events, other, key=lambda chain: quick(tuple(chain))[0])
             phase = Phase.ANY_ORDER_AGAIN
         own_plans = population if population is not None and population.search is search else None
         searches[place] = _search_round(run, search, own_plans, codes)
@@ -80,7 +88,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
             return
 
 
-def _search_round(run: Run, search: Search, population: Population | None, codes: Iterable[Code]) -> Search:
+def _search_round(run: Run, search: Search, population: Population | None, codes: Iterable[Code], phase: Phase = Phase.ROUND_SEARCH) -> Search:
     """Cross the plans of a search, or ruin and repair its plan, and go on in other orders.
 
     Args:
@@ -93,16 +101,16 @@ def _search_round(run: Run, search: Search, population: Population | None, codes
         The search with the cheapest plan.
     """
     decodes = suggested_decodes(len(run.graph.ops)) // phases.PARAMETERS.round_divisor
-    until = run.until(Phase.ROUND_SEARCH)
+    until = run.until(phase)
     if population is not None:
         population.add(*search.best())
         _evolve(run, population, until, codes)
     elif run.improve(search, max(phases.PARAMETERS.least_round_decodes, decodes), phases.PARAMETERS.temperature, until):
         run.offer(search.order())
-    return _reorder_search(run, search, run.until(Phase.ROUND_SEARCH))
+    return _reorder_search(run, search, run.until(phase))
 
 
-def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bool]:
+def _quick_bound(run: Run, search: Search, events: tuple[int, ...]) -> tuple[float, bool]:
     """As `bounds.events.refine.quick_bound`, for any order; the bound is kept."""
     bound, floating = quick_bound(run.any_order, events, run.session.left_s)
     run.prove(search, bound, True)
@@ -110,14 +118,14 @@ def _quick_bound(run: Run, search: Search, events: list[int]) -> tuple[float, bo
 
 
 def _refine_once(
-    run: Run, model: CutModel, search: Search, chain: Chain, phase: Phase, *, floating: bool
+    run: Run, model: CutModel, search: Search, chain: Chain, phase: Phase, *, floating: bool, known: float = -math.inf
 ) -> tuple[list[int], Refinement]:
     """A refinement after the time of a phase, and the events that it came to."""
     session = run.session
     left_s = run.seconds_to(run.until(phase))
     gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
     refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
-    events = refinement.run(chain.first, run.best_share, left_s, floating=floating, more=chain.more, peaks=chain.peaks)
+    events = refinement.run(chain.first, run.best_share, left_s, floating=floating, more=chain.more, peaks=chain.peaks, known=known)
     return events, refinement
 
 
@@ -146,8 +154,31 @@ def best_chain(run: Run, searches: list[Search], event: int) -> Chain:
         bound, events = chains.longest(lambda: left_s() <= 0)
     prove = partial(run.prove, searches[0], any_order=True)
     prove(bound)
-    found = chains.sharpen(events, prove, run.best_share, left_s)
+    found = chains.sharpen(events, prove, run.best_share, left_s, run.known_share)
     return found if found.first else Chain([event])
+
+
+def suggest(run: Run, searches: list[Search]) -> None:
+    """Programs for the orders of the searches, and a search on from their solutions where these gain much.
+
+    Args:
+        run: The run.
+        searches: Searches with their plans, the cheapest first; that one is replaced if another is found to lead further.
+    """
+    gain = phases.PARAMETERS.suggestion_gain
+    while not run.session.done and run.folded.reorder:
+        before = min(map(_cost, searches))
+        for search in [search for search in searches if math.isfinite(search.best_cost)]:
+            model = CutModel(run.folded, tuple(search.targets))
+            event = best_single(run, model, [search])
+            if run.session.done:
+                return
+            if event is not None:
+                _refine_once(run, model, search, Chain([event]), Phase.SUGGESTIONS, floating=True)
+        searches.sort(key=_cost)
+        if run.session.done or searches[0].best_cost > (1 - gain) * before:
+            return
+        searches[0] = _search_round(run, searches[0], None, [], Phase.SUGGESTED_SEARCH)
 
 
 def vary(run: Run, searches: list[Search]) -> Population | None:

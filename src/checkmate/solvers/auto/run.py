@@ -77,6 +77,10 @@ class Run:
             return math.inf
         return (self.session.cost - self.fold.original.cost) / self.once
 
+    def known_share(self) -> float:
+        """The best bound for any order, as a share."""
+        return (self.session.bound - self.fold.original.cost) / self.once
+
     def out_of_time(self) -> bool:
         """Whether the session's time is up."""
         return self.session.left_s() <= 0

@@ -77,9 +77,9 @@ def _load_engines() -> None:
 
 def _solve(run: Run, rounds: int) -> None:
     """All phases, one after another, until the session is done."""
-    from checkmate.solvers.auto.branches import branch
+    from checkmate.solvers.auto.branches import branch, branch_on
     from checkmate.solvers.auto.first_plans import first_plans
-    from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine, vary
+    from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine, suggest, vary
     from checkmate.solvers.bounds.events.chains import Chain
     from checkmate.solvers.bounds.row import row_bound
 
@@ -100,15 +100,22 @@ def _solve(run: Run, rounds: int) -> None:
     if session.done:
         return
     if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
-        branch(run, searches, event)
+        tight = branch(run, searches, event)
         if session.done:
             return
         chain = best_chain(run, searches, event) if run.folded.reorder else Chain([event])
         if session.done:
             return
+        suggest(run, searches)
+        if session.done:
+            return
         population = vary(run, searches)
         if session.done:
             return
+        if tight is not None:
+            branch_on(run, searches, tight)
+            if session.done:
+                return
         # A* may still close the gap; one round gives it a better plan, and so a lower limit.
         under_way = exploration is not None and exploration.ended is None
         refine(run, searches, population, chain, 1 if under_way else rounds)

@@ -14,7 +14,7 @@ and the programs of its events and a few more 0.107 to 0.123.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,17 +40,23 @@ class ChainParameters:
         tried: Ops that are bounded alone, evenly spread: a cut takes a millisecond on 700 ops.
         candidates: Candidates, of these the ones that prove most and more than their neighbours, on a longest chain or beside it.
         added: Events to add to the program in a round.
-        linear_time_s: Seconds for a linear program.
-        linear_share: Share of the time left that it may take.
+        linear_share: Share of the time left that a linear program may take.
+        least_gain: Share of the distance to the best plan that more events have to gain, or no more are added.
+        least_price: Share of the prices of all events below which one does not bind and is left out of the next program.
+        far: Share of the distance to the best plan by which a program may be below what is known for more events to be added.
         enough: Share of what the largest program proves for which fewer events are enough to begin an integer program with.
     """
 
     tried: int = 800
     candidates: int = 48
-    added: int = 2
-    linear_time_s: float = 5.0
-    linear_share: float = 0.7
-    enough: float = 0.95
+    added: int = 3
+    linear_share: float = 0.5
+    least_gain: float = 0.02
+    least_price: float = 0.001
+    first_price: float = 0.02
+    more_price: float = 0.01
+    far: float = 0.1
+    enough: float = 0.99
 
 
 PARAMETERS = ChainParameters()
@@ -134,6 +140,7 @@ class EventChains:
         prove: Callable[[float], None],
         best_share: Callable[[], float],
         left_s: Callable[[], float],
+        known: Callable[[], float] = lambda: -math.inf,
     ) -> Chain:
         """Prove by the linear programs of a chain and of more and more events.
 
@@ -142,46 +149,55 @@ class EventChains:
             prove: Takes every bound, as a share.
             best_share: Extra cost of the best plan so far, as a share.
             left_s: Seconds left.
+            known: What is proven by whatever means. Where the first program is far below it, no more events are added.
 
         Returns:
             The events of the program that proved most, by the prices of their memory in its relaxation: as many of the dearest as
             prove nearly as much, and the others.
         """
-        most, prices = -math.inf, dict.fromkeys(events, 0.0)
-        chain = list(events)
+        most, prices = 0.0, dict.fromkeys(events, 0.0)
+        chain, tried = list(events), set(events)
         while chain and left_s() > 0:
+            before = most
             cut = build_cuts(self._model, chain, segments="all")
-            limit_s = min(PARAMETERS.linear_time_s, PARAMETERS.linear_share * left_s())
-            solved = relax(cut, time_s=limit_s, enough=best_share())
+            solved = relax(cut, time_s=PARAMETERS.linear_share * left_s(), enough=best_share())
             if solved.row_prices is not None and solved.bound > most:
                 most, prices = solved.bound, dict(zip(chain, -solved.row_prices[cut.memory_rows], strict=True))
             prove(solved.bound)
-            if not solved.finished or solved.bound >= best_share():
+            far, distance = (x if math.isfinite(x) else 0.0 for x in (best_share() - known(), best_share() - before))
+            weak = most < known() - PARAMETERS.far * far or most - before < PARAMETERS.least_gain * distance
+            if not solved.finished or weak or most >= best_share():
                 break
-            added = self._next(chain)
-            if not added:
-                break
-            chain = sorted({*chain, *added}, key=self.candidates.index)
+            # An event that does not bind makes the program larger for nothing.
+            needed = [o for o in prices if prices[o] > PARAMETERS.least_price * sum(prices.values())]
+            added = self._next(needed, tried) if needed else []
+            tried.update(added)
+            chain = self._in_order({*needed, *added}) if added else []
         ranked = sorted((o for o in prices if prices[o] > 0), key=lambda o: (-prices[o], o))
         if not ranked:
             return Chain(list(events), [], self.candidates)
-        few = 1
-        while few < len(ranked) and left_s() > 0:
-            cut = build_cuts(self._model, sorted(ranked[:few], key=self.candidates.index), segments="all")
+        share = {o: prices[o] / sum(prices.values()) for o in ranked}
+        few, most_first = 1, sum(share[o] > PARAMETERS.first_price for o in ranked)
+        while few < most_first and left_s() > 0:
+            cut = build_cuts(self._model, self._in_order(ranked[:few]), segments="all")
             if relax(cut, time_s=left_s(), enough=most).bound >= PARAMETERS.enough * most:
                 break
             few += 1
-        return Chain(sorted(ranked[:few], key=self.candidates.index), ranked[few:], self.candidates)
+        more = [o for o in ranked[few:] if share[o] > PARAMETERS.more_price]
+        return Chain(self._in_order(ranked[:few]), more, self.candidates)
+
+    def _in_order(self, events: Iterable[int]) -> list[int]:
+        return sorted(events, key=self.candidates.index)
 
     def _between(self, event: int, until: int) -> float:
         return segment(self._model, event, until, self._time_up)
 
-    def _next(self, chain: list[int]) -> list[int]:
-        """The most prominent candidates; in a training step those before the chain's first mirror later ones and are left out."""
+    def _next(self, chain: list[int], tried: set[int]) -> list[int]:
+        """The most prominent candidates that were not tried; in a training step those before the chain's first mirror later ones and are left out."""
         added: list[int] = []
         trained = any(op.phase == "backward" for op in self._model.problem.graph.ops)
         among = self.candidates[self.candidates.index(chain[0]) :] if trained else self.candidates
-        for o in sorted(set(among).difference(chain), key=lambda o: (-self._prominence[o], o)):
+        for o in sorted(set(among).difference(tried), key=lambda o: (-self._prominence[o], o)):
             if len(added) < PARAMETERS.added and all(self._model.comparable(o, c) for c in (*chain, *added)):
                 added.append(o)
         return added

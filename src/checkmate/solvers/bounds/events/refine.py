@@ -40,8 +40,8 @@ class RefinementParameters:
             (9,000 ops), and which event proves most is not known before.
         candidate_spacing: The graph is divided into so many parts, and two candidates are further apart than one of them:
             neighbours of a peak prove nearly the same as the peak.
-        linear_time_s: Seconds for a linear program. Its duals give a bound at any moment, so that what is cut short
-            is still of use.
+        linear_share: Share of the time left for a linear program whose bound is compared with others; its duals give one at any
+            moment.
         chain_linear_time_s: The same for several events; larger programs, solved once a round.
         chain_linear_share: Share of the time left that it may take, which keeps the rest for the integer program.
         integer_share: Share of the time left that one integer program may take. Programs that end leave their successors more;
@@ -56,7 +56,7 @@ class RefinementParameters:
 
     candidates: int = 14
     candidate_spacing: int = 56
-    linear_time_s: float = 5.0
+    linear_share: float = 0.03
     chain_linear_time_s: float = 10.0
     chain_linear_share: float = 0.3
     integer_share: float = 0.75
@@ -206,10 +206,10 @@ def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float
         The bound as a share, and whether to build the integer program with ``floating=True``.
     """
     with_them, without = (
-        relax(build_cuts(model, cuts, floating=floating), time_s=min(PARAMETERS.linear_time_s, left_s())).bound
-        for floating in (True, False)
+        relax(build_cuts(model, cuts, floating=floating), time_s=PARAMETERS.linear_share * left_s()) for floating in (True, False)
     )
-    return max(with_them, without), with_them > without + PARAMETERS.floating_gain
+    gain = with_them.bound - without.bound
+    return max(with_them.bound, without.bound), gain > PARAMETERS.floating_gain or not with_them.finished
 
 
 def chain_of(model: CutModel, events: Iterable[int]) -> list[int]:
@@ -296,6 +296,7 @@ class Refinement:
         floating: bool,
         more: Sequence[int] = (),
         peaks: Sequence[int] = (),
+        known: float = -math.inf,
     ) -> list[int]:
         """Refine from some first events until the bound meets the best plan, nothing is violated, or time is up.
 
@@ -306,6 +307,8 @@ class Refinement:
             floating: Whether ops beside the chain are modelled: a sharper bound from a larger program.
             more: Events to add, the most needed first: one in each round, beside those that are violated.
             peaks: Ops that prove more than their neighbours; those of them that are violated are added before others.
+            known: Bound that larger relaxations have proven. If the first integer program proves less, more events
+                are worth more than integers, and no other is begun.
 
         Returns:
             The events of the last program.
@@ -348,12 +351,12 @@ class Refinement:
                 self._continue_from(code)
                 self.codes += [code] if solved.finished else []
             # A solution that time cut short may break the budget where the optimum does not.
-            if not solved.finished:
+            if not solved.finished or solved.bound < known:
                 break
             # Few at a time: each makes the program take longer, and the next may not end.
             needed = [o for o in more if o not in cuts and all(self.model.comparable(o, c) for c in cuts)][:1]
-            known = [*cuts, *needed]
-            added = [*needed, *self._violated(order, chain.difference(known), peaks, known)][: PARAMETERS.added_events]
+            present = [*cuts, *needed]
+            added = [*needed, *self._violated(order, chain.difference(present), peaks, present)][: PARAMETERS.added_events]
             if not added:
                 break
             cuts = sorted({*cuts, *added}, key=self._before)

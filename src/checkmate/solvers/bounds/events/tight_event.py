@@ -137,6 +137,9 @@ class TightEvent:
         self._single: dict[int, float] = {}
         self._later = self._candidates(out_of_time) if self._tight else []
         self._due = self._first_runs()
+        self._branches: list[Branch] = []
+        self._more: list[int] = []
+        self._proven = -math.inf
 
     @property
     def divides(self) -> bool:
@@ -165,28 +168,32 @@ class TightEvent:
         Returns:
             Branches that hold all plans, the weakest first.
         """
-        branches: list[Branch] = []
-        more = [o for o in more if self._model.sides(self._event)[1][o] and o != self._model.end]
+        self._more = [o for o in more if self._model.sides(self._event)[1][o] and o != self._model.end]
         known = single_event(self._model, self._event, self._time_up)
+        branches: list[Branch] = []
         for count in range(self.most + 1):
             branch = self._evaluated(known, ((0, len(self.values)),) * count, (), left_s)
             if count == 0 and branch.bound < known + PARAMETERS.least_gain * (best_share() - known):
                 return []
             heapq.heappush(branches, branch)
-        proven = known
-        while True:
-            if branches[0].bound > proven:
-                proven = branches[0].bound
-                prove(proven)
-            if left_s() <= 0 or proven >= best_share():
+        self._branches, self._proven = branches, known
+        self.resume(prove, best_share, left_s)
+        return sorted(self._branches)
+
+    def resume(self, prove: Callable[[float], None], best_share: Callable[[], float], left_s: Callable[[], float]) -> None:
+        """Go on with `bound`, with its arguments, if it ended as its time was up."""
+        while self._branches:
+            if self._branches[0].bound > self._proven:
+                self._proven = self._branches[0].bound
+                prove(self._proven)
+            if left_s() <= 0 or self._proven >= best_share():
                 break
-            parts = self._divided(branches[0], more, left_s)
+            parts = self._divided(self._branches[0], self._more, left_s)
             if not parts:
                 break
-            heapq.heappop(branches)
+            heapq.heappop(self._branches)
             for part in parts:
-                heapq.heappush(branches, part)
-        return sorted(branches)
+                heapq.heappush(self._branches, part)
 
     def solution(self, branch: Branch) -> tuple[CutProgram, Floats]:
         """The program of the event alone, and its point at which just the values of a branch's intervals are live."""
