@@ -139,6 +139,8 @@ class AutoParameters:
     branch_peaks: int = 4
     growth_share: float = 0.4
     sequence_gain: float = 0.005
+    sequences_s: float = 0.5
+    wide_gap: float = 0.1
     suggestion_gain: float = 0.002
     chain_ops: int = 100
     many_ops: int = 30_000

@@ -54,7 +54,9 @@ def refine(
         if run.folded.reorder and tuple(events) not in ended and run.seconds_of(phase) >= least_s:
             floating = quick(tuple(events))[1]
             known = run.known_share()
-            events, refined = _refine_once(run, run.any_order, search, chain._replace(first=events), phase, floating=floating, known=known)
+            events, refined = _refine_once(
+                run, run.any_order, search, chain._replace(first=events), phase, floating=floating, known=known
+            )
             ended.add(tuple(events))
             least_s = max(least_s, refined.first_s)
             codes += refined.codes[-1:]
@@ -88,7 +90,9 @@ def refine(
             return
 
 
-def _search_round(run: Run, search: Search, population: Population | None, codes: Iterable[Code], phase: Phase = Phase.ROUND_SEARCH) -> Search:
+def _search_round(
+    run: Run, search: Search, population: Population | None, codes: Iterable[Code], phase: Phase = Phase.ROUND_SEARCH
+) -> Search:
     """Cross the plans of a search, or ruin and repair its plan, and go on in other orders.
 
     Args:
@@ -125,7 +129,9 @@ def _refine_once(
     left_s = run.seconds_to(run.until(phase))
     gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
     refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
-    events = refinement.run(chain.first, run.best_share, left_s, floating=floating, more=chain.more, peaks=chain.peaks, known=known)
+    events = refinement.run(
+        chain.first, run.best_share, left_s, floating=floating, more=chain.more, peaks=chain.peaks, known=known
+    )
     return events, refinement
 
 
@@ -191,8 +197,10 @@ def vary(run: Run, searches: list[Search]) -> Population | None:
     Returns:
         As `_cross`.
     """
-    annealed = _reorder_search(run, searches[0], run.until(Phase.SEQUENCES))
+    least = run.session.elapsed_s() + min(phases.PARAMETERS.sequences_s, run.session.left_s() / 4)
+    annealed = _reorder_search(run, searches[0], max(run.until(Phase.SEQUENCES), least))
     few = annealed.best_cost >= (1 - phases.PARAMETERS.sequence_gain) * searches[0].best_cost
+    few &= run.best_share() - run.known_share() < phases.PARAMETERS.wide_gap
     population = _cross(run, searches) if few and not run.session.done else None
     if population is None and not run.session.done:
         best = min(annealed, searches[0], key=_cost)

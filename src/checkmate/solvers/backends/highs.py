@@ -56,7 +56,7 @@ def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
         return Solved(math.inf if proven else -math.inf, None, math.inf, True)
     duals = np.asarray(solution.row_dual, dtype=np.float64)
     bound = dual_bound(program, duals) if len(duals) == len(program.row_low) else -math.inf
-    finished = status == highspy.HighsModelStatus.kOptimal
+    finished = status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kModelEmpty)
     values = np.asarray(solution.col_value, dtype=np.float64) if finished else None
     objective = float(engine.getInfo().objective_function_value) if finished else math.inf
     return Solved(bound, values, objective, finished, row_prices=duals if finished else None)

@@ -208,8 +208,8 @@ def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float
     with_them, without = (
         relax(build_cuts(model, cuts, floating=floating), time_s=PARAMETERS.linear_share * left_s()) for floating in (True, False)
     )
-    gain = with_them.bound - without.bound
-    return max(with_them.bound, without.bound), gain > PARAMETERS.floating_gain or not with_them.finished
+    pay = with_them.bound > without.bound + PARAMETERS.floating_gain or not with_them.finished
+    return max(with_them.bound, without.bound), pay
 
 
 def chain_of(model: CutModel, events: Iterable[int]) -> list[int]:

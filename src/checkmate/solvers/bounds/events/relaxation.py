@@ -157,4 +157,3 @@ class LongSegments:
             by = np.flatnonzero((asked >= np.repeat(most, count)) & np.repeat(rises, count))
             reason[self._raised[by]] = self._raising[by]
             x[columns[rises]] = np.minimum(most[rises], 1.0)
-
