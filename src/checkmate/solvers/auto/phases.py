@@ -51,7 +51,7 @@ PHASES: Mapping[Phase, float] = {
     # What they say is live there makes good starts.
     Phase.BRANCH_SEARCH: 0.1,
     # Cuts between the events that prove most, and linear programs of those that bind together.
-    Phase.CHAINS: 0.2,
+    Phase.CHAINS: 0.25,
     # Programs of one or a few events take a tenth of a second, and on captured steps their solutions are the best starts.
     Phase.SUGGESTIONS: 0.02,
     Phase.SUGGESTED_SEARCH: 0.05,
@@ -112,6 +112,10 @@ class AutoParameters:
         growth_share: Share of a population's time in which new plans are made; the rest is for their children.
         sequence_gain: Share of the cost that the first annealing of a plan as a sequence has to gain for it to go on in place of
             a population: on random layered graphs it gains 2 to 9 %, on training steps 0.4 % at most.
+        sequences_s: Seconds that the first annealing has at least, but no more than a quarter of the time left.
+        wide_gap: Gap, as a share, from which a plan is annealed as a sequence whatever the first annealing gained.
+        suggestion_gain: Share of the cost that programs for the orders of the searches have to gain for a search to go on from
+            their solutions.
         chain_ops: Largest graph on which the recursion for training chains is tried, where a row of layers has to run again: some
             seconds.
         many_ops: Largest graph for programs of several events, and for other orders than those of the starts.
@@ -139,7 +143,7 @@ class AutoParameters:
     branch_peaks: int = 4
     growth_share: float = 0.4
     sequence_gain: float = 0.005
-    sequences_s: float = 0.5
+    sequences_s: float = 0.3
     wide_gap: float = 0.1
     suggestion_gain: float = 0.002
     chain_ops: int = 100

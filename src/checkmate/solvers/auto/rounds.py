@@ -100,6 +100,7 @@ def _search_round(
         search: The search.
         population: Its plans, if there are several.
         codes: Solutions of this round's programs, to cross with them.
+        phase: Phase whose time each of the two parts has.
 
     Returns:
         The search with the cheapest plan.

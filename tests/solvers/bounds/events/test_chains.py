@@ -135,7 +135,7 @@ def test_programs_of_more_events_prove_more_and_no_more_than_a_plan_costs(monkey
             solve_linear(build_cuts(model, sorted(some, key=after.index), segments="all").program).bound
             for some in (first, first + more)
         )
-        assert enough >= 0.95 * max(proven) - 1e-9
+        assert enough >= 0.99 * max(proven) - 1e-9 or len(first) + len(more) == len(after)
         assert all_priced == pytest.approx(max(proven), abs=1e-7)
         fewer += len(first) + len(more) < len(after)
         grown += len(first) > 1

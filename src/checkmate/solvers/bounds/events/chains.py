@@ -42,18 +42,21 @@ class ChainParameters:
         added: Events to add to the program in a round.
         linear_share: Share of the time left that a linear program may take.
         least_gain: Share of the distance to the best plan that more events have to gain, or no more are added.
-        least_price: Share of the prices of all events below which one does not bind and is left out of the next program.
-        far: Share of the distance to the best plan by which a program may be below what is known for more events to be added.
+        least_price: Share of the prices of all events up to which one does not bind and is left out of the next program.
+        first_price: The same for integer programs: the first one has no event of a smaller share.
+        more_price: The same for the events to add to it.
+        far: Share of the distance from what is known to the best plan by which a program may fall short of what is known for more
+            events to be added.
         enough: Share of what the largest program proves for which fewer events are enough to begin an integer program with.
     """
 
     tried: int = 800
     candidates: int = 48
     added: int = 3
-    linear_share: float = 0.5
+    linear_share: float = 0.7
     least_gain: float = 0.02
     least_price: float = 0.001
-    first_price: float = 0.02
+    first_price: float = 0.03
     more_price: float = 0.01
     far: float = 0.1
     enough: float = 0.99
@@ -149,7 +152,7 @@ class EventChains:
             prove: Takes every bound, as a share.
             best_share: Extra cost of the best plan so far, as a share.
             left_s: Seconds left.
-            known: What is proven by whatever means. Where the first program is far below it, no more events are added.
+            known: What is proven so far, by whatever means. Where a program is far below it, no more events are added.
 
         Returns:
             The events of the program that proved most, by the prices of their memory in its relaxation: as many of the dearest as
@@ -173,17 +176,25 @@ class EventChains:
             added = self._next(needed, tried) if needed else []
             tried.update(added)
             chain = self._in_order({*needed, *added}) if added else []
+        return self._fewest(prices, most, left_s) if most > 0 else Chain(list(events), [], self.candidates)
+
+    def _fewest(self, prices: dict[int, float], most: float, left_s: Callable[[], float]) -> Chain:
+        """As many of the dearest events as prove nearly as much as all.
+
+        Args:
+            prices: Event -> what the bound gains for each share of the budget that the event has less.
+            most: Bound of all of them.
+            left_s: Seconds left.
+        """
+        total = sum(prices.values())
         ranked = sorted((o for o in prices if prices[o] > 0), key=lambda o: (-prices[o], o))
-        if not ranked:
-            return Chain(list(events), [], self.candidates)
-        share = {o: prices[o] / sum(prices.values()) for o in ranked}
-        few, most_first = 1, sum(share[o] > PARAMETERS.first_price for o in ranked)
-        while few < most_first and left_s() > 0:
+        few, dear = 1, sum(prices[o] > PARAMETERS.first_price * total for o in ranked)
+        while few < dear and left_s() > 0:
             cut = build_cuts(self._model, self._in_order(ranked[:few]), segments="all")
             if relax(cut, time_s=left_s(), enough=most).bound >= PARAMETERS.enough * most:
                 break
             few += 1
-        more = [o for o in ranked[few:] if share[o] > PARAMETERS.more_price]
+        more = [o for o in ranked[few:] if prices[o] > PARAMETERS.more_price * total]
         return Chain(self._in_order(ranked[:few]), more, self.candidates)
 
     def _in_order(self, events: Iterable[int]) -> list[int]:
@@ -193,7 +204,10 @@ class EventChains:
         return segment(self._model, event, until, self._time_up)
 
     def _next(self, chain: list[int], tried: set[int]) -> list[int]:
-        """The most prominent candidates that were not tried; in a training step those before the chain's first mirror later ones and are left out."""
+        """The most prominent candidates that were not tried.
+
+        In a training step those before the chain's first mirror later ones and are left out.
+        """
         added: list[int] = []
         trained = any(op.phase == "backward" for op in self._model.problem.graph.ops)
         among = self.candidates[self.candidates.index(chain[0]) :] if trained else self.candidates

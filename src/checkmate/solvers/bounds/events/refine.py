@@ -40,8 +40,8 @@ class RefinementParameters:
             (9,000 ops), and which event proves most is not known before.
         candidate_spacing: The graph is divided into so many parts, and two candidates are further apart than one of them:
             neighbours of a peak prove nearly the same as the peak.
-        linear_share: Share of the time left for a linear program whose bound is compared with others; its duals give one at any
-            moment.
+        linear_time_s: Seconds for a linear program whose bound is compared with another's. Its duals give a bound at any moment.
+        linear_share: Share of the time left that it may take.
         chain_linear_time_s: The same for several events; larger programs, solved once a round.
         chain_linear_share: Share of the time left that it may take, which keeps the rest for the integer program.
         integer_share: Share of the time left that one integer program may take. Programs that end leave their successors more;
@@ -56,6 +56,7 @@ class RefinementParameters:
 
     candidates: int = 14
     candidate_spacing: int = 56
+    linear_time_s: float = 5.0
     linear_share: float = 0.03
     chain_linear_time_s: float = 10.0
     chain_linear_share: float = 0.3
@@ -203,10 +204,15 @@ def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float
         left_s: Seconds left.
 
     Returns:
-        The bound as a share, and whether to build the integer program with ``floating=True``.
+        The bound as a share, and whether to build the integer program with ``floating=True``, which is also the answer where time
+        was too short to tell.
     """
     with_them, without = (
-        relax(build_cuts(model, cuts, floating=floating), time_s=PARAMETERS.linear_share * left_s()) for floating in (True, False)
+        relax(
+            build_cuts(model, cuts, floating=floating),
+            time_s=min(PARAMETERS.linear_time_s, PARAMETERS.linear_share * left_s()),
+        )
+        for floating in (True, False)
     )
     pay = with_them.bound > without.bound + PARAMETERS.floating_gain or not with_them.finished
     return max(with_them.bound, without.bound), pay
