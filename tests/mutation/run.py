@@ -47,6 +47,7 @@ MUTMUT = "3.8.1"
 GROUPS = {
     "core": ("src/checkmate/core/*.py", ["tests/core"]),
     "bounds": ("src/checkmate/solvers/bounds/*.py", ["tests/solvers/bounds"]),
+    "events": ("src/checkmate/solvers/bounds/events/*.py", ["tests/solvers/bounds/events"]),
     "reductions": ("src/checkmate/solvers/reductions/*.py", ["tests/solvers/reductions"]),
 }
 """What is changed, and the tests that have to notice: those of the same folder, so that a law stands near its code."""
