@@ -19,9 +19,9 @@ class Phase(StrEnum):
     TIGHT_EVENT = "branches of what is live at the tightest event"
     BRANCH_SEARCH = "search in the weakest branches"
     CHAINS = "bounds of chains of events"
-    SUGGESTIONS = "event cuts for the order of the best plan"
-    SUGGESTED_SEARCH = "search after them"
     SEQUENCES = "plans annealed as sequences"
+    SUGGESTIONS = "event cuts for the order of a plan"
+    SUGGESTED_SEARCH = "search after them"
     POPULATION = "plans crossed with each other"
     SEQUENCES_AGAIN = "plans annealed as sequences, again"
     STATES = "search over states"
@@ -52,11 +52,11 @@ PHASES: Mapping[Phase, float] = {
     Phase.BRANCH_SEARCH: 0.1,
     # Cuts between the events that prove most, and linear programs of those that bind together.
     Phase.CHAINS: 0.25,
+    # Orders and recomputations together, to see whether that gains most.
+    Phase.SEQUENCES: 0.05,
     # Programs of one or a few events take a tenth of a second, and on captured steps their solutions are the best starts.
     Phase.SUGGESTIONS: 0.02,
     Phase.SUGGESTED_SEARCH: 0.05,
-    # Orders and recomputations together, to see whether that gains most.
-    Phase.SEQUENCES: 0.05,
     # New plans, and children of them while they gain. It ends after two that agree with the best or are far from it.
     Phase.POPULATION: 0.33,
     # Where it does, as on random layered graphs, or where crossing plans does not pay.

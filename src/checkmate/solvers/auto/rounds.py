@@ -20,13 +20,7 @@ from checkmate.solvers.evict.sequences import resequence
 from checkmate.solvers.local_search import suggested_decodes
 
 
-def refine(
-    run: Run,
-    searches: list[Search],
-    population: Population | None,
-    chain: Chain,
-    rounds: int,
-) -> None:
+def refine(run: Run, searches: list[Search], population: Population | None, chain: Chain, rounds: int) -> None:
     """Rounds of refinement: any order; the search's own order; search; and any order again from the better events.
 
     Args:
@@ -165,31 +159,36 @@ def best_chain(run: Run, searches: list[Search], event: int) -> Chain:
     return found if found.first else Chain([event])
 
 
-def suggest(run: Run, searches: list[Search]) -> None:
-    """Programs for the orders of the searches, and a search on from their solutions where these gain much.
+def suggest(run: Run, searches: list[Search]) -> bool:
+    """Programs for the orders of the plans, and a search on from their solutions, as long as these gain.
 
     Args:
         run: The run.
-        searches: Searches with their plans, the cheapest first; that one is replaced if another is found to lead further.
+        searches: Searches with their plans, the cheapest first, also afterwards; where programs gain the first is replaced.
+
+    Returns:
+        Whether they gained.
     """
-    gain = phases.PARAMETERS.suggestion_gain
-    while not run.session.done and run.folded.reorder:
-        before = min(map(_cost, searches))
+    gain, gained = phases.PARAMETERS.suggestion_gain, False
+    small = len(run.graph.ops) <= resequence.PARAMETERS.most_ops  # on larger graphs a model alone takes as long as it may
+    while small and run.folded.reorder and math.isfinite(before := min(map(_cost, searches))):
         for search in [search for search in searches if math.isfinite(search.best_cost)]:
             model = CutModel(run.folded, tuple(search.targets))
             event = best_single(run, model, [search])
             if run.session.done:
-                return
+                return gained
             if event is not None:
                 _refine_once(run, model, search, Chain([event]), Phase.SUGGESTIONS, floating=True)
         searches.sort(key=_cost)
         if run.session.done or searches[0].best_cost > (1 - gain) * before:
-            return
+            break
         searches[0] = _search_round(run, searches[0], None, [], Phase.SUGGESTED_SEARCH)
+        gained = True
+    return gained
 
 
 def vary(run: Run, searches: list[Search]) -> Population | None:
-    """Anneal the best plan as a sequence, or cross plans with each other, whichever gains more.
+    """Anneal the best plan as a sequence; where that gains little, use programs for its order, and cross plans with each other.
 
     Args:
         run: The run.
@@ -198,15 +197,22 @@ def vary(run: Run, searches: list[Search]) -> Population | None:
     Returns:
         As `_cross`.
     """
-    least = run.session.elapsed_s() + min(phases.PARAMETERS.sequences_s, run.session.left_s() / 4)
-    annealed = _reorder_search(run, searches[0], max(run.until(Phase.SEQUENCES), least))
-    few = annealed.best_cost >= (1 - phases.PARAMETERS.sequence_gain) * searches[0].best_cost
-    few &= run.best_share() - run.known_share() < phases.PARAMETERS.wide_gap
+    annealed, few = _anneal_first(run, searches[0])
+    if few and not run.session.done and suggest(run, searches) and not run.session.done:
+        annealed, few = _anneal_first(run, searches[0])
     population = _cross(run, searches) if few and not run.session.done else None
     if population is None and not run.session.done:
         best = min(annealed, searches[0], key=_cost)
         searches[0] = _reorder_search(run, best, run.until(Phase.SEQUENCES_AGAIN))
     return population
+
+
+def _anneal_first(run: Run, search: Search) -> tuple[Search, bool]:
+    """Anneal a plan as a sequence for a moment; also returns whether that gains too little to go on with it."""
+    least = run.session.elapsed_s() + min(phases.PARAMETERS.sequences_s, run.session.left_s() / 4)
+    annealed = _reorder_search(run, search, max(run.until(Phase.SEQUENCES), least))
+    few = annealed.best_cost >= (1 - phases.PARAMETERS.sequence_gain) * search.best_cost
+    return annealed, few and run.best_share() - run.known_share() < phases.PARAMETERS.wide_gap
 
 
 def _cross(run: Run, searches: list[Search]) -> Population | None:

@@ -79,7 +79,7 @@ def _solve(run: Run, rounds: int) -> None:
     """All phases, one after another, until the session is done."""
     from checkmate.solvers.auto.branches import branch, branch_on
     from checkmate.solvers.auto.first_plans import first_plans
-    from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine, suggest, vary
+    from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine, vary
     from checkmate.solvers.bounds.events.chains import Chain
     from checkmate.solvers.bounds.row import row_bound
 
@@ -104,9 +104,6 @@ def _solve(run: Run, rounds: int) -> None:
         if session.done:
             return
         chain = best_chain(run, searches, event) if run.folded.reorder else Chain([event])
-        if session.done:
-            return
-        suggest(run, searches)
         if session.done:
             return
         population = vary(run, searches)

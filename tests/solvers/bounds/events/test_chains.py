@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -17,7 +18,7 @@ from checkmate.solvers.backends.program import Solved
 from checkmate.solvers.bounds.events import chains
 from checkmate.solvers.bounds.events.chains import ChainParameters, EventChains
 from checkmate.solvers.bounds.events.cut_model import CutModel
-from checkmate.solvers.bounds.events.event_cuts import build_cuts
+from checkmate.solvers.bounds.events.event_cuts import CutProgram, build_cuts
 from checkmate.solvers.bounds.events.min_cut import segment, single_event
 from checkmate.solvers.bounds.floor import floor
 from tests.solvers.bounds.events.test_event_cuts import some_chain, tight_problem
@@ -173,6 +174,72 @@ def test_the_dearest_events_come_first(monkeypatch):
         [found.candidates[0]],
         found.candidates,
     )
+
+
+def priced_programs(monkeypatch, prices: dict[int, float], bound: Callable[[tuple[int, ...]], float]) -> list[tuple[int, ...]]:
+    """Relaxations with given prices of events and bounds of chains; returns the chains that are asked for."""
+    asked: list[tuple[int, ...]] = []
+
+    def relaxed(cut: CutProgram, **_: float) -> Solved:
+        asked.append(cut.cuts)
+        rows = np.zeros(len(cut.program.row_low))
+        rows[cut.memory_rows] = [-prices.get(o, 0.0) for o in cut.cuts]
+        return Solved(bound(cut.cuts), None, math.inf, True, row_prices=rows)
+
+    monkeypatch.setattr(chains, "relax", relaxed)
+    return asked
+
+
+def long_chain() -> tuple[EventChains, list[int]]:
+    """Candidates of an uneven chain, and those after the first by how they stand out."""
+    graph = uneven_chain(random.Random(0), 20)
+    found = EventChains(CutModel(Problem(graph, floor(graph).peak_bytes + 3)), no_alarm())
+    return found, sorted(found.candidates[1:], key=lambda o: (-found._prominence[o], o))
+
+
+def test_events_that_do_not_bind_are_left_out_and_not_tried_again(monkeypatch):
+    """The next program has those with a price and the next three."""
+    found, others = long_chain()
+    start = found.candidates[0]
+    prices = dict.fromkeys(found.candidates, 1.0) | {others[1]: 0.0, others[2]: 0.002}
+    asked = priced_programs(monkeypatch, prices, lambda cuts: 0.1 * len(cuts))
+    found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf)
+    assert asked[0] == (start,)
+    assert set(asked[1]) == {start, *others[:3]}
+    assert set(asked[2]) == {start, others[0], *others[3:6]}
+    assert all(not {others[1], others[2]} & set(cuts) for cuts in asked[2:])
+
+
+@pytest.mark.parametrize(("gain", "programs"), [(0.019, 2), (0.021, 3)])
+def test_more_events_are_added_while_they_gain(monkeypatch, gain, programs):
+    """A share of the distance to the best plan, here 1."""
+    found, _ = long_chain()
+    proven = iter([0.5, 0.5 + 0.5 * gain, 0.5 + 0.5 * gain])
+    asked = priced_programs(monkeypatch, dict.fromkeys(found.candidates, 1.0), lambda _: next(proven, 0.5))
+    monkeypatch.setattr(EventChains, "_fewest", lambda *_: chains.Chain([]))
+    found.sharpen([found.candidates[0]], lambda _: None, lambda: 1.0, lambda: math.inf)
+    assert len(asked) == programs
+
+
+@pytest.mark.parametrize(("known", "programs"), [(0.5, 2), (0.54, 2), (0.56, 1)])
+def test_no_more_events_are_added_far_below_what_is_known(monkeypatch, known, programs):
+    """Such as by branches: a tenth of the distance from there to the best plan, here 0.05, is not made up for."""
+    found, _ = long_chain()
+    asked = priced_programs(monkeypatch, dict.fromkeys(found.candidates, 1.0), lambda _: 0.5)
+    monkeypatch.setattr(EventChains, "_fewest", lambda *_: chains.Chain([]))
+    found.sharpen([found.candidates[0]], lambda _: None, lambda: 1.0, lambda: math.inf, lambda: known)
+    assert len(asked) == programs
+
+
+def test_cheap_events_are_in_no_integer_program(monkeypatch):
+    """Neither the first nor, if they are cheaper still, one of the next."""
+    found, _ = long_chain()
+    a, b, c, d = found.candidates[:4]
+    prices = {a: 90.0, b: 6.0, c: 2.5, d: 0.9}
+    priced_programs(monkeypatch, prices, lambda cuts: 0.1 * len(cuts))
+    assert found._fewest(prices, 0.4, lambda: math.inf)[:2] == ([a, b], [c])
+    assert found._fewest(prices, 0.2, lambda: math.inf)[:2] == ([a, b], [c])
+    assert found._fewest(prices, 0.1, lambda: math.inf)[:2] == ([a], [b, c])
 
 
 def two_peaks() -> Problem:

@@ -193,6 +193,28 @@ def test_without_time_the_branches_still_hold_all_plans(every_branch):
     assert proven <= all_branches(tight)[0]
 
 
+def test_branches_that_time_cut_short_go_on(every_branch):
+    """In whatever parts they have their time, they prove the same in the end, and each bound once."""
+    problem, loss = dropout_chain(0)
+    whole, branches = all_branches(TightEvent(CutModel(problem), loss))
+    tight = TightEvent(CutModel(problem), loss)
+    proven: list[float] = []
+    tight.bound(proven.append, lambda: math.inf, lambda: 0.0)
+    begun = list(proven)
+    for _ in range(100):
+        left = iter([1.0, 0.0])
+        tight.resume(proven.append, lambda: math.inf, lambda left=left: next(left, 0.0))
+    assert proven == sorted(set(proven))
+    assert len(proven) > len(begun)
+    assert proven[-1] == pytest.approx(whole)
+    tight.resume(proven.append, lambda: math.inf, lambda: math.inf)
+    assert proven[-1] == pytest.approx(whole)
+    assert len(branches) > 3
+    untried = TightEvent(CutModel(problem), loss)
+    untried.resume(proven.append, lambda: math.inf, lambda: math.inf)  # nothing was begun
+    assert proven[-1] == pytest.approx(whole)
+
+
 def test_branches_end_where_the_plan_is_met(every_branch):
     """Nothing is divided that is proven already."""
     problem, loss = dropout_chain(0)
