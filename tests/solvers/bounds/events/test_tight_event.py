@@ -202,7 +202,7 @@ def test_branches_that_time_cut_short_go_on(every_branch):
     tight.bound(proven.append, lambda: math.inf, lambda: 0.0)
     begun = list(proven)
     for _ in range(100):
-        left = iter([1.0, 0.0])
+        left = iter([1.0] * 3)
         tight.resume(proven.append, lambda: math.inf, lambda left=left: next(left, 0.0))
     assert proven == sorted(set(proven))
     assert len(proven) > len(begun)
