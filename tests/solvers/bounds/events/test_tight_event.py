@@ -199,10 +199,11 @@ def test_branches_that_time_cut_short_go_on(every_branch):
     whole, branches = all_branches(TightEvent(CutModel(problem), loss))
     tight = TightEvent(CutModel(problem), loss)
     proven: list[float] = []
-    tight.bound(proven.append, lambda: math.inf, lambda: 0.0)
+    some = iter([1.0] * 3)
+    tight.bound(proven.append, lambda: math.inf, lambda: next(some, 0.0))
     begun = list(proven)
     for _ in range(100):
-        left = iter([1.0] * 3)
+        left = iter([1.0] * 4)
         tight.resume(proven.append, lambda: math.inf, lambda left=left: next(left, 0.0))
     assert proven == sorted(set(proven))
     assert len(proven) > len(begun)

@@ -189,7 +189,8 @@ class TightEvent:
             if left_s() <= 0 or self._proven >= best_share():
                 break
             parts = self._divided(self._branches[0], self._more, left_s)
-            if not parts:
+            # Parts without time for their programs prove no more than the branch, and could not be told from weak ones later.
+            if not parts or left_s() <= 0:
                 break
             heapq.heappop(self._branches)
             for part in parts:
