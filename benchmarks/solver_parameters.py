@@ -42,7 +42,13 @@ TABLE = HERE.parent / "docs" / "benchmarks" / "solver_parameters.md"
 
 SEARCHED = ("evict.search", "evict.reorder", "evict.schedule", "evict.starts")
 BOUNDED = ("auto.phases", "bounds.events.refine", "local_search")
-TIGHT = ("bounds.events.chains", "bounds.events.tight_event", "evict.population", "evict.sequences.resequence")
+TIGHT = (
+    "bounds.events.chains",
+    "bounds.events.relaxation",
+    "bounds.events.tight_event",
+    "evict.population",
+    "evict.sequences.resequence",
+)
 DECODES = 300
 AUTO_S = 1.0
 TIGHT_S = 6.0

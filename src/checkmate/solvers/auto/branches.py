@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
@@ -36,7 +37,7 @@ def branch(run: Run, searches: list[Search], event: int) -> TightEvent | None:
         return None
     order = searches[0].order()
     peaks = highest_events(run.graph, phases.PARAMETERS.branch_peaks, order, longest_chain(run.any_order))
-    branches = tight.bound(lambda share: run.prove(searches[0], share, True), run.best_share, left_s, peaks)
+    branches = tight.bound(partial(run.prove, searches[0], any_order=True), run.best_share, left_s, peaks)
     until = run.until(Phase.BRANCH_SEARCH)
     left_s = run.seconds_to(until)
     decodes = suggested_decodes(len(run.graph.ops)) // phases.PARAMETERS.round_divisor
@@ -62,4 +63,4 @@ def branch_on(run: Run, searches: list[Search], tight: TightEvent) -> None:
         tight: The branches.
     """
     left_s = run.seconds_to(run.until(Phase.TIGHT_EVENT_AGAIN))
-    tight.resume(lambda share: run.prove(searches[0], share, True), run.best_share, left_s)
+    tight.resume(partial(run.prove, searches[0], any_order=True), run.best_share, left_s)

@@ -31,16 +31,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.program import Floats, Ints
-from checkmate.solvers.bounds.events.cut_model import CutModel
+from checkmate.solvers.bounds.events.cut_model import CutModel, Mask
 from checkmate.solvers.bounds.events.event_cuts import CutProgram, NoColumn, build_cuts
 from checkmate.solvers.bounds.events.min_cut import single_event
 from checkmate.solvers.bounds.events.refine import longest_chain
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
