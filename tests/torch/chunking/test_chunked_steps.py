@@ -206,7 +206,7 @@ def test_exact_cuts_no_sum() -> None:
         checkmate.torch.compile(model, example=batch(), budget=int(0.25 * least), chunking="exact")
 
 
-@pytest.mark.parametrize("chunking", ["exact", "auto"])
+@pytest.mark.parametrize("chunking", ["exact", pytest.param("auto", marks=pytest.mark.slow)])
 def test_studies_know_pieces(chunking: Any) -> None:
     """A captured graph in pieces has the smallest budget of `compile`, and a curve."""
     model = Language()

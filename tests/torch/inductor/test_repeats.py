@@ -18,7 +18,7 @@ from tests.torch.inductor.test_compile import given_room, peak_of, planned_loss
 from tests.torch.networks import Transformer, mlp
 from tests.torch.steps import observe, recomputes
 
-LAYERS = 8
+LAYERS = 5
 
 
 def deep_transformer() -> tuple[nn.Module, torch.Tensor]:
