@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 import checkmate
 import checkmate.torch
@@ -23,8 +25,8 @@ OPTIONS = {"budget": "60%", "time_limit_s": 2, "costs": "flops"}
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a budget was parsed, and how often it was resolved."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often a budget was parsed, and how often it was resolved, where no earlier run has left compiled code with its plan."""
     counted: Counter[str] = Counter()
     parse, resolve = Budget.parse.__func__, Budget.resolve  # type: ignore[attr-defined]
 
@@ -38,7 +40,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(Budget, "parse", classmethod(counting_parse))
     monkeypatch.setattr(Budget, "resolve", counting_resolve)
-    return counted
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield counted
 
 
 def network() -> tuple[nn.Module, torch.Tensor]:
