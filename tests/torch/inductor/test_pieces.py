@@ -64,7 +64,7 @@ def test_a_whole_step_has_the_same_bits_in_pieces_at_every_budget() -> None:
     assert peaks[0] < 0.7 * measure_peak(lambda: ops_whole(**inputs)[1])
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 3.0])
 def test_gradients_are_computed_ahead_of_the_backward(scale: float) -> None:
     """Also of a loss that the caller scales."""
     model = Language()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -40,11 +41,18 @@ def uneven_problem(rng: random.Random) -> Problem:
 def programs(count: int) -> Iterator[tuple[int, CutProgram]]:
     """Programs of chains of events that have a solution, with rows of longer segments."""
     for seed in range(count):
-        rng = random.Random(seed)
-        model = CutModel(uneven_problem(rng) if seed % 2 else tight_problem(rng, most_ops=(12, 18, 30)))
-        cut = build_cuts(model, some_chain(rng, model), floating=rng.random() < 0.5, segments=rng.choice(["all", "end"]))
-        if not cut.impossible and cut.implied.any() and solve_linear(cut.program).finished:
+        cut = program(seed)
+        if cut is not None:
             yield seed, cut
+
+
+@cache
+def program(seed: int) -> CutProgram | None:
+    """One of them by number; no test changes it."""
+    rng = random.Random(seed)
+    model = CutModel(uneven_problem(rng) if seed % 2 else tight_problem(rng, most_ops=(12, 18, 30)))
+    cut = build_cuts(model, some_chain(rng, model), floating=rng.random() < 0.5, segments=rng.choice(["all", "end"]))
+    return cut if not cut.impossible and cut.implied.any() and solve_linear(cut.program).finished else None
 
 
 def rounds_of(monkeypatch, cut: CutProgram, **named: float) -> tuple[Solved, list[tuple[Program, Solved]]]:
@@ -152,19 +160,22 @@ def test_small_programs_are_solved_at_once(monkeypatch):
     assert rounds_of(monkeypatch, cut)[1][0][0] is not cut.program
 
 
-def in_several_rounds(monkeypatch) -> CutProgram:
+@pytest.fixture(scope="module")
+def in_several_rounds() -> CutProgram:
     """A program whose relaxation takes four rounds at least, each with a gain."""
-    for _, cut in programs(400):
-        bounds = [solved.bound for _, solved in rounds_of(monkeypatch, cut)[1]]
-        if len(bounds) > 3 and bounds[1] > bounds[0] + 1e-6:
-            return cut
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relaxation, "PARAMETERS", RelaxationParameters(least_rows=0))
+        for _, cut in programs(400):
+            bounds = [solved.bound for _, solved in rounds_of(patch, cut)[1]]
+            if len(bounds) > 3 and bounds[1] > bounds[0] + 1e-6:
+                return cut
     pytest.fail("no such program")
 
 
 @pytest.mark.usefixtures("in_rounds")
-def test_out_of_time_it_returns_what_the_rounds_before_have_proven(monkeypatch):
+def test_out_of_time_it_returns_what_the_rounds_before_have_proven(monkeypatch, in_several_rounds):
     """With their prices: a program for integers is made from them all the same."""
-    cut = in_several_rounds(monkeypatch)
+    cut = in_several_rounds
     _, rounds = rounds_of(monkeypatch, cut)
     for last in range(1, len(rounds)):
         answers = iter([*(solved for _, solved in rounds[:last]), Solved(-5.0, None, math.inf, False)])
@@ -180,8 +191,8 @@ def test_out_of_time_it_returns_what_the_rounds_before_have_proven(monkeypatch):
 
 
 @pytest.mark.usefixtures("in_rounds")
-def test_a_bound_of_the_round_that_was_cut_short_counts(monkeypatch):
-    cut = in_several_rounds(monkeypatch)
+def test_a_bound_of_the_round_that_was_cut_short_counts(monkeypatch, in_several_rounds):
+    cut = in_several_rounds
     first = rounds_of(monkeypatch, cut)[1][0][1]
     answers = iter([first, Solved(first.bound + 1.0, None, math.inf, False)])
     monkeypatch.setattr(highs, "solve_linear", lambda program, **_: next(answers))
@@ -189,8 +200,8 @@ def test_a_bound_of_the_round_that_was_cut_short_counts(monkeypatch):
 
 
 @pytest.mark.usefixtures("in_rounds")
-def test_rounds_have_the_time_that_is_left(monkeypatch):
-    cut = in_several_rounds(monkeypatch)
+def test_rounds_have_the_time_that_is_left(monkeypatch, in_several_rounds):
+    cut = in_several_rounds
     now = iter(range(100))
     limits: list[float] = []
 
@@ -206,9 +217,9 @@ def test_rounds_have_the_time_that_is_left(monkeypatch):
 
 
 @pytest.mark.parametrize(("gain", "patience", "expected"), [(0.0, 1, 3), (0.0, 2, 4), (0.9, 1, 2), (0.9, 2, 3)])
-def test_it_stops_after_rounds_of_little_gain(monkeypatch, gain, patience, expected):
+def test_it_stops_after_rounds_of_little_gain(monkeypatch, in_several_rounds, gain, patience, expected):
     """Of the distance to what is enough. The first round has gained."""
-    cut = in_several_rounds(monkeypatch)
+    cut = in_several_rounds
     monkeypatch.setattr(
         relaxation, "PARAMETERS", RelaxationParameters(least_rows=0, least_gain=max(gain, 1e-12), patience=patience)
     )
@@ -229,8 +240,8 @@ def test_it_stops_after_rounds_of_little_gain(monkeypatch, gain, patience, expec
 
 
 @pytest.mark.usefixtures("in_rounds")
-def test_it_stops_at_what_is_enough(monkeypatch):
-    cut = in_several_rounds(monkeypatch)
+def test_it_stops_at_what_is_enough(monkeypatch, in_several_rounds):
+    cut = in_several_rounds
     _, rounds = rounds_of(monkeypatch, cut)
     found, fewer = rounds_of(monkeypatch, cut, enough=rounds[1][1].bound)
     assert found.finished
