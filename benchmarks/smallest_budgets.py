@@ -1,0 +1,153 @@
+"""The smallest budget that `min_budget` finds for training steps, beside the proven floor of every plan's peak.
+
+    python benchmarks/smallest_budgets.py                     # five minutes on one core
+    python benchmarks/smallest_budgets.py --only vit unet     # these steps only; the others keep their rows
+    python benchmarks/smallest_budgets.py --table             # the Markdown table from the committed JSON
+
+The steps: those of `graphs/`, captured from PyTorch and of the paper's cost model, and steps captured here from the models of
+`models.py` and from `examples/gpt2.py`. Each has the 20 seconds that `min_budget` takes by default, most end earlier. Sizes
+are exact, and costs do not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import checkmate
+import checkmate.torch
+from checkmate import Graph
+from checkmate.core.units import format_bytes
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from models import MODELS, build
+
+from examples.gpt2 import build as build_example
+
+RESULTS = HERE / "results" / "smallest_budgets.json"
+TABLE = HERE.parent / "docs" / "benchmarks" / "smallest_budgets.md"
+EXAMPLE = "examples/gpt2.py"
+CLOSE = 0.005
+"""How far above its floor a budget may be to count as close to it, as a share of the floor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step.
+
+    Attributes:
+        resident_bytes: Parameters and other memory that no plan changes.
+        floor_bytes: Proven: no plan has a smaller peak. Resident bytes are included, as in all peaks.
+        smallest_bytes: The smallest peak for which a plan was found.
+        op: The op that sets the floor, or "" if the values that stay at the end do.
+        elapsed_s: Wall seconds of the search.
+    """
+
+    step: str
+    ops: int
+    resident_bytes: int
+    floor_bytes: int
+    smallest_bytes: int
+    op: str
+    elapsed_s: float
+
+    @property
+    def excess(self) -> float:
+        """Share of the floor by which the smallest budget found is above it."""
+        return self.smallest_bytes / self.floor_bytes - 1
+
+    @property
+    def step_excess(self) -> float:
+        """The same of what is above resident bytes."""
+        return (self.smallest_bytes - self.resident_bytes) / (self.floor_bytes - self.resident_bytes) - 1
+
+
+def steps(only: list[str] | None) -> Iterator[tuple[str, Graph]]:
+    """Names and graphs; those of PyTorch are captured when their turn comes."""
+    for path in sorted((HERE / "graphs").glob("*.graph.json")):
+        if only is None or path.name.removesuffix(".graph.json") in only:
+            graph = checkmate.read(path)
+            assert isinstance(graph, Graph)
+            yield path.name.removesuffix(".graph.json"), graph
+
+    if only is None or EXAMPLE in only:
+        model, loss, example = build_example()
+        yield EXAMPLE, checkmate.torch.capture(model, loss, example=example, costs="flops")  # pyright: ignore[reportArgumentType]
+    for name in MODELS:
+        if only is None or f"{name} step" in only:
+            case = build(name)
+            yield f"{name} step", checkmate.torch.capture(case.model, example=case.batch, costs="flops")
+
+
+def measure(step: str, graph: Graph) -> Row:
+    """The smallest budget of one step."""
+    found = checkmate.min_budget(graph)
+    return Row(
+        step=step,
+        ops=len(graph.ops),
+        resident_bytes=graph.resident_bytes,
+        floor_bytes=found.floor_bytes,
+        smallest_bytes=found.peak_bytes,
+        op=found.binding_op,
+        elapsed_s=round(found.elapsed_s, 1),
+    )
+
+
+def table(rows: list[Row], where: dict[str, str]) -> str:
+    """The page."""
+    close = sum(row.excess <= CLOSE for row in rows)
+    lines = [
+        "# Smallest budgets",
+        "",
+        "Made by `python benchmarks/smallest_budgets.py`: the smallest peak for which {func}`~checkmate.min_budget` finds a plan",
+        "within its 20 seconds, and the proven floor below which no plan exists, resident memory included. *without resident* is",
+        "the same share of the memory above it. A *step* is captured from a model of `benchmarks/models.py`; the others are the",
+        "graphs of `benchmarks/graphs`; those of unit chains are sizes without a unit. *Set by*: the op that sets the floor.",
+        f"{where['cpu']}, Python {where['python']}, torch {where['torch']}.",
+        "",
+        f"{close} of {len(rows)} smallest budgets are within {100 * CLOSE:g} % of their floor.",
+        "",
+        "| step | ops | floor | smallest | above the floor | without resident | set by | seconds |",
+        "|---|---:|---:|---:|---:|---:|---|---:|",
+    ]
+    for row in rows:
+        sizes = f"{format_bytes(row.floor_bytes)} | {format_bytes(row.smallest_bytes)}"
+        shares = f"{100 * row.excess:.2f} % | {100 * row.step_excess:.2f} %"
+        lines.append(f"| {row.step} | {row.ops} | {sizes} | {shares} | {row.op} | {row.elapsed_s:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="names of steps")
+    parser.add_argument("--table", action="store_true", help="only rewrite the table")
+    options = parser.parse_args()
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "where": {}}
+    rows = {row["step"]: Row(**row) for row in stored["rows"]}
+    if not options.table:
+        stored["where"] = {
+            "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "numba", "numpy")},
+        }
+        for step, graph in steps(options.only):
+            rows[step] = measure(step, graph)
+            print(*asdict(rows[step]).values(), f"{100 * rows[step].excess:.2f} %", file=sys.stderr, flush=True)
+            RESULTS.write_text(
+                json.dumps({"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}, indent=1) + "\n"
+            )
+    TABLE.write_text(table(list(rows.values()), stored["where"]))
+
+
+if __name__ == "__main__":
+    main()
