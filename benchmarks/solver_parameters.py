@@ -1,6 +1,6 @@
 """How much each parameter of the solvers matters: halve it, double it, and compare plans and gaps.
 
-    python benchmarks/solver_parameters.py                    # the whole sweep, about half an hour on one core
+    python benchmarks/solver_parameters.py                    # the whole sweep, about an hour on one core
     python benchmarks/solver_parameters.py --only evict.search   # parameters whose name begins so; the others keep their rows
     python benchmarks/solver_parameters.py --resume           # rows that are not in the JSON yet
     python benchmarks/solver_parameters.py --table            # the Markdown tables from the committed JSON
@@ -58,9 +58,14 @@ FIXED = {
     "bounds.events.refine.share_tolerance": "values are 0 or 1 up to the engine's tolerance",
     "auto.phases.max_states": "memory",
 }
+LARGEST = {
+    "evict.search.ruin.batches": 3,  # shares of an excess: the largest is 1
+    "evict.search.ruin.batch_step": 0.5,
+}
+"""Values beyond which a parameter has no meaning; they are not tried."""
 HEADINGS = {"local-search": "Local search", "auto": "Auto", "tight": "Auto at tight budgets"}
 CLEAR = 2.0
-"""A parameter matters if it changes the mean by more than so many standard deviations of what other seeds do."""
+"""A parameter matters if it changes a mean by more than so many standard deviations of what two sets of seeds differ by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,7 @@ def _fields(
         elif isinstance(default, (int, float)) and not isinstance(default, bool) and f"{prefix}.{name}" not in FIXED:
             for factor in (0.5, 2.0):
                 other = type(default)(round(default * factor) if isinstance(default, int) else default * factor)
-                if other and other != default:
+                if other and other != default and other <= LARGEST.get(f"{prefix}.{name}", math.inf):
                     yield (
                         f"{prefix}.{name}", default, other,
                         lambda name=name, other=other: put(_with(parameters, name, other)),
@@ -231,10 +236,10 @@ def table(report: dict[str, Any]) -> str:
         f"`Auto` has {AUTO_S:g} CPU second: far less than the 60 s that it is tuned for, so that the shares of its phases show.",
         f"At tight budgets (ResNet-50 of the paper at f = 0.1, BERT at 3 % above its floor) it has {TIGHT_S:g}.",
         f"{len(SEEDS)} seeds each. Columns: change of the mean overhead (geometric; lower is better), for `Auto` also of the",
-        "mean gap, both in percentage points. A parameter *matters* if a change exceeds "
-        f"{CLEAR:g} standard deviations of the defaults",
-        f"with {seeds} seeds, scaled to the number of seeds. Most others limit time or memory on graphs of thousands of ops,",
-        "which these points, of 65 to 257 ops, and of 353 and 1,090 for tight budgets, do not reach.",
+        f"mean gap, both in percentage points. A parameter *matters* if a change exceeds {CLEAR:g} standard deviations of what",
+        f"two means of the defaults differ by, estimated from {seeds} seeds: chance alone does so in one of twenty rows. Others",
+        "mostly limit time or memory on graphs of thousands of ops, which these points, of 65 to 257 ops, and of 353 and 1,090",
+        "at tight budgets, do not reach.",
         "",
     ]
     for kind in ("local-search", "auto", "tight"):
@@ -244,7 +249,7 @@ def table(report: dict[str, Any]) -> str:
         lines += [
             f"## {HEADINGS[kind]}",
             "",
-            f"Mean overhead {base['overhead']:.4f}, standard deviation by seed {100 * spread[0]:.3f} percentage points"
+            f"Mean overhead {base['overhead']:.4f}, standard deviation of differences {100 * spread[0]:.3f} percentage points"
             + (f"; mean gap {100 * base['gap']:.2f} %, deviation {100 * spread[1]:.3f}." if spread[1] else "."),
             "",
             "| parameter | default | halved | doubled | matters |",
@@ -262,10 +267,10 @@ def table(report: dict[str, Any]) -> str:
 
 
 def deviations(runs: list[dict[str, Any]]) -> tuple[float, float]:
-    """Standard deviation of the mean overhead and the mean gap, for as many seeds as a row has."""
-    overhead = statistics.stdev(run["overhead"] for run in runs) / math.sqrt(len(SEEDS))
-    gap = 0.0 if runs[0]["gap"] is None else statistics.stdev(run["gap"] for run in runs) / math.sqrt(len(SEEDS))
-    return overhead, gap
+    """Standard deviation of the difference of two mean overheads, and of two mean gaps, if only the seeds differ."""
+    share = math.sqrt(2 / len(SEEDS))
+    overhead = statistics.stdev(run["overhead"] for run in runs) * share
+    return overhead, 0.0 if runs[0]["gap"] is None else statistics.stdev(run["gap"] for run in runs) * share
 
 
 def change(row: dict[str, Any], base: dict[str, Any]) -> str:
