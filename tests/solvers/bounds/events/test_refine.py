@@ -124,6 +124,7 @@ class Engine:
 def refine(
     search: FakeSearch, problem: Problem, first: list[int], *, best: float = 1.0, left: Callable[[], float] = lambda: 100.0,
     targets: tuple[int, ...] | None = None, floating: bool = True, more: Sequence[int] = (), peaks: Sequence[int] = (),
+    known: float = -math.inf,
 ) -> tuple[list[int], list[tuple[float, bool]], list[list[int]]]:  # fmt: skip
     """Events of the last program, what was proven and what was offered."""
     proven: list[tuple[float, bool]] = []
@@ -131,7 +132,7 @@ def refine(
     refinement = Refinement(
         CutModel(problem, targets), search, lambda *proof: proven.append(proof), offered.append, gap=0.01, threads=3
     )
-    cuts = refinement.run(first, lambda: best, left, floating=floating, more=more, peaks=peaks)
+    cuts = refinement.run(first, lambda: best, left, floating=floating, more=more, peaks=peaks, known=known)
     return cuts, proven, offered
 
 
@@ -325,6 +326,16 @@ def test_a_solution_that_time_cut_short_adds_no_events(monkeypatch):
     Engine(monkeypatch, 0.0, finished=False)
     order = list(range(13))
     assert refine(FakeSearch({}, [order]), Problem(unit_chain(6), 5), [3]) == ([3], [(0.0, True)], [order])
+
+
+@pytest.mark.parametrize(("known", "programs"), [(0.5, 2), (0.51, 1)])
+def test_a_program_that_proves_less_than_is_known_is_the_last(monkeypatch, known, programs):
+    """Relaxations of more events prove more than integers of few; its plan is offered all the same."""
+    engine = Engine(monkeypatch, 0.5, 0.5)
+    order = list(range(13))
+    offered = refine(FakeSearch({}, [order, []]), Problem(unit_chain(6), 5), [3], more=[11], known=known)[2]
+    assert len(engine.programs) == programs
+    assert offered == [order]
 
 
 def test_on_a_long_chain_added_events_lie_further_apart(monkeypatch):
