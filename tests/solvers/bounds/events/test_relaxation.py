@@ -94,6 +94,17 @@ def test_rounds_end_at_the_bound_of_all_rows_with_fewer_of_them(monkeypatch):
     assert sharper > 5
 
 
+def test_rows_of_longer_segments_are_clauses():
+    """So no row asks for a column beyond its upper limit of 1."""
+    for _, cut in programs(120):
+        rows = cut.program.matrix[cut.implied]
+        assert set(rows.data.tolist()) <= {1.0, -1.0}
+        negative = np.asarray((rows < 0).sum(axis=1)).ravel()
+        assert np.array_equal(cut.program.row_low[cut.implied], 1.0 - negative)
+        assert np.isinf(cut.program.row_high[cut.implied]).all()
+        assert (cut.program.high[np.unique(rows.indices)] == 1.0).all()
+
+
 def completions(cut: CutProgram, solution: np.ndarray) -> bool:
     """Whether the columns that only implied rows have can be chosen so that all rows hold, by another solver."""
     matrix = cut.program.matrix

@@ -95,7 +95,8 @@ def relax(cut: CutProgram, *, time_s: float, enough: float = math.inf) -> Solved
 class LongSegments:
     """The implied rows of a program, and the columns that no other row has.
 
-    All coefficients of these rows are 1 or -1, and none has an upper limit.
+    Each of these rows is a clause: its coefficients are 1 or -1, its lower limit is 1 less the number of those that are -1, and
+    it has no upper limit. So none asks for a column beyond 1.
 
     Args:
         cut: The program.
@@ -147,7 +148,7 @@ class LongSegments:
         return self._rows[chosen]
 
     def _completed(self, solution: Floats) -> tuple[Floats, Ints]:
-        """The solution with free columns raised to what their rows ask, up to 1.
+        """The solution with free columns raised to what their rows ask.
 
         Returns:
             The point, and the row that raised each column last, -1 if none did. Shapes ``[column]``.
@@ -158,10 +159,10 @@ class LongSegments:
         while len(columns):
             asked = low - self._raising_rows @ x + x[self._raised]
             most = np.maximum.reduceat(asked, self._first)
-            rises = np.minimum(most, 1.0) > x[columns] + _RISE
+            rises = most > x[columns] + _RISE
             if not rises.any():
                 break
             asks_most = np.flatnonzero((asked >= np.repeat(most, self._count)) & np.repeat(rises, self._count))
             reason[self._raised[asks_most]] = self._raising[asks_most]
-            x[columns[rises]] = np.minimum(most[rises], 1.0)
+            x[columns[rises]] = most[rises]
         return x, reason
