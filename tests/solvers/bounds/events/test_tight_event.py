@@ -15,6 +15,8 @@ from msgspec import structs
 from checkmate import AStar, BruteForce, Graph, Op, Plan, Problem, Result, Value, simulate, solve
 from checkmate.core.plan import Compute
 from checkmate.solvers.alarm import no_alarm
+from checkmate.solvers.backends import highs
+from checkmate.solvers.backends.program import Solved
 from checkmate.solvers.bounds.events import tight_event
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.min_cut import single_event
@@ -191,6 +193,15 @@ def test_without_time_the_branches_still_hold_all_plans(every_branch):
     proven, branches = all_branches(tight, seconds=0.0)
     assert [b.intervals for b in sorted(branches, key=lambda b: len(b.intervals))] == [(), ((0, 5),), ((0, 5), (0, 5))]
     assert proven <= all_branches(tight)[0]
+
+
+def test_branches_whose_programs_time_cut_short_prove_what_the_event_does(every_branch, monkeypatch):
+    """Such a program proves less than nothing."""
+    problem, loss = dropout_chain(0)
+    model = CutModel(problem)
+    monkeypatch.setattr(highs, "solve_linear", lambda program, *, time_s: Solved(-math.inf, None, math.inf, False))
+    branches = all_branches(TightEvent(model, loss))[1]
+    assert {branch.bound for branch in branches} == {single_event(model, loss, no_alarm())}
 
 
 def test_branches_that_time_cut_short_go_on(every_branch):
