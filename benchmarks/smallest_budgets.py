@@ -111,7 +111,7 @@ def table(rows: list[Row], where: dict[str, str]) -> str:
         "Made by `python benchmarks/smallest_budgets.py`: the smallest peak for which {func}`~checkmate.min_budget` finds a plan",
         "within its 20 seconds, and the proven floor below which no plan exists, resident memory included. *without resident* is",
         "the same share of the memory above it. A *step* is captured from a model of `benchmarks/models.py`; the others are the",
-        "graphs of `benchmarks/graphs`; those of unit chains are sizes without a unit. *Set by*: the op that sets the floor.",
+        "graphs of `benchmarks/graphs`, where sizes of the linear chains have no unit. *Set by*: the op that sets the floor.",
         f"{where['cpu']}, Python {where['python']}, torch {where['torch']}.",
         "",
         f"{close} of {len(rows)} smallest budgets are within {100 * CLOSE:g} % of their floor.",
