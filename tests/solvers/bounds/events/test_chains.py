@@ -231,6 +231,15 @@ def test_no_more_events_are_added_far_below_what_is_known(monkeypatch, known, pr
     assert len(asked) == programs
 
 
+@pytest.mark.parametrize(("best", "programs"), [(0.5, 1), (0.51, 2)])
+def test_no_events_are_added_where_the_best_plan_is_met(monkeypatch, best, programs):
+    found, _ = long_chain()
+    asked = priced_programs(monkeypatch, dict.fromkeys(found.candidates, 1.0), lambda _: 0.5)
+    monkeypatch.setattr(EventChains, "_fewest", lambda *_: chains.Chain([]))
+    found.sharpen([found.candidates[0]], lambda _: None, lambda: best, lambda: math.inf)
+    assert len(asked) == programs
+
+
 def test_cheap_events_are_in_no_integer_program(monkeypatch):
     """Neither the first nor, if they are cheaper still, one of the next."""
     found, _ = long_chain()

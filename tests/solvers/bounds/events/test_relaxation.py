@@ -227,20 +227,29 @@ def test_rounds_have_the_time_that_is_left(monkeypatch, in_several_rounds):
     assert len(limits) > 3
 
 
-@pytest.mark.parametrize(("gain", "patience", "expected"), [(0.0, 1, 3), (0.0, 2, 4), (0.9, 1, 2), (0.9, 2, 3)])
-def test_it_stops_after_rounds_of_little_gain(monkeypatch, in_several_rounds, gain, patience, expected):
+@pytest.mark.parametrize(
+    ("gain", "patience", "bounds", "expected"),
+    [
+        (0.0, 1, (0.1, 0.2), 3),
+        (0.0, 2, (0.1, 0.2), 4),
+        (0.9, 1, (0.1, 0.2), 2),
+        (0.9, 2, (0.1, 0.2), 3),
+        (0.0, 2, (0.1, 0.1, 0.2), 5),  # a round with a gain between two without
+    ],
+)
+def test_it_stops_after_rounds_of_little_gain(monkeypatch, in_several_rounds, gain, patience, bounds, expected):
     """Of the distance to what is enough. The first round has gained."""
     cut = in_several_rounds
     monkeypatch.setattr(
         relaxation, "PARAMETERS", RelaxationParameters(least_rows=0, least_gain=max(gain, 1e-12), patience=patience)
     )
-    bounds = iter([0.1, 0.2, *[0.2] * 50])
+    proven = iter([*bounds, *[0.2] * 50])
     rows = np.flatnonzero(cut.implied)
     calls: list[int] = []
 
     def solve(program: Program, **_: float) -> Solved:
         calls.append(len(program.row_low))
-        return Solved(next(bounds), np.zeros(len(program.cost)), 0.0, True, row_prices=np.zeros(len(program.row_low)))
+        return Solved(next(proven), np.zeros(len(program.cost)), 0.0, True, row_prices=np.zeros(len(program.row_low)))
 
     monkeypatch.setattr(highs, "solve_linear", solve)
     monkeypatch.setattr(LongSegments, "contradiction", lambda self, solution: rows[: len(calls)])
