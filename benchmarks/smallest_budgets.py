@@ -1,8 +1,8 @@
 """The smallest budget that `min_budget` finds for training steps, beside the proven floor of every plan's peak.
 
-    python benchmarks/smallest_budgets.py                     # five minutes on one core
-    python benchmarks/smallest_budgets.py --only vit unet     # these steps only; the others keep their rows
-    python benchmarks/smallest_budgets.py --table             # the Markdown table from the committed JSON
+    python benchmarks/smallest_budgets.py                  # three minutes on one core
+    python benchmarks/smallest_budgets.py --only "vit step" unet   # these only; the others keep their rows
+    python benchmarks/smallest_budgets.py --table          # the Markdown table from the committed JSON
 
 The steps: those of `graphs/`, captured from PyTorch and of the paper's cost model, and steps captured here from the models of
 `models.py` and from `examples/gpt2.py`. Each has the 20 seconds that `min_budget` takes by default, most end earlier. Sizes
