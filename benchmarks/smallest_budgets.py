@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from models import MODELS, build
+from solvers import GRAPHS, read
 
 from examples.gpt2 import build as build_example
 
@@ -73,12 +74,9 @@ class Row:
 
 def steps(only: list[str] | None) -> Iterator[tuple[str, Graph]]:
     """Names and graphs; those of PyTorch are captured when their turn comes."""
-    for path in sorted((HERE / "graphs").glob("*.graph.json")):
-        if only is None or path.name.removesuffix(".graph.json") in only:
-            graph = checkmate.read(path)
-            assert isinstance(graph, Graph)
-            yield path.name.removesuffix(".graph.json"), graph
-
+    for name in sorted(path.name.removesuffix(".graph.json") for path in GRAPHS.glob("*.graph.json")):
+        if only is None or name in only:
+            yield name, read(name)
     if only is None or EXAMPLE in only:
         model, loss, example = build_example()
         yield EXAMPLE, checkmate.torch.capture(model, loss, example=example, costs="flops")  # pyright: ignore[reportArgumentType]

@@ -171,7 +171,7 @@ def test_small_programs_are_solved_at_once(monkeypatch):
     assert rounds_of(monkeypatch, cut)[1][0][0] is not cut.program
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(name="cut", scope="module")
 def in_several_rounds() -> CutProgram:
     """A program whose relaxation takes four rounds at least, each with a gain."""
     with pytest.MonkeyPatch.context() as patch:
@@ -184,9 +184,8 @@ def in_several_rounds() -> CutProgram:
 
 
 @pytest.mark.usefixtures("in_rounds")
-def test_out_of_time_it_returns_what_the_rounds_before_have_proven(monkeypatch, in_several_rounds):
+def test_out_of_time_it_returns_what_the_rounds_before_have_proven(monkeypatch, cut):
     """With their prices: a program for integers is made from them all the same."""
-    cut = in_several_rounds
     _, rounds = rounds_of(monkeypatch, cut)
     for last in range(1, len(rounds)):
         answers = iter([*(solved for _, solved in rounds[:last]), Solved(-5.0, None, math.inf, False)])
@@ -202,8 +201,7 @@ def test_out_of_time_it_returns_what_the_rounds_before_have_proven(monkeypatch, 
 
 
 @pytest.mark.usefixtures("in_rounds")
-def test_a_bound_of_the_round_that_was_cut_short_counts(monkeypatch, in_several_rounds):
-    cut = in_several_rounds
+def test_a_bound_of_the_round_that_was_cut_short_counts(monkeypatch, cut):
     first = rounds_of(monkeypatch, cut)[1][0][1]
     answers = iter([first, Solved(first.bound + 1.0, None, math.inf, False)])
     monkeypatch.setattr(highs, "solve_linear", lambda program, **_: next(answers))
@@ -211,8 +209,7 @@ def test_a_bound_of_the_round_that_was_cut_short_counts(monkeypatch, in_several_
 
 
 @pytest.mark.usefixtures("in_rounds")
-def test_rounds_have_the_time_that_is_left(monkeypatch, in_several_rounds):
-    cut = in_several_rounds
+def test_rounds_have_the_time_that_is_left(monkeypatch, cut):
     now = iter(range(100))
     limits: list[float] = []
 
@@ -237,9 +234,8 @@ def test_rounds_have_the_time_that_is_left(monkeypatch, in_several_rounds):
         (0.0, 2, (0.1, 0.1, 0.2), 5),  # a round with a gain between two without
     ],
 )
-def test_it_stops_after_rounds_of_little_gain(monkeypatch, in_several_rounds, gain, patience, bounds, expected):
+def test_it_stops_after_rounds_of_little_gain(monkeypatch, cut, gain, patience, bounds, expected):
     """Of the distance to what is enough. The first round has gained."""
-    cut = in_several_rounds
     monkeypatch.setattr(
         relaxation, "PARAMETERS", RelaxationParameters(least_rows=0, least_gain=max(gain, 1e-12), patience=patience)
     )
@@ -260,8 +256,7 @@ def test_it_stops_after_rounds_of_little_gain(monkeypatch, in_several_rounds, ga
 
 
 @pytest.mark.usefixtures("in_rounds")
-def test_it_stops_at_what_is_enough(monkeypatch, in_several_rounds):
-    cut = in_several_rounds
+def test_it_stops_at_what_is_enough(monkeypatch, cut):
     _, rounds = rounds_of(monkeypatch, cut)
     found, fewer = rounds_of(monkeypatch, cut, enough=rounds[1][1].bound)
     assert found.finished
