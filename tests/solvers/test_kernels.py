@@ -49,6 +49,17 @@ def test_preparing_is_not_counted():
     assert session.elapsed_s() < 0.5
 
 
+def test_preparing_within_a_part_is_not_counted_in_the_whole():
+    """A solve with a host solves without one first: what that loads took the time for copies in a fresh process."""
+    session = Session(Problem(chain(4), 100), Limits(time_s=10))
+    inner = Session(session.problem, Limits(time_s=5), outer=session)
+    loaded = []
+    inner.prepare(lambda: (time.sleep(0.5), loaded.append(True)))
+    assert loaded == [True]
+    assert inner.elapsed_s() < 0.5
+    assert session.elapsed_s() < 0.5
+
+
 def test_nothing_is_compiled_while_the_clock_runs():
     """One version of each kernel is enough, and it is there from the start; in a process where nobody else called one."""
     done = subprocess.run([sys.executable, "-c", SOLVE], capture_output=True, text=True, check=False)

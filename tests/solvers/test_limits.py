@@ -14,6 +14,7 @@ import pytest
 from benchmarks.generate import layered, skipping
 from checkmate import Graph, Limits, LocalSearch, Problem, solve
 from checkmate.core.budget import keep_all_bytes
+from checkmate.core.plan import HostMemory
 from checkmate.solvers.alarm import Alarm
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
@@ -46,6 +47,20 @@ def test_a_limit_holds_on_large_graphs(graph, share, solver):
     problem = tight(graph, share)
     began = time.perf_counter()
     result = solve(problem, solver, limits=Limits(time_s=1.0, gap=0.0), raise_on_failure=False)
+    assert time.perf_counter() - began <= in_time(1.0)
+    assert result.plan is None or result.peak_bytes <= problem.budget_bytes
+
+
+def test_a_limit_holds_with_a_host():
+    """A plan with copies of thousands of ops takes a second to make and to check, which is kept back from the search."""
+    load_kernels()
+    problem = tight(layered(4000), 0.5)
+    began = time.perf_counter()
+    result = solve(
+        Problem(problem.graph, problem.budget_bytes, host=HostMemory("1GiB", 10**10, 10**10)),
+        limits=Limits(time_s=1.0, gap=0.0),
+        raise_on_failure=False,
+    )
     assert time.perf_counter() - began <= in_time(1.0)
     assert result.plan is None or result.peak_bytes <= problem.budget_bytes
 

@@ -61,6 +61,12 @@ class Solver(Protocol):
 class Session:
     """A solve in progress: takes a solver's plans and bounds, and tells it when to stop.
 
+    Args:
+        problem: The problem.
+        limits: The limits of the solve.
+        on_progress: Called at each improvement.
+        outer: The solve that this one is a part of: what is not counted here is not counted there either.
+
     Attributes:
         problem: The problem.
         limits: The limits of the solve.
@@ -71,7 +77,9 @@ class Session:
         remarks: Notes of the solver for the user.
     """
 
-    def __init__(self, problem: Problem, limits: Limits, on_progress: OnProgress | None = None) -> None:
+    def __init__(
+        self, problem: Problem, limits: Limits, on_progress: OnProgress | None = None, *, outer: Session | None = None
+    ) -> None:
         self.problem = problem
         self.limits = limits
         self.plan: Plan | None = None
@@ -80,6 +88,7 @@ class Session:
         self.history: list[Progress] = []
         self.remarks: list[str] = []
         self._on_progress = on_progress
+        self._outer = outer
         self._started = time.perf_counter()
         self._checking_s = 0.0
         self._until = math.inf
@@ -124,26 +133,32 @@ class Session:
         began = time.perf_counter()
         waiting = self._alarm.is_set
         self._alarm.off()
-        with ExitStack() as shown:
-            for announce in _announcers:
-                shown.enter_context(announce("loading the solver's kernels, which are compiled once on a machine"))
-            load()
-        took = time.perf_counter() - began
-        self._started += took
+        if self._outer is None:
+            _announced(load)
+        else:
+            self._outer.prepare(load)
+        self._started += time.perf_counter() - began
         if waiting:
             self._alarm.set()
-        if took > 1.0:
-            _log.info("kernels were compiled or loaded in %.0f s, which is not counted", took)
 
     def left_s(self) -> float:
         """Wall seconds left to a solver, possibly infinite, never negative.
 
-        What it takes to check a plan, and a half more, is kept back: that is seconds on 100,000 ops, and the best plan is
-        checked once more at the end.
+        What it takes to make and check a plan, and a half more, is kept back: that is seconds on 100,000 ops, and the best
+        plan is checked once more at the end.
         """
         if self.limits.time_s is None:
             return math.inf
         return max(0.0, self.limits.time_s - 1.5 * self._checking_s - self.elapsed_s())
+
+    @contextmanager
+    def checking(self) -> Generator[None]:
+        """A context in which a plan is made and offered: as long as the longest so far is kept back from the time left."""
+        began = self.elapsed_s()
+        try:
+            yield
+        finally:
+            self._checking_s = max(self._checking_s, self.elapsed_s() - began)
 
     @property
     def gap(self) -> float:
@@ -177,14 +192,12 @@ class Session:
         Raises:
             SolverError: The order cannot be run.
         """
-        began = self.elapsed_s()
-        try:
-            plan = plan_of_needed(self.problem, tuple(order))
-        except PlanError as error:
-            raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
-        taken = self.offer_plan(plan)
-        self._checking_s = max(self._checking_s, self.elapsed_s() - began)
-        return taken
+        with self.checking():
+            try:
+                plan = plan_of_needed(self.problem, tuple(order))
+            except PlanError as error:
+                raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
+            return self.offer_plan(plan)
 
     def offer_plan(self, plan: Plan) -> bool:
         """Take a plan as it is, copies to the host included, if it keeps the limits and is the cheapest so far.
@@ -237,6 +250,17 @@ class Session:
         self.history.append(point)
         if self._on_progress is not None:
             self._on_progress(point)
+
+
+def _announced(load: Callable[[], object]) -> None:
+    began = time.perf_counter()
+    with ExitStack() as shown:
+        for announce in _announcers:
+            shown.enter_context(announce("loading the solver's kernels, which are compiled once on a machine"))
+        load()
+    took = time.perf_counter() - began
+    if took > 1.0:
+        _log.info("kernels were compiled or loaded in %.0f s, which is not counted", took)
 
 
 def _rounded_down(cost: int) -> float:

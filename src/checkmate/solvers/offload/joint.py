@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -110,7 +110,7 @@ class _Alone:
         if left <= 0 or floor(problem.graph).peak_bytes > problem.budget_bytes:
             return
         limits = replace(session.limits, time_s=left * PARAMETERS.alone_share if math.isfinite(left) else None)
-        inner = Session(problem, limits)
+        inner = Session(problem, limits, outer=session)
         try:
             solver.run(problem, inner)
         finally:  # also where the user interrupts
@@ -129,6 +129,13 @@ class _Tried:
     order: tuple[int, ...]
 
 
+def _remembered(made: list[Reference], more: Iterator[Reference]) -> Iterator[Reference]:
+    yield from made
+    for reference in more:
+        made.append(reference)
+        yield reference
+
+
 class _Joint:
     def __init__(self, problem: Problem, session: Session) -> None:
         assert problem.host is not None
@@ -142,36 +149,37 @@ class _Joint:
         self.best: _Tried | None = None
 
     def run(self) -> None:
-        references = self._references()
         if self.session.plan is not None and self.session.cost is not None:
             known = tuple(self.fold.apply_order(self.session.plan.order))
             self.best = _Tried(frozenset(), self.session.cost, known)
-        sets = self._prove_and_choose(references[0])
-        everything = frozenset(references[0].gaps)
-        for chosen in dict.fromkeys([*sets, everything]):
-            for reference in references:
+        more = self._references()
+        first = next(more)
+        made = [first]
+        for chosen in dict.fromkeys([*self._prove_and_choose(first), frozenset(first.gaps)]):
+            for reference in _remembered(made, more):
                 self._try(chosen, reference, PARAMETERS.decodes)
                 if self.session.done:
                     return
         self._improve()
 
-    def _references(self) -> list[Reference]:
-        """Times of the best plan so far, and of orders that compute every op once."""
-        orders: list[Sequence[int]] = []
-        found: list[Reference] = []
-        if self.session.plan is not None:
-            known = self.fold.apply_order(self.session.plan.order)
-            orders.append(known)
-            if self.best is None and self.session.plan.host is None:
-                found.append(Reference.of(self.graph, known))
+    def _references(self) -> Iterator[Reference]:
+        """Times of the best plan so far, and of orders that compute every op once; each made when the one before was used."""
+        found: set[tuple[int, ...]] = set()
+        for order in self._orders():
+            if order not in found:
+                found.add(order)
+                yield Reference.of(self.graph, order)
+
+    def _orders(self) -> Iterator[tuple[int, ...]]:
+        plan = self.session.plan
+        if plan is not None:
+            known = tuple(self.fold.apply_order(plan.order))
+            if plan.host is None:
+                yield known
+            yield tuple(dict.fromkeys(known))
         for start in starts(self.folded, self.session.limits.seed, self.session.time_up):
             if not start.on_demand:
-                orders.append(list(start.order))
-        for order in orders:
-            first = Reference.of(self.graph, list(dict.fromkeys(order)))
-            if all(first.sequence != other.sequence for other in found):
-                found.append(first)
-        return found
+                yield start.order
 
     def _prove_and_choose(self, reference: Reference) -> list[frozenset[int]]:
         """Bounds from single events, and the values that their linear programs copy, the best bound first."""
@@ -187,7 +195,7 @@ class _Joint:
             if cut.impossible:
                 session.prove(math.inf)
                 return []
-            solved = solve_linear(cut.program, time_s=PARAMETERS.linear_s)
+            solved = solve_linear(cut.program, time_s=min(PARAMETERS.linear_s, session.left_s()))
             session.prove(proven_ns(solved.bound, model, self.problem.graph.cost))
             if solved.solution is not None:
                 columns = np.flatnonzero(cut.fetched >= 0)
@@ -260,7 +268,8 @@ class _Joint:
         for effort in (0, decodes, PARAMETERS.better_decodes):
             if effort and not search.improve(effort, 6e-4, lambda: self.session.left_s() <= 0):
                 break
-            cost = self._offer(search.order(), moves, chosen)
+            with self.session.checking():
+                cost = self._offer(search.order(), moves, chosen)
             if cost is None or (best is not None and cost >= best):
                 break
             best = cost
