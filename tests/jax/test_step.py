@@ -15,7 +15,7 @@ from checkmate.jax.measure.calibrate import specs_of
 from checkmate.jax.measure.compiled import temp_bytes
 from tests.jax.networks import difference, mlp, mlp_loss
 
-OPTIONS = {"costs": "estimated", "time_limit_s": 10}
+OPTIONS = {"costs": "estimated", "time_limit_s": 4}
 optimizer = optax.adamw(1e-2)
 
 

@@ -28,7 +28,7 @@ def results(suite: Any, way: str) -> list[torch.Tensor]:
     return [loss, *(p.grad if case.optimizer is None else p.detach() for p in case.model.parameters())]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [pytest.param("torch_chunked_loss", marks=pytest.mark.slow), "torch_tiled_mlp"])
 def test_ways_by_hand_compute_the_plain_step(script: str, scripts: dict[str, Any]) -> None:
     """In float64, where sums in another order differ by less than 1e-10 and a wrong term by far more."""
     for name, suite in scripts[script].suites(True).items():

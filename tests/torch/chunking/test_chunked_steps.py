@@ -12,6 +12,7 @@ from torch import nn
 
 import checkmate
 import checkmate.torch
+from checkmate import Limits
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.units import parse_bytes
@@ -214,9 +215,9 @@ def test_studies_know_pieces(chunking: Any) -> None:
     assert "head_loss_in" in " ".join(op.name for op in graph.ops)
     smallest = checkmate.min_budget(graph)
     assert smallest.peak_bytes < 0.7 * checkmate.min_budget(whole).floor_bytes
-    curve = checkmate.pareto(graph, points=3)
+    curve = checkmate.pareto(graph, points=3, limits=Limits(time_s=1.0))
     assert curve.points[0].budget_bytes < whole.resident_bytes + 0.7 * keep_all_bytes(whole)
-    step = checkmate.torch.compile(model, example=batch(), budget=smallest.peak_bytes, chunking=chunking)
+    step = checkmate.torch.compile(model, example=batch(), budget=smallest.peak_bytes, chunking=chunking, time_limit_s=2.0)
     assert step.result.peak_bytes <= smallest.peak_bytes
 
 

@@ -19,7 +19,7 @@ from checkmate.torch.compilation.recorder import StepRecorder
 from tests.torch.networks import mlp
 from tests.torch.steps import compiled
 
-QUICK = {"time_limit_s": 2.0, "chunking": "off"}  # whose search for regions allocates in the second step, as costs decide
+QUICK = {"time_limit_s": 1.0, "chunking": "off"}  # whose search for regions allocates in the second step, as costs decide
 WIDTH, WORDS = 64, 128
 Run = Callable[..., torch.Tensor]
 Loop = Callable[[Run, nn.Module], Any]

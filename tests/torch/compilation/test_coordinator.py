@@ -25,7 +25,7 @@ from tests.torch.networks import input_of, mlp
 from tests.torch.steps import close, compiled, observe, planned_bytes
 
 # The second step plans. Where costs as measured make regions worth looking for, it compares the bits of whole arrays too.
-QUICK = {"time_limit_s": 2.0, "chunking": "off"}
+QUICK = {"time_limit_s": 1.0, "chunking": "off"}
 # Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 

@@ -15,7 +15,7 @@ from torch import nn
 from checkmate.torch import measure_peak
 from checkmate.torch.compilation.coordinator import COORDINATOR
 
-QUICK = {"time_limit_s": 2.0, "chunking": "off"}  # whose search for regions allocates in the second step, as costs decide
+QUICK = {"time_limit_s": 1.0, "chunking": "off"}  # whose search for regions allocates in the second step, as costs decide
 Batch = tuple[torch.Tensor, torch.Tensor]
 # Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
