@@ -2,6 +2,7 @@
 
     python benchmarks/limits.py                     # about half an hour
     python benchmarks/limits.py --only skipping     # these graphs only; the others keep their rows
+    python benchmarks/limits.py --only "layered, host" "gpt, host"
     python benchmarks/limits.py --busy 0            # on a machine that does nothing else
     python benchmarks/limits.py --table             # the Markdown table from the committed JSON
 
@@ -29,12 +30,17 @@ from pathlib import Path
 import checkmate
 from checkmate import Graph, Limits, Problem
 from checkmate.core.budget import keep_all_bytes
+from checkmate.core.plan import HostMemory
 from checkmate.solvers.bounds.floor import floor
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "limits.json"
 TABLE = HERE.parent / "docs" / "benchmarks" / "limits.md"
 CAPTURED = ("bert", "gpt2_loss", "resnet50_split")
+WITH_HOST = ", host"
+"""End of the name of a graph whose values may be copied to a host."""
+
+HOST = HostMemory("64GiB", 25 * 10**9, 25 * 10**9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ def made(kind: str, ops: int) -> Graph:
     sys.path.insert(0, str(HERE))
     from generate import chain, gpt_of, layered, skipping
 
+    kind = kind.removesuffix(WITH_HOST)
     if kind in CAPTURED:
         graph = checkmate.read(HERE / "graphs" / f"{kind}.graph.json")
         assert isinstance(graph, Graph)
@@ -91,6 +98,13 @@ CASES: list[tuple[str, int, float, float]] = [
             (100_000, 0.1, 120.0),
         )
     ),
+    *(
+        (f"{kind}{WITH_HOST}", ops, share, limit_s)
+        for kind, ops, share, limit_s in (
+            ("gpt2_loss", 0, 0.1, 2.0), ("gpt", 10_000, 0.3, 10.0), ("layered", 5000, 0.8, 5.0), ("layered", 20_000, 0.8, 10.0),
+            ("skipping", 20_000, 0.1, 10.0),
+        )
+    ),
 ]  # fmt: skip
 """Kind, ops, share of the way from the floor to the peak of keeping everything, and limit."""
 
@@ -100,7 +114,8 @@ def measure(kind: str, ops: int, share: float, limit_s: float) -> Row:
     checkmate.solve(Problem(made("chain", 33), 6), limits=Limits(time_s=1.0))  # loads the kernels
     graph = made(kind, ops)
     low, high = floor(graph).peak_bytes, keep_all_bytes(graph)
-    problem = Problem(graph, int(low + share * (high - low)))
+    host = HOST if kind.endswith(WITH_HOST) else None
+    problem = Problem(graph, int(low + share * (high - low)), host=host)
     began = time.perf_counter()
     result = checkmate.solve(problem, limits=Limits(time_s=limit_s, gap=0.0), raise_on_failure=False)
     wall_s = time.perf_counter() - began
@@ -133,7 +148,8 @@ def table(rows: list[Row], where: dict[str, str]) -> str:
         "Made by `python benchmarks/limits.py`: each solve in a fresh process, with a gap of 0, so that only its limit or",
         f"a proof ends it, and with {where['busy']} busy processes beside it on {where['cpu']}. A solve has to return within",
         "1.1 times its limit and one second. `f` is the fraction of the way from the largest working set to the peak of keeping",
-        "everything. Memory is the largest resident size of the process, Python and its libraries included.",
+        f"everything. With a host values may be copied to it, {HOST.out_bytes_per_s // 10**9} GB a second each way.",
+        "Memory is the largest resident size of the process, Python and its libraries included.",
         f"The machine had other work as well: its load average was up to {where['load']}.",
         f"Python {where['python']}, HiGHS {where['highspy']}, numba {where['numba']}.",
         "",

@@ -121,6 +121,15 @@ def test_a_budget_below_the_smallest_without_copies_is_kept(rate):
         solve(Problem(graph, budget), limits=QUICK)
 
 
+def test_the_first_plan_with_copies_comes_before_any_bound():
+    """Where none without copies keeps the budget: who has little time wants a plan."""
+    graph = layers(6, masks=True)
+    result = solve(Problem(graph, floor(graph).peak_bytes - 200, host=HostMemory(10_000, 10**7, 10**7)), limits=QUICK)
+    first = result.history[0]
+    assert first.cost is not None
+    assert first.bound == graph.cost < result.bound
+
+
 def test_hidden_copies_replace_recomputation():
     """On a fast bus the step takes as long as its ops; on one without copies some are computed again."""
     graph = layers(8)

@@ -197,29 +197,32 @@ class Session:
                 plan = plan_of_needed(self.problem, tuple(order))
             except PlanError as error:
                 raise SolverError(f"a solver offered an order that cannot be run: {error.message}") from error
-            return self.offer_plan(plan)
+            self.offer_plan(plan)
+            return self.plan is plan
 
-    def offer_plan(self, plan: Plan) -> bool:
+    def offer_plan(self, plan: Plan) -> int | None:
         """Take a plan as it is, copies to the host included, if it keeps the limits and is the cheapest so far.
 
         Args:
             plan: The plan.
 
         Returns:
-            Whether it was taken.
+            Its cost, or None if it breaks a limit.
+
+        Raises:
+            PlanError: The plan cannot be run.
         """
         host = self.problem.host
         # Whatever a solver claims, cost and peak are those of the simulated plan.
         timeline = simulate(self.problem.graph, plan, host)
         if timeline.peak_bytes > self.problem.budget_bytes:
-            return False
+            return None
         if plan.host is not None and (host is None or timeline.host_peak_bytes > host.bytes):
-            return False
-        if self.cost is not None and timeline.cost >= self.cost:
-            return False
-        self.plan, self.cost = plan, timeline.cost
-        self._record()
-        return True
+            return None
+        if self.cost is None or timeline.cost < self.cost:
+            self.plan, self.cost = plan, timeline.cost
+            self._record()
+        return timeline.cost
 
     def prove(self, bound: float) -> None:
         """Take a proven lower bound on the cost of every plan; infinite if no plan keeps the budget.

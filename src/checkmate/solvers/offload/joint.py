@@ -3,7 +3,8 @@
 A round chooses a set of values to copy, places their copies for the times of the best plan so far (`placement`), and lets the
 search over evictions (`evict`) find the recomputations that are still needed; the plan is timed with its copies by
 `simulate`. The first sets come from the linear programs of the joint bound, whose z says what is worth its time on the bus;
-later ones from the best set, by exchanging a few values. Copies that are hidden come first: placed at the speed of the bus,
+later ones from the best set, by exchanging a few values. Where no plan without copies was found, the set of all values comes
+before them. Copies that are hidden come first: placed at the speed of the bus,
 they cost nothing. Placed for a faster bus than there is, they hold less and are waited for.
 """
 
@@ -21,7 +22,6 @@ from checkmate.core.errors import PlanError
 from checkmate.core.plan import Compute, Fetch, Free, HostMemory, Offload, Plan, Step
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
-from checkmate.core.simulate import simulate
 from checkmate.solvers.bounds.events.copy_cuts import build_with_host, proven_ns
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.refine import promising_events
@@ -155,7 +155,12 @@ class _Joint:
         more = self._references()
         first = next(more)
         made = [first]
-        for chosen in dict.fromkeys([*self._prove_and_choose(first), frozenset(first.gaps)]):
+        everything = frozenset(first.gaps)
+        if self.session.plan is None:  # the first plan comes before any bound
+            self._try(everything, first, PARAMETERS.decodes)
+            if self.session.done:
+                return
+        for chosen in dict.fromkeys([*self._prove_and_choose(first), everything]):
             for reference in _remembered(made, more):
                 self._try(chosen, reference, PARAMETERS.decodes)
                 if self.session.done:
@@ -236,7 +241,7 @@ class _Joint:
         """Search with the copies of a set placed for each speed of the bus, from hidden ones on."""
         before: list[Placed] = []
         for speed in PARAMETERS.speeds:
-            if self.session.left_s() <= 0:
+            if self.session.done:
                 return
             placed = place(reference, chosen, self.host, self.size, speed)
             if placed == before:  # nothing, or the same places once more
@@ -326,12 +331,9 @@ class _Joint:
             steps += [Offload(v) for v in sent.pop(o, ())]
         plan: Plan = plan_with_copies(self.problem, self.fold.invert_steps(steps))
         try:
-            timeline = simulate(self.problem.graph, plan)
+            cost = self.session.offer_plan(plan)
         except PlanError as error:
             raise AssertionError(f"a plan with copies cannot run: {error}") from error
-        if timeline.peak_bytes > self.problem.budget_bytes or timeline.host_peak_bytes > self.host.bytes:
-            return None
-        self.session.offer_plan(plan)
-        if self.best is None or timeline.cost < self.best.cost:
-            self.best = _Tried(chosen, timeline.cost, tuple(o for o in order if o < end))
-        return timeline.cost
+        if cost is not None and (self.best is None or cost < self.best.cost):
+            self.best = _Tried(chosen, cost, tuple(o for o in order if o < end))
+        return cost
