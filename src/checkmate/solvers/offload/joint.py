@@ -4,8 +4,8 @@ A round chooses a set of values to copy, places their copies for the times of th
 search over evictions (`evict`) find the recomputations that are still needed; the plan is timed with its copies by
 `simulate`. The first sets come from the linear programs of the joint bound, whose z says what is worth its time on the bus;
 later ones from the best set, by exchanging a few values. Where no plan without copies was found, the set of all values comes
-before them. Copies that are hidden come first: placed at the speed of the bus,
-they cost nothing. Placed for a faster bus than there is, they hold less and are waited for.
+before them. Copies that are hidden come first: placed at the speed of the bus, they cost nothing. Placed for a faster bus
+than there is, they hold less and are waited for.
 """
 
 from __future__ import annotations
