@@ -28,9 +28,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import checkmate
-from checkmate import Graph, Limits, Problem
+from checkmate import Graph, HostMemory, Limits, Problem
 from checkmate.core.budget import keep_all_bytes
-from checkmate.core.plan import HostMemory
 from checkmate.solvers.bounds.floor import floor
 
 HERE = Path(__file__).parent

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks.generate import layered, skipping
-from checkmate import Graph, Limits, LocalSearch, Problem, solve
+from checkmate import Graph, HostMemory, Limits, LocalSearch, Problem, solve
 from checkmate.core.budget import keep_all_bytes
-from checkmate.core.plan import HostMemory
 from checkmate.solvers.alarm import Alarm
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.backends.highs import solve_integer, solve_linear

@@ -14,8 +14,10 @@ from checkmate.solvers.backends.highs import solve_integer, solve_linear
 from checkmate.solvers.bounds.events.copy_cuts import build_with_host
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.offload.joint import run_with_host
 from checkmate.solvers.offload.placement import Reference, place
 from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session
 from tests.solvers.joint_brute_force import least_time
 from tests.strategies import random_graph, random_host
 
@@ -128,6 +130,16 @@ def test_the_first_plan_with_copies_comes_before_any_bound():
     first = result.history[0]
     assert first.cost is not None
     assert first.bound == graph.cost < result.bound
+
+
+def test_what_a_plan_with_copies_takes_is_kept_back():
+    """It is checked once more at the end, as a plan without copies is."""
+    problem = Problem(layers(8), 600, host=HostMemory(10_000, 4 * 10**9, 4 * 10**9))
+    session = Session(problem, Limits(time_s=1000.0))
+    run_with_host(problem, session, Auto())
+    assert session.plan is not None
+    assert session.plan.host is not None
+    assert session.left_s() < 1000.0 - session.elapsed_s()
 
 
 def test_hidden_copies_replace_recomputation():
