@@ -73,12 +73,10 @@ def made(kind: str, ops: int) -> Graph:
     """A graph of the list."""
     sys.path.insert(0, str(HERE))
     from generate import chain, gpt_of, layered, skipping
+    from solvers import read
 
-    kind = kind.removesuffix(WITH_HOST)
     if kind in CAPTURED:
-        graph = checkmate.read(HERE / "graphs" / f"{kind}.graph.json")
-        assert isinstance(graph, Graph)
-        return graph
+        return read(kind)
     kinds: dict[str, Callable[[int], Graph]] = {
         "chain": lambda n: chain((n - 1) // 2), "skipping": skipping, "layered": layered, "gpt": gpt_of
     }  # fmt: skip
@@ -111,10 +109,10 @@ CASES: list[tuple[str, int, float, float]] = [
 def measure(kind: str, ops: int, share: float, limit_s: float) -> Row:
     """Solve one case in this process."""
     checkmate.solve(Problem(made("chain", 33), 6), limits=Limits(time_s=1.0))  # loads the kernels
-    graph = made(kind, ops)
+    name = kind.removesuffix(WITH_HOST)
+    graph = made(name, ops)
     low, high = floor(graph).peak_bytes, keep_all_bytes(graph)
-    host = HOST if kind.endswith(WITH_HOST) else None
-    problem = Problem(graph, int(low + share * (high - low)), host=host)
+    problem = Problem(graph, int(low + share * (high - low)), host=None if name == kind else HOST)
     began = time.perf_counter()
     result = checkmate.solve(problem, limits=Limits(time_s=limit_s, gap=0.0), raise_on_failure=False)
     wall_s = time.perf_counter() - began
