@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from numba import njit
 
+_OPTIONS: Final = {"error_model": "numpy", "nogil": True, "_nrt": False}
 _log = logging.getLogger("checkmate.solvers")
 _told: list[str] = []
 """The reason that this process has warned of, if any."""
@@ -16,16 +17,18 @@ _told: list[str] = []
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function when it is first called, or load it from disk. A disk that cannot be used is no reason to fail.
 
-    It runs without the interpreter's lock, so that an `Alarm` can end it.
+    It runs without the interpreter's lock, so that an `Alarm` can end it, and it may not allocate: arrays are made by the caller.
+    So numba counts no references. It would count them, in atomic operations, for every array of every tuple that a kernel
+    passes on or reads from: seven eighths of the time of a search.
 
     Args:
         function: A function that numba can compile.
     """
     try:
-        compiled = njit(cache=True, error_model="numpy", nogil=True)(function)
+        compiled = njit(cache=True, **_OPTIONS)(function)
     except RuntimeError as error:  # numba found no folder that it can write
         _warn(str(error))
-        return njit(error_model="numpy", nogil=True)(function)
+        return njit(**_OPTIONS)(function)
     files = getattr(compiled, "_cache", None)  # none with NUMBA_DISABLE_JIT
     if files is not None:
         files.load_overload, files.save_overload = _without_errors(files.load_overload), _without_errors(files.save_overload)

@@ -67,9 +67,25 @@ def max_flow(arcs: Arcs, capacity: Ints, source: int, sink: int, time_up: Flag) 
     """
     left = np.zeros(len(arcs.head), dtype=np.int64)
     left[arcs.given] = capacity
-    level = np.empty(len(arcs.start) - 1, dtype=np.int32)
-    flow = _dinic(arcs, left, source, sink, level, time_up)
+    nodes = len(arcs.start) - 1
+    level = np.empty(nodes, dtype=np.int32)
+    work = _Work(*(np.empty(nodes + 1, dtype=np.int64) for _ in range(3)))
+    flow = _dinic(arcs, left, source, sink, level, work, time_up)
     return int(flow), level >= 0
+
+
+class _Work(NamedTuple):
+    """Working arrays of the kernels.
+
+    Attributes:
+        queue: Nodes in the order of their distances. Shape ``[node + 1]``.
+        place: Arc that each node is at. Shape ``[node + 1]``.
+        path: Arcs from the source to the node that the search is at. Shape ``[node + 1]``.
+    """
+
+    queue: Ints
+    place: Ints
+    path: Ints
 
 
 @kernel
@@ -91,12 +107,10 @@ def _levels(arcs, left, source, level, queue):
 
 
 @kernel
-def _dinic(arcs, left, source, sink, level, time_up):
+def _dinic(arcs, left, source, sink, level, work, time_up):
     """Augment along shortest paths until there is none. Changes ``left``; fills ``level``."""
     nodes = len(arcs.start) - 1
-    queue = np.empty(nodes, np.int64)
-    place = np.empty(nodes, np.int64)
-    path = np.empty(nodes + 1, np.int64)
+    queue, place, path = work
     total = 0
     while True:
         _levels(arcs, left, source, level, queue)

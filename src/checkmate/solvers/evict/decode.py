@@ -58,6 +58,16 @@ def random_below(state, count):
 
 
 @kernel
+def copy_range(source, start, stop, to, at):
+    """Copy the entries from ``start`` up to ``stop`` to another array, from ``at`` on.
+
+    An assignment of slices may need a copy of its own, where the two overlap, and a kernel cannot allocate.
+    """
+    for k in range(stop - start):
+        to[at + k] = source[start + k]
+
+
+@kernel
 def next_gap(low, high, count, stage):
     """First stage at or after ``stage`` at which a value is not held, or `FAR`.
 

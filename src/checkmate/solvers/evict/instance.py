@@ -222,6 +222,7 @@ class Scratch(NamedTuple):
         candidate: Values that may be evicted at the peak. Shape ``[value]``.
         score: Score of each candidate, lower is better. Shape ``[value]``.
         noise: Factor of noise of each candidate. Shape ``[value]``.
+        evicted: Values that have intervals. Shape ``[value]``.
         time_up: Not 0 when kernels have to end, whatever they are at. Shape ``[1]``.
     """
 
@@ -258,6 +259,7 @@ class Scratch(NamedTuple):
     candidate: SmallInts
     score: Floats
     noise: Floats
+    evicted: SmallInts
     time_up: Flag
 
 
@@ -315,6 +317,7 @@ def build_scratch(instance: Instance, stretch: int, time_up: Flag | None = None)
         candidate=ints(values),
         score=np.zeros(values),
         noise=np.zeros(values),
+        evicted=ints(values),
         time_up=no_alarm() if time_up is None else time_up,
     )
 

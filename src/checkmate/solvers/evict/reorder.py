@@ -24,7 +24,7 @@ import numpy as np
 from checkmate.core.graph import Graph
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import kernel
-from checkmate.solvers.evict.decode import next_random, random_below, seed_random
+from checkmate.solvers.evict.decode import copy_range, next_random, random_below, seed_random
 from checkmate.solvers.evict.instance import Floats, Ints, rows
 
 
@@ -71,7 +71,8 @@ def reorder(graph: Graph, order: Sequence[int], room_bytes: float, seed: int, ti
     settings = Annealing(
         room=float(room_bytes), moves=PARAMETERS.moves, work=PARAMETERS.work, hot=hot, cold=PARAMETERS.cooling * hot
     )
-    anneal(computations.arrays(), settings, random, no_alarm() if time_up is None else time_up, best)
+    work = Work(best.copy(), best.copy(), np.zeros(len(order) + 1))
+    anneal(computations.arrays(), work, settings, random, no_alarm() if time_up is None else time_up, best)
     return [order[k] for k in best.tolist()]
 
 
@@ -103,6 +104,20 @@ class Nodes(NamedTuple):
     last: Ints
     size: Floats
     workspace: Floats
+
+
+class Work(NamedTuple):
+    """Working arrays of the kernels.
+
+    Attributes:
+        order: Node at each place. Shape ``[node]``.
+        place: Place of each node. Shape ``[node]``.
+        held_after: Bytes held after each place. Shape ``[node + 1]``.
+    """
+
+    order: Ints
+    place: Ints
+    held_after: Floats
 
 
 class Annealing(NamedTuple):
@@ -260,11 +275,12 @@ def _shift(order, place, source, target):
 
 
 @kernel
-def anneal(nodes, settings, random, time_up, best):
+def anneal(nodes, work, settings, random, time_up, best):
     """Fill ``best`` with the order of least excess seen, and return its excess.
 
     Args:
         nodes: The computations, numbered by their places in the order to start from.
+        work: Working arrays, the order to start from and its inverse in them.
         settings: How to anneal.
         random: State of the random numbers.
         time_up: Ends the moves when it is not 0. Shape ``[1]``.
@@ -272,10 +288,8 @@ def anneal(nodes, settings, random, time_up, best):
     """
     count = len(best)
     room = settings.room
-    order = best.copy()
-    place = best.copy()
-    after_place = np.zeros(count + 1)  # bytes held after each place
-    excess = _sweep(nodes, order, 0, count - 1, 0.0, room, after_place)
+    order, place, held_after = work
+    excess = _sweep(nodes, order, 0, count - 1, 0.0, room, held_after)
     least = excess
     passed = 0
     for k in range(settings.moves):
@@ -295,18 +309,18 @@ def anneal(nodes, settings, random, time_up, best):
         if target == source:
             continue
         low, high = min(source, target), max(source, target)
-        held = after_place[low - 1] if low > 0 else 0.0
-        old = _sweep(nodes, order, low, high, held, room, after_place)
+        held = held_after[low - 1] if low > 0 else 0.0
+        old = _sweep(nodes, order, low, high, held, room, held_after)
         _shift(order, place, source, target)
-        new = _sweep(nodes, order, low, high, held, room, after_place)
+        new = _sweep(nodes, order, low, high, held, room, held_after)
         temperature = settings.hot * (settings.cold / settings.hot) ** done
         passed += high - low + 1
         if new <= old or next_random(random) < np.exp((old - new) / temperature):
             excess += new - old
             if excess < least - 1e-6:  # bytes are whole: less is the rounding of the sums
                 least = excess
-                best[:] = order
+                copy_range(order, 0, count, best, 0)
         else:
             _shift(order, place, target, source)
-            _sweep(nodes, order, low, high, held, room, after_place)  # sets ``last`` and ``after_place`` back
+            _sweep(nodes, order, low, high, held, room, held_after)  # sets ``last`` and ``held_after`` back
     return least

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from checkmate.solvers.backends.kernels import kernel
 from checkmate.solvers.evict.decode import decode, measure, next_random, random_below
 from checkmate.solvers.evict.price import Excess, evict_at_peak
@@ -206,7 +204,7 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
     """
     values = len(current.used)
     stages = len(g.targets)
-    evicted = np.empty(values, np.int32)
+    evicted = w.evicted
     current_cost = state.current_cost
     best_cost = state.best_cost
     decodes = state.decodes

@@ -17,7 +17,7 @@ import numpy as np
 from checkmate.core.graph import Graph
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import kernel
-from checkmate.solvers.evict.decode import next_random, seed_random
+from checkmate.solvers.evict.decode import copy_range, next_random, seed_random
 from checkmate.solvers.evict.instance import Floats, Ints, rows
 
 
@@ -113,8 +113,9 @@ def low_order(graph: Graph, seed: int, time_up: Flag | None = None) -> Scheduled
         size=np.array([value.size_bytes for value in graph.values], dtype=np.float64),
         workspace=np.array([op.workspace_bytes for op in graph.ops], dtype=np.float64),
     )
-    given = peak_of(dag, order)
-    peak = lowest_peak(dag, PARAMETERS.noise, tries, random, no_alarm() if time_up is None else time_up, order)
+    work = Work(*(np.zeros_like(dag.readers), *(np.zeros_like(order) for _ in range(3))))
+    given = peak_of(dag, work, order)
+    peak = lowest_peak(dag, work, PARAMETERS.noise, tries, random, no_alarm() if time_up is None else time_up, order)
     return Scheduled(tuple(order.tolist()), peak, given)
 
 
@@ -146,10 +147,27 @@ class Dag(NamedTuple):
     workspace: Floats
 
 
+class Work(NamedTuple):
+    """Working arrays of the kernels.
+
+    Attributes:
+        left: How many ops have still to read each value. Shape ``[value]``.
+        waits: For how many ops each op still waits. Shape ``[op]``.
+        order: Ops that have run, in their order. Shape ``[op]``.
+        ready: Ops that wait for no other. Shape ``[op]``.
+    """
+
+    left: Ints
+    waits: Ints
+    order: Ints
+    ready: Ints
+
+
 @kernel
-def peak_of(g, order):
+def peak_of(g, work, order):
     """Peak of an order of every op, in bytes."""
-    left = g.readers.copy()
+    left = work.left
+    copy_range(g.readers, 0, len(left), left, 0)
     held = 0.0
     peak = 0.0
     for o in order:
@@ -168,7 +186,7 @@ def peak_of(g, order):
 
 
 @kernel
-def lowest_peak(g, rating_noise, tries, random, time_up, best_order):
+def lowest_peak(g, work, rating_noise, tries, random, time_up, best_order):
     """Fill ``best_order`` with the order of lowest peak of so many tries; returns its peak in bytes.
 
     A ready op is rated by the bytes that it makes, less those of the values that it reads last, less a
@@ -176,6 +194,7 @@ def lowest_peak(g, rating_noise, tries, random, time_up, best_order):
 
     Args:
         g: The graph, a `Dag`.
+        work: Working arrays, a `Work`.
         rating_noise: The noise.
         tries: Orders to make.
         random: State of the random numbers.
@@ -183,14 +202,13 @@ def lowest_peak(g, rating_noise, tries, random, time_up, best_order):
         best_order: Filled. Shape ``[op]``.
     """
     count = len(g.waits_for)
-    order = np.empty(count, np.int64)
-    ready = np.empty(count, np.int64)
+    left, waits, order, ready = work
     best_peak = np.inf
     for t in range(tries):
         share = (t % rating_noise.weights) * rating_noise.weight_step
         noise = 0.0 if t < rating_noise.weights else rating_noise.least * 2.0 ** (t % rating_noise.doublings - 1)
-        left = g.readers.copy()
-        waits = g.waits_for.copy()
+        copy_range(g.readers, 0, len(left), left, 0)
+        copy_range(g.waits_for, 0, count, waits, 0)
         many = 0
         for o in range(count):
             if waits[o] == 0:
@@ -246,5 +264,5 @@ def lowest_peak(g, rating_noise, tries, random, time_up, best_order):
                     many += 1
         if peak < best_peak:
             best_peak = peak
-            best_order[:] = order
+            copy_range(order, 0, count, best_order, 0)
     return best_peak

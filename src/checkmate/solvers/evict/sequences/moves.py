@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from checkmate.solvers.backends.kernels import kernel
-from checkmate.solvers.evict.decode import next_random, random_below
+from checkmate.solvers.evict.decode import copy_range, next_random, random_below
 from checkmate.solvers.evict.instance import Flags, Floats, Ints
 
 LONGEST_CHAIN: Final = 64
@@ -133,7 +133,7 @@ def shift(g, shares, sequence, length, trial, random):
         return False
     if next_random(random) < 0.5:
         target = source + step * (1 + random_below(random, abs(target - source)))
-    trial[:length] = sequence[:length]
+    copy_range(sequence, 0, length, trial, 0)
     for k in range(source, target, step):
         trial[k] = trial[k + step]
     trial[target] = o
@@ -148,8 +148,8 @@ def remove(sequence, length, several, trial, random):
         The op.
     """
     p = several[random_below(random, len(several))]
-    trial[:p] = sequence[:p]
-    trial[p : length - 1] = sequence[p + 1 : length]
+    copy_range(sequence, 0, p, trial, 0)
+    copy_range(sequence, p + 1, length, trial, p)
     return sequence[p]
 
 
@@ -265,7 +265,7 @@ def add(g, shares, sequence, length, p, value, at, trial, touched, remade, work,
             count += 1
     if length + count > len(trial):
         return 0
-    trial[:at] = sequence[:at]
-    trial[at : at + count] = work[2, :count]
-    trial[at + count : length + count] = sequence[at:length]
+    copy_range(sequence, 0, at, trial, 0)
+    copy_range(work[2], 0, count, trial, at)
+    copy_range(sequence, at, length, trial, at + count)
     return count

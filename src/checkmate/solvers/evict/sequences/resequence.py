@@ -29,8 +29,8 @@ import numpy.typing as npt
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import kernel
-from checkmate.solvers.evict.decode import next_random, random_below, seed_random
-from checkmate.solvers.evict.instance import build_instance
+from checkmate.solvers.evict.decode import copy_range, next_random, random_below, seed_random
+from checkmate.solvers.evict.instance import Flags, Floats, Ints, build_instance
 from checkmate.solvers.evict.sequences.moves import (
     LONGEST_CHAIN,
     Moves,
@@ -152,7 +152,8 @@ class Resequencing:
             low_price=price,
             high_price=price * self._drawn(p.schedule.rises, random),
         )
-        best_length, last_length = _anneal(self._rules, settings, p.shares, sequence, length, best, random, self._time_up)
+        work = _Work.of(self._rules, room)
+        best_length, last_length = _anneal(self._rules, work, settings, p.shares, sequence, length, best, random, self._time_up)
         return Resequenced(best[: max(0, best_length - 1)].tolist(), sequence[: last_length - 1].tolist())
 
     @staticmethod
@@ -171,25 +172,80 @@ class _Settings(NamedTuple):
     high_price: float
 
 
+class _Work(NamedTuple):
+    """Working arrays of the kernels.
+
+    Attributes:
+        live: Whether a value is held. Shape ``[value]``.
+        touched: Last place that touches each value. Shape ``[value]``.
+        remade: Whether a value is computed again. Shape ``[value]``.
+        first: First place of each op. Shape ``[op]``.
+        last: Its last place. Shape ``[op]``.
+        passed: How many computations of each op a pass has come by. Shape ``[op]``.
+        runs: Computations of each op in the sequence. Shape ``[op]``.
+        trial_runs: The same in the trial. Shape ``[op]``.
+        profile: Bytes at each place of the sequence. Shape ``[place]``.
+        trial_profile: The same of the trial. Shape ``[place]``.
+        trial: The sequence after a move. Shape ``[place]``.
+        several: Places whose op is computed more than once. Shape ``[place]``.
+        chain: Stack, next input, and computations to add. Shape ``[3, place]``.
+    """
+
+    live: Flags
+    touched: Ints
+    remade: Flags
+    first: Ints
+    last: Ints
+    passed: Ints
+    runs: Ints
+    trial_runs: Ints
+    profile: Floats
+    trial_profile: Floats
+    trial: Ints
+    several: Ints
+    chain: Ints
+
+    @classmethod
+    def of(cls, rules: Rules, places: int) -> _Work:
+        ops, values = len(rules.cost), len(rules.size)
+
+        def ints(*shape: int) -> Ints:
+            return np.zeros(shape, dtype=np.int64)
+
+        return cls(
+            live=np.zeros(values, dtype=np.uint8),
+            touched=ints(values),
+            remade=np.zeros(values, dtype=np.uint8),
+            first=ints(ops),
+            last=ints(ops),
+            passed=ints(ops),
+            runs=ints(ops),
+            trial_runs=ints(ops),
+            profile=np.zeros(places),
+            trial_profile=np.zeros(places),
+            trial=ints(places),
+            several=ints(places),
+            chain=ints(3, LONGEST_CHAIN + 1),
+        )
+
+
 @kernel
-def _excess(g, sequence, length, runs, room, most, live, first, last, passed, profile):
+def _excess(g, w, sequence, length, runs, room, most, profile):
     """Bytes over the room, summed over all places; infinite if the sequence breaks a rule, or if they are more than ``most``.
 
     One pass from the end: a value is live before a place if it is read there or, not made there, is live after it.
 
     Args:
         g: The rules.
+        w: Working arrays; ``first`` and ``last`` are filled.
         sequence: The sequence, END last.
         length: Its length.
         runs: Computations of each op.
         room: Bytes at no price.
         most: Ends the pass.
-        live: Working space. Shape ``[value]``.
-        first: Filled with the first place of each op. Shape ``[op]``.
-        last: Filled with the last one. Shape ``[op]``.
-        passed: Working space. Shape ``[op]``.
         profile: Filled with the bytes at each place. Shape ``[place]``.
     """
+    live, first, last, passed = w.live, w.first, w.last, w.passed
     live[:] = 0
     last[:] = -1
     held = 0.0
@@ -237,28 +293,22 @@ def _excess(g, sequence, length, runs, room, most, live, first, last, passed, pr
 
 
 @kernel
-def _anneal(g, settings, shares, sequence, length, best, random, time_up):
-    """Anneal a sequence in place, and fill ``best`` with the cheapest one seen within the room.
+def _anneal(g, w, settings, shares, sequence, length, best, random, time_up):
+    """Anneal a sequence in place, and fill ``best`` with the cheapest one seen within the room. Working arrays ``w`` begin at 0.
 
     Returns:
         Length of the best, 0 if there is none, and length of the last.
     """
-    ops, values, places = len(g.cost), len(g.size), len(sequence)
-    live, touched, remade = np.zeros(values, np.uint8), np.zeros(values, np.int64), np.zeros(values, np.uint8)
-    first, last, passed = np.zeros(ops, np.int64), np.zeros(ops, np.int64), np.zeros(ops, np.int64)
-    runs, trial_runs = np.zeros(ops, np.int64), np.zeros(ops, np.int64)
-    profile, trial_profile = np.zeros(places), np.zeros(places)
-    trial, several = np.zeros(places, np.int64), np.zeros(places, np.int64)
-    work = np.zeros((3, LONGEST_CHAIN + 1), np.int64)
+    runs, trial, trial_runs, several, chain = w.runs, w.trial, w.trial_runs, w.several, w.chain
     cost = 0.0
     for p in range(length):
         runs[sequence[p]] += 1
         cost += g.cost[sequence[p]]
-    excess = _excess(g, sequence, length, runs, settings.room, np.inf, live, first, last, passed, profile)
+    excess = _excess(g, w, sequence, length, runs, settings.room, np.inf, w.profile)
     best_cost, best_length = np.inf, 0
     if excess <= 0:
         best_cost, best_length = cost, length
-        best[:length] = sequence[:length]
+        copy_range(sequence, 0, length, best, 0)
     repeats = -1  # places in ``several``; -1 where they have to be looked up again
     for move in range(settings.moves):
         if time_up[0] != 0:
@@ -273,7 +323,7 @@ def _anneal(g, settings, shares, sequence, length, best, random, time_up):
                     several[repeats] = p
                     repeats += 1
         kind = next_random(random)
-        trial_runs[:] = runs
+        copy_range(runs, 0, len(runs), trial_runs, 0)
         trial_length, trial_cost = length, cost
         if kind < shares.shifts:
             if not shift(g, shares, sequence, length, trial, random):
@@ -285,17 +335,17 @@ def _anneal(g, settings, shares, sequence, length, best, random, time_up):
                 trial_runs[remove(sequence, length, several[:repeats], trial, random)] -= 1
                 trial_length -= 1
             else:
-                p = tight_place(shares, profile, length, settings.room, excess, random)
+                p = tight_place(shares, w.profile, length, settings.room, excess, random)
                 v, at = next_read(g, sequence, length, p, random)
                 if v < 0:
                     continue
-                count = add(g, shares, sequence, length, p, v, at, trial, touched, remade, work, random)
+                count = add(g, shares, sequence, length, p, v, at, trial, w.touched, w.remade, chain, random)
                 if count == 0:
                     continue
                 for k in range(count):
-                    trial_runs[work[2, k]] += 1
+                    trial_runs[chain[2, k]] += 1
                 trial_length += count
-            trial_length = leave_out_unread(g, trial, trial_length, trial_runs, live)
+            trial_length = leave_out_unread(g, trial, trial_length, trial_runs, w.live)
             trial_cost = 0.0
             for p in range(trial_length):
                 trial_cost += g.cost[trial[p]]
@@ -303,15 +353,15 @@ def _anneal(g, settings, shares, sequence, length, best, random, time_up):
         most = excess + (cost - trial_cost - temperature * np.log(max(next_random(random), 1e-300))) / price
         if most < 0:
             continue
-        trial_excess = _excess(g, trial, trial_length, trial_runs, settings.room, most, live, first, last, passed, trial_profile)
+        trial_excess = _excess(g, w, trial, trial_length, trial_runs, settings.room, most, w.trial_profile)
         if trial_excess > most:
             continue
         repeats = -1
         cost, excess, length = trial_cost, trial_excess, trial_length
-        sequence[:length] = trial[:length]
-        profile[:length] = trial_profile[:length]
-        runs[:] = trial_runs
+        copy_range(trial, 0, length, sequence, 0)
+        copy_range(w.trial_profile, 0, length, w.profile, 0)
+        copy_range(trial_runs, 0, len(runs), runs, 0)
         if excess <= 0 and cost < best_cost:
             best_cost, best_length = cost, length
-            best[:length] = sequence[:length]
+            copy_range(sequence, 0, length, best, 0)
     return best_length, length
