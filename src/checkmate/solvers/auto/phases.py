@@ -29,6 +29,7 @@ class Phase(StrEnum):
     ANY_ORDER = "event cuts for any order"
     OWN_ORDER = "event cuts for the order of the search"
     ROUND_SEARCH = "search after event cuts"
+    POPULATION_AGAIN = "plans crossed with each other, again"
     ANY_ORDER_AGAIN = "event cuts for any order, again"
     STATES_AGAIN = "search over states, continued"
 
@@ -58,7 +59,7 @@ PHASES: Mapping[Phase, float] = {
     Phase.SUGGESTIONS: 0.02,
     Phase.SUGGESTED_SEARCH: 0.05,
     # New plans, and children of them while they gain. It ends after two that agree with the best or are far from it.
-    Phase.POPULATION: 0.33,
+    Phase.POPULATION: 0.2,
     # Where it does, as on random layered graphs, or where crossing plans does not pay.
     Phase.SEQUENCES_AGAIN: 0.3,
     # A* on a graph that is small enough: where it ends, it ends at once.
@@ -71,6 +72,8 @@ PHASES: Mapping[Phase, float] = {
     Phase.OWN_ORDER: 0.25,
     # Local search; after it, for the same share, search in other orders.
     Phase.ROUND_SEARCH: 0.25,
+    # In its place where there is no time left for a program that proves more.
+    Phase.POPULATION_AGAIN: 0.8,
     # In later rounds, from the better events of the two kinds of cuts: the search has had its part.
     Phase.ANY_ORDER_AGAIN: 0.6,
     # After one round, because it is all or nothing.
@@ -133,8 +136,8 @@ class AutoParameters:
     least_round_decodes: int = 200
     temperature: float = 6e-4
     final_temperature: float = 3e-3
-    gap_divisor: float = 4.0
-    least_gap: float = 2e-5
+    gap_divisor: float = 10.0
+    least_gap: float = 1e-5
     first_events: int = 4
     clear_gap: float = 0.2
     plans_for_events: int = 2

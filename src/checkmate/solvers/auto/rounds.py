@@ -36,11 +36,11 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
     first = chain.first
     events, phase = first, Phase.ANY_ORDER
     ended: set[tuple[int, ...]] = set()  # chains whose program has had its time
-    least_s = 0.0  # what a program of the first events takes: one of as many does not end in less
+    least_s = 0.0  # what a program takes that proves more
     for k in range(rounds):
         before = (session.cost, session.bound)
         place = k % len(searches)
-        if population is not None and max(map(run.seconds_of, (phase, Phase.OWN_ORDER))) < least_s:
+        if population is not None and run.seconds_of(phase) < least_s:
             place = searches.index(population.search)  # no program would end, and crossing plans gains more than the rest
         search = searches[place]
         codes: list[Code] = []
@@ -52,10 +52,16 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
                 run, run.any_order, search, chain._replace(first=events), phase, floating=floating, known=known
             )
             ended.add(tuple(events))
-            least_s = max(least_s, refined.first_s)
+            least_s = max(least_s, refined.next_s)
             codes += refined.codes[-1:]
             if session.done:
                 return
+        own_plans = population if population is not None and population.search is search else None
+        if own_plans is not None and run.seconds_of(phase) < least_s:
+            _evolve(run, own_plans, run.until(Phase.POPULATION_AGAIN), codes)
+            if session.done:
+                return
+            codes = []
         model = CutModel(run.folded, tuple(search.targets))
         event = best_single(run, model, [search])
         if session.done:
@@ -73,8 +79,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
             other = chain_of(run.any_order, [*cuts, *first])
             events = max(events, other, key=lambda chain: quick(tuple(chain))[0])
             phase = Phase.ANY_ORDER_AGAIN
-        own_plans = population if population is not None and population.search is search else None
-        searches[place] = _search_round(run, search, own_plans, codes)
+        searches[place] = _search_round(run, search, own_plans, codes, Phase.ROUND_SEARCH)
         if own_plans is not None and searches[place] is not search:
             population = own_plans.moved_to(searches[place])
         if session.done:
@@ -84,9 +89,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
             return
 
 
-def _search_round(
-    run: Run, search: Search, population: Population | None, codes: Iterable[Code], phase: Phase = Phase.ROUND_SEARCH
-) -> Search:
+def _search_round(run: Run, search: Search, population: Population | None, codes: Iterable[Code], phase: Phase) -> Search:
     """Cross the plans of a search, or ruin and repair its plan, and go on in other orders.
 
     Args:
@@ -124,9 +127,7 @@ def _refine_once(
     left_s = run.seconds_to(run.until(phase))
     gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
     refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
-    events = refinement.run(
-        chain.first, run.best_share, left_s, floating=floating, more=chain.more, peaks=chain.peaks, known=known
-    )
+    events = refinement.run(chain.first, run.enough_share, left_s, floating=floating, peaks=chain.peaks, known=known)
     return events, refinement
 
 

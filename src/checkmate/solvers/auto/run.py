@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import cached_property, partial
 from random import Random
+from typing import Final
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.auto import phases
@@ -19,6 +20,9 @@ from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 
 _log = logging.getLogger("checkmate.solvers.auto")
+
+_ROUNDING: Final = 1e-3
+"""Share of the gap that is left for the rounding of bounds."""
 
 
 class Run:
@@ -76,6 +80,13 @@ class Run:
         if self.session.cost is None:
             return math.inf
         return (self.session.cost - self.fold.original.cost) / self.once
+
+    def enough_share(self) -> float:
+        """The bound from which on the gap is met, or that of the best plan if the gap is 0."""
+        if self.session.cost is None:
+            return math.inf
+        enough = self.session.cost * (1 - self.session.limits.gap * (1 - _ROUNDING))
+        return min(self.best_share(), (enough - self.fold.original.cost) / self.once)
 
     def known_share(self) -> float:
         """The best bound for any order, as a share."""

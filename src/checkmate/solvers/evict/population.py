@@ -29,7 +29,6 @@ class PopulationParameters:
         size: Most members.
         agreeing: So many plans that cost nearly the same end the growth.
         spread: Share of the cost by which they may differ.
-        near: Share of the cost by which the cheapest new plan may be above the best.
         member_divisor: Ruin and repair of a new member takes one part in so many of the work.
         child_divisor: The same for a child.
         temperature: Start of the temperature of a new member, as a share of the cost.
@@ -41,12 +40,11 @@ class PopulationParameters:
     size: int = 5
     agreeing: int = 3
     spread: float = 5e-4
-    near: float = 5e-3
     member_divisor: int = 8
-    child_divisor: int = 90
+    child_divisor: int = 180
     temperature: float = 2e-3
     child_temperature: float = 1e-3
-    patience: int = 40
+    patience: int = 80
     apart: float = 1e-4
 
 
@@ -88,20 +86,16 @@ class Population:
         """Make plans from nothing until there are enough.
 
         Returns:
-            Whether to cross them. Not if the cheapest cost nearly the same: the search finds one plan again and again. And not if
-            the first that are made are far from the best: that comes from other orders, and plans in one order add nothing.
+            Whether to cross them. Not if the cheapest cost nearly the same: the search finds one plan again and again.
         """
-        best, made, promising = self.members[0].cost, list[float](), True
-        while len(made) + 1 < PARAMETERS.size and promising and not out_of_time():
+        costs, agree = [self.members[0].cost], False
+        while len(costs) < PARAMETERS.size and not agree and not out_of_time():
             cost, code = self._made_anew(out_of_time)
             self.add(cost, code)
-            made.append(cost)
-            if len(made) + 1 >= PARAMETERS.agreeing:
-                costs = sorted([best, *made])
-                agree = costs[PARAMETERS.agreeing - 1] <= costs[0] * (1 + PARAMETERS.spread)
-                promising = not agree and min(made) <= best * (1 + PARAMETERS.near)
+            costs = sorted([*costs, cost])
+            agree = len(costs) >= PARAMETERS.agreeing and costs[PARAMETERS.agreeing - 1] <= costs[0] * (1 + PARAMETERS.spread)
         self._search_on()
-        return promising
+        return not agree
 
     def evolve(self, out_of_time: Callable[[], bool]) -> None:
         """Make children until nothing is gained by them."""

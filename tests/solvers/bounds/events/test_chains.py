@@ -83,7 +83,6 @@ def test_without_time_there_is_no_chain():
     proven: list[float] = []
     assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0) == (
         [found.candidates[0]],
-        [],
         found.candidates,
     )
     assert not proven
@@ -124,21 +123,16 @@ def test_programs_of_more_events_prove_more_and_no_more_than_a_plan_costs(monkey
         if not events:
             continue
         proven: list[float] = []
-        first, more, peaks = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
+        first, peaks = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
         optimum = (result.cost - problem.graph.cost) / max(1, problem.graph.cost)
         assert max(proven) <= optimum + 1e-6, seed
         after = found.candidates[found.candidates.index(events[0]) :]
         assert len(proven) == 1 + len(set(after) - set(events))
         assert first == [o for o in after if o in first]
-        assert set(more) <= set(after) - set(first)
         assert peaks == found.candidates
-        enough, all_priced = (
-            solve_linear(build_cuts(model, sorted(some, key=after.index), segments="all").program).bound
-            for some in (first, first + more)
-        )
-        assert enough >= 0.99 * max(proven) - 1e-9 or len(first) + len(more) == len(after)
-        assert all_priced == pytest.approx(max(proven), abs=1e-7)
-        fewer += len(first) + len(more) < len(after)
+        enough = solve_linear(build_cuts(model, first, segments="all").program).bound
+        assert enough >= 0.99 * max(proven) - 1e-9, seed
+        fewer += len(first) < len(after)
         grown += len(first) > 1
     assert fewer > 5
     assert grown > 10
@@ -165,13 +159,11 @@ def test_the_dearest_events_come_first(monkeypatch):
     monkeypatch.setattr(highs, "solve_linear", solve)
     assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf) == (
         [found.candidates[0], found.candidates[2]],
-        [],
         found.candidates,
     )
     monkeypatch.setattr(chains, "PARAMETERS", ChainParameters(enough=0.5))
     assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf) == (
         [found.candidates[2]],
-        [found.candidates[0]],
         found.candidates,
     )
 
@@ -240,15 +232,27 @@ def test_no_events_are_added_where_the_best_plan_is_met(monkeypatch, best, progr
     assert len(asked) == programs
 
 
-def test_cheap_events_are_in_no_integer_program(monkeypatch):
-    """Neither the first nor, if they are cheaper still, one of the next."""
+def test_cheap_events_are_not_in_the_first_integer_program(monkeypatch):
     found, _ = long_chain()
     a, b, c, d = found.candidates[:4]
     prices = {a: 90.0, b: 6.0, c: 2.5, d: 0.9}
     priced_programs(monkeypatch, prices, lambda cuts: 0.1 * len(cuts))
-    assert found._fewest(prices, 0.4, lambda: math.inf)[:2] == ([a, b], [c])
-    assert found._fewest(prices, 0.2, lambda: math.inf)[:2] == ([a, b], [c])
-    assert found._fewest(prices, 0.1, lambda: math.inf)[:2] == ([a], [b, c])
+    assert found._fewest(prices, 0.4, lambda: math.inf).first == [a, b]
+    assert found._fewest(prices, 0.2, lambda: math.inf).first == [a, b]
+    assert found._fewest(prices, 0.1, lambda: math.inf).first == [a]
+
+
+def test_no_program_is_begun_in_less_time_than_the_last_one_took(monkeypatch):
+    """One of more events takes longer."""
+    found, _ = long_chain()
+    monkeypatch.setattr(EventChains, "_fewest", lambda *_: chains.Chain([]))
+    for left, programs in ((5.1, 2), (4.9, 1)):
+        clock = iter([0.0, 5.0, 5.0, 15.0, 15.0, 15.0])
+        monkeypatch.setattr(chains.time, "monotonic", lambda clock=clock: next(clock))
+        asked = priced_programs(monkeypatch, dict.fromkeys(found.candidates, 1.0), lambda cuts: 0.1 * len(cuts))
+        left_s = left / chains.PARAMETERS.linear_share
+        found.sharpen([found.candidates[0]], lambda _: None, lambda: 1.0, lambda left_s=left_s: left_s)
+        assert len(asked) == programs
 
 
 def two_peaks() -> Problem:
@@ -269,7 +273,7 @@ def test_two_events_bind_where_early_values_are_large():
     alone = max(single_event(model, o, no_alarm()) for o in found.candidates)
     proven: list[float] = []
     some = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
-    assert (events, [], found.candidates) == some
+    assert (events, found.candidates) == some
     assert events == [layers + 1, 27]
     assert bound == pytest.approx(0.2121, abs=1e-4)
     assert alone == pytest.approx(0.1742, abs=1e-4)

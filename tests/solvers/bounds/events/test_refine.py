@@ -20,6 +20,7 @@ from checkmate.solvers.bounds.events.event_cuts import NoColumn, build_cuts
 from checkmate.solvers.bounds.events.refine import (
     PARAMETERS,
     Refinement,
+    RefinementParameters,
     code_of,
     first_bytes,
     longest_chain,
@@ -123,8 +124,7 @@ class Engine:
 
 def refine(
     search: FakeSearch, problem: Problem, first: list[int], *, best: float = 1.0, left: Callable[[], float] = lambda: 100.0,
-    targets: tuple[int, ...] | None = None, floating: bool = True, more: Sequence[int] = (), peaks: Sequence[int] = (),
-    known: float = -math.inf,
+    targets: tuple[int, ...] | None = None, floating: bool = True, peaks: Sequence[int] = (), known: float = -math.inf,
 ) -> tuple[list[int], list[tuple[float, bool]], list[list[int]]]:  # fmt: skip
     """Events of the last program, what was proven and what was offered."""
     proven: list[tuple[float, bool]] = []
@@ -132,7 +132,7 @@ def refine(
     refinement = Refinement(
         CutModel(problem, targets), search, lambda *proof: proven.append(proof), offered.append, gap=0.01, threads=3
     )
-    cuts = refinement.run(first, lambda: best, left, floating=floating, more=more, peaks=peaks, known=known)
+    cuts = refinement.run(first, lambda: best, left, floating=floating, peaks=peaks, known=known)
     return cuts, proven, offered
 
 
@@ -197,7 +197,7 @@ def test_a_round_proves_the_relaxation_and_then_the_integers(monkeypatch, first,
     assert offered == [order]
     assert engine.linear == linear
     assert all(relaxed is program for relaxed, program in zip(engine.relaxed, engine.programs, strict=False))
-    assert engine.integer == [{"time_s": 0.75 * left, "absolute_gap": 0.01, "threads": 3, "cutoff": 0.75}]
+    assert engine.integer == [{"time_s": PARAMETERS.integer_share * left, "absolute_gap": 0.01, "threads": 3, "cutoff": 0.75}]
 
 
 def test_bounds_of_a_given_order_say_so(monkeypatch):
@@ -256,8 +256,15 @@ def test_a_solution_is_offered_as_it_is_and_repaired(monkeypatch):
     assert impossible.started == []
 
 
+@pytest.fixture
+def two_at_a_time(monkeypatch):
+    """Two events are added in a round, whatever time there is."""
+    monkeypatch.setattr(refine_module, "PARAMETERS", RefinementParameters(added_events=(2, 2)))
+
+
+@pytest.mark.usefixtures("two_at_a_time")
 def test_events_are_added_where_the_realised_plan_breaks_the_budget(monkeypatch):
-    """The fullest first and two at a time, apart from each other and first from those before, until all that break it are."""
+    """The fullest first, here two at a time, apart from each other and first from those before, until all that break it are."""
     problem, order = Problem(unit_chain(6), 5), list(range(13))
     assert list(first_bytes(problem.graph, order).values()) == [1, 2, 3, 4, 5, 6, 7, 8, 7, 6, 5, 4, 3]
     for rounds, events in enumerate(([3], [3, 5, 7], [3, 5, 7, 9], [3, 5, 6, 7, 8, 9], [3, 5, 6, 7, 8, 9])):
@@ -266,10 +273,11 @@ def test_events_are_added_where_the_realised_plan_breaks_the_budget(monkeypatch)
         assert refine(search, problem, [3])[0] == events
         assert len(engine.linear) == min(rounds, 3)
     Engine(monkeypatch, 0.0)
-    late = iter([1.0] * 3 + [0.0])
+    late = iter([1.0] * 5 + [0.0])
     assert refine(FakeSearch({}, [order]), problem, [3], left=lambda: next(late, 0.0))[0] == [3, 5, 7]
 
 
+@pytest.mark.usefixtures("two_at_a_time")
 def test_of_events_that_are_violated_those_that_prove_more_than_their_neighbours_come_first(monkeypatch):
     """In the order of their bytes; others where there are none, or none apart from the events so far."""
     problem, order = Problem(unit_chain(6), 5), list(range(13))
@@ -296,29 +304,32 @@ def test_the_program_for_integers_leaves_out_what_the_relaxation_can_do_without(
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_solutions_of_finished_programs_are_kept_where_they_have_a_plan(monkeypatch, finished):
-    """They are starts for a search; and the first program says how long one takes."""
+    """They are starts for a search; and the longest program says how long the next takes."""
     engine = Engine(monkeypatch, 0.0, 0.0, 0.0, finished=finished)
-    clock = iter([9.0, 9.0, 9.0, 5.0])
+    clock = iter([50.0, 50.0, 50.0, 46.0])
     search = FakeSearch({}, [list(range(13)), list(range(13)), []])
     refinement = Refinement(CutModel(Problem(unit_chain(6), 5)), search, lambda *_: None, lambda _: True, gap=0.01, threads=1)
-    refinement.run([3], lambda: 1.0, lambda: next(clock, 4.0), floating=True, more=[11, 9])
+    refinement.run([3], lambda: 1.0, lambda: next(clock, 40.0), floating=True)
     assert len(engine.programs) == (3 if finished else 1)
     assert len(refinement.codes) == (2 if finished else 0)
-    assert refinement.first_s == 4.0
+    assert refinement.next_s == PARAMETERS.growth * 4.0
 
 
-def test_an_event_that_is_needed_is_added_before_those_that_are_violated(monkeypatch):
-    """One at a time, in the order of their need, with one that is violated beside it, or alone where the solution is no plan."""
-    problem, order = Problem(unit_chain(6), 5), list(range(13))
+@pytest.mark.parametrize(
+    ("took", "left", "added"), [(1.0, 0.9, 0), (1.0, 1.1, 2), (1.0, 10.6, 2), (1.0, 10.7, 3), (2.0, 999.0, 4)]
+)
+def test_as_many_events_are_added_as_there_is_time_for(monkeypatch, took, left, added):
+    """Each makes a program take 2.2 times as long; two at least where the last one's time is left."""
+    order = list(range(25))
     built: list[list[int]] = []
     monkeypatch.setattr(
         refine_module, "build_cuts", lambda model, cuts, **named: built.append(list(cuts)) or build_cuts(model, cuts, **named)
     )
-    Engine(monkeypatch, *(0.0 for _ in range(4)))
-    refine(FakeSearch({}, [[], order, order, []]), problem, [3], more=[11, 3, 9])
-    assert built == [[3], [3, 11], [3, 7, 9, 11], [3, 5, 7, 9, 11]]
-    Engine(monkeypatch, 0.0, finished=False)
-    assert refine(FakeSearch({}, [[]]), problem, [3], more=[11, 9])[0] == [3]
+    Engine(monkeypatch, 0.0, 0.0)
+    # Asked before the round, after its relaxation, at the begin of the program, at its end, and then for what is left.
+    clock = iter([left + took] * 3 + [left] * 2)
+    refine(FakeSearch({}, [order, []]), Problem(unit_chain(12), 7), [3], left=lambda: next(clock, left))
+    assert [len(cuts) for cuts in built] == [1, 1 + added][: 2 if added else 1]
 
 
 def test_a_solution_that_time_cut_short_adds_no_events(monkeypatch):
@@ -333,17 +344,18 @@ def test_a_program_that_proves_less_than_is_known_is_the_last(monkeypatch, known
     """Relaxations of more events prove more than integers of few; its plan is offered all the same."""
     engine = Engine(monkeypatch, 0.5, 0.5)
     order = list(range(13))
-    offered = refine(FakeSearch({}, [order, []]), Problem(unit_chain(6), 5), [3], more=[11], known=known)[2]
+    offered = refine(FakeSearch({}, [order, []]), Problem(unit_chain(6), 5), [3], known=known)[2]
     assert len(engine.programs) == programs
     assert offered == [order]
 
 
+@pytest.mark.usefixtures("two_at_a_time")
 def test_on_a_long_chain_added_events_lie_further_apart(monkeypatch):
     """Neighbours of a peak prove what the peak does."""
     problem, order = Problem(unit_chain(70), 60), list(range(141))
     held = first_bytes(problem.graph, order)
     peak = max(order, key=lambda o: (held[o], -o))
-    left = iter([1.0] * 2)
+    left = iter([1.0] * 5)
     Engine(monkeypatch, 0.0)
     cuts, _, _ = refine(FakeSearch({}, [order]), problem, [0], left=lambda: next(left, 0.0))
     assert len(order) // PARAMETERS.added_spacing == 2

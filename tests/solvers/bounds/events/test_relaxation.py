@@ -144,6 +144,20 @@ def test_a_solution_without_a_contradiction_can_be_completed():
     assert contradicted > 50
 
 
+def test_a_solution_outside_of_its_limits_by_a_tolerance_is_taken_as_the_nearest_inside():
+    """Columns of -1e-7 made others raise each other for ever: a program of seven events of ResNet-50 did not end."""
+    compared = 0
+    for seed, cut in programs(120):
+        solution = solve_linear(cut.program.with_rows(~cut.implied)).solution
+        if solution is None:
+            continue
+        outside = np.where(solution <= cut.program.low, cut.program.low - 0.01, solution)
+        segments = LongSegments(cut)
+        assert np.array_equal(segments.contradiction(outside), segments.contradiction(solution)), seed
+        compared += bool((outside < solution).any())
+    assert compared > 50
+
+
 @pytest.mark.usefixtures("in_rounds")
 def test_a_contradiction_is_found_whole():
     """A row of ops between two events is one round, not a round for each op."""
@@ -193,7 +207,7 @@ def test_out_of_time_it_returns_what_the_rounds_before_have_proven(monkeypatch, 
             patch.setattr(highs, "solve_linear", lambda program, answers=answers, **_: next(answers))
             found = relax(cut, time_s=math.inf)
         assert not found.finished
-        assert found.bound == rounds[last - 1][1].bound
+        assert found.bound == max(solved.bound for _, solved in rounds[:last])
         assert found.row_prices is not None
         assert dual_bound(cut.program, found.row_prices) == pytest.approx(found.bound, abs=1e-9)
     none = relax(cut, time_s=0.0)

@@ -14,6 +14,7 @@ and the programs of its events and a few more 0.107 to 0.123.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,7 +45,6 @@ class ChainParameters:
         least_gain: Share of the distance to the best plan that more events have to gain, or no more are added.
         least_price: Share of the prices of all events up to which one does not bind and is left out of the next program.
         first_price: The same for integer programs: the first one has no event of a smaller share.
-        more_price: The same for the events to add to it.
         far: Share of the distance from what is known to the best plan by which a program may fall short of what is known for more
             events to be added.
         enough: Share of what the largest program proves for which fewer events are enough to begin an integer program with.
@@ -57,7 +57,6 @@ class ChainParameters:
     least_gain: float = 0.02
     least_price: float = 0.001
     first_price: float = 0.03
-    more_price: float = 0.01
     far: float = 0.1
     enough: float = 0.99
 
@@ -70,12 +69,10 @@ class Chain(NamedTuple):
 
     Attributes:
         first: Those to begin an integer program with, in the order of the chain.
-        more: Others, the most needed first.
         peaks: Others that prove more alone than their neighbours, any of which a solution may violate.
     """
 
     first: list[int]
-    more: Sequence[int] = ()
     peaks: Sequence[int] = ()
 
 
@@ -156,16 +153,18 @@ class EventChains:
 
         Returns:
             The events of the program that proved most, by the prices of their memory in its relaxation: as many of the dearest as
-            prove nearly as much, and the others.
+            prove nearly as much, and the candidates.
         """
         most, prices = 0.0, dict.fromkeys(events, 0.0)
         chain, tried = list(events), set(events)
-        while chain and left_s() > 0:
-            before = most
+        took_s = 0.0  # a program of more events takes longer than the one before
+        while chain and PARAMETERS.linear_share * left_s() > took_s:
+            before, begin = most, time.monotonic()
             cut = build_cuts(self._model, chain, segments="all")
             solved = relax(cut, time_s=PARAMETERS.linear_share * left_s(), enough=best_share())
+            took_s = time.monotonic() - begin
             if solved.row_prices is not None and solved.bound > most:
-                most, prices = solved.bound, dict(zip(chain, -solved.row_prices[cut.memory_rows], strict=True))
+                most, prices = solved.bound, dict(zip(chain, cut.memory_prices(solved.row_prices), strict=True))
             prove(solved.bound)
             far, distance = (x if math.isfinite(x) else 0.0 for x in (best_share() - known(), best_share() - before))
             weak = most < known() - PARAMETERS.far * far or most - before < PARAMETERS.least_gain * distance
@@ -176,7 +175,7 @@ class EventChains:
             added = self._next(needed, tried) if needed else []
             tried.update(added)
             chain = self._in_order({*needed, *added}) if added else []
-        return self._fewest(prices, most, left_s) if most > 0 else Chain(list(events), [], self.candidates)
+        return self._fewest(prices, most, left_s) if most > 0 else Chain(list(events), self.candidates)
 
     def _fewest(self, prices: dict[int, float], most: float, left_s: Callable[[], float]) -> Chain:
         """As many of the dearest events as prove nearly as much as all.
@@ -194,8 +193,7 @@ class EventChains:
             if relax(cut, time_s=left_s(), enough=most).bound >= PARAMETERS.enough * most:
                 break
             few += 1
-        more = [o for o in ranked[few:] if prices[o] > PARAMETERS.more_price * total]
-        return Chain(self._in_order(ranked[:few]), more, self.candidates)
+        return Chain(self._in_order(ranked[:few]), self.candidates)
 
     def _in_order(self, events: Iterable[int]) -> list[int]:
         return sorted(events, key=self.candidates.index)

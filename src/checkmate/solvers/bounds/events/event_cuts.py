@@ -65,10 +65,14 @@ class EventCutParameters:
             from it is a bound on the exact problem only if the rows are wider than that. Twice the tolerance; rows
             are scaled to a budget of 1, which makes the share comparable with it.
         least_price: Dual value from which a row of a relaxation matters. All costs together are 1.
+        unit_sizes: How many of the most frequent sizes may be a unit.
+        unit_gain: Least share of the room that is no whole unit.
     """
 
     budget_slack: float = 2e-6
     least_price: float = 1e-12
+    unit_sizes: int = 16
+    unit_gain: float = 1e-4
 
 
 PARAMETERS = EventCutParameters()
@@ -85,6 +89,7 @@ class CutProgram:
         impossible: Whether an event alone exceeds the budget, in exact bytes.
         fetched: Column of z (`bounds.events.copy_cuts`), or a `NoColumn`. Shape ``[value]``.
         memory_rows: Row that limits the memory of each event; -1 for one that is impossible. Shape ``[event]``.
+        unit_rows: Events and rows that limit their memory in whole units (`memory_units`).
         implied: Rows that others imply in integers: those of longer segments. Shape ``[row]``.
     """
 
@@ -94,7 +99,19 @@ class CutProgram:
     impossible: bool
     fetched: Ints
     memory_rows: Ints
+    unit_rows: tuple[tuple[int, int], ...]
     implied: Mask
+
+    def memory_prices(self, row_prices: Floats) -> Floats:
+        """What the relaxation gains for each share of the budget that an event has less. Shape ``[event]``.
+
+        Args:
+            row_prices: Dual values of the rows. Shape ``[row]``.
+        """
+        prices = -row_prices[self.memory_rows]
+        for e, row in self.unit_rows:
+            prices[e] -= row_prices[row]
+        return prices
 
     def without_slack(self, prices: Floats | None) -> Program:
         """The program for integers: without the implied rows that its relaxation can do without, those of price 0.
@@ -109,6 +126,26 @@ class CutProgram:
         if prices is None:
             return self.program
         return self.program.with_rows(~self.implied | (np.abs(prices) > PARAMETERS.least_price))
+
+
+def memory_units(sizes: Ints, room: int) -> list[int]:
+    """Sizes in which the room shrinks by more than the values do where both are rounded down to multiples.
+
+    Rows in whole units are the cuts of Chvátal (1973) and Gomory (1958): the left side of a row that holds in integers is rounded
+    down, then its limit.
+
+    Args:
+        sizes: Bytes of what may be held. Shape ``[value]``.
+        room: Bytes for it.
+    """
+    p = PARAMETERS
+    if room <= 0:
+        return []
+    distinct, counts = np.unique(sizes[sizes > 0], return_counts=True)
+    units = distinct[np.argsort(-counts, kind="stable")[: p.unit_sizes]]
+    gains = room % units / room
+    losses = (sizes[:, None] % units).sum(axis=0) / max(1, int(sizes.sum()))
+    return units[(gains >= p.unit_gain) & (gains > losses)].tolist()
 
 
 def build_cuts(model: CutModel, cuts: Sequence[int], *, floating: bool = True, segments: Segments = "end") -> CutProgram:
@@ -140,6 +177,7 @@ class CutBuilder:
         segments: As in `build_cuts`.
         fetched: Columns of z, if so: whether a value is fetched after the event. Shape ``[value]``.
         memory_rows: As in `CutProgram`.
+        unit_rows: As in `CutProgram`.
         implied: Ranges of its rows that others imply in integers.
     """
 
@@ -163,6 +201,7 @@ class CutBuilder:
         self.impossible = False
         self.implied: list[slice] = []
         self.memory_rows = np.full(len(cuts), -1, dtype=np.int64)
+        self.unit_rows: list[tuple[int, int]] = []
 
     def build(self, add: Callable[[CutBuilder], None] = lambda _: None) -> CutProgram:
         """The program; ``add`` adds columns and rows of another kind once those of S and y are there."""
@@ -183,7 +222,9 @@ class CutBuilder:
         for rows in self.implied:
             implied[rows] = True
         program = self.builder.build()
-        return CutProgram(self.cuts, program, self.live, self.impossible, self.fetched, self.memory_rows, implied)
+        return CutProgram(
+            self.cuts, program, self.live, self.impossible, self.fetched, self.memory_rows, tuple(self.unit_rows), implied
+        )
 
     @contextmanager
     def _implied(self, are: bool = True) -> Generator[None]:
@@ -313,6 +354,11 @@ class CutBuilder:
         room = (self.budget * (1 + PARAMETERS.budget_slack) - own) / max(1, self.budget)
         self.memory_rows[e] = self.builder.rows
         self.builder.add_row(columns, sizes / max(1, self.budget), high=room)
+        for unit in memory_units(sizes, self.budget - own):
+            fits, whole = (self.budget - own) // unit, sizes // unit
+            self.unit_rows.append((e, self.builder.rows))
+            scale = max(1, fits)
+            self.builder.add_row(columns[whole > 0], whole[whole > 0] / scale, high=fits / scale + PARAMETERS.budget_slack)
 
     def _order_floating(self, e: int) -> None:
         """Order rows: a floating op comes after its parents and stays computed; its values are live only if it is computed."""

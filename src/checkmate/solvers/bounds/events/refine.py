@@ -49,7 +49,8 @@ class RefinementParameters:
         floating_gain: Share by which floating ops must raise the linear bound to be modelled in the integer program. Below it
             the difference is the engine's tolerance.
         least_time_s: Seconds left below which no round begins. Chosen by hand.
-        added_events: Events added in a round. Each makes the integer program larger; one at a time needs more rounds.
+        added_events: Fewest and most events added in a round.
+        growth: How many times longer a program takes with one event more.
         added_spacing: As ``candidate_spacing``, for the events added in one round.
         share_tolerance: Value from which a column of S in an integer solution counts as one.
     """
@@ -60,10 +61,11 @@ class RefinementParameters:
     linear_share: float = 0.03
     chain_linear_time_s: float = 10.0
     chain_linear_share: float = 0.3
-    integer_share: float = 0.75
+    integer_share: float = 0.85
     floating_gain: float = 1e-5
     least_time_s: float = 0.2
-    added_events: int = 2
+    added_events: tuple[int, int] = (2, 4)
+    growth: float = 2.2
     added_spacing: int = 64
     share_tolerance: float = 0.5
 
@@ -273,7 +275,7 @@ class Refinement:
         threads: Threads of an integer program.
 
     Attributes:
-        first_s: Seconds of the first integer program.
+        next_s: Seconds that an integer program of one event more than the longest takes.
         codes: Solutions of the integer programs that were solved to their ends, where they have a plan.
     """
 
@@ -286,7 +288,7 @@ class Refinement:
         self.offer = offer
         self.gap = gap
         self.threads = threads
-        self.first_s = 0.0
+        self.next_s = 0.0
         self.codes: list[Code] = []
         graph = model.problem.graph
         self.rank = {o: i for i, o in enumerate(model.targets or range(len(graph.ops)))}
@@ -296,22 +298,20 @@ class Refinement:
     def run(
         self,
         first: Sequence[int],
-        best_share: Callable[[], float],
+        enough: Callable[[], float],
         left_s: Callable[[], float],
         *,
         floating: bool,
-        more: Sequence[int] = (),
         peaks: Sequence[int] = (),
         known: float = -math.inf,
     ) -> list[int]:
-        """Refine from some first events until the bound meets the best plan, nothing is violated, or time is up.
+        """Refine from some first events until the bound is enough, nothing is violated, or time is up.
 
         Args:
             first: Events to begin with.
-            best_share: Extra cost of the best plan so far, as a share.
+            enough: Bound beyond which more is of no use: the cost of the best plan so far, or what meets the gap, as a share.
             left_s: Seconds left for this refinement.
             floating: Whether ops beside the chain are modelled: a sharper bound from a larger program.
-            more: Events to add, the most needed first: one in each round, beside those that are violated.
             peaks: Ops that prove more than their neighbours; those of them that are violated are added before others.
             known: Bound that larger relaxations have proven. If the first integer program proves less, more events
                 are worth more than integers, and no other is begun.
@@ -334,19 +334,19 @@ class Refinement:
             program = cut.program
             if len(cuts) > 1:
                 limit_s = min(PARAMETERS.chain_linear_time_s, PARAMETERS.chain_linear_share * left_s())
-                relaxed = relax(cut, time_s=limit_s, enough=best_share())
+                relaxed = relax(cut, time_s=limit_s, enough=enough())
                 self.prove(relaxed.bound, any_order)
                 program = cut.without_slack(relaxed.row_prices)
             if left_s() <= 0:
                 break
-            # Beyond the cost of the best plan a bound is of no use. The cutoff and no restarts together took a third off
-            # an integer program of six events.
+            # The cutoff and no restarts together took a third off an integer program of six events.
             begin = left_s()
             limit_s = PARAMETERS.integer_share * begin
-            solved = solve_integer(program, time_s=limit_s, absolute_gap=self.gap, threads=self.threads, cutoff=best_share())
-            self.first_s = self.first_s or begin - left_s()
+            solved = solve_integer(program, time_s=limit_s, absolute_gap=self.gap, threads=self.threads, cutoff=enough())
+            took_s = begin - left_s()
+            self.next_s = max(self.next_s, PARAMETERS.growth * took_s)
             self.prove(solved.bound, any_order)
-            if solved.solution is None or solved.bound >= best_share() - self.gap:
+            if solved.solution is None or solved.bound >= enough() - self.gap:
                 break
             code = code_of(cut, solved.solution, self.model, self.search)
             # Decoded without repair: where this plan breaks the budget are the events to add. Repaired, it is a start for
@@ -359,10 +359,11 @@ class Refinement:
             # A solution that time cut short may break the budget where the optimum does not.
             if not solved.finished or solved.bound < known:
                 break
-            # Few at a time: each makes the program take longer, and the next may not end.
-            needed = [o for o in more if o not in cuts and all(self.model.comparable(o, c) for c in cuts)][:1]
-            present = [*cuts, *needed]
-            added = [*needed, *self._violated(order, chain.difference(present), peaks, present)][: PARAMETERS.added_events]
+            # As many as there is time for. Two at least where there is any: a larger program proves more also unfinished.
+            times = left_s() / max(took_s, 1e-9)
+            least, most = PARAMETERS.added_events
+            count = min(most, max(least, int(math.log(times, PARAMETERS.growth)))) if times > 1 else 0
+            added = self._violated(order, chain.difference(cuts), peaks, cuts, count)
             if not added:
                 break
             cuts = sorted({*cuts, *added}, key=self._before)
@@ -376,7 +377,7 @@ class Refinement:
         """Rank of an event on its chain; the index of an op that is no target, which is a topological rank as well."""
         return self.rank.get(op, op)
 
-    def _violated(self, order: list[int], among: set[int], peaks: Sequence[int], cuts: list[int]) -> list[int]:
+    def _violated(self, order: list[int], among: set[int], peaks: Sequence[int], cuts: list[int], most: int) -> list[int]:
         """Events to add: apart from each other and in one chain with the others, and where there are such apart from those too.
 
         Args:
@@ -384,18 +385,19 @@ class Refinement:
             among: Ops to choose among: those that break the budget, by most first.
             peaks: Those of them that come before the others.
             cuts: Events so far.
+            most: Most events to add.
         """
         held = first_bytes(self.model.problem.graph, order) if order else {}
         broken = [o for o, bytes_ in held.items() if bytes_ > self.model.problem.budget_bytes and o in among]
         broken.sort(key=lambda o: (o not in peaks, -held[o], o))
         apart = max(1, len(self.rank) // PARAMETERS.added_spacing)
         added: list[int] = []
-        for others in (cuts, []):
+        for others in (cuts, []) if most else ():
             for o in broken:
                 near = any(abs(self._before(o) - self._before(c)) <= apart for c in (*others, *added))
                 if not near and all(self.model.comparable(o, c) for c in (*cuts, *added)):
                     added.append(o)
-                    if len(added) >= PARAMETERS.added_events:
+                    if len(added) >= most:
                         return added
             if added:
                 break

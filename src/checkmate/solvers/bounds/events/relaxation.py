@@ -161,7 +161,7 @@ class LongSegments:
         x = np.clip(solution, self._lowest, self._highest)
         reason = np.full(len(x), -1, dtype=np.int64)
         low, columns = self._low[self._raising], self._raised[self._first]
-        while len(columns):
+        for _ in columns:  # each pass settles one at least
             asked = low - self._raising_rows @ x + x[self._raised]
             most = np.maximum.reduceat(asked, self._first)
             rises = most > x[columns] + _RISE
