@@ -25,7 +25,9 @@ def versions():
     return {name: len(k.signatures) for name, k in kernels if isinstance(k, Dispatcher)}
 
 # What only other kernels call has a version for each kind of constant argument where nothing was cached.
-called = ("seed_random", "decode", "measure", "repair", "ruin_and_repair", "anneal", "lowest_peak", "begin", "expand")
+called = (
+    "seed_random", "cross_stages", "decode", "measure", "repair", "ruin_and_repair", "anneal", "lowest_peak", "begin", "expand"
+)
 load_kernels()
 exploration.load_kernels()
 before = versions()

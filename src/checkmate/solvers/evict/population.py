@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-import numpy as np
-
+from checkmate.solvers.evict.decode import cross_stages
 from checkmate.solvers.evict.instance import Code
 from checkmate.solvers.evict.search import Search
 
@@ -41,10 +40,10 @@ class PopulationParameters:
     agreeing: int = 3
     spread: float = 5e-4
     member_divisor: int = 8
-    child_divisor: int = 180
+    child_divisor: int = 540
     temperature: float = 2e-3
     child_temperature: float = 1e-3
-    patience: int = 80
+    patience: int = 200
     apart: float = 1e-4
 
 
@@ -185,10 +184,5 @@ class Population:
         first = random.randrange(stages)
         last = stages if kind == 1 else min(stages, first + random.randrange(1, max(2, stages // 2)))
         child = self.search.empty_code()
-        for code, spans in ((a, ((0, first - 1), (last + 1, stages))), (b, ((first, last),))):
-            for v in np.flatnonzero(code.used).tolist():
-                intervals = list(zip(code.low[v, : code.used[v]].tolist(), code.high[v, : code.used[v]].tolist(), strict=True))
-                for start, stop in spans:
-                    for low, high in intervals:
-                        self.search.evict(child, v, max(low, start), min(high, stop))
+        cross_stages(a, b, first, last, child)
         return child

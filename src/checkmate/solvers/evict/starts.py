@@ -66,6 +66,7 @@ class Start(NamedTuple):
 @cache
 def load_kernels() -> None:
     """Compile the kernels of orders and searches, which takes half a minute once, or load them, which takes a second."""
+    from checkmate.solvers.evict.decode import cross_stages
     from checkmate.solvers.evict.sequences.resequence import Resequencing
 
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
@@ -76,6 +77,8 @@ def load_kernels() -> None:
         search.first()
         search.start_from_order((0, 1, 2, 3, 0, 4))
         search.improve(8, 0.0, lambda: False)
+        code = search.best()[1]
+        cross_stages(code, code, 0, 1, search.empty_code())
         Resequencing(problem).anneal(search.order(), 0)
 
 

@@ -13,11 +13,21 @@ import pytest
 
 from checkmate import BruteForce, Graph, Op, Plan, Problem, Value, simulate, solve
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
+from checkmate.solvers.bounds.events import event_cuts
 from checkmate.solvers.bounds.events.cut_model import CutModel
-from checkmate.solvers.bounds.events.event_cuts import PARAMETERS, CutBuilder, CutProgram, NoColumn, Segments, build_cuts
+from checkmate.solvers.bounds.events.event_cuts import (
+    PARAMETERS,
+    CutBuilder,
+    CutProgram,
+    NoColumn,
+    Segments,
+    build_cuts,
+    memory_units,
+)
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.bounds.proof import event_sides, least_share, stated_rows, strict_ancestors
+from tests.solvers.chains import uneven_chain
 from tests.solvers.instances import draw
 from tests.strategies import random_graph
 
@@ -52,6 +62,13 @@ def linear_bound(cut: CutProgram) -> float:
     return math.inf if cut.impossible else solve_linear(cut.program).bound
 
 
+@pytest.fixture
+def without_units(monkeypatch):
+    """No rows in whole units: they are for integers, and not among those that the proof states."""
+    monkeypatch.setattr(event_cuts, "memory_units", lambda *_: [])
+
+
+@pytest.mark.usefixtures("without_units")
 def test_the_program_is_that_of_the_proof():
     """Columns that cannot matter are left out and constants are folded: the least cost of the relaxation stays what it is."""
     sharp = impossible = 0
@@ -71,6 +88,7 @@ def test_the_program_is_that_of_the_proof():
     assert impossible > 3
 
 
+@pytest.mark.usefixtures("without_units")
 def test_the_program_allows_the_points_that_the_proof_allows():
     """Whatever is minimised over them, not recomputation alone: no row is missing, and none is too strict."""
     finite = 0
@@ -123,6 +141,57 @@ def test_in_integers_the_program_is_that_of_the_proof():
         assert bound == pytest.approx(stated, abs=1e-5), (seed, chain)
         above_the_relaxation += bound > linear_bound(cut) + 1e-5
     assert above_the_relaxation > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "units"),
+    [
+        ([4, 4, 8], 15, {4}),  # 8 leaves 7 of 15 bytes of room, and half of the values
+        ([4, 4, 8], 16, set()),
+        ([4, 4, 8], 3, {4, 8}),
+        ([4, 9, 9], 10, set()),
+        ([1, 9, 9], 10, {9}),
+        ([5, 7, 9, 11], 12, set()),
+        ([0, 0], 12, set()),
+        ([], 12, set()),
+        ([4, 4], 0, set()),
+    ],
+)
+def test_a_unit_is_a_size_that_takes_more_from_the_room_than_from_the_values(sizes, room, units):
+    """What is left of each when it is rounded down to multiples."""
+    assert set(memory_units(np.array(sizes, dtype=np.int64), room)) == units
+
+
+def test_rows_in_whole_units_change_the_relaxation_and_not_the_integers(monkeypatch):
+    """Sizes are multiples of four bytes but for some small ones, and the budget is not."""
+    sharper = with_units = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        graph = uneven_chain(rng, rng.randint(3, 8))
+        small = {v for v in range(len(graph.values)) if rng.random() < 0.1}
+        values = [replace(v, size_bytes=1 if k in small else 4 * v.size_bytes) for k, v in enumerate(graph.values)]
+        graph = replace(graph, values=tuple(values))
+        model = CutModel(Problem(graph, floor(graph).peak_bytes + rng.randint(0, 20)))
+        chain = some_chain(rng, model)
+        cut = build_cuts(model, chain, segments="all")
+        if cut.impossible or not len(cut.program.cost):
+            continue
+        with monkeypatch.context() as patch:
+            patch.setattr(event_cuts, "memory_units", lambda *_: [])
+            plain = build_cuts(model, chain, segments="all")
+        assert not plain.unit_rows
+        assert len(cut.program.row_low) == len(plain.program.row_low) + len(cut.unit_rows)
+        of_all, of_plain = (solve_integer(each.program, absolute_gap=1e-7).objective for each in (cut, plain))
+        assert of_all == pytest.approx(of_plain, abs=1e-5), seed
+        relaxed = solve_linear(cut.program)
+        assert relaxed.bound >= linear_bound(plain) - 1e-7
+        with_units += bool(cut.unit_rows)
+        sharper += relaxed.bound > linear_bound(plain) + 1e-4
+        if relaxed.row_prices is not None:
+            of_rows = [cut.memory_rows[e] for e in range(len(chain))] + [row for _, row in cut.unit_rows]
+            assert cut.memory_prices(relaxed.row_prices).sum() == pytest.approx(-relaxed.row_prices[of_rows].sum())
+    assert with_units > 60
+    assert sharper > 10
 
 
 def test_every_cut_bounds_every_plan():
