@@ -34,6 +34,7 @@ class PopulationParameters:
         child_temperature: The same for a child, which starts from what two searches found.
         patience: Children in a row that were not taken after which to stop.
         apart: Share of the cost by which members differ at least.
+        renewal: Children in a row that were not taken after which a plan made from nothing takes the place of the dearest member.
     """
 
     size: int = 5
@@ -44,7 +45,8 @@ class PopulationParameters:
     temperature: float = 2e-3
     child_temperature: float = 1e-3
     patience: int = 200
-    apart: float = 1e-4
+    apart: float = 3e-5
+    renewal: int = 60
 
 
 PARAMETERS = PopulationParameters()
@@ -101,6 +103,8 @@ class Population:
         without_gain = 0
         while len(self.members) > 1 and without_gain < PARAMETERS.patience and not out_of_time():
             without_gain = 0 if self.add(*self._child(out_of_time)) else without_gain + 1
+            if without_gain % PARAMETERS.renewal == PARAMETERS.renewal - 1:
+                self._welcome(*self._made_anew(out_of_time))
         self._search_on()
 
     def _search_on(self) -> None:
@@ -125,10 +129,13 @@ class Population:
     def take_in(self, code: Code, out_of_time: Callable[[], bool]) -> None:
         """Repair and improve a code that was found elsewhere, and give it the place of the dearest member, whatever it costs."""
         self.search.restart_from(code)
-        cost, improved = self._annealed(out_of_time)
-        if math.isfinite(cost) and not self.add(cost, improved):
-            self.members = [*self.members[: PARAMETERS.size - 1], Member(cost, improved)]
+        self._welcome(*self._annealed(out_of_time))
         self._search_on()
+
+    def _welcome(self, cost: float, code: Code) -> None:
+        """Take a plan, in place of the dearest member if need be, whatever it costs."""
+        if math.isfinite(cost) and not self.add(cost, code):
+            self.members = [*self.members[: PARAMETERS.size - 1], Member(cost, code)]
 
     def add(self, cost: float, code: Code) -> bool:
         """Take a plan in place of those that cost little more, or of the dearest if there is no room.
