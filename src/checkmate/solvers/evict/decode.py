@@ -61,7 +61,7 @@ def random_below(state, count):
 def copy_range(source, start, stop, to, at):
     """Copy the entries from ``start`` up to ``stop`` to another array, from ``at`` on.
 
-    An assignment of slices may need a copy of its own, where the two overlap, and a kernel cannot allocate.
+    An assignment of slices may need a third array, where the two overlap, and a kernel cannot allocate.
     """
     for k in range(stop - start):
         to[at + k] = source[start + k]

@@ -154,14 +154,14 @@ def test_in_integers_the_program_is_that_of_the_proof():
         ([4, 9, 9], 10, {4}),
         ([1, 9, 9], 10, {9}),
         ([5, 7, 9, 11], 12, {7}),
-        ([5, 7, 9, 11], 11, set()),
+        ([5, 7, 9, 11], 35, set()),
         ([0, 0], 12, set()),
         ([], 12, set()),
         ([4, 4], 0, set()),
     ],
 )
 def test_a_unit_is_a_size_that_takes_more_from_the_room_than_from_the_values(sizes, room, units):
-    """What is left of each when it is rounded down to multiples."""
+    """Where both are rounded down to multiples of it."""
     assert set(memory_units(np.array(sizes, dtype=np.int64), room)) == units
 
 
