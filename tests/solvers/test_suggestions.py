@@ -68,3 +68,20 @@ def test_plans_get_better_and_stay_plans(monkeypatch):
         better += searches[0].best_cost < before
         run.session.close()
     assert better > 2
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-6, 0.05])
+def test_programs_prove_what_meets_the_gap_and_no_more(gap):
+    """A little beyond it, by more than an engine's tolerance, and never beyond the plan."""
+    problem = Problem(unit_chain(8), 5)
+    session = Session(problem, Limits(time_s=60.0, gap=gap))
+    run = Run(problem, session)
+    assert run.enough_share() == math.inf
+    session.offer(solve(problem).plan.order)
+    assert session.cost is not None
+    assert session.gap > gap
+    enough = run.enough_share()
+    assert enough <= run.best_share()
+    assert (enough < run.best_share()) == (gap > 1e-5)
+    session.prove(problem.graph.cost * (1 + enough - 1e-6))
+    assert session.gap <= max(gap, 1e-6)

@@ -21,8 +21,8 @@ from checkmate.solvers.session import Session
 
 _log = logging.getLogger("checkmate.solvers.auto")
 
-_ROUNDING: Final = 1e-3
-"""Share of the gap that is left for the rounding of bounds."""
+_TOLERANCE: Final = 1e-5
+"""Share of the cost by which a bound goes beyond what is needed: ten times an engine's tolerance."""
 
 
 class Run:
@@ -85,8 +85,8 @@ class Run:
         """The bound from which on the gap is met, or that of the best plan if the gap is 0."""
         if self.session.cost is None:
             return math.inf
-        enough = self.session.cost * (1 - self.session.limits.gap * (1 - _ROUNDING))
-        return min(self.best_share(), (enough - self.fold.original.cost) / self.once)
+        enough = self.session.cost * (1 - self.session.limits.gap)
+        return min(self.best_share(), (enough - self.fold.original.cost) / self.once + _TOLERANCE)
 
     def known_share(self) -> float:
         """The best bound for any order, as a share."""
