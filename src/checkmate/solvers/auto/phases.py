@@ -27,9 +27,9 @@ class Phase(StrEnum):
     STATES = "search over states"
     TIGHT_EVENT_AGAIN = "branches of what is live at the tightest event, continued"
     ANY_ORDER = "event cuts for any order"
+    POPULATION_AGAIN = "plans crossed with each other, again"
     OWN_ORDER = "event cuts for the order of the search"
     ROUND_SEARCH = "search after event cuts"
-    POPULATION_AGAIN = "plans crossed with each other, again"
     ANY_ORDER_AGAIN = "event cuts for any order, again"
     STATES_AGAIN = "search over states, continued"
 
@@ -68,12 +68,12 @@ PHASES: Mapping[Phase, float] = {
     Phase.TIGHT_EVENT_AGAIN: 0.4,
     # Integer programs of a few events. They end where the gap is met; what they prove beyond the chains takes them seconds.
     Phase.ANY_ORDER: 0.75,
+    # Where no time is left for a program that proves more.
+    Phase.POPULATION_AGAIN: 0.8,
     # Their programs are easier, and their solutions make the best starts for the search.
     Phase.OWN_ORDER: 0.25,
     # Local search; after it, for the same share, search in other orders.
     Phase.ROUND_SEARCH: 0.25,
-    # In its place where there is no time left for a program that proves more.
-    Phase.POPULATION_AGAIN: 0.8,
     # In later rounds, from the better events of the two kinds of cuts: the search has had its part.
     Phase.ANY_ORDER_AGAIN: 0.6,
     # After one round, because it is all or nothing.
