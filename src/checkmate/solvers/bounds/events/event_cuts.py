@@ -103,7 +103,7 @@ class CutProgram:
     implied: Mask
 
     def memory_prices(self, row_prices: Floats) -> Floats:
-        """What the relaxation gains for each share of the budget that an event has less. Shape ``[event]``.
+        """Gain of the relaxation for each share of the budget that an event has less. Shape ``[event]``.
 
         Args:
             row_prices: Dual values of the rows. Shape ``[row]``.
