@@ -58,9 +58,9 @@ PHASES: Mapping[Phase, float] = {
     # Programs of one or a few events take a tenth of a second, and on captured steps their solutions are the best starts.
     Phase.SUGGESTIONS: 0.02,
     Phase.SUGGESTED_SEARCH: 0.05,
-    # New plans, and children of them while they gain. It ends after two that agree with the best or are far from it.
+    # New plans, and children of them while they gain. It ends after two that agree with the best.
     Phase.POPULATION: 0.2,
-    # Where it does, as on random layered graphs, or where crossing plans does not pay.
+    # Where it does, or in its place where the first annealing gained much, as on random layered graphs.
     Phase.SEQUENCES_AGAIN: 0.3,
     # A* on a graph that is small enough: where it ends, it ends at once.
     Phase.STATES: 0.05,

@@ -113,7 +113,7 @@ def low_order(graph: Graph, seed: int, time_up: Flag | None = None) -> Scheduled
         size=np.array([value.size_bytes for value in graph.values], dtype=np.float64),
         workspace=np.array([op.workspace_bytes for op in graph.ops], dtype=np.float64),
     )
-    work = Work(*(np.zeros_like(dag.readers), *(np.zeros_like(order) for _ in range(3))))
+    work = Work(np.zeros_like(dag.readers), *(np.zeros_like(order) for _ in range(3)))
     given = peak_of(dag, work, order)
     peak = lowest_peak(dag, work, PARAMETERS.noise, tries, random, no_alarm() if time_up is None else time_up, order)
     return Scheduled(tuple(order.tolist()), peak, given)
