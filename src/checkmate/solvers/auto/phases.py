@@ -59,7 +59,7 @@ PHASES: Mapping[Phase, float] = {
     Phase.SUGGESTIONS: 0.02,
     Phase.SUGGESTED_SEARCH: 0.05,
     # New plans, and children of them while they gain. It ends after two that agree with the best.
-    Phase.POPULATION: 0.2,
+    Phase.POPULATION: 0.15,
     # Where it does, or in its place where the first annealing gained much, as on random layered graphs.
     Phase.SEQUENCES_AGAIN: 0.3,
     # A* on a graph that is small enough: where it ends, it ends at once.
@@ -67,7 +67,7 @@ PHASES: Mapping[Phase, float] = {
     # Only if the time was up before; they come to their end in some seconds where they prove most.
     Phase.TIGHT_EVENT_AGAIN: 0.4,
     # Integer programs of a few events. They end where the gap is met; what they prove beyond the chains takes them seconds.
-    Phase.ANY_ORDER: 0.7,
+    Phase.ANY_ORDER: 0.8,
     # Where no time is left for a program that proves more.
     Phase.POPULATION_AGAIN: 0.8,
     # Their programs are easier, and their solutions make the best starts for the search.

@@ -247,7 +247,7 @@ def _evolve(run: Run, population: Population, until_s: float, codes: Iterable[Co
     with run.session.within(until_s):
         for code in codes:
             population.take_in(code, lambda: left_s() <= 0)
-        population.evolve(lambda: left_s() <= 0)
+        population.evolve(lambda: left_s() <= 0 or population.members[0].cost <= run.enough_cost())
     run.offer(population.search.order())
 
 

@@ -32,20 +32,22 @@ class PopulationParameters:
         child_divisor: The same for a child.
         temperature: Start of the temperature of a new member, as a share of the cost.
         child_temperature: The same for a child, which starts from what two searches found.
-        patience: Children in a row that were not taken after which to stop.
+        patience: Times in a row that new members end in no cheaper plan after which to stop.
         apart: Share of the cost by which members differ at least.
-        renewal: Children in a row that were not taken after which a plan made from nothing takes the place of the dearest member.
+        near: Share of the cost by which a child may be dearer than the best member for that one to adopt intervals of it.
+        renewal: Children in a row that bring no cheaper plan after which members are made from nothing.
     """
 
     size: int = 5
     agreeing: int = 3
-    spread: float = 5e-4
-    member_divisor: int = 8
+    spread: float = 2e-5
+    member_divisor: int = 16
     child_divisor: int = 540
     temperature: float = 2e-3
     child_temperature: float = 1e-3
-    patience: int = 200
+    patience: int = 6
     apart: float = 3e-5
+    near: float = 1e-3
     renewal: int = 60
 
 
@@ -99,13 +101,49 @@ class Population:
         return not agree
 
     def evolve(self, out_of_time: Callable[[], bool]) -> None:
-        """Make children until nothing is gained by them."""
-        without_gain = 0
-        while len(self.members) > 1 and without_gain < PARAMETERS.patience and not out_of_time():
-            without_gain = 0 if self.add(*self._child(out_of_time)) else without_gain + 1
-            if without_gain % PARAMETERS.renewal == PARAMETERS.renewal - 1:
-                self._welcome(*self._made_anew(out_of_time))
+        """Cross the members until nothing is gained by it.
+
+        Where they are stuck, the best is set aside and others are made from nothing. These are crossed with each other first: beside
+        a cheaper plan all members would soon be its children. Where they are stuck too, it comes back among them.
+        """
+        best, aside, stuck = self.members[0], None, 0
+        while len(self.members) > 1 and stuck < PARAMETERS.patience and not out_of_time():
+            self._cross(out_of_time)
+            stuck += 1
+            if self.members[0].cost < best.cost:
+                best, stuck = self.members[0], 0
+            if aside is None:
+                aside = self.members[0]
+                self._start_anew(out_of_time)
+            else:
+                self._welcome(*aside)
+                aside = None
+        if best.cost < self.members[0].cost:
+            self._welcome(*best)
         self._search_on()
+
+    def _cross(self, out_of_time: Callable[[], bool]) -> None:
+        """Make children until they bring no cheaper plan for a while."""
+        without_gain = 0
+        while without_gain < PARAMETERS.renewal and not out_of_time():
+            before = self.members[0].cost
+            self._take(*self._child(out_of_time))
+            without_gain = 0 if self.members[0].cost < before else without_gain + 1
+
+    def _start_anew(self, out_of_time: Callable[[], bool]) -> None:
+        """Put plans made from nothing in the place of all members."""
+        made = [self._made_anew(out_of_time) for _ in range(PARAMETERS.size)]
+        self.members = []
+        for cost, code in made:
+            self.add(cost, code)
+
+    def _take(self, cost: float, code: Code) -> bool:
+        """Take a plan, and let the best member adopt intervals of one that costs nearly as little; returns whether it helped."""
+        taken, best = self.add(cost, code), self.members[0]
+        if not best.cost < cost <= best.cost * (1 + PARAMETERS.near):
+            return taken
+        self.search.restart_from(best.code)
+        return (self.search.adopt(code) and self.add(*self.search.best())) or taken
 
     def _search_on(self) -> None:
         """Give the search the cheapest plan: it is within the budget, so that there is nothing to repair."""

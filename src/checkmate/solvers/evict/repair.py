@@ -136,6 +136,53 @@ def _copy(code, to):
             to.high[v, q] = code.high[v, q]
 
 
+@kernel
+def _same_row(a, b, v):
+    if a.used[v] != b.used[v]:
+        return False
+    for q in range(a.used[v]):
+        if a.low[v, q] != b.low[v, q] or a.high[v, q] != b.high[v, q]:
+            return False
+    return True
+
+
+@kernel
+def adopt_rows(g, w, code, other, trial, settings, random):
+    """Give each value in turn the intervals that another code has for it, where that and a repair make the plan cheaper.
+
+    Args:
+        g: The instance.
+        w: The scratch arrays.
+        code: Code of a plan within the budget, changed in place.
+        other: The other code.
+        trial: Working space.
+        settings: How to evict. The cutoff is the cost of the plan.
+        random: State of the random numbers; drawn from only with noise.
+
+    Returns:
+        The cost of the plan after that.
+    """
+    cheapest = settings.cutoff
+    for v in range(len(code.used)):
+        if _same_row(code, other, v):
+            continue
+        _copy(code, trial)
+        trial.used[v] = other.used[v]
+        for q in range(other.used[v]):
+            trial.low[v, q] = other.low[v, q]
+            trial.high[v, q] = other.high[v, q]
+        below = RepairSettings(
+            settings.budget, settings.duration_exponent, settings.noise, settings.batch_fraction, cheapest, settings.rounds
+        )
+        found, cost, _, _ = repair(g, w, trial, below, random)
+        if found:
+            cheapest = cost
+            _copy(trial, code)
+        if w.time_up[0] != 0:
+            break
+    return cheapest
+
+
 class Improved(NamedTuple):
     """Where `ruin_and_repair` stands; given back to it, it goes on.
 

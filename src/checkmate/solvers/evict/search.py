@@ -16,7 +16,15 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.decode import add_interval, seed_random
 from checkmate.solvers.evict.instance import Code, Move, build_instance, build_scratch, first_computations
-from checkmate.solvers.evict.repair import Improved, Repaired, RepairSettings, RuinParameters, repair, ruin_and_repair
+from checkmate.solvers.evict.repair import (
+    Improved,
+    Repaired,
+    RepairSettings,
+    RuinParameters,
+    adopt_rows,
+    repair,
+    ruin_and_repair,
+)
 
 
 class Greedy(NamedTuple):
@@ -244,6 +252,22 @@ class Search:
         other.start_from_order(order)
         return other
 
+    def adopt(self, code: Code) -> bool:
+        """Give each value in turn the intervals that a code has for it, where that makes the best plan cheaper.
+
+        Args:
+            code: The code; left as it is.
+
+        Returns:
+            Whether it did for any.
+        """
+        if not math.isfinite(self.best_cost):
+            return False
+        before = self.best_cost
+        settings = self._settings(PARAMETERS.start_exponent, 0.0, 0.0)
+        self.best_cost = adopt_rows(self.instance, self._scratch, self._best, code, self._trial, settings, self._random)
+        return self.best_cost < before
+
     def improve(self, decodes: int, temperature: float, out_of_time: Callable[[], bool]) -> bool:
         """Ruin and repair from the best plan for a given amount of work.
 
@@ -346,11 +370,14 @@ class Search:
 
     def _repair(self, exponent: float, noise: float, batch: float) -> bool:
         """Repair the working code; keep it as the best if it is cheaper."""
-        rounds = PARAMETERS.rounds_per_value * len(self.instance.size)
-        settings = RepairSettings(self._budget, exponent, noise, batch, self.best_cost, rounds)
+        settings = self._settings(exponent, noise, batch)
         repaired = Repaired(*repair(self.instance, self._scratch, self._trial, settings, self._random))
         if repaired.found:
             self.best_cost = repaired.cost
             for best, own in zip(self._best, self._trial, strict=True):
                 best[:] = own
         return repaired.found
+
+    def _settings(self, exponent: float, noise: float, batch: float) -> RepairSettings:
+        rounds = PARAMETERS.rounds_per_value * len(self.instance.size)
+        return RepairSettings(self._budget, exponent, noise, batch, self.best_cost, rounds)

@@ -56,7 +56,7 @@ class ChainParameters:
     linear_share: float = 0.7
     least_gain: float = 0.02
     least_price: float = 0.001
-    first_price: float = 0.03
+    first_price: float = 0.02
     far: float = 0.1
     enough: float = 0.99
 

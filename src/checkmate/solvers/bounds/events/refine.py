@@ -61,7 +61,7 @@ class RefinementParameters:
     linear_share: float = 0.03
     chain_linear_time_s: float = 10.0
     chain_linear_share: float = 0.3
-    integer_share: float = 0.85
+    integer_share: float = 0.93
     floating_gain: float = 1e-5
     least_time_s: float = 0.2
     added_events: tuple[int, int] = (2, 4)
