@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -121,12 +122,12 @@ def test_members_are_apart_and_the_dearest_leaves(monkeypatch, cost, after):
 def test_growth_ends_where_plans_agree(monkeypatch):
     """Three of nearly the same cost; dearer ones do not count."""
     crossed = members([100.0])
-    made = iter([150.0, 100.01, 120.0, 99.999, 1.0])
+    made = iter([150.0, 100.001, 120.0, 99.9999, 1.0])
     monkeypatch.setattr(crossed, "_made_anew", lambda _: (next(made), crossed.search.empty_code()))
     monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=9, apart=0.0))
     assert not crossed.grow(lambda: False)
     assert next(made) == 1.0
-    assert [member.cost for member in crossed.members] == [99.999, 100.0, 100.01, 120.0, 150.0]
+    assert [member.cost for member in crossed.members] == [99.9999, 100.0, 100.001, 120.0, 150.0]
 
 
 def test_growth_ends_with_enough_plans_or_without_time(monkeypatch):
@@ -140,24 +141,86 @@ def test_growth_ends_with_enough_plans_or_without_time(monkeypatch):
     assert next(made) == 105
 
 
+def without_kernels(
+    monkeypatch: pytest.MonkeyPatch, crossed: Population, children: Iterator[float], made: Iterator[float]
+) -> None:
+    """Children and new plans of given costs, and a search that keeps the plan it is given."""
+    code = crossed.search.empty_code()
+    monkeypatch.setattr(crossed, "_child", lambda _: (next(children), code))
+    monkeypatch.setattr(crossed, "_made_anew", lambda _: (next(made), code))
+    monkeypatch.setattr(crossed.search, "restart_from", lambda _: True)
+
+
 def test_evolution_ends_without_gain_or_time_or_anything_to_cross(monkeypatch):
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=2, patience=1, renewal=5))
     crossed = members([100.0])
-    children: list[float] = []
+    costs = [200.0, 200.0, 90.0] + [200.0] * 20
+    children, made = iter(costs), iter([300.0, 310.0, 320.0, 330.0])
+    without_kernels(monkeypatch, crossed, children, made)
+    crossed.evolve(lambda: False)
+    assert next(children) == 200.0
+    assert crossed.add(110.0, crossed.search.empty_code())
+    crossed.evolve(lambda: True)
+    assert next(children) == 200.0
+    crossed.evolve(lambda: False)
+    # One that gains and five that do not, which are none of new members; five more of these, one of which is a gain for them alone.
+    assert len(list(children)) == len(costs) - 2 - 1 - 5 - 1 - 5
+    assert crossed.members[0].cost == 90.0
+
+
+def test_where_members_are_stuck_others_are_made_and_then_crossed_with_the_best(monkeypatch):
+    """The best is set aside, comes back among the new ones, and the next best is set aside."""
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=2, patience=3, renewal=2))
+    crossed = members([100.0, 110.0])
+    among: list[list[float]] = []
 
     def child(_: Any) -> tuple[float, Code]:
-        children.append(200.0 if len(children) != 2 else 90.0)
-        return children[-1], crossed.search.empty_code()
+        among.append([member.cost for member in crossed.members])
+        return 500.0, crossed.search.empty_code()
 
+    without_kernels(monkeypatch, crossed, iter([]), iter([140.0, 130.0, 160.0, 150.0]))
     monkeypatch.setattr(crossed, "_child", child)
-    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=2, patience=5))
     crossed.evolve(lambda: False)
-    assert not children
-    crossed.add(110.0, crossed.search.empty_code())
-    crossed.evolve(lambda: True)
-    assert not children
-    crossed.evolve(lambda: False)
-    assert len(children) == 3 + 5
-    assert [member.cost for member in crossed.members] == [90.0, 100.0]
+    assert among == [[100.0, 110.0]] * 2 + [[130.0, 140.0]] * 2 + [[100.0, 130.0]] * 2
+    assert [member.cost for member in crossed.members] == [100.0, 150.0]
+
+
+def test_the_best_adopts_intervals_of_plans_that_cost_nearly_as_little(monkeypatch):
+    monkeypatch.setattr(population, "PARAMETERS", PopulationParameters(size=3, near=0.1))
+    crossed = members([100.0, 120.0])
+    given: list[Code] = []
+    monkeypatch.setattr(crossed.search, "restart_from", lambda _: True)
+    monkeypatch.setattr(crossed.search, "adopt", lambda code: given.append(code) or True)
+    monkeypatch.setattr(crossed.search, "best", lambda: (99.0, crossed.search.empty_code()))
+    for cost, adopts in ((111.0, False), (100.0, False), (109.0, True), (98.0, False)):
+        code, before = crossed.search.empty_code(), len(given)
+        crossed._take(cost, code)
+        assert (len(given) > before and given[-1] is code) == adopts
+    assert [member.cost for member in crossed.members] == [98.0, 99.0, 100.0]
+
+
+def test_a_plan_adopts_the_intervals_of_some_values_of_another():
+    """It gets cheaper and stays within the budget; of the plan itself there is nothing to adopt."""
+    gained = same = 0
+    for seed in range(120):
+        crossed = start(seed)
+        if crossed is None or not crossed.grow(lambda: False) or len(crossed.members) < 2:
+            continue
+        search, (dear, other) = crossed.search, (crossed.members[-1], crossed.members[0])
+        search.restart_from(dear.code)
+        assert not search.adopt(dear.code)
+        assert search.best_cost == dear.cost
+        adopted = search.adopt(other.code)
+        cost, code = search.best()
+        assert adopted == (cost < dear.cost)
+        order, graph = search.order(), search.problem.graph
+        assert cost == sum(graph.ops[o].cost for o in order)
+        assert simulate(graph, Plan.from_order(graph, order)).peak_bytes <= search.problem.budget_bytes
+        gained += adopted
+        same += not adopted
+    assert gained > 5
+    search.forget()
+    assert not search.adopt(code)
 
 
 def test_where_nothing_is_found_anew_members_come_from_the_best(monkeypatch):

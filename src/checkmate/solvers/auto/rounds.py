@@ -127,7 +127,9 @@ def _refine_once(
     left_s = run.seconds_to(run.until(phase))
     gap = max(phases.PARAMETERS.least_gap, session.limits.gap / phases.PARAMETERS.gap_divisor)
     refinement = Refinement(model, search, partial(run.prove, search), run.offer, gap=gap, threads=session.limits.threads)
-    events = refinement.run(chain.first, run.enough_share, left_s, floating=floating, peaks=chain.peaks, known=known)
+    events = refinement.run(
+        chain.first, run.enough_share, left_s, floating=floating, peaks=chain.peaks, prices=chain.prices, known=known
+    )
     return events, refinement
 
 

@@ -103,8 +103,8 @@ class Population:
     def evolve(self, out_of_time: Callable[[], bool]) -> None:
         """Cross the members until nothing is gained by it.
 
-        Where they are stuck, the best is set aside and others are made from nothing. These are crossed with each other first: beside
-        a cheaper plan all members would soon be its children. Where they are stuck too, it comes back among them.
+        Where they are stuck, the best is set aside and others are made from nothing. These are crossed with each other first:
+        beside a cheaper plan all members would soon be its children. Where they are stuck too, it comes back among them.
         """
         best, aside, stuck = self.members[0], None, 0
         while len(self.members) > 1 and stuck < PARAMETERS.patience and not out_of_time():

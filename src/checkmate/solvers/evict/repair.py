@@ -138,12 +138,10 @@ def _copy(code, to):
 
 @kernel
 def _same_row(a, b, v):
-    if a.used[v] != b.used[v]:
-        return False
-    for q in range(a.used[v]):
-        if a.low[v, q] != b.low[v, q] or a.high[v, q] != b.high[v, q]:
-            return False
-    return True
+    same = a.used[v] == b.used[v]
+    for q in range(a.used[v] if same else 0):
+        same = same and a.low[v, q] == b.low[v, q] and a.high[v, q] == b.high[v, q]
+    return same
 
 
 @kernel

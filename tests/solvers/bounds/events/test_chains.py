@@ -81,10 +81,8 @@ def test_without_time_there_is_no_chain():
     highest = max(single_event(model, o, no_alarm()) for o in found.candidates)
     assert found.longest(lambda: True) == (highest, [])
     proven: list[float] = []
-    assert found.sharpen([found.candidates[0]], proven.append, lambda: 1.0, lambda: 0.0) == (
-        [found.candidates[0]],
-        found.candidates,
-    )
+    events = found.candidates[:1]
+    assert found.sharpen(events, proven.append, lambda: 1.0, lambda: 0.0) == chains.Chain(events, found.candidates)
     assert not proven
 
 
@@ -123,7 +121,7 @@ def test_programs_of_more_events_prove_more_and_no_more_than_a_plan_costs(monkey
         if not events:
             continue
         proven: list[float] = []
-        first, peaks = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
+        first, peaks, _ = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
         optimum = (result.cost - problem.graph.cost) / max(1, problem.graph.cost)
         assert max(proven) <= optimum + 1e-6, seed
         after = found.candidates[found.candidates.index(events[0]) :]
@@ -157,15 +155,12 @@ def test_the_dearest_events_come_first(monkeypatch):
         return Solved(sum(known.values()) / 1000, None, 0.0, True, row_prices=rows)
 
     monkeypatch.setattr(highs, "solve_linear", solve)
-    assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf) == (
-        [found.candidates[0], found.candidates[2]],
-        found.candidates,
-    )
+    assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf).first == [
+        found.candidates[0],
+        found.candidates[2],
+    ]
     monkeypatch.setattr(chains, "PARAMETERS", ChainParameters(enough=0.5))
-    assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf) == (
-        [found.candidates[2]],
-        found.candidates,
-    )
+    assert found.sharpen([start], lambda _: None, lambda: math.inf, lambda: math.inf).first == [found.candidates[2]]
 
 
 def priced_programs(monkeypatch, prices: dict[int, float], bound: Callable[[tuple[int, ...]], float]) -> list[tuple[int, ...]]:
@@ -237,7 +232,7 @@ def test_cheap_events_are_not_in_the_first_integer_program(monkeypatch):
     a, b, c, d = found.candidates[:4]
     prices = {a: 90.0, b: 6.0, c: 2.5, d: 0.9}
     priced_programs(monkeypatch, prices, lambda cuts: 0.1 * len(cuts))
-    assert found._fewest(prices, 0.4, lambda: math.inf).first == [a, b]
+    assert found._fewest(prices, 0.4, lambda: math.inf) == chains.Chain([a, b], found.candidates, prices)
     assert found._fewest(prices, 0.2, lambda: math.inf).first == [a, b]
     assert found._fewest(prices, 0.1, lambda: math.inf).first == [a]
 
@@ -273,7 +268,7 @@ def test_two_events_bind_where_early_values_are_large():
     alone = max(single_event(model, o, no_alarm()) for o in found.candidates)
     proven: list[float] = []
     some = found.sharpen(events, proven.append, lambda: math.inf, lambda: math.inf)
-    assert (events, found.candidates) == some
+    assert (events, found.candidates) == (some.first, some.peaks)
     assert events == [layers + 1, 27]
     assert bound == pytest.approx(0.2121, abs=1e-4)
     assert alone == pytest.approx(0.1742, abs=1e-4)

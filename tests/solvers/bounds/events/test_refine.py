@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -124,7 +124,8 @@ class Engine:
 
 def refine(
     search: FakeSearch, problem: Problem, first: list[int], *, best: float = 1.0, left: Callable[[], float] = lambda: 100.0,
-    targets: tuple[int, ...] | None = None, floating: bool = True, peaks: Sequence[int] = (), known: float = -math.inf,
+    targets: tuple[int, ...] | None = None, floating: bool = True, peaks: Sequence[int] = (),
+    prices: Mapping[int, float] | None = None, known: float = -math.inf,
 ) -> tuple[list[int], list[tuple[float, bool]], list[list[int]]]:  # fmt: skip
     """Events of the last program, what was proven and what was offered."""
     proven: list[tuple[float, bool]] = []
@@ -132,7 +133,7 @@ def refine(
     refinement = Refinement(
         CutModel(problem, targets), search, lambda *proof: proven.append(proof), offered.append, gap=0.01, threads=3
     )
-    cuts = refinement.run(first, lambda: best, left, floating=floating, peaks=peaks, known=known)
+    cuts = refinement.run(first, lambda: best, left, floating=floating, peaks=peaks, prices=prices, known=known)
     return cuts, proven, offered
 
 
@@ -286,6 +287,30 @@ def test_of_events_that_are_violated_those_that_prove_more_than_their_neighbours
         assert refine(FakeSearch({}, [order, []]), problem, [3], peaks=peaks)[0] == events
     Engine(monkeypatch, 0.0, 0.0)
     assert refine(FakeSearch({}, [order, []]), problem, [6], peaks=[7])[0] == [6, 8]
+
+
+@pytest.mark.usefixtures("two_at_a_time")
+def test_of_peaks_that_are_violated_those_come_first_that_would_gain_most(monkeypatch):
+    """By price and bytes: 5, 7 and 9 are over the budget by 1, 3 and 1. The mean of the others counts where no price is known."""
+    problem, order = Problem(unit_chain(6), 5), list(range(13))
+    for prices, events in (
+        ({}, [3, 5, 7]),
+        ({5: 2.0, 7: 0.1, 9: 0.5}, [3, 5, 9]),
+        ({5: 2.0, 7: 0.2, 9: 0.5}, [3, 5, 7]),
+        ({5: 0.1, 7: 0.5}, [3, 7, 9]),
+        ({5: 1.0, 7: 0.5}, [3, 5, 7]),
+        ({3: 9.0, 5: 1.0, 7: 0.5}, [3, 5, 7]),
+    ):
+        Engine(monkeypatch, 0.0, 0.0)
+        assert refine(FakeSearch({}, [order, []]), problem, [3], peaks=[5, 7, 9, 11], prices=prices)[0] == events
+
+
+@pytest.mark.usefixtures("two_at_a_time")
+def test_a_peak_with_a_price_may_be_near_the_events_so_far(monkeypatch):
+    problem, order = Problem(unit_chain(6), 5), list(range(13))
+    for price, events in ((0.0, [6, 8]), (1.0, [6, 7])):
+        Engine(monkeypatch, 0.0, 0.0)
+        assert refine(FakeSearch({}, [order, []]), problem, [6], peaks=[7, 8], prices={7: price})[0][:2] == events
 
 
 def test_the_program_for_integers_leaves_out_what_the_relaxation_can_do_without(monkeypatch):

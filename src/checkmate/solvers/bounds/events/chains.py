@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +57,7 @@ class ChainParameters:
     linear_share: float = 0.7
     least_gain: float = 0.02
     least_price: float = 0.001
-    first_price: float = 0.02
+    first_price: float = 0.03
     far: float = 0.1
     enough: float = 0.99
 
@@ -69,11 +70,13 @@ class Chain(NamedTuple):
 
     Attributes:
         first: Those to begin an integer program with, in the order of the chain.
-        peaks: Others that prove more alone than their neighbours, any of which a solution may violate.
+        peaks: Events that prove more alone than their neighbours, any of which a solution may violate.
+        prices: What the bound gains for each share of the budget that an event has less, of those that were tried.
     """
 
     first: list[int]
     peaks: Sequence[int] = ()
+    prices: Mapping[int, float] = MappingProxyType({})
 
 
 class EventChains:
@@ -193,7 +196,7 @@ class EventChains:
             if relax(cut, time_s=left_s(), enough=most).bound >= PARAMETERS.enough * most:
                 break
             few += 1
-        return Chain(self._in_order(ranked[:few]), self.candidates)
+        return Chain(self._in_order(ranked[:few]), self.candidates, prices)
 
     def _in_order(self, events: Iterable[int]) -> list[int]:
         return sorted(events, key=self.candidates.index)

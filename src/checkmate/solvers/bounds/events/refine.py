@@ -10,7 +10,7 @@ solutions, decoded and repaired, are the best starts that the search has: where 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -303,6 +303,7 @@ class Refinement:
         *,
         floating: bool,
         peaks: Sequence[int] = (),
+        prices: Mapping[int, float] | None = None,
         known: float = -math.inf,
     ) -> list[int]:
         """Refine from some first events until the bound is enough, nothing is violated, or time is up.
@@ -313,6 +314,7 @@ class Refinement:
             left_s: Seconds left for this refinement.
             floating: Whether ops beside the chain are modelled: a sharper bound from a larger program.
             peaks: Ops that prove more than their neighbours; those of them that are violated are added before others.
+            prices: What the bound gains for each share of the budget that an event has less, as far as it is known.
             known: Bound that larger relaxations have proven. If the first integer program proves less, more events
                 are worth more than integers, and no other is begun.
 
@@ -363,7 +365,7 @@ class Refinement:
             times = left_s() / max(took_s, 1e-9)
             least, most = PARAMETERS.added_events
             count = min(most, max(least, int(math.log(times, PARAMETERS.growth)))) if times > 1 else 0
-            added = self._violated(order, chain.difference(cuts), peaks, cuts, count)
+            added = self._violated(order, chain.difference(cuts), peaks, prices or {}, cuts, count)
             if not added:
                 break
             cuts = sorted({*cuts, *added}, key=self._before)
@@ -377,24 +379,34 @@ class Refinement:
         """Rank of an event on its chain; the index of an op that is no target, which is a topological rank as well."""
         return self.rank.get(op, op)
 
-    def _violated(self, order: list[int], among: set[int], peaks: Sequence[int], cuts: list[int], most: int) -> list[int]:
+    def _violated(
+        self, order: list[int], among: set[int], peaks: Sequence[int], prices: Mapping[int, float], cuts: list[int], most: int
+    ) -> list[int]:
         """Events to add: apart from each other and in one chain with the others, and where there are such apart from those too.
+
+        By what each would gain if a solution kept its budget; a peak whose price is not known counts as the mean of those that are
+        no events yet. One that has a price beside the events so far may be near them.
 
         Args:
             order: The realised plan; none to add if it is empty.
             among: Ops to choose among: those that break the budget, by most first.
             peaks: Those of them that come before the others.
+            prices: What is gained for each share of the budget.
             cuts: Events so far.
             most: Most events to add.
         """
         held = first_bytes(self.model.problem.graph, order) if order else {}
-        broken = [o for o, bytes_ in held.items() if bytes_ > self.model.problem.budget_bytes and o in among]
-        broken.sort(key=lambda o: (o not in peaks, -held[o], o))
+        excess = {o: b - self.model.problem.budget_bytes for o, b in held.items() if o in among}
+        broken = [o for o in excess if excess[o] > 0]
+        others = [prices[o] for o in prices if o not in cuts]
+        unknown = sum(others) / max(1, len(others))
+        broken.sort(key=lambda o: (o not in peaks, -prices.get(o, unknown) * excess[o], -excess[o], o))
         apart = max(1, len(self.rank) // PARAMETERS.added_spacing)
         added: list[int] = []
         for others in (cuts, []) if most else ():
             for o in broken:
-                near = any(abs(self._before(o) - self._before(c)) <= apart for c in (*others, *added))
+                beside = added if prices.get(o, 0.0) > 0 else (*others, *added)
+                near = o in cuts or any(abs(self._before(o) - self._before(c)) <= apart for c in beside)
                 if not near and all(self.model.comparable(o, c) for c in (*cuts, *added)):
                     added.append(o)
                     if len(added) >= most:
