@@ -384,8 +384,8 @@ class Refinement:
     ) -> list[int]:
         """Events to add: apart from each other and in one chain with the others, and where there are such apart from those too.
 
-        By what each would gain if a solution kept its budget; a peak whose price is not known counts as the mean of those that are
-        no events yet. One that has a price beside the events so far may be near them.
+        By what each would gain if a solution kept its budget; a peak whose price is not known counts as the mean of those that
+        are no events yet. One that has a price beside the events so far may be near them.
 
         Args:
             order: The realised plan; none to add if it is empty.
