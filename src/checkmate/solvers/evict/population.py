@@ -34,7 +34,7 @@ class PopulationParameters:
         child_temperature: The same for a child, which starts from what two searches found.
         patience: Times in a row that new members end in no cheaper plan after which to stop.
         apart: Share of the cost by which members differ at least.
-        near: Share of the cost by which a child may be dearer than the best member for that one to adopt intervals of it.
+        near: Share of the cost by which a child may be more expensive than the best member for that one to adopt its intervals.
         renewal: Children in a row that bring no cheaper plan after which members are made from nothing.
     """
 
@@ -137,13 +137,14 @@ class Population:
         for cost, code in made:
             self.add(cost, code)
 
-    def _take(self, cost: float, code: Code) -> bool:
-        """Take a plan, and let the best member adopt intervals of one that costs nearly as little; returns whether it helped."""
-        taken, best = self.add(cost, code), self.members[0]
-        if not best.cost < cost <= best.cost * (1 + PARAMETERS.near):
-            return taken
-        self.search.restart_from(best.code)
-        return (self.search.adopt(code) and self.add(*self.search.best())) or taken
+    def _take(self, cost: float, code: Code) -> None:
+        """Take a plan, and let the best member adopt intervals of one that costs nearly as little."""
+        self.add(cost, code)
+        best = self.members[0]
+        if best.cost < cost <= best.cost * (1 + PARAMETERS.near):
+            self.search.restart_from(best.code)
+            if self.search.adopt(code):
+                self.add(*self.search.best())
 
     def _search_on(self) -> None:
         """Give the search the cheapest plan: it is within the budget, so that there is nothing to repair."""

@@ -389,7 +389,7 @@ class Refinement:
 
         Args:
             order: The realised plan; none to add if it is empty.
-            among: Ops to choose among: those that break the budget, by most first.
+            among: Ops to choose among: those that break the budget.
             peaks: Those of them that come before the others.
             prices: What is gained for each share of the budget.
             cuts: Events so far.
@@ -398,15 +398,15 @@ class Refinement:
         held = first_bytes(self.model.problem.graph, order) if order else {}
         excess = {o: b - self.model.problem.budget_bytes for o, b in held.items() if o in among}
         broken = [o for o in excess if excess[o] > 0]
-        others = [prices[o] for o in prices if o not in cuts]
-        unknown = sum(others) / max(1, len(others))
+        left_out = [prices[o] for o in prices if o not in cuts]
+        unknown = sum(left_out) / max(1, len(left_out))
         broken.sort(key=lambda o: (o not in peaks, -prices.get(o, unknown) * excess[o], -excess[o], o))
         apart = max(1, len(self.rank) // PARAMETERS.added_spacing)
         added: list[int] = []
         for others in (cuts, []) if most else ():
             for o in broken:
                 beside = added if prices.get(o, 0.0) > 0 else (*others, *added)
-                near = o in cuts or any(abs(self._before(o) - self._before(c)) <= apart for c in beside)
+                near = any(abs(self._before(o) - self._before(c)) <= apart for c in beside)
                 if not near and all(self.model.comparable(o, c) for c in (*cuts, *added)):
                     added.append(o)
                     if len(added) >= most:
