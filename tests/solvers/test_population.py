@@ -222,6 +222,31 @@ def test_a_plan_adopts_the_intervals_of_some_values_of_another():
     assert gained > 5
 
 
+def test_what_a_plan_adopts_are_the_intervals_themselves():
+    """Of a plan in which one value is held for longer, or is not dropped at all."""
+    longer = more = 0
+    for seed in range(60):
+        crossed = start(seed)
+        if crossed is None:
+            continue
+        search, (cost, code) = crossed.search, crossed.search.best()
+        stages = len(search.instance.targets)
+        for v, used in enumerate(code.used.tolist()):
+            worse = Code(*(rows.copy() for rows in code))
+            first = int(code.high[v, used - 1]) + 1 if used else search.stage[int(search.instance.producer[v])] + 1
+            search.evict(worse, v, first, first + 1)
+            if not search.restart_from(worse) or search.best_cost <= cost:
+                continue
+            if (absent(search.best()[1], stages) != absent(worse, stages)).any():  # it was over the budget, and more is not held
+                continue
+            assert search.adopt(code)
+            assert search.best_cost == cost
+            np.testing.assert_array_equal(absent(search.best()[1], stages), absent(code, stages))
+            longer += bool(used)
+            more += not used
+    assert min(longer, more) > 10
+
+
 def test_where_nothing_is_found_anew_members_come_from_the_best(monkeypatch):
     """A tight budget that greedy plans miss: the best plan, annealed, is another all the same."""
     crossed = start(1)

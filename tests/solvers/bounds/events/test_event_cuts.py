@@ -158,6 +158,8 @@ def test_in_integers_the_program_is_that_of_the_proof():
         ([0, 0], 12, set()),
         ([], 12, set()),
         ([4, 4], 0, set()),
+        ([10_000, 10_000], 20_003, {10_000}),
+        ([10_000, 10_000], 20_001, set()),  # a byte of so many is not worth a row
     ],
 )
 def test_a_unit_is_a_size_that_takes_more_from_the_room_than_from_the_values(sizes, room, units):
