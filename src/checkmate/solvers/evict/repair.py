@@ -127,13 +127,17 @@ def repair(g, w, code, settings, random):
 
 
 @kernel
+def _copy_row(code, v, to):
+    to.used[v] = code.used[v]
+    for q in range(code.used[v]):
+        to.low[v, q] = code.low[v, q]
+        to.high[v, q] = code.high[v, q]
+
+
+@kernel
 def _copy(code, to):
     for v in range(len(code.used)):
-        k = code.used[v]
-        to.used[v] = k
-        for q in range(k):
-            to.low[v, q] = code.low[v, q]
-            to.high[v, q] = code.high[v, q]
+        _copy_row(code, v, to)
 
 
 @kernel
@@ -165,10 +169,7 @@ def adopt_rows(g, w, code, other, trial, settings, random):
         if _same_row(code, other, v):
             continue
         _copy(code, trial)
-        trial.used[v] = other.used[v]
-        for q in range(other.used[v]):
-            trial.low[v, q] = other.low[v, q]
-            trial.high[v, q] = other.high[v, q]
+        _copy_row(other, v, trial)
         below = RepairSettings(
             settings.budget, settings.duration_exponent, settings.noise, settings.batch_fraction, cheapest, settings.rounds
         )
