@@ -128,8 +128,9 @@ def test_below_the_floor_no_solver_runs_and_the_refusal_takes_a_moment():
         with pytest.raises(InfeasibleBudgetError, match="the smallest budget a plan was found for") as caught:
             solve(Problem(graph, budget), NeverRun(), limits=Limits(time_s=600))
         assert checkmate.min_budget(graph, limits=Limits(time_s=1)).floor_bytes == caught.value.floor_bytes > budget
-        assert solve(Problem(graph, caught.value.smallest_bytes), limits=Limits(time_s=1)).plan is not None
     assert time.perf_counter() - began < 30  # kernels may be loaded; a search for the smallest peak alone took 20 s each
+    # What is named took up to three seconds to find; a solve gives three tenths of its time to a search for it.
+    assert solve(Problem(graph, caught.value.smallest_bytes), limits=Limits(time_s=30, gap=0.9)).plan is not None
 
 
 @pytest.mark.parametrize(

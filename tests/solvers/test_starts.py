@@ -9,7 +9,7 @@ import checkmate
 from checkmate import Graph, Plan, Problem, simulate, validate
 from checkmate.solvers.evict.instance import first_computations
 from checkmate.solvers.evict.search import Search
-from checkmate.solvers.evict.starts import kept_to_the_end, starts
+from checkmate.solvers.evict.starts import ops_of_kept, starts
 from checkmate.solvers.reductions.fold_views import FoldViews
 from tests.solvers.bounds.test_last_run import gradients
 from tests.strategies import random_graph, with_more_kept
@@ -17,12 +17,17 @@ from tests.strategies import random_graph, with_more_kept
 GRAPHS = Path(__file__).parents[2] / "benchmarks" / "graphs"
 
 
+def in_order(problem: Problem) -> list[int]:
+    """The graph's order, and the ops of kept values once more."""
+    return [*range(len(problem.graph.ops)), *ops_of_kept(problem)]
+
+
 def test_a_stage_for_each_kept_value_reaches_peaks_that_one_for_all_does_not():
     """The gradient that needs most beside it is made first, the least last; in one stage the graph's order decides."""
     graph = gradients(6, 4)
     problem = Problem(graph, 32)
-    assert kept_to_the_end(problem) == (11, 9, 7, 5, 3, 1)
-    with_stages = Search(problem, frozenset(), 0, at_end=kept_to_the_end(problem))
+    assert ops_of_kept(problem) == (11, 9, 7, 5, 3, 1)
+    with_stages = Search(problem, frozenset(), 0, in_order(problem))
     assert with_stages.first()
     order = with_stages.order()
     assert set(order) == set(range(len(graph.ops)))
@@ -35,9 +40,9 @@ def test_a_plan_found_elsewhere_is_taken_as_it_is():
     """Computations at its end belong to the stages there, so that nothing is computed twice for them."""
     graph = gradients(4)
     problem = Problem(graph, 23)
-    found = Search(problem, frozenset(), 0, at_end=kept_to_the_end(problem))
+    found = Search(problem, frozenset(), 0, in_order(problem))
     found.first()
-    again = Search(problem, frozenset(), 0, at_end=kept_to_the_end(problem))
+    again = Search(problem, frozenset(), 0, in_order(problem))
     assert again.start_from_order(found.order())
     assert again.best_cost <= found.best_cost
 
@@ -45,8 +50,8 @@ def test_a_plan_found_elsewhere_is_taken_as_it_is():
 def test_they_start_only_where_kept_values_take_much_of_the_budget():
     """Elsewhere another search would take its time for nothing."""
     graph = gradients(4)
-    assert [start.at_end for start in starts(Problem(graph, 23), 0)][1:2] == [(7, 5, 3, 1)]
-    assert not any(start.at_end for start in starts(Problem(graph, 80), 0))
+    assert [start.order[8:] for start in starts(Problem(graph, 23), 0)][1:2] == [(7, 5, 3, 1)]
+    assert not any(start.order[8:] for start in starts(Problem(graph, 80), 0))
 
 
 def test_their_plans_hold_on_any_graph():
@@ -59,7 +64,7 @@ def test_their_plans_hold_on_any_graph():
         problem = Problem(graph, rng.randint(own // 2, own))
         fold = FoldViews.of(graph)
         folded = fold.apply(problem)
-        search = Search(folded, frozenset(), seed, at_end=kept_to_the_end(folded))
+        search = Search(folded, frozenset(), seed, in_order(folded))
         if not search.first():
             continue
         found += 1
@@ -75,7 +80,7 @@ def test_a_plan_whose_kept_values_are_made_at_the_end_is_put_in_other_orders():
     graph = checkmate.read(GRAPHS / "resnet50.graph.json")
     assert isinstance(graph, Graph)
     problem = FoldViews.of(graph, priced=True).apply(Problem(graph, 207_920_828))
-    start = next(start for start in starts(problem, 0) if start.at_end)
+    start = next(start for start in starts(problem, 0) if len(start.order) > len(problem.graph.ops))
     search = start.search(problem, 0)
     assert search.first(stop_at_first=True)
     order = search.order()
@@ -84,4 +89,5 @@ def test_a_plan_whose_kept_values_are_made_at_the_end_is_put_in_other_orders():
     other = search.in_order_of(order, 1)
     assert other.best_cost <= search.best_cost
     assert other.targets == [o for o in dict.fromkeys(order) if o != late]
-    assert not Search(problem, frozenset(), 1, first_computations(order), at_end=start.at_end).start_from_order(order)
+    again = start.order[len(problem.graph.ops) :]
+    assert not Search(problem, frozenset(), 1, [*first_computations(order), *again]).start_from_order(order)

@@ -218,6 +218,40 @@ def decode(g, w, code):
 
 
 @kernel
+def encode(g, stage, order, work, code):
+    """Fill an empty code with what an order does not hold: from the last touch of an instance to the making of the next.
+
+    Args:
+        g: The instance.
+        stage: Stage of each op, or -1. Shape ``[op]``.
+        order: Ops in the order of their computations, END left out. Shape ``[position]``.
+        work: Working space. Shape ``[largest of op, value and position]`` of each of three.
+        code: The code.
+    """
+    first, stages, touched = work
+    first[:] = -1
+    touched[:] = -1
+    for p in range(len(order) - 1, -1, -1):
+        first[order[p]] = p
+    # A computation belongs to the stage of the next target that is computed for the first time, itself included.
+    t = len(g.targets) - 1
+    for p in range(len(order) - 1, -1, -1):
+        if first[order[p]] == p and stage[order[p]] >= 0:
+            t = stage[order[p]]
+        stages[p] = t
+    for p in range(len(order)):
+        o, t = order[p], stages[p]
+        for k in range(g.read_start[o], g.read_start[o + 1]):
+            touched[g.reads[k]] = t
+        for k in range(g.write_start[o], g.write_start[o + 1]):
+            v = g.writes[k]
+            # Made again, so it was not held since it was last read or made.
+            if touched[v] >= 0:
+                add_interval(code, v, touched[v] + 1, t)
+            touched[v] = t
+
+
+@kernel
 def measure(g, w, length):
     """Cost of ``w.sequence``, and the bytes at each position of it.
 

@@ -10,6 +10,7 @@ The kernels are compiled by numba, which takes NamedTuples of arrays but no clas
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -169,6 +170,35 @@ def first_computations(order: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(order))
 
 
+def read_again(graph: Graph, order: Sequence[int]) -> dict[int, list[int]]:
+    """The values for which an op that is listed again has stages: the kept ones at its last place, else those that are read.
+
+    Args:
+        graph: The graph.
+        order: Ops in the order of their stages, each once or more often; moves are left out of account.
+
+    Returns:
+        For each place where an op is listed again, the values, the largest first. A value counts as read if an op reads it
+        before this one is listed once more.
+    """
+    listed = Counter(o for o in order if o < len(graph.ops))
+    found: dict[int, list[int]] = {}
+    kept = {v for v, value in enumerate(graph.values) if value.kept}
+    read = set(kept)
+    for place in range(len(order) - 1, -1, -1):
+        o = order[place]
+        if o not in listed:
+            continue
+        op = graph.ops[o]
+        listed[o] -= 1
+        if listed[o]:
+            own = sorted((v for v in op.outputs if v in read), key=lambda v: (-graph.values[v].size_bytes, v))
+            found[place] = [v for v in own if v in kept] or own[:1]
+            read.difference_update(op.outputs)
+        read.update(op.inputs)
+    return found
+
+
 def rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Lists in compressed sparse row form.
 
@@ -223,6 +253,7 @@ class Scratch(NamedTuple):
         score: Score of each candidate, lower is better. Shape ``[value]``.
         noise: Factor of noise of each candidate. Shape ``[value]``.
         evicted: Values that have intervals. Shape ``[value]``.
+        stuck: Whether nothing can be evicted at the peak of a stage. Shape ``[stage]``.
         time_up: Not 0 when kernels have to end, whatever they are at. Shape ``[1]``.
     """
 
@@ -260,6 +291,7 @@ class Scratch(NamedTuple):
     score: Floats
     noise: Floats
     evicted: SmallInts
+    stuck: Flags
     time_up: Flag
 
 
@@ -318,6 +350,7 @@ def build_scratch(instance: Instance, stretch: int, time_up: Flag | None = None)
         score=np.zeros(values),
         noise=np.zeros(values),
         evicted=ints(values),
+        stuck=np.zeros(stages, dtype=np.uint8),
         time_up=no_alarm() if time_up is None else time_up,
     )
 

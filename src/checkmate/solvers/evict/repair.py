@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from checkmate.solvers.backends.kernels import kernel
 from checkmate.solvers.evict.decode import decode, measure, next_random, random_below
 from checkmate.solvers.evict.price import Excess, evict_at_peak
@@ -141,6 +143,49 @@ def _copy(code, to):
 
 
 @kernel
+def relieve(g, w, code, best, settings, random):
+    """Evict as `repair` does, but go on elsewhere where nothing can be evicted, until no other stage is over the budget.
+
+    Args:
+        g: The instance.
+        w: The scratch arrays.
+        code: Changed in place.
+        best: Filled with the code of least excess on the way.
+        settings: How to evict; the cutoff is not used.
+        random: State of the random numbers; drawn from only with noise.
+
+    Returns:
+        Its excess, infinite if there is none: the bytes over the budget, summed over all computations.
+    """
+    w.stuck[:] = 0
+    end = g.targets[len(g.targets) - 1]
+    decodes = 0
+    least = np.inf
+    while True:
+        length = decode(g, w, code)
+        if length < 0:
+            return least
+        cost, _, _ = measure(g, w, length)
+        if cost < 0:
+            return least
+        decodes += 1
+        most, at, excess = settings.budget, -1, 0.0
+        for p in range(length):
+            if w.sequence[p] < end:  # END and stages that only read are none
+                excess += max(0.0, w.profile[p] - settings.budget)
+            if w.profile[p] > most and w.stuck[w.stage_of[p]] == 0:
+                most, at = w.profile[p], p
+        if excess < least:
+            least = excess
+            _copy(code, best)
+        if at < 0 or decodes > settings.rounds or w.time_up[0] != 0:
+            return least
+        stage = int(w.stage_of[at])
+        if not evict_at_peak(g, w, code, length, Excess(at, stage, most - settings.budget), settings, random):
+            w.stuck[stage] = 1
+
+
+@kernel
 def _same_row(a, b, v):
     same = a.used[v] == b.used[v]
     for q in range(a.used[v] if same else 0):
@@ -197,7 +242,7 @@ class Improved(NamedTuple):
 
 
 @kernel
-def _ruin(code, evicted, n, stages, parameters, random):
+def ruin(code, evicted, n, stages, parameters, random):
     """Clear some intervals: of values drawn one by one, of neighbours by index, or those that meet a window of stages.
 
     The first kind mixes what has nothing in common, the second takes values of one layer, the third gives a part of the
@@ -264,7 +309,7 @@ def ruin_and_repair(g, w, current, best, trial, budget, temperature, parameters,
             break
         # Only intervals are cleared, so a repair starts from a plan that costs less and holds more than the current one.
         _copy(current, trial)
-        _ruin(trial, evicted, n, stages, parameters, random)
+        ruin(trial, evicted, n, stages, parameters, random)
         # Each repair with its own price: a fixed one would return to the plan that was ruined.
         exponent = random_below(random, parameters.exponents) * parameters.exponent_step
         noise = parameters.high_noise if random_below(random, 2) else parameters.low_noise

@@ -6,6 +6,7 @@ The kernels are in `repair`; here are their order of use, the parameters, and th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,15 +15,17 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
-from checkmate.solvers.evict.decode import add_interval, seed_random
-from checkmate.solvers.evict.instance import Code, Move, build_instance, build_scratch, first_computations
+from checkmate.solvers.evict.decode import add_interval, encode, seed_random
+from checkmate.solvers.evict.instance import Code, Move, build_instance, build_scratch, first_computations, read_again
 from checkmate.solvers.evict.repair import (
     Improved,
     Repaired,
     RepairSettings,
     RuinParameters,
     adopt_rows,
+    relieve,
     repair,
+    ruin,
     ruin_and_repair,
 )
 
@@ -39,6 +42,18 @@ class Greedy(NamedTuple):
     duration_exponent: float
     batch_fraction: float
     most_ops: float = math.inf
+
+
+class _Again(NamedTuple):
+    """A stage of an op that is listed again.
+
+    Attributes:
+        op: The op.
+        left: How often it is listed after this stage.
+    """
+
+    op: int
+    left: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +117,15 @@ class Search:
         problem: A problem whose views are folded.
         on_demand: Ops without a stage, computed when another op needs them.
         seed: Seed of the search.
-        order: Order of first computations; the graph's own by default.
+        order: Ops in the order of their stages; the graph's own by default. An op that is listed again has another stage, in
+            which it is computed again if what is read of it from there on is not held. Within a stage no op runs twice, and
+            what two ops need is held from the one to the other: with more stages there are more plans. So ops of kept values
+            that are listed again at the end are computed one after another, in place of all in the one stage of END.
         time_up: Ends kernels when it is raised (`Session.time_up`); by default nothing does.
         moves: Moves of values to and from the host, which the order names as ops from that after END on.
-        at_end: Kept values that have a stage of their own after the order, one after another: each is made there if it is not
-            held. Without it all that are not held are made in the one stage of END, where no op runs twice and what two
-            values need is held from the one to the other.
 
     Attributes:
         stage: Stage of each target op.
-        at_end: As given.
         best_cost: Cost of the best plan so far, or infinite.
         order_bound: Proven extra cost of every plan that computes the targets in their order, as a share.
     """
@@ -124,18 +138,28 @@ class Search:
         order: Sequence[int] | None = None,
         time_up: Flag | None = None,
         moves: Sequence[Move] = (),
-        at_end: Sequence[int] = (),
     ) -> None:
         self.problem = problem
         self._on_demand = on_demand
         self._time_up = time_up
-        self.at_end = tuple(at_end)
         count = len(problem.graph.ops)
+        listed = range(count) if order is None else order
         # A stage that reads a value is what a move that does not fetch has.
-        self._readers = range(count + 1 + len(moves), count + 1 + len(moves) + len(self.at_end))
-        order = [*(range(count) if order is None else order), *self._readers]
-        moves = [*moves, *(Move(v, fetches=False) for v in self.at_end)]
-        self.instance: Any = build_instance(problem, on_demand, order, moves)
+        self._readers: dict[int, _Again] = {}  # in the order of their stages
+        reading: list[Move] = []
+        again = read_again(problem.graph, listed)
+        left = Counter(listed)
+        stages: list[int] = []
+        for place, o in enumerate(listed):
+            left[o] -= 1
+            if place not in again:
+                stages.append(o)
+                continue
+            for v in again[place]:
+                reading.append(Move(v, fetches=False))
+                stages.append(count + len(moves) + len(reading))
+                self._readers[stages[-1]] = _Again(o, left[o])
+        self.instance: Any = build_instance(problem, on_demand, stages, [*moves, *reading])
         self.stage = {int(o): t for t, o in enumerate(self.instance.targets)}
         self.best_cost = math.inf
         self.order_bound = -math.inf
@@ -226,6 +250,31 @@ class Search:
         self.forget()
         return self.start_from(code)
 
+    def relieve(
+        self, code: Code, exponent: float, noise: float, batch: float, cleared: RuinParameters | None = None
+    ) -> tuple[float, list[int]]:
+        """Evict at the peaks over the budget, and go on elsewhere where nothing can be evicted.
+
+        Args:
+            code: The code to start from; left as it is.
+            exponent: As `RepairSettings.duration_exponent`.
+            noise: As `RepairSettings.noise`.
+            batch: As `RepairSettings.batch_fraction`.
+            cleared: How much of the code to clear first; by default nothing is.
+
+        Returns:
+            The least excess on the way, which is the sum over all computations of the bytes over the budget, and the ops of its
+            plan. It is infinite if there is no plan.
+        """
+        for own, given in zip(self._trial, code, strict=True):
+            own[:] = given
+        evicted = np.flatnonzero(code.used).astype(np.int32)
+        if cleared is not None and len(evicted):
+            ruin(self._trial, evicted, len(evicted), len(self.instance.targets), cleared, self._random)
+        settings = self._settings(exponent, noise, batch)
+        excess = float(relieve(self.instance, self._scratch, self._trial, self._current, settings, self._random))
+        return excess, self.realise(self._current) if excess < math.inf else []
+
     def start_from_order(self, order: Sequence[int]) -> bool:
         """Start from a plan found elsewhere, as near to it as an eviction code comes.
 
@@ -235,20 +284,22 @@ class Search:
         Returns:
             As `start_from`.
         """
-        return self.start_from(self._code_of(self._with_readers(order)))
+        return self.start_from(self.code_of(order))
 
     def in_order_of(self, order: Sequence[int], seed: int) -> Search:
         """A search whose stages are the first computations of a plan, and that starts from it.
 
-        What was on demand gets the stage that the plan gave it. Only where kept values are made one after another at the end it
-        stays so: the plan may have computed it there, and its stage would come before all of theirs.
+        Ops that are listed again have their other stages at the end. What was on demand gets the stage that the plan gave it,
+        but stays so where ops are listed again: the plan may have computed it for those, and its stage would come before all
+        of theirs.
 
         Args:
             order: Ops of the folded graph in the order of their computations.
             seed: Seed of the other search.
         """
-        on_demand = self._on_demand if self.at_end else frozenset[int]()
-        other = Search(self.problem, on_demand, seed, first_computations(order), self._time_up, at_end=self.at_end)
+        on_demand = self._on_demand if self._readers else frozenset[int]()
+        stages = [*first_computations(order), *dict.fromkeys(again.op for again in self._readers.values())]
+        other = Search(self.problem, on_demand, seed, stages, self._time_up)
         other.start_from_order(order)
         return other
 
@@ -329,43 +380,38 @@ class Search:
         return bool(add_interval(code, value, start, stop))
 
     def _with_readers(self, order: Sequence[int]) -> list[int]:
-        """An order with the stages of `at_end`, each right after its value is made for the last time and the stage before it."""
-        if not self.at_end:
+        """An order with the stages of ops that are listed again, each right after its computation and the stages before it."""
+        if not self._readers:
             return list(order)
-        last = {o: p for p, o in enumerate(order)}
-        first = {o: p for p, o in reversed(list(enumerate(order)))}
-        # After the first computation of every target: only there is the time of these stages.
-        begin = max((first[o] for o in self.targets), default=-1)
-        readers: dict[int, list[int]] = {}
-        for reader, v in zip(self._readers, self.at_end, strict=True):
-            begin = max(begin, last[self.problem.graph.producer[v]])
-            readers.setdefault(begin, []).append(reader)
-        return [o for p, op in enumerate(order) for o in (op, *readers.get(p, ()))]
+        runs: dict[int, list[int]] = {}
+        for p, o in enumerate(order):
+            runs.setdefault(o, []).append(p)
+        at, placed = -1, dict[int, list[int]]()
+        for target in self.instance.targets[:-1].tolist():
+            again = self._readers.get(target)
+            if again is not None:
+                # The plan may compute the op more often than it is listed, or less often: the last stage has the last run.
+                computed = runs[again.op]
+                at = max(at, computed[max(0, len(computed) - 1 - again.left)])
+                placed.setdefault(at, []).append(target)
+            elif target in runs:
+                at = max(at, runs[target][0])
+        return [o for p, op in enumerate(order) for o in (op, *placed.get(p, ()))]
 
-    def _code_of(self, order: Sequence[int]) -> Code:
+    def code_of(self, order: Sequence[int]) -> Code:
         """Code that does not hold a value between the last touch of an instance and the making of the next.
 
         Exact if the order is one of stages with these targets; else what a stage computes beyond them may come out
         at another place in it, and the repair sees to the bytes.
+
+        Args:
+            order: Ops of the folded graph in the order of their computations.
         """
-        instance, code = self.instance, self.empty_code()
-        # A computation belongs to the stage of the next target that is computed for the first time, itself included.
-        first = {o: p for p, o in reversed(list(enumerate(order)))}
-        stages: list[int] = []
-        stage = len(instance.targets) - 1
-        for p in range(len(order) - 1, -1, -1):
-            if first[order[p]] == p:
-                stage = self.stage.get(order[p], stage)
-            stages.append(stage)
-        touched: dict[int, int] = {}
-        for o, stage in zip(order, reversed(stages), strict=True):
-            for v in instance.reads[instance.read_start[o] : instance.read_start[o + 1]].tolist():
-                touched[v] = stage
-            for v in instance.writes[instance.write_start[o] : instance.write_start[o + 1]].tolist():
-                # Made again, so it was not held since it was last read or made.
-                if v in touched:
-                    self.evict(code, v, touched[v] + 1, stage)
-                touched[v] = stage
+        code, placed = self.empty_code(), np.array(self._with_readers(order), dtype=np.int64)
+        stage = np.full(len(self.instance.cost), -1, dtype=np.int64)
+        stage[self.instance.targets] = np.arange(len(self.instance.targets))
+        longest = max(len(stage), len(self.instance.size), len(placed))
+        encode(self.instance, stage, placed, tuple(np.empty(longest, dtype=np.int64) for _ in range(3)), code)
         return code
 
     def _repair(self, exponent: float, noise: float, batch: float) -> bool:

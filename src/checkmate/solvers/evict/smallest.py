@@ -25,15 +25,14 @@ class SmallestParameters:
     """Parameters of `smallest_peak`.
 
     Attributes:
-        tries: Attempts at a budget in each bisection from the floor. One that fails takes a second on a thousand ops, and near
-            the floor most fail, so that the first bisection comes near with one attempt each, and later ones go on from there.
+        steps_per_op: Steps without a lower peak after which the search ends, as a multiple of the number of ops.
         time_s: Seconds without a limit from the caller.
         quick_s: Seconds of `quick_peak`.
         precision: A bisection ends when its interval is below one part in so many of the peak: 0.1 %, less than allocators
             round.
     """
 
-    tries: tuple[int, ...] = (1, 5, 40)
+    steps_per_op: int = 8
     time_s: float = 20.0
     quick_s: float = 1.0
     precision: int = 1000
@@ -45,10 +44,9 @@ PARAMETERS = SmallestParameters()
 def smallest_peak(
     problem: Problem, limits: Limits | None = None, *, enough: int = 0, known: Plan | None = None, keep_interrupted: bool = False
 ) -> MinBudget:
-    """Bisect the budget down to the proven floor with the greedy plans of the local search.
+    """Bisect the budget down to the proven floor with greedy plans, then lower the peak of the best of them step by step.
 
-    The search is a heuristic, so that a budget without a plan proves nothing, and feasibility is not monotone under it: each
-    bisection starts again at the floor, with more attempts.
+    Both are heuristics: a budget without a plan proves nothing.
 
     Args:
         problem: Graph and what a plan may do; its budget is ignored.
@@ -64,8 +62,9 @@ def smallest_peak(
     try:
         bisection.raise_floor()
         bisection.from_the_middle(PARAMETERS.quick_s)
-        for tries in PARAMETERS.tries:
-            bisection.from_the_floor(tries)
+        quick = bisection.plan
+        bisection.from_the_floor()
+        bisection.descend(quick)
     except KeyboardInterrupt:
         if not keep_interrupted:
             raise
@@ -94,6 +93,9 @@ class _Bisection:
         limits: Time and seed.
         enough: A peak that is low enough.
         known: A plan that was found before, or None.
+
+    Attributes:
+        plan: The plan of the smallest peak so far.
     """
 
     def __init__(self, problem: Problem, limits: Limits, enough: int, known: Plan | None) -> None:
@@ -107,7 +109,7 @@ class _Bisection:
         plans = [Plan.from_order(graph, order) for order in orders]
         if known is not None:
             plans.append(known)
-        self._peak, self._best = min(((simulate(graph, plan).peak_bytes, plan) for plan in plans), key=lambda found: found[0])
+        self._peak, self.plan = min(((simulate(graph, plan).peak_bytes, plan) for plan in plans), key=lambda found: found[0])
         self._clock = Session(problem, limits)
         self._fold = FoldViews.of(graph)
         self._searches: list[Search] = []
@@ -133,7 +135,7 @@ class _Bisection:
             if last and last > min(time_s - (now - began), self._clock.left_s()):
                 return
             guess = (low + self._peak) // 2
-            if not self._reach(search, guess, 1):
+            if not self._reach(search, guess):
                 low = guess
             last = self._clock.elapsed_s() - now
 
@@ -151,28 +153,46 @@ class _Bisection:
             self._floor = Floor(found.peak_bytes, self._fold.kept_ops[found.op], found.why)
             self._enough = max(self._enough, found.peak_bytes)
 
-    def from_the_floor(self, tries: int) -> None:
-        """Bisect from every start, the floor itself first: many graphs have a plan there, which ends the search at once.
-
-        Args:
-            tries: Attempts at each budget.
-        """
+    def from_the_floor(self) -> None:
+        """Bisect from every start, the floor itself first: many graphs have a plan there, which ends the search at once."""
         guess = low = self._floor.peak_bytes
         while self._peak > self._enough and self._clock.left_s() > 0:
             self._searches += self._starts
-            if not any(self._reach(search, guess, tries) for search in self._searches):
+            if not any(self._reach(search, guess) for search in self._searches):
                 low = guess  # not found proves nothing; it only ends this bisection
             if self._near(low):
                 return
             guess = (low + self._peak) // 2
 
+    def descend(self, start: Plan) -> None:
+        """Lower peaks step by step, until one is near the floor or none was lower for long.
+
+        Args:
+            start: A plan to begin from, beside that which holds everything.
+        """
+        if self._peak <= self._enough:
+            return
+        from checkmate.solvers.evict.descent import Descent
+
+        folded, lowest = self._fold.apply(self._problem.replace_budget(self._peak)), self._floor.peak_bytes
+        graph = folded.graph
+        holds_all = late_order(graph) if folded.reorder else list(range(len(graph.ops)))
+        orders = [holds_all, self._fold.apply_order(start.order)]
+        descent = Descent(folded, orders, lowest, self._seed, self._clock.time_up)
+        failed, most = 0, PARAMETERS.steps_per_op * len(graph.ops)
+        while self._peak > self._enough and not self._near(lowest) and failed < most and self._clock.left_s() > 0:
+            if descent.step():
+                self._keep(descent.order)
+                failed = 0
+            failed += 1
+
     def found(self) -> MinBudget:
         """The smallest peak so far."""
         self._clock.close()
         graph, lowest = self._graph, self._floor
-        cost = simulate(graph, self._best).cost
+        cost = simulate(graph, self.plan).cost
         return MinBudget(
-            plan=self._best,
+            plan=self.plan,
             cost=cost,
             overhead=cost / graph.cost if graph.cost else 1.0,
             peak_bytes=self._peak,
@@ -182,16 +202,20 @@ class _Bisection:
             elapsed_s=self._clock.elapsed_s(),
         )
 
-    def _reach(self, search: Search, guess: int, tries: int) -> bool:
+    def _reach(self, search: Search, guess: int) -> bool:
         """Whether a search finds a plan within a budget; the plan is kept if it is the smallest."""
         search.set_budget(guess)
-        if not search.first(tries, lambda: self._clock.left_s() <= 0, stop_at_first=True):
+        if not search.first(1, lambda: self._clock.left_s() <= 0, stop_at_first=True):
             return False
-        plan = Plan.from_order(self._graph, without_unread(self._problem, self._fold.invert(search.order())))
+        self._keep(search.order())
+        return True
+
+    def _keep(self, order: list[int]) -> None:
+        """Keep the plan of an order of the folded graph if its peak is the smallest."""
+        plan = Plan.from_order(self._graph, without_unread(self._problem, self._fold.invert(order)))
         reached = simulate(self._graph, plan).peak_bytes
         if reached < self._peak:
-            self._best, self._peak = plan, reached
-        return True
+            self.plan, self._peak = plan, reached
 
     def _near(self, low: int) -> bool:
         return self._peak - low <= max(1, (self._peak - self._graph.resident_bytes) // PARAMETERS.precision)

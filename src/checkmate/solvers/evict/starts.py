@@ -41,14 +41,12 @@ class Start(NamedTuple):
     """A start of a search.
 
     Attributes:
-        order: Every op, in the order of first computations.
+        order: Every op, in the order of first computations; one that is listed again has another stage there (`Search`).
         on_demand: Ops that are computed when another op needs them instead.
-        at_end: Kept values with a stage of their own at the end (`Search`).
     """
 
     order: tuple[int, ...]
     on_demand: frozenset[int]
-    at_end: tuple[int, ...] = ()
 
     def search(self, problem: Problem, seed: int, time_up: Flag | None = None) -> Search:
         """A search from here.
@@ -60,13 +58,14 @@ class Start(NamedTuple):
         """
         from checkmate.solvers.evict.search import Search
 
-        return Search(problem, self.on_demand, seed, self.order, time_up, at_end=self.at_end)
+        return Search(problem, self.on_demand, seed, self.order, time_up)
 
 
 @cache
 def load_kernels() -> None:
     """Compile the kernels of orders and searches, which takes half a minute once, or load them, which takes a second."""
     from checkmate.solvers.evict.decode import cross_stages
+    from checkmate.solvers.evict.repair import RuinParameters
     from checkmate.solvers.evict.sequences.resequence import Resequencing
 
     edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
@@ -78,6 +77,7 @@ def load_kernels() -> None:
         search.start_from_order((0, 1, 2, 3, 0, 4))
         search.improve(8, 0.0, lambda: False)
         code = search.best()[1]
+        search.relieve(code, 0.0, 0.0, 1.0, RuinParameters())
         cross_stages(code, code, 0, 1, search.empty_code())
         Resequencing(problem).anneal(search.order(), 0)
 
@@ -95,8 +95,8 @@ def target_lists(problem: Problem) -> list[frozenset[int]]:
     return [on_demand | deferred, on_demand] if deferred else [on_demand]
 
 
-def kept_to_the_end(problem: Problem) -> tuple[int, ...]:
-    """Kept values that may be made again, those first whose ops need most bytes beside them.
+def ops_of_kept(problem: Problem) -> tuple[int, ...]:
+    """Ops of kept values that may be computed again, those first that need most bytes beside the values.
 
     At the end the values that were made are held while the others are made. The sum of what is held and what an op needs is
     lowest at its highest if the ops that need most come first: the exchange argument of scheduling.
@@ -106,20 +106,21 @@ def kept_to_the_end(problem: Problem) -> tuple[int, ...]:
     """
     graph = problem.graph
 
-    def beside(v: int) -> int:
-        op = graph.ops[graph.producer[v]]
-        return op.workspace_bytes + sum(graph.values[u].size_bytes for u in {*op.inputs, *op.outputs} - {v})
+    def beside(o: int) -> int:
+        op = graph.ops[o]
+        others = {v for v in (*op.inputs, *op.outputs) if v not in op.outputs or not graph.values[v].kept}
+        return op.workspace_bytes + sum(graph.values[v].size_bytes for v in others)
 
-    kept = [v for v, x in enumerate(graph.values) if x.kept and x.size_bytes and may_run_again(problem, graph.producer[v])]
-    return tuple(sorted(kept, key=lambda v: (-beside(v), v)))
+    ops = {graph.producer[v] for v, x in enumerate(graph.values) if x.kept and x.size_bytes}
+    return tuple(sorted((o for o in ops if may_run_again(problem, o)), key=lambda o: (-beside(o), o)))
 
 
 def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator[Start]:
     """Starts of searches, each made when the one before it has been used.
 
-    The given order first. Where kept values take much of the budget, it once more, and at its end they are made one after
-    another. Then the lower of it and one of list scheduling, annealed to hold less above the budget; on a large graph the
-    scheduled one as it is, if it is lower.
+    The given order first. Where kept values take much of the budget, it once more, with their ops listed again at its end.
+    Then the lower of it and one of list scheduling, annealed to hold less above the budget; on a large graph the scheduled
+    one as it is, if it is lower.
 
     Args:
         problem: A problem whose views are folded.
@@ -134,9 +135,10 @@ def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator
     late_ops = target_lists(problem)
     yield from (Start(given, late) for late in late_ops)
     room = problem.budget_bytes - graph.resident_bytes
-    kept = kept_to_the_end(problem)
-    if sum(graph.values[v].size_bytes for v in kept) > PARAMETERS.kept_share * room:
-        yield Start(given, late_ops[0], kept)
+    again = ops_of_kept(problem)
+    kept_bytes = sum(graph.values[v].size_bytes for o in again for v in graph.ops[o].outputs if graph.values[v].kept)
+    if kept_bytes > PARAMETERS.kept_share * room:
+        yield Start((*given, *again), late_ops[0])
     if not problem.reorder:
         return
     low = low_order(graph, seed, time_up)
@@ -170,6 +172,20 @@ def on_demand_ops(graph: Graph) -> frozenset[int]:
     )
 
 
+def movable_to_end(graph: Graph) -> frozenset[int]:
+    """Ops that nothing keeps from being computed last: recomputable, tied to no place, and all that they make is kept and unread.
+
+    Args:
+        graph: A graph whose views are folded.
+    """
+    tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
+    return frozenset(
+        o
+        for o, op in enumerate(graph.ops)
+        if o not in tied and _is_free(graph, o) and all(graph.values[v].kept and not graph.readers[v] for v in op.outputs)
+    )
+
+
 def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
     """Backward ops that are better left to the end: without readers, kept, and with outputs larger than their inputs.
 
@@ -179,18 +195,13 @@ def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
     Args:
         graph: A graph whose views are folded.
     """
-    tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
-    sinks: set[int] = set()
-    for o, op in enumerate(graph.ops):
-        if o in tied or op.phase != "backward" or not _is_free(graph, o):
-            continue
-        if any(graph.readers[v] for v in op.outputs) or not all(graph.values[v].kept for v in op.outputs):
-            continue
+
+    def made_less_read(o: int) -> int:
+        op = graph.ops[o]
         made = sum(graph.values[v].size_bytes for v in op.outputs)
-        read = sum(graph.values[v].size_bytes for v in {graph.root[u] for u in op.inputs})
-        if made > read:
-            sinks.add(o)
-    return frozenset(sinks)
+        return made - sum(graph.values[v].size_bytes for v in {graph.root[u] for u in op.inputs})
+
+    return frozenset(o for o in movable_to_end(graph) if graph.ops[o].phase == "backward" and made_less_read(o) > 0)
 
 
 def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:

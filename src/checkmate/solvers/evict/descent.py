@@ -1,0 +1,234 @@
+"""A local search for the plan of the lowest peak.
+
+A greedy repair of the plan that holds everything ends some per cent above the lowest peak, for two reasons. No op is computed
+twice within a stage, and only first computations have stages: what is computed again on the way to one has none. Here every
+computation of a plan has a stage, and each plan that is found gives the next step finer ones. And values that are kept
+to the end, the gradients of the parameters, are held beside all that is computed after them. Left to the end, they take a
+second backward pass, which needs the memory of the first again, but beside fewer of them. Which to leave depends on the graph.
+
+Many stages have the same peak in such plans, and no step lowers all of them. So a step is judged by the bytes above a level
+below the peak, summed over all computations. Reached, the level is lowered; not reached, it is raised, and in the end
+the search begins again. Steps are those of ruin and recreate (Schrimpf et al. 2000), and two that move
+computations: some kept values to the end, or a value that is computed again, with what that takes, to an earlier place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from checkmate.core.plan import Compute, Plan
+from checkmate.core.problem import Problem
+from checkmate.core.simulate import simulate
+from checkmate.solvers.alarm import Flag
+from checkmate.solvers.evict.repair import RuinParameters
+from checkmate.solvers.evict.search import Search
+from checkmate.solvers.evict.starts import movable_to_end
+from checkmate.solvers.reductions.unread import without_unread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescentParameters:
+    """Parameters of `Descent`. Tuples are drawn from, with equal chances.
+
+    Attributes:
+        first_aim: First distance of the level below the peak, as a share of the peak's distance from the floor. It is
+            halved where the level is not reached and doubled, to this at most, where it is.
+        last_aim: Aim below which the search begins again.
+        patience: Steps without less excess after which the aim is halved.
+        to_end: Share of the steps that move kept values to the end.
+        some: Share of these that move some of a row of values, and not all.
+        earlier: Share of the others that move a computation to an earlier place.
+        near: How many computations of ops that are computed again, from a place above the level on, it is drawn from.
+        distances: Largest distances of such a move, as shares of the plan.
+        uncleared: Share of what is left that clears nothing.
+        values: Most values to clear, as in `RuinParameters`.
+        windows: As `RuinParameters.window_share`.
+        keep_chances: As `RuinParameters.keep_chance`.
+        exponents: Duration exponents, as in `RepairSettings`.
+        noises: As `RepairSettings.noise`.
+        batches: As `RepairSettings.batch_fraction`.
+    """
+
+    first_aim: float = 0.5
+    last_aim: float = 0.2
+    patience: int = 30
+    to_end: float = 0.4
+    some: float = 0.3
+    earlier: float = 0.6
+    near: int = 30
+    distances: tuple[float, ...] = (0.02, 0.1, 0.3)
+    uncleared: float = 0.3
+    values: tuple[int, ...] = (1, 3, 12, 1_000_000)
+    windows: tuple[int, ...] = (100, 20, 5)
+    keep_chances: tuple[int, ...] = (2, 4)
+    exponents: tuple[float, ...] = (0.0, 0.0, 0.3, 0.6, 1.0, 1.5)
+    noises: tuple[float, ...] = (0.05, 0.2, 0.4)
+    batches: tuple[float, ...] = (0.0, 0.3, 1.0)
+
+
+PARAMETERS = DescentParameters()
+
+
+class Descent:
+    """Steps from a plan to plans of lower peaks.
+
+    Args:
+        problem: A problem whose views are folded; its budget is ignored.
+        orders: Plans to begin from in turn, as ops in the order of their computations. One that holds everything may lead further
+            than one of a low peak, whose values are evicted as suits that peak.
+        floor_bytes: No plan has a lower peak.
+        seed: Seed of the steps.
+        time_up: Ends kernels when it is raised; by default nothing does.
+
+    Attributes:
+        order: Ops of the plan of the lowest peak so far.
+        peak_bytes: Its peak, resident bytes included.
+    """
+
+    def __init__(
+        self, problem: Problem, orders: Sequence[Sequence[int]], floor_bytes: int, seed: int, time_up: Flag | None = None
+    ) -> None:
+        self._problem, self._floor, self._time_up = problem, floor_bytes, time_up
+        self._random = random.Random(seed)
+        self._movable = movable_to_end(problem.graph) if problem.reorder else frozenset()
+        self._first = itertools.cycle([without_unread(problem, order) for order in orders])
+        self.order, self.peak_bytes = self._begin()
+
+    def step(self) -> bool:
+        """One step.
+
+        Returns:
+            Whether the peak is lower than before.
+        """
+        before, choice = self.peak_bytes, self._random.choice
+        order, cleared = self._changed()
+        search = Search(self._problem, frozenset(), self._random.getrandbits(32), order, self._time_up)
+        search.set_budget(self._level)
+        settings = choice(PARAMETERS.exponents), choice(PARAMETERS.noises), choice(PARAMETERS.batches)
+        excess, found = search.relieve(search.code_of(order), *settings, cleared)
+        self._failed += 1
+        # One of the same excess is taken as well: a walk on the plateau.
+        if excess <= self._excess:
+            self._current = without_unread(self._problem, found)
+        if excess < self._excess:
+            self._note()
+        elif self._failed > PARAMETERS.patience:
+            self._aim /= 2
+            if self._aim < PARAMETERS.last_aim:
+                self._begin()
+            else:
+                self._lower()
+        return self.peak_bytes < before
+
+    def _begin(self) -> tuple[list[int], int]:
+        """Begin from the next of the plans to begin from; returns it and its peak."""
+        self._aim, self._lowest = PARAMETERS.first_aim, next(self._first)
+        self._lowest_bytes = int(self._profile(self._lowest).max())
+        self._lower()
+        return self._lowest, self._lowest_bytes
+
+    def _lower(self) -> None:
+        """Go on from the lowest plan since the beginning, with a level below its peak."""
+        self._level = self._lowest_bytes - max(1, int(self._aim * (self._lowest_bytes - self._floor)))
+        self._current, self._failed = self._lowest, 0
+        self._excess = self._above(self._profile(self._lowest))
+
+    def _note(self) -> None:
+        """Note that the current plan is better than the one before."""
+        profile = self._profile(self._current)
+        self._excess, self._failed = self._above(profile), 0
+        peak = int(profile.max())
+        if peak < self._lowest_bytes:
+            self._lowest, self._lowest_bytes = self._current, peak
+        if peak < self.peak_bytes:
+            self.order, self.peak_bytes = self._current, peak
+        if not self._excess:
+            self._aim = min(PARAMETERS.first_aim, 2 * self._aim)
+            self._lower()
+
+    def _changed(self) -> tuple[list[int], RuinParameters | None]:
+        """An order of stages, and how much of its code to clear."""
+        p, draw, choice = PARAMETERS, self._random.random, self._random.choice
+        if self._movable and draw() < p.to_end:
+            return self._with_some_at_end(), None
+        if draw() < p.earlier:
+            return self._with_one_earlier(), None
+        if draw() < p.uncleared:
+            return self._current, None
+        most, window, keep = choice(p.values), choice(p.windows), choice(p.keep_chances)
+        return self._current, RuinParameters(most_values=most, window_share=window, keep_chance=keep)
+
+    def _with_some_at_end(self) -> list[int]:
+        """The plan with some kept values that are neighbours in it made at the end only."""
+        draw = self._random
+        last = {o: place for place, o in enumerate(self._current) if o in self._movable}
+        ops = sorted(last, key=lambda o: last[o])
+        start, many = draw.randrange(len(ops)), draw.randint(1, max(1, len(ops) // 2))
+        chosen = ops[start : start + many]
+        if draw.random() < PARAMETERS.some:
+            chosen = [o for o in chosen if draw.random() < 0.5] or chosen[:1]
+        left = frozenset(chosen)
+        # What is computed again for these alone has no stage any more.
+        return [*without_unread(self._problem, [o for o in self._current if o not in left]), *chosen]
+
+    def _with_one_earlier(self) -> list[int]:
+        """The plan with a value made earlier that is made again above the level, or soon after, and what is made for it alone."""
+        order, draw = self._current, self._random
+        first = {o: place for place, o in reversed(list(enumerate(order)))}
+        again = [place for place, o in enumerate(order) if first[o] < place]
+        readers, held = self._lives(order)
+        above = np.flatnonzero(held > self._level)
+        if not again or not len(above):
+            return order
+        low = bisect_left(again, int(draw.choice(above)))
+        last = draw.choice(again[low : low + PARAMETERS.near] or again)
+        moved = {last}
+        for place in reversed(again[: bisect_left(again, last)]):
+            if moved.issuperset(readers[place]):
+                moved.add(place)
+        distance = 1 + int(draw.random() * draw.choice(PARAMETERS.distances) * len(order))
+        to = max(min(moved) - distance, 1 + max(first[order[place]] for place in moved))
+        rest = [o for place, o in enumerate(order) if place >= to and place not in moved]
+        return [*order[:to], *(order[place] for place in sorted(moved)), *rest]
+
+    def _lives(self, order: Sequence[int]) -> tuple[list[set[int]], npt.NDArray[np.int64]]:
+        """Places that read what each computation makes, the end is one, and the bytes held at each place."""
+        graph = self._problem.graph
+        made: dict[int, int] = {}
+        readers: list[set[int]] = [set() for _ in order]
+        change = np.zeros(len(order) + 2, dtype=np.int64)
+        last: dict[int, int] = {}
+        for place, o in enumerate(order):
+            op = graph.ops[o]
+            for v in op.inputs:
+                readers[made[v]].add(place)
+                last[v] = place
+            for v in op.outputs:
+                if v in made:
+                    change[last[v] + 1] -= graph.values[v].size_bytes
+                made[v] = last[v] = place
+                change[place] += graph.values[v].size_bytes
+            change[place] += op.workspace_bytes
+            change[place + 1] -= op.workspace_bytes
+        for v, value in enumerate(graph.values):
+            if value.kept:
+                readers[made[v]].add(len(order))
+            else:
+                change[last[v] + 1] -= value.size_bytes
+        return readers, np.cumsum(change)[: len(order)] + graph.resident_bytes
+
+    def _profile(self, order: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Bytes at each computation, resident bytes included."""
+        plan = Plan.from_order(self._problem.graph, order)
+        computed = [isinstance(step, Compute) for step in plan.steps]
+        return simulate(self._problem.graph, plan).bytes[computed]
+
+    def _above(self, profile: npt.NDArray[np.int64]) -> int:
+        return int(np.maximum(profile - self._level, 0).sum())
