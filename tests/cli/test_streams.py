@@ -76,7 +76,7 @@ def test_a_signal_keeps_the_best_plan(name):
 )
 def test_other_verbs_keep_what_they_have(words):
     """The points that are solved, and the smallest peak so far."""
-    search = "checkmate.solvers.evict.smallest._Bisection.from_the_floor = lambda self, tries: " + kill("SIGTERM")
+    search = "checkmate.solvers.evict.smallest._Bisection.from_the_floor = lambda self: " + kill("SIGTERM")
     done = stopped(kill("SIGTERM"), words[0], "chain.graph.json", *words[1:], more=search if words[0] == "min-budget" else "")
     assert done.returncode == 0, done
     assert checkmate.read(words[-1])

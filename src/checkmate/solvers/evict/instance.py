@@ -183,6 +183,8 @@ def read_again(graph: Graph, order: Sequence[int]) -> dict[int, list[int]]:
     """
     listed = Counter(o for o in order if o < len(graph.ops))
     found: dict[int, list[int]] = {}
+    if listed.total() == len(listed):  # each once, as in most searches
+        return found
     kept = {v for v, value in enumerate(graph.values) if value.kept}
     read = set(kept)
     for place in range(len(order) - 1, -1, -1):

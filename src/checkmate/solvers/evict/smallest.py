@@ -25,6 +25,7 @@ class SmallestParameters:
     """Parameters of `smallest_peak`.
 
     Attributes:
+        most_ops: Largest graph on which peaks are lowered step by step; a step takes half a second on 30,000 ops.
         steps_per_op: Steps without a lower peak after which the search ends, as a multiple of the number of ops.
         time_s: Seconds without a limit from the caller.
         quick_s: Seconds of `quick_peak`.
@@ -32,6 +33,7 @@ class SmallestParameters:
             round.
     """
 
+    most_ops: int = 30_000
     steps_per_op: int = 8
     time_s: float = 20.0
     quick_s: float = 1.0
@@ -170,7 +172,7 @@ class _Bisection:
         Args:
             start: A plan to begin from, beside that which holds everything.
         """
-        if self._peak <= self._enough:
+        if self._peak <= self._enough or self._clock.left_s() <= 0 or len(self._fold.folded.graph.ops) > PARAMETERS.most_ops:
             return
         from checkmate.solvers.evict.descent import Descent
 
@@ -180,11 +182,14 @@ class _Bisection:
         orders = [holds_all, self._fold.apply_order(start.order)]
         descent = Descent(folded, orders, lowest, self._seed, self._clock.time_up)
         failed, most = 0, PARAMETERS.steps_per_op * len(graph.ops)
-        while self._peak > self._enough and not self._near(lowest) and failed < most and self._clock.left_s() > 0:
+        last = 0.0  # a step that would take as long as the one before is not begun without as much time
+        while self._peak > self._enough and not self._near(lowest) and failed < most and self._clock.left_s() > last:
+            now = self._clock.elapsed_s()
+            failed += 1
             if descent.step():
                 self._keep(descent.order)
                 failed = 0
-            failed += 1
+            last = self._clock.elapsed_s() - now
 
     def found(self) -> MinBudget:
         """The smallest peak so far."""
