@@ -172,7 +172,7 @@ class _Bisection:
         Args:
             start: A plan to begin from, beside that which holds everything.
         """
-        if self._peak <= self._enough or self._clock.left_s() <= 0 or len(self._fold.folded.graph.ops) > PARAMETERS.most_ops:
+        if self._peak <= self._enough or self._clock.left_s() <= 0 or len(self._fold.folded.ops) > PARAMETERS.most_ops:
             return
         from checkmate.solvers.evict.descent import Descent
 
