@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import numba.core.caching as caching
@@ -24,6 +25,7 @@ def twice(tmp_path, monkeypatch):
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "functions", module)  # numba looks its functions up by their modules' names
     spec.loader.exec_module(module)
     return module.twice
 
