@@ -1,4 +1,4 @@
-"""Lower peaks step by step: stages at every computation, kept values left to the end, and what is found against brute force."""
+"""Lower peaks step by step: stages at every computation, and kept values left to the end."""
 
 from __future__ import annotations
 

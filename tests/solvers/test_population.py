@@ -29,6 +29,14 @@ def start(seed: int, work: int = 800) -> Population | None:
     return Population(search, work, seed) if search.first(stop_at_first=True) else None
 
 
+def started(seeds: int) -> Iterator[tuple[int, Population]]:
+    """The populations of the first so many seeds that have one, with their seeds."""
+    for seed in range(seeds):
+        crossed = start(seed)
+        if crossed is not None:
+            yield seed, crossed
+
+
 def absent(code: Code, stages: int) -> np.ndarray:
     """Whether a value is not held in a stage. Shape ``[value, stage]``."""
     table = np.zeros((len(code.used), stages + 1), dtype=bool)
@@ -40,10 +48,7 @@ def absent(code: Code, stages: int) -> np.ndarray:
 
 def test_members_are_plans_of_the_cost_they_say():
     gained = compared = 0
-    for seed in range(60):
-        crossed = start(seed)
-        if crossed is None:
-            continue
+    for seed, crossed in started(60):
         search, before = crossed.search, crossed.members[0].cost
         if crossed.grow(lambda: False):
             crossed.evolve(lambda: False)
@@ -62,10 +67,7 @@ def test_members_are_plans_of_the_cost_they_say():
 
 def test_a_child_has_the_intervals_of_one_plan_and_for_some_values_or_stages_those_of_another():
     kinds = {"values": 0, "stages": 0}
-    for seed in range(40):
-        crossed = start(seed)
-        if crossed is None:
-            continue
+    for _, crossed in started(40):
         crossed.grow(lambda: False)
         if len(crossed.members) < 2:
             continue
@@ -202,9 +204,8 @@ def test_the_best_adopts_intervals_of_plans_that_cost_nearly_as_little(monkeypat
 def test_a_plan_adopts_the_intervals_of_some_values_of_another():
     """It gets cheaper and stays within the budget; of the plan itself there is nothing to adopt."""
     gained = 0
-    for seed in range(120):
-        crossed = start(seed)
-        if crossed is None or not crossed.grow(lambda: False) or len(crossed.members) < 2:
+    for _, crossed in started(120):
+        if not crossed.grow(lambda: False) or len(crossed.members) < 2:
             continue
         search, dear, other = crossed.search, crossed.members[-1], crossed.members[0]
         search.restart_from(dear.code)
@@ -225,10 +226,7 @@ def test_a_plan_adopts_the_intervals_of_some_values_of_another():
 def test_what_a_plan_adopts_are_the_intervals_themselves():
     """Of a plan in which one value is held for longer, or is not dropped at all."""
     longer = more = 0
-    for seed in range(60):
-        crossed = start(seed)
-        if crossed is None:
-            continue
+    for _, crossed in started(60):
         search, (cost, code) = crossed.search, crossed.search.best()
         stages = len(search.instance.targets)
         for v, used in enumerate(code.used.tolist()):
@@ -278,9 +276,8 @@ def test_a_code_found_elsewhere_takes_the_place_of_the_dearest(monkeypatch):
 
 def test_members_move_to_a_search_in_another_order():
     moved = 0
-    for seed in range(80):
-        crossed = start(seed)
-        if crossed is None or not crossed.grow(lambda: False):
+    for seed, crossed in started(80):
+        if not crossed.grow(lambda: False):
             continue
         other = crossed.search.in_order_of(crossed.search.order(), seed)
         there = crossed.moved_to(other)

@@ -98,7 +98,8 @@ class Descent:
         self._problem, self._floor, self._time_up = problem, floor_bytes, time_up
         self._random = random.Random(seed)
         self._movable = movable_to_end(problem.graph) if problem.reorder else frozenset()
-        self._first = itertools.cycle([without_unread(problem, order) for order in orders])
+        first = [without_unread(problem, order) for order in orders]
+        self._first = itertools.cycle([(order, self._profile(order)) for order in first])
         self.order, self.peak_bytes = self._begin()
 
     def step(self) -> bool:
@@ -129,16 +130,21 @@ class Descent:
 
     def _begin(self) -> tuple[list[int], int]:
         """Begin from the next of the plans to begin from; returns it and its peak."""
-        self._aim, self._lowest = PARAMETERS.first_aim, next(self._first)
-        self._lowest_bytes = int(self._profile(self._lowest).max())
+        self._aim = PARAMETERS.first_aim
+        self._lowest, self._lowest_profile = next(self._first)
         self._lower()
         return self._lowest, self._lowest_bytes
 
+    @property
+    def _lowest_bytes(self) -> int:
+        return int(self._lowest_profile.max())
+
     def _lower(self) -> None:
         """Go on from the lowest plan since the beginning, with a level below its peak."""
-        self._level = self._lowest_bytes - max(1, int(self._aim * (self._lowest_bytes - self._floor)))
+        lowest = self._lowest_bytes
+        self._level = lowest - max(1, int(self._aim * (lowest - self._floor)))
         self._current, self._failed = self._lowest, 0
-        self._excess = self._above(self._profile(self._lowest))
+        self._excess = self._above(self._lowest_profile)
 
     def _note(self) -> None:
         """Note that the current plan is better than the one before."""
@@ -146,7 +152,7 @@ class Descent:
         self._excess, self._failed = self._above(profile), 0
         peak = int(profile.max())
         if peak < self._lowest_bytes:
-            self._lowest, self._lowest_bytes = self._current, peak
+            self._lowest, self._lowest_profile = self._current, profile
         if peak < self.peak_bytes:
             self.order, self.peak_bytes = self._current, peak
         if not self._excess:

@@ -46,7 +46,7 @@ PARAMETERS = SmallestParameters()
 def smallest_peak(
     problem: Problem, limits: Limits | None = None, *, enough: int = 0, known: Plan | None = None, keep_interrupted: bool = False
 ) -> MinBudget:
-    """Bisect the budget down to the proven floor with greedy plans, then lower the peak of the best of them step by step.
+    """Bisect the budget down to the proven floor with greedy plans, then lower peaks step by step (`Descent`).
 
     Both are heuristics: a budget without a plan proves nothing.
 
