@@ -6,7 +6,8 @@
     python benchmarks/limits.py --busy 0            # on a machine that does nothing else
     python benchmarks/limits.py --table             # the Markdown table from the committed JSON
 
-Every solve has a gap of 0, so that only the time limit or a proof ends it. A solve has to return within 1.1 times its limit and
+Every solve has a gap of 0, so that only the time limit or a proof ends it; one below the floor is refused, with the smallest
+budget that was found in the time. `min_budget` looks for that alone. A call has to return within 1.1 times its limit and
 one second; loading the solver's kernels, which a process does once, is not counted, as for every limit. Exit status 1 if one
 is late.
 """
@@ -26,10 +27,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import checkmate
-from checkmate import Graph, HostMemory, Limits, Problem
+from checkmate import Graph, HostMemory, InfeasibleBudgetError, Limits, PlanNotFoundError, Problem
 from checkmate.core.budget import keep_all_bytes
+from checkmate.core.result import Progress
 from checkmate.solvers.bounds.floor import floor
 
 HERE = Path(__file__).parent
@@ -44,11 +47,13 @@ HOST = HostMemory("64GiB", 25 * 10**9, 25 * 10**9)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One solve.
+    """One call.
 
     Attributes:
         wall_s: Wall seconds of the call.
         first_s: Seconds to the first plan, or None.
+        gap: Of the cost to its bound; that of the peak to its floor where the smallest budget is looked for.
+        reason: Why the call ended.
         rss_bytes: Largest resident size of the process, Python and libraries included.
     """
 
@@ -83,7 +88,7 @@ def made(kind: str, ops: int) -> Graph:
     return kinds[kind](ops)
 
 
-CASES: list[tuple[str, int, float, float]] = [
+CASES: list[tuple[str, int, float | None, float]] = [
     *((kind, 0, share, limit_s) for kind in CAPTURED for share in (0.1, 0.5) for limit_s in (2.0, 10.0)),
     *(("gpt", ops, 0.3, limit_s) for ops, limit_s in ((1000, 2.0), (10_000, 10.0), (100_000, 120.0))),
     *(("layered", ops, 0.8, limit_s) for ops, limit_s in ((500, 2.0), (1000, 5.0), (5000, 5.0), (5000, 20.0))),
@@ -102,33 +107,65 @@ CASES: list[tuple[str, int, float, float]] = [
             ("skipping", 20_000, 0.1, 10.0),
         )
     ),
+    *(
+        (kind, ops, share, limit_s)
+        for kind, ops, limit_s in (
+            ("bert", 0, 5.0), ("layered", 5000, 5.0), ("skipping", 10_000, 10.0), ("gpt", 100_000, 10.0),
+            ("skipping", 100_000, 20.0),
+        )
+        for share in (-0.05, 0.0, None)
+    ),
 ]  # fmt: skip
-"""Kind, ops, share of the way from the floor to the peak of keeping everything, and limit."""
+"""Kind, ops, budget as a share of the way from the floor to the peak of keeping everything, None for `min_budget`, and limit."""
 
 
-def measure(kind: str, ops: int, share: float, limit_s: float) -> Row:
-    """Solve one case in this process."""
+def measure(kind: str, ops: int, share: float | None, limit_s: float) -> Row:
+    """Call one case in this process."""
     checkmate.solve(Problem(made("chain", 33), 6), limits=Limits(time_s=1.0))  # loads the kernels
     name = kind.removesuffix(WITH_HOST)
     graph = made(name, ops)
-    low, high = floor(graph).peak_bytes, keep_all_bytes(graph)
-    problem = Problem(graph, int(low + share * (high - low)), host=None if name == kind else HOST)
-    began = time.perf_counter()
-    result = checkmate.solve(problem, limits=Limits(time_s=limit_s, gap=0.0), raise_on_failure=False)
-    wall_s = time.perf_counter() - began
-    plans = [point for point in result.history if point.cost is not None]
+    host = None if name == kind else HOST
+    called = smallest(graph, limit_s) if share is None else solved(graph, share, limit_s, host)
     return Row(
         graph=kind,
         ops=len(graph.ops),
-        budget=f"f = {share}",
+        budget="smallest" if share is None else f"f = {share}",
         limit_s=limit_s,
-        wall_s=round(wall_s, 2),
-        first_s=round(plans[0].time_s, 2) if plans else None,
-        overhead=result.overhead,
-        gap=result.gap,
-        reason=result.termination.reason.value,
         rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **called,
     )
+
+
+def solved(graph: Graph, share: float, limit_s: float, host: HostMemory | None) -> dict[str, Any]:
+    """What a solve gives, as attributes of `Row`."""
+    low, high = floor(graph).peak_bytes, keep_all_bytes(graph)
+    problem = Problem(graph, max(0, int(low + share * (high - low))), host=host)
+    firsts: list[float] = []
+
+    def note(progress: Progress) -> None:
+        if progress.cost is not None:
+            firsts.append(round(progress.time_s, 2))
+
+    overhead = gap = None
+    began = time.perf_counter()
+    try:
+        result = checkmate.solve(problem, limits=Limits(time_s=limit_s, gap=0.0), on_progress=note)
+        reason, overhead, gap = result.termination.reason.value, result.overhead, result.gap
+    except InfeasibleBudgetError:
+        reason = "refused"
+    except PlanNotFoundError:
+        reason = "not found"
+    wall_s = round(time.perf_counter() - began, 2)
+    return {"wall_s": wall_s, "first_s": firsts[0] if firsts else None, "overhead": overhead, "gap": gap, "reason": reason}
+
+
+def smallest(graph: Graph, limit_s: float) -> dict[str, Any]:
+    """What a search for the smallest budget gives, as attributes of `Row`."""
+    began = time.perf_counter()
+    found = checkmate.min_budget(graph, limits=Limits(time_s=limit_s))
+    wall_s = round(time.perf_counter() - began, 2)
+    gap = (found.peak_bytes - found.floor_bytes) / found.peak_bytes
+    return {"wall_s": wall_s, "first_s": None, "overhead": found.overhead, "gap": gap, "reason": "smallest"}
 
 
 def spin(stop: object) -> None:
@@ -142,15 +179,17 @@ def table(rows: list[Row], where: dict[str, str]) -> str:
     lines = [
         "# Time limits",
         "",
-        "Made by `python benchmarks/limits.py`: each solve in a fresh process, with a gap of 0, so that only its limit or",
-        f"a proof ends it, and with {where['busy']} busy processes beside it on {where['cpu']}. A solve has to return within",
+        "Made by `python benchmarks/limits.py`: each call in a fresh process, with a gap of 0, so that only its limit or",
+        f"a proof ends it, and with {where['busy']} busy processes beside it on {where['cpu']}. A call has to return within",
         "1.1 times its limit and one second. `f` is the fraction of the way from the largest working set to the peak of keeping",
-        f"everything. With a host values may be copied to it, {HOST.out_bytes_per_s // 10**9} GB a second each way.",
+        "everything; below 0 a budget is refused with the smallest that was found in the time, and `smallest` is",
+        "`min_budget`, with the distance of the peak from its floor as the gap. With a host values may be copied to it,",
+        f"{HOST.out_bytes_per_s // 10**9} GB a second each way.",
         "Memory is the largest resident size of the process, Python and its libraries included.",
         f"The machine had other work as well: its load average was up to {where['load']}.",
         f"Python {where['python']}, HiGHS {where['highspy']}, numba {where['numba']}.",
         "",
-        f"{sum(row.in_time for row in rows)} of {len(rows)} solves returned in time.",
+        f"{sum(row.in_time for row in rows)} of {len(rows)} calls returned in time.",
         "",
         "| graph | ops | budget | limit, s | wall, s | first plan, s | overhead | gap | memory, MiB |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|",

@@ -12,13 +12,25 @@ import numpy as np
 import pytest
 
 from benchmarks.generate import layered, skipping
-from checkmate import Graph, HostMemory, Limits, LocalSearch, Problem, solve
+from checkmate import (
+    Graph,
+    HostMemory,
+    InfeasibleBudgetError,
+    Limits,
+    LocalSearch,
+    PlanNotFoundError,
+    Problem,
+    min_budget,
+    simulate,
+    solve,
+)
 from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.alarm import Alarm
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.backends.highs import solve_integer, solve_linear
 from checkmate.solvers.backends.program import ProgramBuilder
 from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.session import Session
 from tests.solvers.chains import unit_chain
@@ -62,6 +74,47 @@ def test_a_limit_holds_with_a_host():
     )
     assert time.perf_counter() - began <= in_time(1.0)
     assert result.plan is None or result.peak_bytes <= problem.budget_bytes
+
+
+@pytest.mark.parametrize(("below", "error"), [(1, InfeasibleBudgetError), (0, PlanNotFoundError)])
+def test_a_limit_holds_where_a_budget_is_refused(below, error):
+    """Below the floor or at it: the smallest budget that the error names is looked for within the limit too."""
+    load_kernels()
+    graph = skipping(20_000)
+    problem = Problem(graph, floor(graph).peak_bytes - below)
+    began = time.perf_counter()
+    with pytest.raises(error, match="smallest budget a plan was found for"):
+        solve(problem, limits=Limits(time_s=1.0))
+    assert time.perf_counter() - began <= in_time(1.0)
+
+
+def test_a_limit_holds_where_the_smallest_budget_is_looked_for():
+    """The floor, the orders and the account of a plan are a part of it."""
+    load_kernels()
+    graph = skipping(30_000)
+    began = time.perf_counter()
+    found = min_budget(graph, limits=Limits(time_s=1.0))
+    assert time.perf_counter() - began <= in_time(1.0)
+    assert found.peak_bytes == simulate(graph, found.plan).peak_bytes
+
+
+def test_a_start_that_uses_its_time_up_leaves_the_rest_to_the_smallest_peak(monkeypatch):
+    """On 100,000 ops at the floor three starts took all the time, and the refusal named the peak of holding everything."""
+    load_kernels()
+    first, waited = Search.first, []
+
+    def slow(search, tries=None, out_of_time=lambda: False, *, stop_at_first=False):
+        if tries is not None:  # one attempt: the search for the smallest peak
+            return first(search, tries, out_of_time, stop_at_first=stop_at_first)
+        waited.append(search)
+        while not search._time_up[0]:
+            time.sleep(0.001)
+        return False
+
+    monkeypatch.setattr(Search, "first", slow)
+    result = solve(tight(unit_chain(100), 0.2), limits=Limits(time_s=3.0, gap=0.9))
+    assert result.plan is not None
+    assert len(waited) == 2  # the first start, and the first that computes only forward ops again
 
 
 def test_the_first_plan_comes_before_any_bound():

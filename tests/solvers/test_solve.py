@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import checkmate
@@ -24,6 +25,7 @@ from checkmate import (
     KeepAll,
     Limits,
     LocalSearch,
+    MinBudget,
     Op,
     OptionError,
     PlanNotFoundError,
@@ -153,12 +155,14 @@ def test_a_budget_without_a_unit_is_asked_for_one(budget, asks):
 class FindsNothing:
     """A solver that takes its time and finds nothing."""
 
+    limit: str = ""
+
     def run(self, problem, session):
         """Offer a plan over the budget, and wait."""
         session.offer(range(len(problem.graph.ops)))
         while session.left_s():
             time.sleep(0.01)
-        return Termination(Reason.NOT_FOUND)
+        return Termination(Reason.NOT_FOUND, self.limit)
 
 
 def test_the_time_limit_bounds_the_search_for_the_smallest_peak_too():
@@ -169,6 +173,35 @@ def test_the_time_limit_bounds_the_search_for_the_smallest_peak_too():
     with pytest.raises(PlanNotFoundError, match="the smallest budget a plan was found for"):
         solve(Problem(graph, quick), FindsNothing(), limits=Limits(time_s=0.2))
     assert time.perf_counter() - began < 5
+
+
+@dataclass(frozen=True)
+class FindsTheSmallest(FindsNothing):
+    """One that has looked for the smallest peak on its way."""
+
+    found: MinBudget | None = None
+
+    def run(self, problem, session):
+        """Note it, and wait."""
+        session.smallest = self.found
+        return super().run(problem, session)
+
+
+def test_a_refusal_names_what_a_solver_found_on_its_way():
+    """No time is left for another search, and that for a second would find less."""
+    graph = transformer(12)
+    found = msgspec.structs.replace(checkmate.min_budget(graph, limits=Limits(time_s=1)), peak_bytes=12_345)
+    with pytest.raises(PlanNotFoundError, match=r"12\.06 KiB") as caught:
+        solve(Problem(graph, floor(graph).peak_bytes), FindsTheSmallest(found=found), limits=Limits(time_s=0.2))
+    assert caught.value.hint.endswith("or lower the batch size")
+
+
+def test_who_had_too_little_time_is_told_so():
+    """More memory is not the only way out."""
+    graph = transformer(12)
+    with pytest.raises(PlanNotFoundError) as caught:
+        solve(Problem(graph, floor(graph).peak_bytes), FindsNothing("time"), limits=Limits(time_s=0.1))
+    assert caught.value.hint.endswith("lower the batch size, or give the search more time")
 
 
 def test_not_found_is_no_proof():

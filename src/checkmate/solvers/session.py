@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from checkmate.core.errors import PlanError, SolverError
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, Progress, Termination
+from checkmate.core.result import Limits, MinBudget, Progress, Termination
 from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Alarm, Flag
 from checkmate.solvers.reductions.unread import plan_of_needed
@@ -73,6 +73,7 @@ class Session:
         plan: The best plan so far that keeps the budget, or None.
         cost: Its cost, or None.
         bound: The best proven lower bound so far; infinite if no plan keeps the budget.
+        smallest: The smallest peak that was found on the way, if it was looked for.
         history: Improvements so far.
         remarks: Notes of the solver for the user.
     """
@@ -84,6 +85,7 @@ class Session:
         self.limits = limits
         self.plan: Plan | None = None
         self.cost: int | None = None
+        self.smallest: MinBudget | None = None
         self.bound: float = _rounded_down(problem.graph.cost)
         self.history: list[Progress] = []
         self.remarks: list[str] = []

@@ -15,7 +15,7 @@ from checkmate.core.simulate import simulate
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.core.validate import validate
 from checkmate.solvers.auto import Auto
-from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.bounds.floor import Floor, floor
 from checkmate.solvers.evict.smallest import PARAMETERS as SMALLEST
 from checkmate.solvers.evict.smallest import quick_peak, smallest_peak
 from checkmate.solvers.session import OnProgress, Session, Solver
@@ -35,6 +35,9 @@ _REFUSAL_SHARE: Final = 0.5
 
 _REFUSAL_S: Final = 3.0
 """Most seconds of that search: a user who asked for too little wants to know soon."""
+
+_REFUSAL_OPS: Final = 30_000
+"""On more ops than that it has more seconds, in proportion: on 100,000 it takes four to begin."""
 
 
 @overload
@@ -101,9 +104,12 @@ def solve(
     session = Session(problem, Limits() if limits is None else limits, on_progress)
     if initial is not None:
         _offer(initial, session)
+    # Most solvers would search for their whole time limit below the floor, which takes hundredths of a second. On 100,000 ops it
+    # takes as long as making a plan does: so much is kept back for a refusal.
+    with session.checking():
+        lowest = floor(problem.graph, copies=problem.host is not None)
     try:
-        # The floor takes hundredths of a second; most solvers would search for their whole time limit below it.
-        termination = _below_floor(problem, session) or solver.run(problem, session)
+        termination = _below_floor(lowest, session) or solver.run(problem, session)
     except KeyboardInterrupt:
         if session.plan is None:
             raise
@@ -115,16 +121,15 @@ def solve(
     failure = _failed(problem, solver, session, termination)
     if not raise_on_failure:
         return failure
-    smallest = _smallest(problem, session)
-    if isinstance(solver, Auto) and session.offer(smallest.plan.order):
+    smallest = _smallest(problem, session, lowest)
+    if isinstance(solver, Auto) and smallest.peak_bytes <= problem.budget_bytes and session.offer(smallest.plan.order):
         return _checked(problem, solver, session, smallest.plan, Termination(Reason.FEASIBLE, limit="time"))
     _refuse(problem, failure, smallest)
 
 
-def _below_floor(problem: Problem, session: Session) -> Termination | None:
+def _below_floor(lowest: Floor, session: Session) -> Termination | None:
     """The proof that no plan keeps a budget below the floor, or None."""
-    lowest = floor(problem.graph, copies=problem.host is not None)
-    if lowest.peak_bytes <= problem.budget_bytes:
+    if lowest.peak_bytes <= session.problem.budget_bytes:
         return None
     session.prove(math.inf)
     return Termination(Reason.INFEASIBLE, detail=lowest.why)
@@ -206,7 +211,12 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
     found = f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
     floor = f"no plan of any order takes less than {least}: {smallest.why}"
     at_least = format_at_least(smallest.peak_bytes)
-    hint = f"{unit_question(problem.budget_bytes)}raise the budget to at least {at_least}, or lower the batch size"
+    hint = f"{unit_question(problem.budget_bytes)}raise the budget to at least {at_least}"
+    hint += (
+        ", lower the batch size, or give the search more time"
+        if failure.termination.limit == "time"
+        else ", or lower the batch size"
+    )
     if failure.termination.reason is Reason.INFEASIBLE:
         raise InfeasibleBudgetError(
             f"budget {budget} is {_below(problem.budget_bytes, smallest)}; {found}; {floor}",
@@ -220,32 +230,28 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
     raise PlanNotFoundError(f"no plan was found within {budget} by {failure.solver}{detail}; {found}; {floor}", hint=hint)
 
 
-def _smallest(problem: Problem, session: Session) -> MinBudget:
+def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
     """The smallest peak that the session's time is enough for; soon where the floor refuses, or no time is left.
 
     It does not depend on the budget: a solve within the peak that a refusal names searches in the same way, and finds it again.
     """
-    lowest, resident = floor(problem.graph, copies=problem.host is not None), problem.graph.resident_bytes
-    left = min(session.left_s(), SMALLEST.time_s)
-    if session.problem.budget_bytes < lowest.peak_bytes:
-        near = resident + _NEAR * (lowest.peak_bytes - resident)
-        found = _searched(problem, session.limits.seed, min(_REFUSAL_SHARE * left, _REFUSAL_S), near)
+    graph, left = problem.graph, min(session.left_s(), SMALLEST.time_s)
+    near = 0.0
+    if problem.budget_bytes < lowest.peak_bytes:
+        near = graph.resident_bytes + _NEAR * (lowest.peak_bytes - graph.resident_bytes)
+        left = min(_REFUSAL_SHARE * left, _REFUSAL_S * max(1.0, len(graph.ops) / _REFUSAL_OPS))
+    seed, before = session.limits.seed, session.smallest
+    if left > SMALLEST.quick_s:
+        found = smallest_peak(problem, Limits(time_s=left, seed=seed), near=int(near))
     else:
-        found = _searched(problem, session.limits.seed, left)
+        found = before or quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=seed))
+    if before is not None and before.peak_bytes < found.peak_bytes:
+        found = before
     if problem.host is None:
         return found
     # Plans with copies can peak lower than the one that was found, but not below their own floor.
-    name = "" if lowest.op is None else problem.graph.ops[lowest.op].name
+    name = "" if lowest.op is None else graph.ops[lowest.op].name
     return msgspec.structs.replace(found, floor_bytes=lowest.peak_bytes, why=lowest.why, binding_op=name)
-
-
-def _searched(problem: Problem, seed: int, time_s: float, near_bytes: float = 0) -> MinBudget:
-    """The smallest peak found in some seconds: by the quick search alone if that comes near enough, or no time is left."""
-    if near_bytes or time_s <= SMALLEST.quick_s:
-        quick = quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=seed))
-        if quick.peak_bytes <= near_bytes or time_s <= SMALLEST.quick_s:
-            return quick
-    return smallest_peak(problem, Limits(time_s=time_s, seed=seed))
 
 
 def unit_question(budget_bytes: int) -> str:

@@ -21,14 +21,15 @@ def first_plans(run: Run) -> list[Search]:
     session = run.session
     seed = session.limits.seed
     searches: list[Search] = []
-    proven = False
+    proven = slow = False
     for start in starts(run.folded, seed, session.time_up):
         if searches and run.out_of_time():
             break
         search = start.search(run.folded, seed, session.time_up)
         searches.append(search)
         late = run.begin(Phase.FIRST_PLANS)
-        with session.within(session.elapsed_s() + phases.PARAMETERS.first_share * session.left_s()):
+        until_s = session.elapsed_s() + phases.PARAMETERS.first_share * session.left_s()
+        with session.within(until_s):
             found = search.first(out_of_time=late, stop_at_first=True)
             if found:
                 run.offer(search.order())
@@ -43,8 +44,11 @@ def first_plans(run: Run) -> list[Search]:
             proven = True
         if _clearly_done(run):
             return searches
+        slow = session.plan is None and session.elapsed_s() >= until_s
+        if slow:
+            break
     if session.plan is None:
-        _tight_budget_start(run)
+        _tight_budget_start(run, slow)
         if session.plan is not None:
             _first_proof(run, searches)
     if _clearly_done(run):
@@ -80,12 +84,17 @@ def _clearly_done(run: Run) -> bool:
     )
 
 
-def _tight_budget_start(run: Run) -> None:
+def _tight_budget_start(run: Run, slow: bool) -> None:
     """Look for a plan where there are few.
 
     The greedy search has fewer ways to go wrong if only forward ops may be computed again: on ResNet-50 above batch 860
     it finds plans in 0.5 s there, and none with all ops in 20 s. And the search for the smallest peak, which starts
     from plans that fit larger budgets, comes by plans that a search for this budget misses.
+
+    Args:
+        run: The run.
+        slow: Whether greedy plans took too long to come to an end. Nothing that follows comes to one without a plan then, so
+            that the search for the smallest peak has all the time that is left: a refusal says what it found.
     """
     session = run.session
     until_s = run.until(Phase.TIGHT_BUDGET)
@@ -104,7 +113,6 @@ def _tight_budget_start(run: Run) -> None:
             break
     if session.plan is not None or session.left_s() <= 0:  # `Limits` refuses a time of zero
         return
-    most_s = phases.PHASES[Phase.TIGHT_BUDGET] * min(phases.PARAMETERS.horizon_s, session.left_s())
-    limits = Limits(time_s=most_s, seed=session.limits.seed)
-    smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
-    session.offer(smallest.plan.order)
+    limits = Limits(time_s=session.left_s() if slow else run.seconds_of(Phase.TIGHT_BUDGET), seed=session.limits.seed)
+    session.smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
+    session.offer(session.smallest.plan.order)

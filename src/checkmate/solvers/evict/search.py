@@ -355,6 +355,11 @@ class Search:
         """Ops of the best plan, END left out."""
         return self.realise(self._best)
 
+    def peak_bytes(self) -> int:
+        """Peak of the best plan, resident bytes included."""
+        length = self._decode(self._best)
+        return int(self._scratch.profile[:length].max()) + self.problem.graph.resident_bytes
+
     def realise(self, code: Code) -> list[int]:
         """Ops of a code's plan, whatever it peaks at.
 
@@ -364,11 +369,7 @@ class Search:
         Returns:
             Ops in the order of their computations; none if an op that may run once would have to run twice.
         """
-        for own, given in zip(self._trial, code, strict=True):
-            own[:] = given
-        without_limits = RepairSettings(math.inf, 0.0, 0.0, 0.0, math.inf, 0)
-        decoded = Repaired(*repair(self.instance, self._scratch, self._trial, without_limits, self._random))
-        order = self._scratch.sequence[: decoded.length - 1].tolist() if decoded.found else []
+        order = self._scratch.sequence[: max(0, self._decode(code) - 1)].tolist()
         return [o for o in order if o not in self._readers]
 
     def evict(self, code: Code, value: int, start: int, stop: int) -> bool:
@@ -413,6 +414,13 @@ class Search:
         longest = max(len(stage), len(self.instance.size), len(placed))
         encode(self.instance, stage, placed, tuple(np.empty(longest, dtype=np.int64) for _ in range(3)), code)
         return code
+
+    def _decode(self, code: Code) -> int:
+        """Decode a code into the scratch arrays; returns the length with END, or 0 if it has no plan."""
+        for own, given in zip(self._trial, code, strict=True):
+            own[:] = given
+        without_limits = RepairSettings(math.inf, 0.0, 0.0, 0.0, math.inf, 0)
+        return Repaired(*repair(self.instance, self._scratch, self._trial, without_limits, self._random)).length
 
     def _repair(self, exponent: float, noise: float, batch: float) -> bool:
         """Repair the working code; keep it as the best if it is cheaper."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ class SmallestParameters:
         steps_per_op: Steps without a lower peak after which the search ends, as a multiple of the number of ops.
         time_s: Seconds without a limit from the caller.
         quick_s: Seconds of `quick_peak`.
+        attempt_share: Share of the time left that an attempt may take.
         precision: A bisection ends when its interval is below one part in so many of the peak: 0.1 %, less than allocators
             round.
     """
@@ -37,6 +38,7 @@ class SmallestParameters:
     steps_per_op: int = 8
     time_s: float = 20.0
     quick_s: float = 1.0
+    attempt_share: float = 0.5
     precision: int = 1000
 
 
@@ -44,7 +46,13 @@ PARAMETERS = SmallestParameters()
 
 
 def smallest_peak(
-    problem: Problem, limits: Limits | None = None, *, enough: int = 0, known: Plan | None = None, keep_interrupted: bool = False
+    problem: Problem,
+    limits: Limits | None = None,
+    *,
+    enough: int = 0,
+    near: int = 0,
+    known: Plan | None = None,
+    keep_interrupted: bool = False,
 ) -> MinBudget:
     """Bisect the budget down to the proven floor with greedy plans, then lower peaks step by step (`Descent`).
 
@@ -53,7 +61,8 @@ def smallest_peak(
     Args:
         problem: Graph and what a plan may do; its budget is ignored.
         limits: Time and seed; `SmallestParameters.time_s` by default.
-        enough: A peak that is low enough, resident bytes included; the bisection ends there.
+        enough: A peak that is low enough, resident bytes included; the search ends there.
+        near: A peak that is low enough if a bisection of about a second reaches it.
         known: A plan that was found before.
         keep_interrupted: Whether Ctrl-C returns the smallest peak so far.
 
@@ -64,9 +73,10 @@ def smallest_peak(
     try:
         bisection.raise_floor()
         bisection.from_the_middle(PARAMETERS.quick_s)
-        quick = bisection.plan
-        bisection.from_the_floor()
-        bisection.descend(quick)
+        quick = bisection.order
+        if bisection.peak_bytes > near:
+            bisection.from_the_floor()
+            bisection.descend(quick)
     except KeyboardInterrupt:
         if not keep_interrupted:
             raise
@@ -97,23 +107,25 @@ class _Bisection:
         known: A plan that was found before, or None.
 
     Attributes:
-        plan: The plan of the smallest peak so far.
+        order: Ops of the folded graph in the order of the plan of the smallest peak so far.
+        peak_bytes: That peak, resident bytes included.
     """
 
     def __init__(self, problem: Problem, limits: Limits, enough: int, known: Plan | None) -> None:
-        self._problem, self._graph, self._seed = problem, problem.graph, limits.seed
-        graph = problem.graph
-        self._floor = floor(graph)
+        self._clock = Session(problem, limits)  # first of all: what follows takes seconds on 100,000 ops
+        self._problem, self._seed = problem, limits.seed
+        self._floor = floor(problem.graph)
         self._enough = max(enough, self._floor.peak_bytes)
-        orders = [list(range(len(graph.ops)))]
-        if problem.reorder:
-            orders.append(late_order(graph))
-        plans = [Plan.from_order(graph, order) for order in orders]
-        if known is not None:
-            plans.append(known)
-        self._peak, self.plan = min(((simulate(graph, plan).peak_bytes, plan) for plan in plans), key=lambda found: found[0])
-        self._clock = Session(problem, limits)
-        self._fold = FoldViews.of(graph)
+        self._fold = FoldViews.of(problem.graph)
+        folded = self._fold.folded
+        self.order = list(range(len(folded.ops)))
+        with self._clock.checking():
+            self.peak_bytes = self._peak_of(self.order)
+        others = [] if known is None else [self._fold.apply_order(known.order)]
+        if problem.reorder and self._clock.left_s() > 0:
+            others.append(late_order(folded))
+        for order in others:
+            self._keep(order, self._peak_of(order))
         self._searches: list[Search] = []
         self._starts = self._more_searches()
 
@@ -126,31 +138,31 @@ class _Bisection:
         Args:
             time_s: Seconds after which to stop; an attempt that would take as long as the one before is not begun after them.
         """
-        if self._peak <= self._enough:
+        if self.peak_bytes <= self._enough or self._clock.left_s() <= 0:
             return  # before the kernels are loaded, which takes a second
         self._clock.prepare(load_kernels)
         began, last, low = self._clock.elapsed_s(), 0.0, self._floor.peak_bytes
         search = next(self._starts)
         self._searches.append(search)
-        while self._peak > self._enough and not self._near(low):
+        while self.peak_bytes > self._enough and not self._near(low):
             now = self._clock.elapsed_s()
             if last and last > min(time_s - (now - began), self._clock.left_s()):
                 return
-            guess = (low + self._peak) // 2
+            guess = (low + self.peak_bytes) // 2
             if not self._reach(search, guess):
                 low = guess
             last = self._clock.elapsed_s() - now
 
     def raise_floor(self) -> None:
         """Look for a higher floor, if the peak is above the one that is known. It holds for plans without copies to a host."""
-        if self._peak <= self._enough or self._problem.host is not None:
+        if self.peak_bytes <= self._enough or self._problem.host is not None:
             return
         self._clock.prepare(load_kernels)
         from checkmate.solvers.bounds.last_run import last_run_floor
 
         found = last_run_floor(self._fold.folded, self._floor.peak_bytes, self._clock.time_up)
         # Higher by less than a bisection sees it says nothing more, and why it holds is harder to read.
-        least = self._floor.peak_bytes + (self._floor.peak_bytes - self._graph.resident_bytes) // PARAMETERS.precision
+        least = self._floor.peak_bytes + (self._floor.peak_bytes - self._resident) // PARAMETERS.precision
         if found is not None and found.peak_bytes > least:
             self._floor = Floor(found.peak_bytes, self._fold.kept_ops[found.op], found.why)
             self._enough = max(self._enough, found.peak_bytes)
@@ -158,74 +170,88 @@ class _Bisection:
     def from_the_floor(self) -> None:
         """Bisect from every start, the floor itself first: many graphs have a plan there, which ends the search at once."""
         guess = low = self._floor.peak_bytes
-        while self._peak > self._enough and self._clock.left_s() > 0:
-            self._searches += self._starts
-            if not any(self._reach(search, guess) for search in self._searches):
+        while self.peak_bytes > self._enough and self._clock.left_s() > 0:
+            if not any(self._reach(search, guess) for search in self._every_search()):
                 low = guess  # not found proves nothing; it only ends this bisection
             if self._near(low):
                 return
-            guess = (low + self._peak) // 2
+            guess = (low + self.peak_bytes) // 2
 
-    def descend(self, start: Plan) -> None:
+    def descend(self, start: Sequence[int]) -> None:
         """Lower peaks step by step, until one is near the floor or none was lower for long.
 
         Args:
-            start: A plan to begin from, beside that which holds everything.
+            start: Ops of a plan to begin from, beside that which holds everything.
         """
-        if self._peak <= self._enough or self._clock.left_s() <= 0 or len(self._fold.folded.ops) > PARAMETERS.most_ops:
+        folded, lowest = self._fold.apply(self._problem.replace_budget(self.peak_bytes)), self._floor.peak_bytes
+        ops = len(folded.graph.ops)
+        if self.peak_bytes <= self._enough or self._clock.left_s() <= 0 or ops > PARAMETERS.most_ops:
             return
         from checkmate.solvers.evict.descent import Descent
 
-        folded, lowest = self._fold.apply(self._problem.replace_budget(self._peak)), self._floor.peak_bytes
-        graph = folded.graph
-        holds_all = late_order(graph) if folded.reorder else list(range(len(graph.ops)))
-        orders = [holds_all, self._fold.apply_order(start.order)]
-        descent = Descent(folded, orders, lowest, self._seed, self._clock.time_up)
-        failed, most = 0, PARAMETERS.steps_per_op * len(graph.ops)
-        last = 0.0  # a step that would take as long as the one before is not begun without as much time
-        while self._peak > self._enough and not self._near(lowest) and failed < most and self._clock.left_s() > last:
+        holds_all = late_order(folded.graph) if folded.reorder else range(ops)
+        descent = Descent(folded, [holds_all, start], lowest, self._seed, self._clock.time_up)
+        failed, last = 0, 0.0  # a step that would take as long as the one before is not begun without as much time
+        while self.peak_bytes > self._enough and not self._near(lowest) and failed < PARAMETERS.steps_per_op * ops:
             now = self._clock.elapsed_s()
+            if self._clock.left_s() <= last:
+                return
             failed += 1
             if descent.step():
-                self._keep(descent.order)
                 failed = 0
+                self._keep(descent.order, descent.peak_bytes)
             last = self._clock.elapsed_s() - now
 
     def found(self) -> MinBudget:
         """The smallest peak so far."""
         self._clock.close()
-        graph, lowest = self._graph, self._floor
-        cost = simulate(graph, self.plan).cost
+        graph, lowest = self._problem.graph, self._floor
+        timeline = simulate(graph, Plan.from_order(graph, without_unread(self._problem, self._fold.invert(self.order))))
         return MinBudget(
-            plan=self.plan,
-            cost=cost,
-            overhead=cost / graph.cost if graph.cost else 1.0,
-            peak_bytes=self._peak,
+            plan=timeline.plan,
+            cost=timeline.cost,
+            overhead=timeline.cost / graph.cost if graph.cost else 1.0,
+            peak_bytes=timeline.peak_bytes,
             floor_bytes=lowest.peak_bytes,
             binding_op="" if lowest.op is None else graph.ops[lowest.op].name,
             why=lowest.why,
             elapsed_s=self._clock.elapsed_s(),
         )
 
+    @property
+    def _resident(self) -> int:
+        return self._problem.graph.resident_bytes
+
     def _reach(self, search: Search, guess: int) -> bool:
-        """Whether a search finds a plan within a budget; the plan is kept if it is the smallest."""
+        """Whether a search finds a plan within a budget; the plan is kept if its peak is the smallest."""
+        clock = self._clock
         search.set_budget(guess)
-        if not search.first(1, lambda: self._clock.left_s() <= 0, stop_at_first=True):
+        with clock.within(clock.elapsed_s() + PARAMETERS.attempt_share * clock.left_s()):
+            reached = search.first(1, lambda: clock.left_s() <= 0, stop_at_first=True)
+        if not reached:
             return False
-        self._keep(search.order())
+        self._keep(search.order(), search.peak_bytes())
         return True
 
-    def _keep(self, order: list[int]) -> None:
+    def _peak_of(self, order: Sequence[int]) -> int:
+        return simulate(self._fold.folded, Plan.from_order(self._fold.folded, order)).peak_bytes
+
+    def _keep(self, order: list[int], peak_bytes: int) -> None:
         """Keep the plan of an order of the folded graph if its peak is the smallest."""
-        plan = Plan.from_order(self._graph, without_unread(self._problem, self._fold.invert(order)))
-        reached = simulate(self._graph, plan).peak_bytes
-        if reached < self._peak:
-            self.plan, self._peak = plan, reached
+        if peak_bytes < self.peak_bytes:
+            self.peak_bytes, self.order = peak_bytes, order
 
     def _near(self, low: int) -> bool:
-        return self._peak - low <= max(1, (self._peak - self._graph.resident_bytes) // PARAMETERS.precision)
+        return self.peak_bytes - low <= max(1, (self.peak_bytes - self._resident) // PARAMETERS.precision)
+
+    def _every_search(self) -> Iterator[Search]:
+        """Searches from every start; one that was not made yet is made when those before it have been used."""
+        yield from tuple(self._searches)
+        while self._clock.left_s() > 0 and (search := next(self._starts, None)) is not None:
+            self._searches.append(search)
+            yield search
 
     def _more_searches(self) -> Iterator[Search]:
-        folded = self._fold.apply(self._problem.replace_budget(self._peak))
+        folded = self._fold.apply(self._problem.replace_budget(self.peak_bytes))
         for start in starts(folded, self._seed, self._clock.time_up):
             yield start.search(folded, self._seed, self._clock.time_up)
