@@ -10,7 +10,6 @@ import pytest
 from checkmate import Graph, Op, Plan, Problem, Value, min_budget, simulate, validate
 from checkmate.core.plan import Compute
 from checkmate.solvers.evict.descent import Descent, DescentParameters
-from checkmate.solvers.evict.instance import read_again
 from checkmate.solvers.evict.repair import RuinParameters
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import movable_to_end
@@ -41,9 +40,9 @@ def above(graph: Graph, order: list[int], budget: int) -> int:
     return sum(max(0, int(held[k]) - budget) for k, step in enumerate(plan.steps) if isinstance(step, Compute))
 
 
-def test_values_that_an_op_is_listed_again_for_are_those_read_from_there_on():
-    """The largest of them, and at its last place all that are kept."""
-    values = [Value(name=f"v{v}", size_bytes=s, kept=v in (4, 5)) for v, s in enumerate([4, 1, 2, 8, 3, 5])]
+def test_an_op_that_is_listed_again_has_a_stage_for_what_is_read_of_it_from_there_on():
+    """For the largest of it, and at its last place for all that is kept."""
+    values = [Value(name=f"v{v}", size_bytes=s, kept=v in (4, 5)) for v, s in enumerate([4, 1, 2, 8, 5, 3])]
     ops = [
         Op(name="a", cost=1, inputs=(), outputs=(0, 1)),
         Op(name="b", cost=1, inputs=(0,), outputs=(2,)),
@@ -51,11 +50,18 @@ def test_values_that_an_op_is_listed_again_for_are_those_read_from_there_on():
         Op(name="d", cost=1, inputs=(0, 1, 3), outputs=(4, 5)),
     ]
     graph = Graph(ops=tuple(ops), values=tuple(values))
-    assert read_again(graph, [0, 1, 2, 3]) == {}
-    assert read_again(graph, [0, 1, 0, 2, 3]) == {2: [0]}
-    assert read_again(graph, [0, 1, 0, 2, 0, 3]) == {2: [1], 4: [0]}
-    assert read_again(graph, [0, 1, 2, 3, 2, 3]) == {4: [3], 5: [5, 4]}
-    assert read_again(graph, [0, 1, 2, 0, 1, 3]) == {3: [0], 4: []}
+
+    def stages(order: list[int]) -> list[int | str]:
+        search = Search(Problem(graph, ANY), frozenset(), 0, order)
+        g = search.instance
+        assert search.targets == [o for o in g.targets.tolist() if o < 4]
+        return [o if o < 4 else f"v{g.reads[g.read_start[o]]}" for o in g.targets[:-1].tolist()]
+
+    assert stages([0, 1, 2, 3]) == [0, 1, 2, 3]
+    assert stages([0, 1, 0, 2, 3]) == [0, 1, "v0", 2, 3]
+    assert stages([0, 1, 0, 2, 0, 3]) == [0, 1, "v1", 2, "v0", 3]
+    assert stages([0, 1, 2, 3, 2, 3]) == [0, 1, 2, 3, "v3", "v4", "v5"]
+    assert stages([0, 1, 2, 0, 1, 3]) == [0, 1, 2, "v0", 3]
 
 
 def test_a_plan_with_a_stage_for_every_computation_is_coded_as_it_is():

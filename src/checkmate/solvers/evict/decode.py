@@ -252,6 +252,135 @@ def encode(g, stage, order, work, code):
 
 
 @kernel
+def _largest_read(g, o, read):
+    """Of the values that an op makes, the largest of those that are read, or -1."""
+    largest = -1
+    for k in range(g.write_start[o], g.write_start[o + 1]):
+        v = g.writes[k]
+        if read[v] and (largest < 0 or g.size[v] > g.size[largest]):
+            largest = v
+    return largest
+
+
+@kernel
+def _keeps(g, o, read):
+    """Whether a value that an op makes is kept, and not made once more."""
+    found = False
+    for k in range(g.write_start[o], g.write_start[o + 1]):
+        v = g.writes[k]
+        found = found or (g.kept[v] and read[v])
+    return found
+
+
+@kernel
+def list_stages(g, order, first_reader, work, stages, readers):
+    """Fill the stages of an order in which ops may be listed again.
+
+    Where one is, it has a stage for what is read of it from there on, before it is listed once more: one for each kept
+    value at its last place, else one for the largest.
+
+    Args:
+        g: The graph, a `GraphArrays`.
+        order: Ops in the order of their stages; moves are left out of account. Shape ``[place]``.
+        first_reader: Number of the first stage that only reads.
+        work: Working space: how often each op is listed, how often from a place on, and whether a value is read from there on.
+            Shapes ``[op]``, ``[op]`` and ``[value]``.
+        stages: Filled from its end: ops, and stages that only read, numbered in their order. Shape ``[place + value]``.
+        readers: Filled from its end, for each of those: the op, its value, and how often the op is listed after it.
+            Shape ``[3, place + value]``.
+
+    Returns:
+        How many stages there are, and how many only read.
+    """
+    listed, later, read = work
+    end = len(g.cost) - 1
+    listed[:] = 0
+    later[:] = 0
+    for v in range(len(read)):
+        read[v] = g.kept[v]
+    for p in range(len(order)):
+        if order[p] < end:
+            listed[order[p]] += 1
+    room = len(stages)
+    at, reading = room, room
+    for p in range(len(order) - 1, -1, -1):
+        o = order[p]
+        if o >= end:
+            at -= 1
+            stages[at] = o
+            continue
+        if later[o] + 1 == listed[o]:
+            at -= 1
+            stages[at] = o
+        else:
+            largest, kept = _largest_read(g, o, read), _keeps(g, o, read)
+            for k in range(g.write_start[o + 1] - 1, g.write_start[o] - 1, -1):
+                v = g.writes[k]
+                if (g.kept[v] and read[v]) if kept else v == largest:
+                    at -= 1
+                    reading -= 1
+                    stages[at] = -1
+                    readers[0, reading], readers[1, reading], readers[2, reading] = o, v, later[o]
+                read[v] = 0
+        later[o] += 1
+        for k in range(g.read_start[o], g.read_start[o + 1]):
+            read[g.reads[k]] = 1
+    number = first_reader
+    for p in range(at, room):
+        if stages[p] < 0:
+            stages[p] = number
+            number += 1
+    return room - at, room - reading
+
+
+@kernel
+def place_readers(g, order, first_reader, readers, work, placed):
+    """Fill ``placed`` with an order and the stages that only read, each right after its computation and the stages before it.
+
+    Args:
+        g: The instance.
+        order: Ops in the order of their computations, END left out. Shape ``[position]``.
+        first_reader: Number of the first of those stages.
+        readers: The op of each, its value, and how often the op is listed after it. Shape ``[3, reader]``.
+        work: Working space: the start of each op's positions, and the positions. Shapes ``[op + 1]`` and ``[position]``.
+        placed: Filled. Shape ``[position + reader]``.
+    """
+    start, positions = work
+    start[:] = 0
+    for p in range(len(order)):
+        start[order[p] + 1] += 1
+    for o in range(len(start) - 1):
+        start[o + 1] += start[o]
+    for p in range(len(order)):
+        positions[start[order[p]]] = p
+        start[order[p]] += 1
+    # Every start is now that of the next op.
+    at, done, filled = -1, 0, 0
+    for t in range(len(g.targets) - 1):
+        target = g.targets[t]
+        reader = target - first_reader
+        o = readers[0, reader] if reader >= 0 else target
+        low = start[o - 1] if o > 0 else 0
+        times = start[o] - low
+        if reader < 0:
+            if times:
+                at = max(at, positions[low])
+            continue
+        # The plan may compute the op more often than it is listed, or less often: the last stage has the last run.
+        at = max(at, positions[low + max(0, times - 1 - readers[2, reader])])
+        while done <= at:
+            placed[filled] = order[done]
+            filled += 1
+            done += 1
+        placed[filled] = target
+        filled += 1
+    while done < len(order):
+        placed[filled] = order[done]
+        filled += 1
+        done += 1
+
+
+@kernel
 def measure(g, w, length):
     """Cost of ``w.sequence``, and the bytes at each position of it.
 

@@ -10,8 +10,7 @@ The kernels are compiled by numba, which takes NamedTuples of arrays but no clas
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -102,34 +101,43 @@ class Code(NamedTuple):
     used: SmallInts
 
 
-def build_instance(
-    problem: Problem, on_demand: frozenset[int], order: Sequence[int] | None = None, moves: Sequence[Move] = ()
-) -> Instance:
-    """Arrays of a problem whose views are folded.
+class GraphArrays(NamedTuple):
+    """Arrays that all instances of a problem have in common, whatever the order of their stages. Fields as those of an `Instance`.
+
+    Attributes:
+        kept: Whether a value is kept. Shape ``[value]``.
+        overwritten: An op and one that overwrites its inputs, pair by pair. Shape ``[pair, 2]``.
+    """
+
+    once: Flags
+    read_start: Ints
+    reads: Ints
+    write_start: Ints
+    writes: Ints
+    producer: Ints
+    slot: Ints
+    cost: Floats
+    workspace: Floats
+    replay: Floats
+    size: Floats
+    evictable: Flags
+    kept: Flags
+    overwritten: Ints
+
+
+def graph_arrays(problem: Problem) -> GraphArrays:
+    """Arrays of a problem whose views are folded, END included.
 
     Args:
         problem: The problem. A view left in its graph counts as a read of its storage's owner too.
-        on_demand: Ops without a stage: computed when another op needs them.
-        order: Order of the targets; the graph's own by default.
-        moves: Moves, which the order has as ops from that after END on.
     """
     graph = problem.graph
-    count = len(graph.ops)
+    kept = np.array([value.kept for value in graph.values], dtype=np.uint8)
     reads = [_reads_with_storage(graph, op.inputs) for op in graph.ops]
-    reads.append(_reads_with_storage(graph, [v for v, value in enumerate(graph.values) if value.kept]))
-    reads += [[] if move.fetches else [move.value] for move in moves]
-    writes: list[Sequence[int]] = [*(op.outputs for op in graph.ops), ()]
-    writes += [[move.value] if move.fetches else [] for move in moves]
-    targets = [o for o in (range(count) if order is None else order) if o not in on_demand] + [count]
-    stage = {o: t for t, o in enumerate(targets)}
-    # An op may run in the stage of the op that overwrites its inputs, which is computed last in it, but not after.
-    last_stage = np.full(count + 1 + len(moves), NEVER, dtype=np.int64)
-    for o, op in enumerate(graph.ops):
-        if op.clobbered_by:
-            last_stage[o] = min(stage[c] for c in op.clobbered_by)
-    once = [not may_run_again(problem, o) for o in range(len(graph.ops))]
+    reads.append(_reads_with_storage(graph, np.flatnonzero(kept).tolist()))
     read_start, read_values = rows(reads)
-    write_start, written_values = rows(writes)
+    write_start, written_values = rows([*(op.outputs for op in graph.ops), ()])
+    once = np.array([*(not may_run_again(problem, o) for o in range(len(graph.ops))), True], dtype=np.uint8)
     # Instances are numbered op run by op run, so the instance of a value is that of the run plus its slot.
     slot = np.zeros(len(graph.values), dtype=np.int64)
     for op in graph.ops:
@@ -141,26 +149,66 @@ def build_instance(
     # evicted and made again, both instances would be live and the bytes counted here too few.
     viewed = np.zeros(len(graph.values), dtype=np.bool_)
     viewed[[graph.root[v] for v, value in enumerate(graph.values) if value.base is not None]] = True
-    once_flags = np.array([*once, True, *(True for _ in moves)], dtype=np.uint8)
-    fetched_at = np.full(len(graph.values), NEVER, dtype=np.int64)
-    for m, move in enumerate(moves):
-        if move.fetches:
-            fetched_at[move.value] = stage[count + 1 + m]
-    return Instance(
-        targets=np.array(targets, dtype=np.int64),
-        once=once_flags,
-        last_stage=last_stage,
+    clobbers = [(o, c) for o, op in enumerate(graph.ops) for c in op.clobbered_by]
+    return GraphArrays(
+        once=once,
         read_start=read_start,
         reads=read_values,
         write_start=write_start,
         writes=written_values,
         producer=producer,
         slot=slot,
-        cost=_floats([op.cost for op in graph.ops], moves),
-        workspace=_floats([op.workspace_bytes for op in graph.ops], moves),
-        replay=_floats([op.replay_bytes for op in graph.ops], moves),
+        cost=np.array([*(op.cost for op in graph.ops), 0], dtype=np.float64),
+        workspace=np.array([*(op.workspace_bytes for op in graph.ops), 0], dtype=np.float64),
+        replay=np.array([*(op.replay_bytes for op in graph.ops), 0], dtype=np.float64),
         size=size,
-        evictable=((once_flags[producer] == 0) & (size > 0) & ~viewed).astype(np.uint8),
+        evictable=((once[producer] == 0) & (size > 0) & ~viewed).astype(np.uint8),
+        kept=kept,
+        overwritten=np.array(clobbers, dtype=np.int64).reshape(-1, 2),
+    )
+
+
+def build_instance(
+    arrays: GraphArrays, order: Ints, on_demand: Collection[int], moved: Ints, fetches: npt.NDArray[np.bool_]
+) -> Instance:
+    """An instance with a stage for each op of an order.
+
+    Args:
+        arrays: Arrays of the problem.
+        order: Ops in the order of their stages, moves as ops from that after END on. Shape ``[stage]``.
+        on_demand: Ops of the order that have no stage all the same: computed when another op needs them.
+        moved: Value of each move. Shape ``[move]``.
+        fetches: Whether it makes a new instance of it (`Move`). Shape ``[move]``.
+    """
+    end, ops = len(arrays.cost) - 1, len(arrays.cost) + len(moved)
+    staged = np.ones(ops, dtype=np.bool_)
+    staged[list(on_demand)] = False
+    targets = np.append(order[staged[order]], end)
+    stage = np.zeros(ops, dtype=np.int64)
+    stage[targets] = np.arange(len(targets))
+    # An op may run in the stage of the op that overwrites its inputs, which is computed last in it, but not after.
+    last_stage = np.full(ops, NEVER, dtype=np.int64)
+    np.minimum.at(last_stage, arrays.overwritten[:, 0], stage[arrays.overwritten[:, 1]])
+    fetched_at = np.full(len(arrays.size), NEVER, dtype=np.int64)
+    fetched_at[moved[fetches]] = stage[end + 1 :][fetches]
+    read_start, reads = _with_rows(arrays.read_start, arrays.reads, moved, ~fetches)
+    write_start, writes = _with_rows(arrays.write_start, arrays.writes, moved, fetches)
+    free = np.zeros(len(moved))
+    return Instance(
+        targets=targets,
+        once=np.append(arrays.once, np.ones(len(moved), dtype=np.uint8)),
+        last_stage=last_stage,
+        read_start=read_start,
+        reads=reads,
+        write_start=write_start,
+        writes=writes,
+        producer=arrays.producer,
+        slot=arrays.slot,
+        cost=np.append(arrays.cost, free),
+        workspace=np.append(arrays.workspace, free),
+        replay=np.append(arrays.replay, free),
+        size=arrays.size,
+        evictable=arrays.evictable,
         fetched_at=fetched_at,
     )
 
@@ -168,37 +216,6 @@ def build_instance(
 def first_computations(order: Sequence[int]) -> list[int]:
     """Each op of an order once, where it is computed first."""
     return list(dict.fromkeys(order))
-
-
-def read_again(graph: Graph, order: Sequence[int]) -> dict[int, list[int]]:
-    """The values for which an op that is listed again has stages: the kept ones at its last place, else those that are read.
-
-    Args:
-        graph: The graph.
-        order: Ops in the order of their stages, each once or more often; moves are left out of account.
-
-    Returns:
-        For each place where an op is listed again, the values, the largest first. A value counts as read if an op reads it
-        before this one is listed once more.
-    """
-    listed = Counter(o for o in order if o < len(graph.ops))
-    found: dict[int, list[int]] = {}
-    if listed.total() == len(listed):  # each once, as in most searches
-        return found
-    kept = {v for v, value in enumerate(graph.values) if value.kept}
-    read = set(kept)
-    for place in range(len(order) - 1, -1, -1):
-        o = order[place]
-        if o not in listed:
-            continue
-        op = graph.ops[o]
-        listed[o] -= 1
-        if listed[o]:
-            own = sorted((v for v in op.outputs if v in read), key=lambda v: (-graph.values[v].size_bytes, v))
-            found[place] = [v for v in own if v in kept] or own[:1]
-            read.difference_update(op.outputs)
-        read.update(op.inputs)
-    return found
 
 
 def rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
@@ -361,6 +378,7 @@ def _reads_with_storage(graph: Graph, inputs: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(u for v in inputs for u in (v, graph.root[v])))
 
 
-def _floats(amounts: list[int], moves: Sequence[Move]) -> Floats:
-    """Amounts of the ops, and 0 for END and moves."""
-    return np.array([*amounts, 0, *(0 for _ in moves)], dtype=np.float64)
+def _with_rows(start: Ints, entries: Ints, more: Ints, filled: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Lists in compressed sparse row form (`rows`) and a row for each of some more entries, which has it if it is filled."""
+    starts = np.append(start, start[-1] + np.cumsum(filled))
+    return starts, np.concatenate([entries[:-1], more[filled], entries[-1:]])

@@ -6,17 +6,26 @@ The kernels are in `repair`; here are their order of use, the parameters, and th
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
-from checkmate.solvers.evict.decode import add_interval, encode, seed_random
-from checkmate.solvers.evict.instance import Code, Move, build_instance, build_scratch, first_computations, read_again
+from checkmate.solvers.evict.decode import add_interval, encode, list_stages, place_readers, seed_random
+from checkmate.solvers.evict.instance import (
+    Code,
+    GraphArrays,
+    Ints,
+    Move,
+    build_instance,
+    build_scratch,
+    first_computations,
+    graph_arrays,
+)
 from checkmate.solvers.evict.repair import (
     Improved,
     Repaired,
@@ -42,18 +51,6 @@ class Greedy(NamedTuple):
     duration_exponent: float
     batch_fraction: float
     most_ops: float = math.inf
-
-
-class _Again(NamedTuple):
-    """A stage of an op that is listed again.
-
-    Attributes:
-        op: The op.
-        left: How often it is listed after this stage.
-    """
-
-    op: int
-    left: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +120,9 @@ class Search:
             that are listed again at the end are computed one after another, in place of all in the one stage of END.
         time_up: Ends kernels when it is raised (`Session.time_up`); by default nothing does.
         moves: Moves of values to and from the host, which the order names as ops from that after END on.
+        arrays: Arrays of the problem, if they are there.
 
     Attributes:
-        stage: Stage of each target op.
         best_cost: Cost of the best plan so far, or infinite.
         order_bound: Proven extra cost of every plan that computes the targets in their order, as a share.
     """
@@ -138,29 +135,20 @@ class Search:
         order: Sequence[int] | None = None,
         time_up: Flag | None = None,
         moves: Sequence[Move] = (),
+        arrays: GraphArrays | None = None,
     ) -> None:
         self.problem = problem
         self._on_demand = on_demand
         self._time_up = time_up
-        count = len(problem.graph.ops)
-        listed = range(count) if order is None else order
-        # A stage that reads a value is what a move that does not fetch has.
-        self._readers: dict[int, _Again] = {}  # in the order of their stages
-        reading: list[Move] = []
-        again = read_again(problem.graph, listed)
-        left = Counter(listed)
-        stages: list[int] = []
-        for place, o in enumerate(listed):
-            left[o] -= 1
-            if place not in again:
-                stages.append(o)
-                continue
-            for v in again[place]:
-                reading.append(Move(v, fetches=False))
-                stages.append(count + len(moves) + len(reading))
-                self._readers[stages[-1]] = _Again(o, left[o])
-        self.instance: Any = build_instance(problem, on_demand, stages, [*moves, *reading])
-        self.stage = {int(o): t for t, o in enumerate(self.instance.targets)}
+        self._arrays = arrays = graph_arrays(problem) if arrays is None else arrays
+        listed = np.arange(len(problem.graph.ops)) if order is None else np.array(order, dtype=np.int64)
+        self._first_reader = len(arrays.cost) + len(moves)
+        stages, self._readers = _stages(arrays, listed, self._first_reader)
+        # A stage that only reads a value is what a move that does not fetch has.
+        moved = np.append(np.array([move.value for move in moves], dtype=np.int64), self._readers[1])
+        fetches = np.zeros(len(moved), dtype=np.bool_)
+        fetches[: len(moves)] = [move.fetches for move in moves]
+        self.instance: Any = build_instance(arrays, stages, on_demand, moved, fetches)
         self.best_cost = math.inf
         self.order_bound = -math.inf
         self._attempts = 0
@@ -171,10 +159,16 @@ class Search:
         self._random = np.zeros(1, dtype=np.uint64)
         seed_random(self._random, seed)
 
+    @cached_property
+    def stage(self) -> dict[int, int]:
+        """Stage of each op that has one, END included."""
+        return {o: t for t, o in enumerate(self.instance.targets.tolist())}
+
     @property
     def targets(self) -> list[int]:
         """Ops that have a stage, END left out, in the order of their first computations."""
-        return [o for o in self.instance.targets[:-1].tolist() if o not in self._readers]
+        targets = self.instance.targets[:-1]
+        return targets[targets < self._first_reader].tolist()
 
     def empty_code(self) -> Code:
         """A code that holds everything."""
@@ -297,9 +291,10 @@ class Search:
             order: Ops of the folded graph in the order of their computations.
             seed: Seed of the other search.
         """
-        on_demand = self._on_demand if self._readers else frozenset[int]()
-        stages = [*first_computations(order), *dict.fromkeys(again.op for again in self._readers.values())]
-        other = Search(self.problem, on_demand, seed, stages, self._time_up)
+        again = list(dict.fromkeys(self._readers[0].tolist()))
+        on_demand = self._on_demand if again else frozenset[int]()
+        stages = [*first_computations(order), *again]
+        other = Search(self.problem, on_demand, seed, stages, self._time_up, arrays=self._arrays)
         other.start_from_order(order)
         return other
 
@@ -369,8 +364,8 @@ class Search:
         Returns:
             Ops in the order of their computations; none if an op that may run once would have to run twice.
         """
-        order = self._scratch.sequence[: max(0, self._decode(code) - 1)].tolist()
-        return [o for o in order if o not in self._readers]
+        sequence = self._scratch.sequence[: max(0, self._decode(code) - 1)]
+        return sequence[sequence < self._first_reader].tolist()
 
     def evict(self, code: Code, value: int, start: int, stop: int) -> bool:
         """Add to a code that a value is not held in stages ``start`` to ``stop``, both included.
@@ -380,24 +375,15 @@ class Search:
         """
         return bool(add_interval(code, value, start, stop))
 
-    def _with_readers(self, order: Sequence[int]) -> list[int]:
-        """An order with the stages of ops that are listed again, each right after its computation and the stages before it."""
-        if not self._readers:
-            return list(order)
-        runs: dict[int, list[int]] = {}
-        for p, o in enumerate(order):
-            runs.setdefault(o, []).append(p)
-        at, placed = -1, dict[int, list[int]]()
-        for target in self.instance.targets[:-1].tolist():
-            again = self._readers.get(target)
-            if again is not None:
-                # The plan may compute the op more often than it is listed, or less often: the last stage has the last run.
-                computed = runs[again.op]
-                at = max(at, computed[max(0, len(computed) - 1 - again.left)])
-                placed.setdefault(at, []).append(target)
-            elif target in runs:
-                at = max(at, runs[target][0])
-        return [o for p, op in enumerate(order) for o in (op, *placed.get(p, ()))]
+    def _with_readers(self, order: Ints) -> Ints:
+        """An order with the stages that only read, each right after its computation and the stages before it."""
+        many = self._readers.shape[1]
+        if not many:
+            return order
+        placed = np.empty(len(order) + many, dtype=np.int64)
+        work = np.empty(len(self.instance.cost) + 1, dtype=np.int64), np.empty(len(order), dtype=np.int64)
+        place_readers(self.instance, order, self._first_reader, self._readers, work, placed)
+        return placed
 
     def code_of(self, order: Sequence[int]) -> Code:
         """Code that does not hold a value between the last touch of an instance and the making of the next.
@@ -408,7 +394,7 @@ class Search:
         Args:
             order: Ops of the folded graph in the order of their computations.
         """
-        code, placed = self.empty_code(), np.array(self._with_readers(order), dtype=np.int64)
+        code, placed = self.empty_code(), self._with_readers(np.array(order, dtype=np.int64))
         stage = np.full(len(self.instance.cost), -1, dtype=np.int64)
         stage[self.instance.targets] = np.arange(len(self.instance.targets))
         longest = max(len(stage), len(self.instance.size), len(placed))
@@ -435,3 +421,13 @@ class Search:
     def _settings(self, exponent: float, noise: float, batch: float) -> RepairSettings:
         rounds = PARAMETERS.rounds_per_value * len(self.instance.size)
         return RepairSettings(self._budget, exponent, noise, batch, self.best_cost, rounds)
+
+
+def _stages(arrays: GraphArrays, order: Ints, first_reader: int) -> tuple[Ints, Ints]:
+    """Stages of an order, and the op, the value and the number of later listings of those that only read (`list_stages`)."""
+    ops, values = len(arrays.cost), len(arrays.size)
+    work = np.empty(ops, dtype=np.int64), np.empty(ops, dtype=np.int64), np.empty(values, dtype=np.uint8)
+    stages = np.empty(len(order) + values, dtype=np.int64)
+    readers = np.empty((3, len(stages)), dtype=np.int64)
+    many, reading = list_stages(arrays, order, first_reader, work, stages, readers)
+    return stages[len(stages) - many :], np.ascontiguousarray(readers[:, len(stages) - reading :])
