@@ -102,7 +102,7 @@ class Code(NamedTuple):
 
 
 class GraphArrays(NamedTuple):
-    """Arrays that all instances of a problem have in common, whatever the order of their stages. Fields as those of an `Instance`.
+    """Arrays that all instances of a problem have in common, whatever the order of their stages; fields as in `Instance`.
 
     Attributes:
         kept: Whether a value is kept. Shape ``[value]``.
