@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from checkmate import Graph, Op, Plan, Problem, Value, min_budget, simulate, validate
@@ -42,26 +43,46 @@ def above(graph: Graph, order: list[int], budget: int) -> int:
 
 def test_an_op_that_is_listed_again_has_a_stage_for_what_is_read_of_it_from_there_on():
     """For the largest of it, and at its last place for all that is kept."""
-    values = [Value(name=f"v{v}", size_bytes=s, kept=v in (4, 5)) for v, s in enumerate([4, 1, 2, 8, 5, 3])]
+    values = [Value(name=f"v{v}", size_bytes=s, kept=v in (4, 5, 7)) for v, s in enumerate([4, 1, 2, 8, 5, 3, 1, 9, 1])]
     ops = [
         Op(name="a", cost=1, inputs=(), outputs=(0, 1)),
         Op(name="b", cost=1, inputs=(0,), outputs=(2,)),
         Op(name="c", cost=1, inputs=(1,), outputs=(3,)),
         Op(name="d", cost=1, inputs=(0, 1, 3), outputs=(4, 5)),
+        Op(name="e", cost=1, inputs=(), outputs=(6, 7)),
+        Op(name="f", cost=1, inputs=(6,), outputs=(8,)),
     ]
     graph = Graph(ops=tuple(ops), values=tuple(values))
+    others = [4, 5]
 
     def stages(order: list[int]) -> list[int | str]:
         search = Search(Problem(graph, ANY), frozenset(), 0, order)
         g = search.instance
-        assert search.targets == [o for o in g.targets.tolist() if o < 4]
-        return [o if o < 4 else f"v{g.reads[g.read_start[o]]}" for o in g.targets[:-1].tolist()]
+        assert search.targets == [o for o in g.targets.tolist() if o < 6]
+        return [o if o < 6 else f"v{g.reads[g.read_start[o]]}" for o in g.targets[:-1].tolist()]
 
-    assert stages([0, 1, 2, 3]) == [0, 1, 2, 3]
-    assert stages([0, 1, 0, 2, 3]) == [0, 1, "v0", 2, 3]
-    assert stages([0, 1, 0, 2, 0, 3]) == [0, 1, "v1", 2, "v0", 3]
-    assert stages([0, 1, 2, 3, 2, 3]) == [0, 1, 2, 3, "v3", "v4", "v5"]
-    assert stages([0, 1, 2, 0, 1, 3]) == [0, 1, 2, "v0", 3]
+    assert stages([0, 1, 2, 3, *others]) == [0, 1, 2, 3, *others]
+    assert stages([0, 1, 0, 2, 3, *others]) == [0, 1, "v0", 2, 3, *others]
+    assert stages([0, 1, 0, 2, 0, 3, *others]) == [0, 1, "v1", 2, "v0", 3, *others]
+    assert stages([0, 1, 2, 3, 2, 3, *others]) == [0, 1, 2, 3, "v3", "v4", "v5", *others]
+    assert stages([0, 1, 2, 0, 1, 3, *others]) == [0, 1, 2, "v0", 3, *others]
+    # What is kept is made at the last place, whatever is read of the op before that.
+    assert stages([0, 1, 2, 3, 4, 5, 4, 5, 4]) == [0, 1, 2, 3, 4, 5, "v6", "v7"]
+
+
+def test_a_stage_that_only_reads_comes_after_the_stages_before_it():
+    """In a plan that computes ops in other places than those of the stages, or more often."""
+    graph = Graph.from_dag(cost=[1] * 4, size_bytes=[4] * 4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)])
+    search = Search(Problem(graph, ANY), frozenset(), 0, [0, 1, 0, 2, 3])
+    reader = int(search.instance.targets[2])
+    assert reader > len(graph.ops)
+    for order, placed in (
+        ([0, 1, 0, 2, 3], [0, 1, 0, reader, 2, 3]),
+        ([0, 1, 2, 3], [0, 1, reader, 2, 3]),
+        ([0, 0, 1, 2, 3], [0, 0, 1, reader, 2, 3]),
+        ([0, 0, 2, 1, 3], [0, 0, 2, 1, reader, 3]),
+    ):
+        assert search._with_readers(np.array(order)).tolist() == placed
 
 
 def test_a_plan_with_a_stage_for_every_computation_is_coded_as_it_is():
