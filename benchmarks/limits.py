@@ -124,22 +124,25 @@ def measure(kind: str, ops: int, share: float | None, limit_s: float) -> Row:
     checkmate.solve(Problem(made("chain", 33), 6), limits=Limits(time_s=1.0))  # loads the kernels
     name = kind.removesuffix(WITH_HOST)
     graph = made(name, ops)
-    host = None if name == kind else HOST
-    called = smallest(graph, limit_s) if share is None else solved(graph, share, limit_s, host)
+    low, high = floor(graph).peak_bytes, keep_all_bytes(graph)
+    budget = low if share is None else max(0, int(low + share * (high - low)))
+    problem = Problem(graph, budget, host=None if name == kind else HOST)
+    began = time.perf_counter()
+    called = smallest(graph, limit_s) if share is None else solved(problem, limit_s)
+    wall_s = time.perf_counter() - began
     return Row(
         graph=kind,
         ops=len(graph.ops),
         budget="smallest" if share is None else f"f = {share}",
         limit_s=limit_s,
+        wall_s=round(wall_s, 2),
         rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **called,
     )
 
 
-def solved(graph: Graph, share: float, limit_s: float, host: HostMemory | None) -> dict[str, Any]:
+def solved(problem: Problem, limit_s: float) -> dict[str, Any]:
     """What a solve gives, as attributes of `Row`."""
-    low, high = floor(graph).peak_bytes, keep_all_bytes(graph)
-    problem = Problem(graph, max(0, int(low + share * (high - low))), host=host)
     firsts: list[float] = []
 
     def note(progress: Progress) -> None:
@@ -147,7 +150,6 @@ def solved(graph: Graph, share: float, limit_s: float, host: HostMemory | None) 
             firsts.append(round(progress.time_s, 2))
 
     overhead = gap = None
-    began = time.perf_counter()
     try:
         result = checkmate.solve(problem, limits=Limits(time_s=limit_s, gap=0.0), on_progress=note)
         reason, overhead, gap = result.termination.reason.value, result.overhead, result.gap
@@ -155,17 +157,13 @@ def solved(graph: Graph, share: float, limit_s: float, host: HostMemory | None) 
         reason = "refused"
     except PlanNotFoundError:
         reason = "not found"
-    wall_s = round(time.perf_counter() - began, 2)
-    return {"wall_s": wall_s, "first_s": firsts[0] if firsts else None, "overhead": overhead, "gap": gap, "reason": reason}
+    return {"first_s": firsts[0] if firsts else None, "overhead": overhead, "gap": gap, "reason": reason}
 
 
 def smallest(graph: Graph, limit_s: float) -> dict[str, Any]:
     """What a search for the smallest budget gives, as attributes of `Row`."""
-    began = time.perf_counter()
     found = checkmate.min_budget(graph, limits=Limits(time_s=limit_s))
-    wall_s = round(time.perf_counter() - began, 2)
-    gap = (found.peak_bytes - found.floor_bytes) / found.peak_bytes
-    return {"wall_s": wall_s, "first_s": None, "overhead": found.overhead, "gap": gap, "reason": "smallest"}
+    return {"first_s": None, "overhead": found.overhead, "gap": found.gap, "reason": "smallest"}
 
 
 def spin(stop: object) -> None:

@@ -236,13 +236,13 @@ def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
     It does not depend on the budget: a solve within the peak that a refusal names searches in the same way, and finds it again.
     """
     graph, left = problem.graph, min(session.left_s(), SMALLEST.time_s)
-    near = 0.0
+    near = 0
     if problem.budget_bytes < lowest.peak_bytes:
-        near = graph.resident_bytes + _NEAR * (lowest.peak_bytes - graph.resident_bytes)
+        near = graph.resident_bytes + int(_NEAR * (lowest.peak_bytes - graph.resident_bytes))
         left = min(_REFUSAL_SHARE * left, _REFUSAL_S * max(1.0, len(graph.ops) / _REFUSAL_OPS))
     seed, before = session.limits.seed, session.smallest
     if left > SMALLEST.quick_s:
-        found = smallest_peak(problem, Limits(time_s=left, seed=seed), near=int(near))
+        found = smallest_peak(problem, Limits(time_s=left, seed=seed), near=near)
     else:
         found = before or quick_peak(problem, Limits(time_s=SMALLEST.quick_s, seed=seed))
     if before is not None and before.peak_bytes < found.peak_bytes:

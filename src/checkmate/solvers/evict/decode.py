@@ -280,7 +280,7 @@ def list_stages(g, order, first_reader, work, stages, readers):
     value at its last place, else one for the largest.
 
     Args:
-        g: The graph, a `GraphArrays`.
+        g: An instance without moves.
         order: Ops in the order of their stages; moves are left out of account. Shape ``[place]``.
         first_reader: Number of the first stage that only reads.
         work: Working space: how often each op is listed, how often from a place on, and whether a value is read from there on.
@@ -334,6 +334,32 @@ def list_stages(g, order, first_reader, work, stages, readers):
 
 
 @kernel
+def sort_by_op(order, length, start, positions):
+    """Positions at which each op runs, ascending: a counting sort by op.
+
+    Args:
+        order: Ops in the order of their computations. Shape ``[length or more]``.
+        length: Positions to sort.
+        start: Filled with the start of each op's positions. Shape ``[op + 1]``.
+        positions: Filled with the positions. Shape ``[length or more]``.
+    """
+    ops = len(start) - 1
+    start[:] = 0
+    for p in range(length):
+        start[order[p] + 1] += 1
+    for o in range(ops):
+        start[o + 1] += start[o]
+    # Filled from the back, which leaves the start of each op in the place of its end.
+    for p in range(length - 1, -1, -1):
+        o = order[p]
+        start[o + 1] -= 1
+        positions[start[o + 1]] = p
+    for o in range(ops):
+        start[o] = start[o + 1]
+    start[ops] = length
+
+
+@kernel
 def place_readers(g, order, first_reader, readers, work, placed):
     """Fill ``placed`` with an order and the stages that only read, each right after its computation and the stages before it.
 
@@ -346,22 +372,13 @@ def place_readers(g, order, first_reader, readers, work, placed):
         placed: Filled. Shape ``[position + reader]``.
     """
     start, positions = work
-    start[:] = 0
-    for p in range(len(order)):
-        start[order[p] + 1] += 1
-    for o in range(len(start) - 1):
-        start[o + 1] += start[o]
-    for p in range(len(order)):
-        positions[start[order[p]]] = p
-        start[order[p]] += 1
-    # Every start is now that of the next op.
+    sort_by_op(order, len(order), start, positions)
     at, done, filled = -1, 0, 0
     for t in range(len(g.targets) - 1):
         target = g.targets[t]
         reader = target - first_reader
         o = readers[0, reader] if reader >= 0 else target
-        low = start[o - 1] if o > 0 else 0
-        times = start[o] - low
+        low, times = start[o], start[o + 1] - start[o]
         if reader < 0:
             if times:
                 at = max(at, positions[low])

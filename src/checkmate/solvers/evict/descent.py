@@ -27,7 +27,7 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Flag
-from checkmate.solvers.evict.instance import graph_arrays
+from checkmate.solvers.evict.instance import build_instance
 from checkmate.solvers.evict.repair import RuinParameters
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import movable_to_end
@@ -97,7 +97,7 @@ class Descent:
         self, problem: Problem, orders: Sequence[Sequence[int]], floor_bytes: int, seed: int, time_up: Flag | None = None
     ) -> None:
         self._problem, self._floor, self._time_up = problem, floor_bytes, time_up
-        self._arrays, self._random = graph_arrays(problem), random.Random(seed)
+        self._given, self._random = build_instance(problem), random.Random(seed)
         self._movable = movable_to_end(problem.graph) if problem.reorder else frozenset()
         first = [without_unread(problem, order) for order in orders]
         self._first = itertools.cycle([(order, self._profile(order)) for order in first])
@@ -112,7 +112,7 @@ class Descent:
         before, choice = self.peak_bytes, self._random.choice
         order, cleared = self._changed()
         seed = self._random.getrandbits(32)
-        search = Search(self._problem, frozenset(), seed, order, self._time_up, arrays=self._arrays)
+        search = Search(self._problem, frozenset(), seed, order, self._time_up, given=self._given)
         search.set_budget(self._level)
         settings = choice(PARAMETERS.exponents), choice(PARAMETERS.noises), choice(PARAMETERS.batches)
         excess, found = search.relieve(search.code_of(order), *settings, cleared)

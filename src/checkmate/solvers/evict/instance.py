@@ -64,6 +64,8 @@ class Instance(NamedTuple):
         replay: Replay bytes of each op. Shape ``[op]``.
         size: Bytes of each value. Shape ``[value]``.
         evictable: Whether a value may be dropped and made again. Shape ``[value]``.
+        kept: Whether a value is kept. Shape ``[value]``.
+        overwritten: An op and one that overwrites its inputs, pair by pair. Shape ``[pair, 2]``.
         fetched_at: Stage of the last move that fetches a value, or `NEVER`. Shape ``[value]``.
     """
 
@@ -81,6 +83,8 @@ class Instance(NamedTuple):
     replay: Floats
     size: Floats
     evictable: Flags
+    kept: Flags
+    overwritten: Ints
     fetched_at: Ints
 
 
@@ -101,32 +105,8 @@ class Code(NamedTuple):
     used: SmallInts
 
 
-class GraphArrays(NamedTuple):
-    """Arrays that all instances of a problem have in common, whatever the order of their stages; fields as in `Instance`.
-
-    Attributes:
-        kept: Whether a value is kept. Shape ``[value]``.
-        overwritten: An op and one that overwrites its inputs, pair by pair. Shape ``[pair, 2]``.
-    """
-
-    once: Flags
-    read_start: Ints
-    reads: Ints
-    write_start: Ints
-    writes: Ints
-    producer: Ints
-    slot: Ints
-    cost: Floats
-    workspace: Floats
-    replay: Floats
-    size: Floats
-    evictable: Flags
-    kept: Flags
-    overwritten: Ints
-
-
-def graph_arrays(problem: Problem) -> GraphArrays:
-    """Arrays of a problem whose views are folded, END included.
+def build_instance(problem: Problem) -> Instance:
+    """Arrays of a problem whose views are folded, with a stage for each op in the graph's own order.
 
     Args:
         problem: The problem. A view left in its graph counts as a read of its storage's owner too.
@@ -150,8 +130,11 @@ def graph_arrays(problem: Problem) -> GraphArrays:
     viewed = np.zeros(len(graph.values), dtype=np.bool_)
     viewed[[graph.root[v] for v, value in enumerate(graph.values) if value.base is not None]] = True
     clobbers = [(o, c) for o, op in enumerate(graph.ops) for c in op.clobbered_by]
-    return GraphArrays(
+    ops = len(graph.ops) + 1
+    given = Instance(
+        targets=np.arange(ops),
         once=once,
+        last_stage=np.full(ops, NEVER, dtype=np.int64),
         read_start=read_start,
         reads=read_values,
         write_start=write_start,
@@ -165,50 +148,45 @@ def graph_arrays(problem: Problem) -> GraphArrays:
         evictable=((once[producer] == 0) & (size > 0) & ~viewed).astype(np.uint8),
         kept=kept,
         overwritten=np.array(clobbers, dtype=np.int64).reshape(-1, 2),
+        fetched_at=np.full(len(graph.values), NEVER, dtype=np.int64),
     )
+    return given._replace(last_stage=_last_stages(given, given.targets))
 
 
-def build_instance(
-    arrays: GraphArrays, order: Ints, on_demand: Collection[int], moved: Ints, fetches: npt.NDArray[np.bool_]
+def with_stages(
+    given: Instance, order: Ints, on_demand: Collection[int], moved: Ints, fetches: npt.NDArray[np.bool_]
 ) -> Instance:
     """An instance with a stage for each op of an order.
 
     Args:
-        arrays: Arrays of the problem.
+        given: The instance of the problem, without moves (`build_instance`).
         order: Ops in the order of their stages, moves as ops from that after END on. Shape ``[stage]``.
         on_demand: Ops of the order that have no stage all the same: computed when another op needs them.
         moved: Value of each move. Shape ``[move]``.
         fetches: Whether it makes a new instance of it (`Move`). Shape ``[move]``.
     """
-    end, ops = len(arrays.cost) - 1, len(arrays.cost) + len(moved)
+    end, ops = len(given.cost) - 1, len(given.cost) + len(moved)
     staged = np.ones(ops, dtype=np.bool_)
     staged[list(on_demand)] = False
     targets = np.append(order[staged[order]], end)
     stage = np.zeros(ops, dtype=np.int64)
     stage[targets] = np.arange(len(targets))
-    # An op may run in the stage of the op that overwrites its inputs, which is computed last in it, but not after.
-    last_stage = np.full(ops, NEVER, dtype=np.int64)
-    np.minimum.at(last_stage, arrays.overwritten[:, 0], stage[arrays.overwritten[:, 1]])
-    fetched_at = np.full(len(arrays.size), NEVER, dtype=np.int64)
+    fetched_at = given.fetched_at.copy()
     fetched_at[moved[fetches]] = stage[end + 1 :][fetches]
-    read_start, reads = _with_rows(arrays.read_start, arrays.reads, moved, ~fetches)
-    write_start, writes = _with_rows(arrays.write_start, arrays.writes, moved, fetches)
+    read_start, reads = _with_rows(given.read_start, given.reads, moved, ~fetches)
+    write_start, writes = _with_rows(given.write_start, given.writes, moved, fetches)
     free = np.zeros(len(moved))
-    return Instance(
+    return given._replace(
         targets=targets,
-        once=np.append(arrays.once, np.ones(len(moved), dtype=np.uint8)),
-        last_stage=last_stage,
+        once=np.append(given.once, np.ones(len(moved), dtype=np.uint8)),
+        last_stage=_last_stages(given, stage),
         read_start=read_start,
         reads=reads,
         write_start=write_start,
         writes=writes,
-        producer=arrays.producer,
-        slot=arrays.slot,
-        cost=np.append(arrays.cost, free),
-        workspace=np.append(arrays.workspace, free),
-        replay=np.append(arrays.replay, free),
-        size=arrays.size,
-        evictable=arrays.evictable,
+        cost=np.append(given.cost, free),
+        workspace=np.append(given.workspace, free),
+        replay=np.append(given.replay, free),
         fetched_at=fetched_at,
     )
 
@@ -376,6 +354,16 @@ def build_scratch(instance: Instance, stretch: int, time_up: Flag | None = None)
 
 def _reads_with_storage(graph: Graph, inputs: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(u for v in inputs for u in (v, graph.root[v])))
+
+
+def _last_stages(given: Instance, stage: Ints) -> Ints:
+    """Last stage in which each op may be computed, from the stage of each op.
+
+    It may run in the stage of the op that overwrites its inputs, which is computed last in it, but not after.
+    """
+    last_stage = np.full(len(stage), NEVER, dtype=np.int64)
+    np.minimum.at(last_stage, given.overwritten[:, 0], stage[given.overwritten[:, 1]])
+    return last_stage
 
 
 def _with_rows(start: Ints, entries: Ints, more: Ints, filled: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from checkmate.solvers.backends.kernels import kernel
-from checkmate.solvers.evict.decode import add_interval, next_gap, next_random
+from checkmate.solvers.evict.decode import add_interval, next_gap, next_random, sort_by_op
 
 IMPOSSIBLE: Final = 1e300
 """Price of an eviction that cannot be undone in time: larger than any sum of costs."""
@@ -184,19 +184,8 @@ def _evict(w, code, value, last_touch, peak_stage):
 @kernel
 def _index_runs(g, w, length, budget):
     """Positions at which each op runs, and the number of positions over the budget before each position."""
-    # Counting sort by op, stable in the position: `_run_before` finds the instance that a position reads by bisection.
-    w.run_start[:] = 0
-    for p in range(length):
-        w.run_start[w.sequence[p] + 1] += 1
-    for o in range(len(g.cost)):
-        w.run_start[o + 1] += w.run_start[o]
-    for p in range(length - 1, -1, -1):
-        o = w.sequence[p]
-        w.run_start[o + 1] -= 1
-        w.run_position[w.run_start[o + 1]] = p
-    for o in range(len(g.cost)):
-        w.run_start[o] = w.run_start[o + 1]
-    w.run_start[len(g.cost)] = length
+    # `_run_before` finds the instance that a position reads by bisection.
+    sort_by_op(w.sequence, length, w.run_start, w.run_position)
     w.over[0] = 0
     for p in range(length):
         w.over[p + 1] = w.over[p] + (1 if w.profile[p] > budget else 0)

@@ -18,13 +18,13 @@ from checkmate.solvers.alarm import Flag
 from checkmate.solvers.evict.decode import add_interval, encode, list_stages, place_readers, seed_random
 from checkmate.solvers.evict.instance import (
     Code,
-    GraphArrays,
+    Instance,
     Ints,
     Move,
     build_instance,
     build_scratch,
     first_computations,
-    graph_arrays,
+    with_stages,
 )
 from checkmate.solvers.evict.repair import (
     Improved,
@@ -120,7 +120,7 @@ class Search:
             that are listed again at the end are computed one after another, in place of all in the one stage of END.
         time_up: Ends kernels when it is raised (`Session.time_up`); by default nothing does.
         moves: Moves of values to and from the host, which the order names as ops from that after END on.
-        arrays: Arrays of the problem, if they are there.
+        given: What `build_instance` makes of the problem, if it is there.
 
     Attributes:
         best_cost: Cost of the best plan so far, or infinite.
@@ -135,20 +135,20 @@ class Search:
         order: Sequence[int] | None = None,
         time_up: Flag | None = None,
         moves: Sequence[Move] = (),
-        arrays: GraphArrays | None = None,
+        given: Instance | None = None,
     ) -> None:
         self.problem = problem
         self._on_demand = on_demand
         self._time_up = time_up
-        self._arrays = arrays = graph_arrays(problem) if arrays is None else arrays
+        self._given = given = build_instance(problem) if given is None else given
         listed = np.arange(len(problem.graph.ops)) if order is None else np.array(order, dtype=np.int64)
-        self._first_reader = len(arrays.cost) + len(moves)
-        stages, self._readers = _stages(arrays, listed, self._first_reader)
+        self._first_reader = len(given.cost) + len(moves)
+        stages, self._readers = _stages(given, listed, self._first_reader)
         # A stage that only reads a value is what a move that does not fetch has.
         moved = np.append(np.array([move.value for move in moves], dtype=np.int64), self._readers[1])
         fetches = np.zeros(len(moved), dtype=np.bool_)
         fetches[: len(moves)] = [move.fetches for move in moves]
-        self.instance: Any = build_instance(arrays, stages, on_demand, moved, fetches)
+        self.instance: Any = with_stages(given, stages, on_demand, moved, fetches)
         self.best_cost = math.inf
         self.order_bound = -math.inf
         self._attempts = 0
@@ -294,7 +294,7 @@ class Search:
         again = list(dict.fromkeys(self._readers[0].tolist()))
         on_demand = self._on_demand if again else frozenset[int]()
         stages = [*first_computations(order), *again]
-        other = Search(self.problem, on_demand, seed, stages, self._time_up, arrays=self._arrays)
+        other = Search(self.problem, on_demand, seed, stages, self._time_up, given=self._given)
         other.start_from_order(order)
         return other
 
@@ -350,10 +350,10 @@ class Search:
         """Ops of the best plan, END left out."""
         return self.realise(self._best)
 
-    def peak_bytes(self) -> int:
-        """Peak of the best plan, resident bytes included."""
+    def order_and_peak(self) -> tuple[list[int], int]:
+        """Ops of the best plan, END left out, and its peak, resident bytes included."""
         length = self._decode(self._best)
-        return int(self._scratch.profile[:length].max()) + self.problem.graph.resident_bytes
+        return self._ops(length), int(self._scratch.profile[:length].max()) + self.problem.graph.resident_bytes
 
     def realise(self, code: Code) -> list[int]:
         """Ops of a code's plan, whatever it peaks at.
@@ -364,8 +364,7 @@ class Search:
         Returns:
             Ops in the order of their computations; none if an op that may run once would have to run twice.
         """
-        sequence = self._scratch.sequence[: max(0, self._decode(code) - 1)]
-        return sequence[sequence < self._first_reader].tolist()
+        return self._ops(self._decode(code))
 
     def evict(self, code: Code, value: int, start: int, stop: int) -> bool:
         """Add to a code that a value is not held in stages ``start`` to ``stop``, both included.
@@ -408,6 +407,11 @@ class Search:
         without_limits = RepairSettings(math.inf, 0.0, 0.0, 0.0, math.inf, 0)
         return Repaired(*repair(self.instance, self._scratch, self._trial, without_limits, self._random)).length
 
+    def _ops(self, length: int) -> list[int]:
+        """Ops of what was decoded, without END and the stages that only read."""
+        sequence = self._scratch.sequence[: max(0, length - 1)]
+        return sequence[sequence < self._first_reader].tolist()
+
     def _repair(self, exponent: float, noise: float, batch: float) -> bool:
         """Repair the working code; keep it as the best if it is cheaper."""
         settings = self._settings(exponent, noise, batch)
@@ -423,11 +427,11 @@ class Search:
         return RepairSettings(self._budget, exponent, noise, batch, self.best_cost, rounds)
 
 
-def _stages(arrays: GraphArrays, order: Ints, first_reader: int) -> tuple[Ints, Ints]:
+def _stages(given: Instance, order: Ints, first_reader: int) -> tuple[Ints, Ints]:
     """Stages of an order, and the op, the value and the number of later listings of those that only read (`list_stages`)."""
-    ops, values = len(arrays.cost), len(arrays.size)
+    ops, values = len(given.cost), len(given.size)
     work = np.empty(ops, dtype=np.int64), np.empty(ops, dtype=np.int64), np.empty(values, dtype=np.uint8)
     stages = np.empty(len(order) + values, dtype=np.int64)
     readers = np.empty((3, len(stages)), dtype=np.int64)
-    many, reading = list_stages(arrays, order, first_reader, work, stages, readers)
+    many, reading = list_stages(given, order, first_reader, work, stages, readers)
     return stages[len(stages) - many :], np.ascontiguousarray(readers[:, len(stages) - reading :])

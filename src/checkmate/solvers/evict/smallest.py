@@ -230,7 +230,7 @@ class _Bisection:
             reached = search.first(1, lambda: clock.left_s() <= 0, stop_at_first=True)
         if not reached:
             return False
-        self._keep(search.order(), search.peak_bytes())
+        self._keep(*search.order_and_peak())
         return True
 
     def _peak_of(self, order: Sequence[int]) -> int:

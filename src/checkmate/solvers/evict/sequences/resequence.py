@@ -30,7 +30,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag, no_alarm
 from checkmate.solvers.backends.kernels import kernel
 from checkmate.solvers.evict.decode import copy_range, next_random, random_below, seed_random
-from checkmate.solvers.evict.instance import Flags, Floats, Ints, graph_arrays
+from checkmate.solvers.evict.instance import Flags, Floats, Ints, build_instance
 from checkmate.solvers.evict.sequences.moves import (
     LONGEST_CHAIN,
     Moves,
@@ -109,17 +109,17 @@ class Resequencing:
 
     def __init__(self, problem: Problem, time_up: Flag | None = None) -> None:
         graph = problem.graph
-        arrays = graph_arrays(problem)
+        instance = build_instance(problem)
         # A view that folding left keeps the instance that it was made from, which the kernels do not know: the op of that one is
         # not computed again.
-        evictable = arrays.evictable.copy()
+        evictable = instance.evictable.copy()
         viewed = {graph.producer[graph.root[v]] for v, x in enumerate(graph.values) if x.base is not None}
         evictable[[v for o in viewed for v in graph.ops[o].outputs]] = 0
         after = np.array(graph.order, dtype=np.int64).reshape(-1, 2)
-        overwritten = arrays.overwritten
+        overwritten = instance.overwritten
         self._rules = Rules(
-            arrays.read_start, arrays.reads, arrays.write_start, arrays.writes, arrays.producer, arrays.cost,
-            arrays.workspace, arrays.replay, arrays.size, evictable, np.ascontiguousarray(after[:, 0]),
+            instance.read_start, instance.reads, instance.write_start, instance.writes, instance.producer, instance.cost,
+            instance.workspace, instance.replay, instance.size, evictable, np.ascontiguousarray(after[:, 0]),
             np.ascontiguousarray(after[:, 1]), np.ascontiguousarray(overwritten[:, 0]), np.ascontiguousarray(overwritten[:, 1]),
         )  # fmt: skip
         self._end = len(graph.ops)
