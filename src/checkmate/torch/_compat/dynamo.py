@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.eval_frame as eval_frame
 import torch._dynamo.utils as dynamo_utils
-from torch import nn
+from torch import fx, nn
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import callback_handler
@@ -30,6 +30,7 @@ __all__ = [
     "TorchDynamoException",
     "Unsupported",
     "autograd_nodes",
+    "batch_inputs",
     "dynamo_config",
     "enter_around_calls",
     "patched_settings",
@@ -77,6 +78,12 @@ def recompile_current_frame() -> Callable[[], None] | None:
     except AttributeError:
         return None
     return lambda: reset_code(code)
+
+
+def batch_inputs(graph: fx.Graph) -> frozenset[int]:
+    """Inputs of a graph that Dynamo traced which are neither parameters nor buffers of modules, by their position."""
+    nodes = graph.find_nodes(op="placeholder")
+    return frozenset(k for k, n in enumerate(nodes) if "_dynamo_static_input_type" not in (n.meta.get("tensor_dict") or {}))
 
 
 CallContext = Callable[[], AbstractContextManager[Any]]

@@ -7,12 +7,25 @@ from typing import Any
 
 import torch
 
-__all__ = ["before_accumulation", "current_backward", "grad_accumulators", "keeps_graph", "queue_after_backward"]
+__all__ = [
+    "before_accumulation",
+    "current_backward",
+    "grad_accumulators",
+    "keeps_graph",
+    "queue_after_backward",
+    "saved_tensors_packer",
+]
 
 
 def queue_after_backward(function: Callable[[], None]) -> None:
     """Have the autograd engine call a function when the backward that is running now is over."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def saved_tensors_packer() -> Callable[[torch.Tensor], Any] | None:
+    """The function that packs what autograd saves now, of `torch.autograd.graph.saved_tensors_hooks`; None without hooks."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def keeps_graph() -> bool:

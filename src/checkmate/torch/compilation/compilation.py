@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from checkmate.frontend.planner import GivenPlan, near_smallest, planner_for, re
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
-from checkmate.torch._compat.dynamo import recompile_current_frame
+from checkmate.torch._compat.dynamo import batch_inputs, recompile_current_frame
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
 from checkmate.torch.compilation.coordinator import COORDINATOR
@@ -35,6 +35,7 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
+from checkmate.torch.joint.part import part_of, reads_of_batch
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes, other_allocated_bytes, unread_storages
@@ -73,7 +74,8 @@ class Compilation:
     """The compilation of one Dynamo graph.
 
     Args:
-        example_inputs: Inputs of the graph.
+        graph: The graph.
+        example_inputs: Its inputs.
         options: The user's options.
         hooks: Callbacks and settings of the caller.
 
@@ -88,7 +90,7 @@ class Compilation:
         least_fused_bytes: Where no step compiled by Inductor kept the budget, the least budget that one of them would keep.
     """
 
-    def __init__(self, example_inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
+    def __init__(self, graph: fx.Graph, example_inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
         self.options = options
         self.hooks = hooks
         self.budget = options.planning.budget
@@ -109,6 +111,8 @@ class Compilation:
         )
         self._num_inputs = len(example_inputs)
         tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
+        trained = {k for k, t in enumerate(example_inputs) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad}
+        self._batch = batch_inputs(graph) - trained
         self._device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self._accumulated = self._accumulating(example_inputs)
         self.planned: PlannedGraph | None = None
@@ -133,6 +137,7 @@ class Compilation:
             # AOTAutograd merges inputs that are equal, and then their positions are others.
             accumulated=lambda count: self._accumulated if count == self._num_inputs else frozenset(),
             on_planned=self._planned,
+            on_unplannable=self._unplannable,
         )
         if target is None:
             return task
@@ -175,7 +180,8 @@ class Compilation:
         if planned is None:
             return run
         planned.own.backward = run
-        return as_boxed(functools.partial(COORDINATOR.backward, planned))
+        # In a backward inside of a compiled function Dynamo's frame hook is on.
+        return as_boxed(torch.compiler.disable(functools.partial(COORDINATOR.backward, planned)))
 
     def differentiable(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph, whose backward is told into which of its outputs no gradient flows.
@@ -296,7 +302,11 @@ class Compilation:
                     capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None).captured
                 elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                     return chosen
-            graph, result = self.agreed(capture.graph, self._plan_graph)
+            batch = frozenset[int]()
+            # AOTAutograd merges inputs that are equal, and then their positions are others.
+            if not self.alone(capture.graph) and len((part := part_of(capture)).readers) == self._num_inputs:
+                batch = reads_of_batch(part, self._batch)
+            graph, result = self.agreed(capture.graph, lambda graph: self._plan_graph(graph, batch))
         except InfeasibleBudgetError as error:
             # Where what stays at the end sets the floor, no op is too large.
             if error.binding_op and self._offered is not None:
@@ -357,8 +367,12 @@ class Compilation:
 
         return choose_chunks(step, chunks, budget_bytes, options.time_limit_s, solve)
 
-    def _plan_graph(self, graph: Graph) -> Result:
+    def _plan_graph(self, graph: Graph, batch: frozenset[int]) -> Result:
         """A plan for the budget if the graph is a step by itself; otherwise one of nearly the smallest peak.
+
+        Args:
+            graph: The graph.
+            batch: Ops that are computed in the forward only, see `reads_of_batch`.
 
         Raises:
             InfeasibleBudgetError: No plan keeps the budget, which is proven.
@@ -373,7 +387,7 @@ class Compilation:
         total = self.budget.total_bytes
         if total is not None and floor(part := _part_of_a_step(graph)).peak_bytes > total:
             return self._refused(part)
-        smallest = near_smallest(graph, _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total)
+        smallest = near_smallest(_in_forward(graph, batch), _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total)
         self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)
 
@@ -417,6 +431,17 @@ class Compilation:
         inside = hooks.whole or hooks.captured is not None or hooks.target is not None
         apart = self.ranks is None and self.options.plan is None and not inside
         return apart and COORDINATOR.steps.begin_as_compiled and not COORDINATOR.in_flight()
+
+    def _unplannable(self, error: GraphError) -> None:
+        """Have a graph that cannot be planned run as it is, where keeping everything keeps the budget.
+
+        Raises:
+            GraphError: It need not.
+        """
+        inside = self.hooks.whole or self.hooks.captured is not None or self.options.plan is not None
+        if inside or (self.budget is not None and not self.budget.keeps_everything):
+            raise error
+        _log.warning("this graph runs without a plan: %s", error.message)
 
     def _planned(self, joint: CapturedJoint, result: Result) -> None:
         # A graph without a boundary is a whole step: when it returns, nothing of it is in flight.
@@ -467,6 +492,16 @@ _SMALLEST = SmallestTime()
 def _part_of_a_step(graph: Graph) -> Graph:
     """A graph that holds nothing it returns: the other graphs of a step and eager code may free that at once."""
     return msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
+
+
+def _in_forward(graph: Graph, single: Set[int]) -> Graph:
+    """A graph in which some ops are never computed after its boundary."""
+    if not single:
+        return graph
+    assert graph.boundary is not None
+    late = (graph.boundary,)
+    ops = (msgspec.structs.replace(op, clobbered_by=late) if o in single else op for o, op in enumerate(graph.ops))
+    return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
 def _part(capture: Capture) -> Capture:

@@ -18,7 +18,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
-from checkmate.torch._compat.engine import keeps_graph, queue_after_backward
+from checkmate.torch._compat.engine import keeps_graph, queue_after_backward, saved_tensors_packer
 from checkmate.torch.compilation.accumulation import Accumulation
 from checkmate.torch.compilation.eager_watch import EagerWatch
 from checkmate.torch.compilation.known_steps import KnownSteps
@@ -58,9 +58,10 @@ class Coordinator:
         self._position = 0  # of the next forward in the plan
         self._updated = False  # whether an optimizer has run since the step began
         self._plan: StepPlan | None = None
-        self._warned: set[tuple[int, bool]] = set()  # graphs, and whether in a first step
+        self._warned: set[tuple[int, bool | None]] = set()  # graphs, and whether in a first step; None for hooks
         self._watch: EagerWatch | None = None
         self._watches = True  # whether the next step is one whose eager code has not been seen
+        self._complete = True  # whether all of the eager code that was seen was measured
 
     def forget_steps(self) -> None:
         """Return to the state of a new process: the next step is a first one."""
@@ -112,6 +113,7 @@ class Coordinator:
                 took=lambda size: self._recorder.took(size),
             )
             self._watch.__enter__()
+            self._complete = True
             self._end_hook = register_optimizer_step_pre_hook(lambda *_: self._end_watch())
 
     def end_call(self) -> None:
@@ -138,6 +140,7 @@ class Coordinator:
     def _end_watch(self) -> None:
         """Take the watch off where its step is over: when the optimizer begins, or the next call. Autograd undoes it before."""
         if self._watch is not None and (self._recorder.over or not self._pending) and self._watch.end():
+            self._complete = self._watch.complete
             self._watch = None
             self._end_hook.remove()
 
@@ -178,6 +181,10 @@ class Coordinator:
             InfeasibleBudgetError: A step is planned before it begins, and no plan of it keeps the budget.
             PlanNotFoundError: No plan of the step was found in time.
         """
+        packer = saved_tensors_packer()
+        if packer is not None:
+            self._warn_of_hooks(planned, packer)
+            return self._forward_through_hooks(planned, args)
         transient = fsdp_unsharded_bytes()
         with self._lock:
             forwards = self._recorder.forwards
@@ -217,6 +224,34 @@ class Coordinator:
         weakref.finalize(token.untyped_storage(), self._drop, key).atexit = False
         return results
 
+    def _forward_through_hooks(self, planned: PlannedGraph, args: list[Any]) -> list[Any]:
+        """Run a forward whose saved tensors go through hooks: what exists until its backward is known to the hooks alone.
+
+        It runs the same program each time, so that what is saved does not depend on the budget, and is the same where
+        ``torch.utils.checkpoint`` runs the forward again. Its backward finds no flight, since the hooks may copy the token.
+        """
+        program = planned.keeping_everything
+        assert program.forward is not None
+        with self._planned_code():
+            results = list(program.forward(args))
+        results.insert(planned.num_outputs, torch.empty(0, dtype=torch.uint8))
+        return results
+
+    def _warn_of_hooks(self, planned: PlannedGraph, packer: Callable[..., Any]) -> None:
+        if (id(planned), None) in self._warned:
+            return
+        self._warned.add((id(planned), None))
+        name = f"{packer.__module__}.{packer.__qualname__}" if hasattr(packer, "__qualname__") else repr(packer)
+        _log.warning(
+            "torch.autograd.graph.saved_tensors_hooks are active around a compiled graph: everything is saved and passes through "
+            "%s, and the budget of %s is not kept for it\nhint: %s",
+            name,
+            planned.budget,
+            "compile the function that calls torch.utils.checkpoint instead of what is inside of it"
+            if packer.__module__ == "torch.utils.checkpoint"
+            else "call the compiled function outside of the context",
+        )
+
     def backward(self, planned: PlannedGraph, args: list[Any]) -> Any:
         """Run the backward of a planned graph; its forward is then no longer in flight.
 
@@ -225,7 +260,13 @@ class Coordinator:
             args: Its arguments, saved tensors among them; the program clears the list.
         """
         token = args.pop(planned.num_symbols)  # when it is freed its flight is forgotten
-        flight = self._flights[storage_key(token)]
+        flight = self._flights.get(storage_key(token))
+        if flight is None:
+            program, first = planned.keeping_everything, len(args) - len(planned.tangents)
+            assert program.backward is not None
+            with self._planned_code(), Accumulation({}, frozenset(), self.steps.origins):
+                args[first:] = planned.materialized(args[first:])
+                return program.backward(args)
         args[: planned.num_symbols] = flight.symbols
         first = len(args) - len(planned.tangents)
         with self._lock:
@@ -305,7 +346,7 @@ class Coordinator:
         with self._lock:
             if not self._pending and not self._recorder.over and self._recorder.complete:
                 seen = self.steps.add(self._recorder)
-                self._watches = not seen
+                self._watches = not seen or not self._complete
 
     def _warn_if_over(self, flight: Flight) -> None:
         """Warn before a step that was not planned as a whole exceeds its budget.

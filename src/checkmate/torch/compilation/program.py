@@ -225,6 +225,14 @@ class PlannedGraph:
             )
         return self._programs[key]
 
+    @functools.cached_property
+    def keeping_everything(self) -> Program:
+        """The program that saves what the plain step saves; the own one where no other can take its place."""
+        if not self.replaceable or self.dynamic:
+            return self.own
+        joint = self.captured(frozenset(), frozenset())
+        return self.program(frozenset(), frozenset(), range(len(joint.capture.graph.ops)), joint)
+
     @property
     def num_outputs(self) -> int:
         """How many results of the forward go to the caller."""

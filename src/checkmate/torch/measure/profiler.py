@@ -15,14 +15,13 @@ from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
-from checkmate.torch._compat.profiler import keep_busy, memory_trace, profiler_running
+from checkmate.torch._compat.profiler import keep_busy, memory_trace, outside_of_profilers
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.op_properties import is_collective, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
-from checkmate.torch.measure.errors import ProfilerBusyError
 from checkmate.torch.measure.roofline import estimate_ns
 from checkmate.torch.measure.timing import EFFORT, LeastTimes
 
@@ -85,15 +84,11 @@ def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Nod
 
     Returns:
         Signature to cost. Nodes that fail are logged and left out.
-
-    Raises:
-        ProfilerBusyError: Another torch profiler is active.
     """
-    if profiler_running():
-        raise ProfilerBusyError(
-            f"the workspace of {len(nodes)} ops has to be measured, and another torch profiler is active",
-            hint="call the compiled function once before you start the profiler: measurements are stored",
-        )
+    return outside_of_profilers(lambda: _measure_nodes(nodes, known))
+
+
+def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]]) -> dict[str, OpCost]:
     with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
         other = torch.ones(EFFORT.between_bytes, dtype=torch.uint8, device="cpu")
         times = {key: LeastTimes(node) for key, node in nodes.items()}

@@ -65,6 +65,7 @@ class Task:
         extra_resident_bytes: Resident bytes besides the graph's inputs.
         accumulated: Inputs to whose gradients the backward adds, of a graph with a given number of inputs.
         on_planned: Called with the captured joint graph and its plan before anything runs.
+        on_unplannable: Called with the reason why a graph cannot be planned. It raises, or the graph runs as PyTorch runs it.
         relabel: Moves the fake tensors of a graph to another device, in place.
         layout_pass: Returns a graph whose tensors have other layouts.
     """
@@ -77,6 +78,7 @@ class Task:
     no_recompute: frozenset[str]
     extra_resident_bytes: int
     on_planned: Callable[[CapturedJoint, Result], None]
+    on_unplannable: Callable[[GraphError], None]
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()
     relabel: Callable[[fx.Graph], None] = lambda graph: None
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
@@ -118,10 +120,20 @@ def partition(
         The forward module and the backward module.
 
     Raises:
-        GraphError: The graph is the body of a higher-order op.
+        GraphError: The graph cannot be planned, such as the body of a higher-order op, and the task does not allow that.
         SplitError: The modules would take more memory than planned.
         CheckmateError: No plan was found.
     """
+    try:
+        return _partition(joint, joint_inputs, num_fwd_outputs, task, rest)
+    except GraphError as error:
+        task.on_unplannable(error)
+        return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+
+
+def _partition(
+    joint: fx.GraphModule, joint_inputs: Sequence[Any], num_fwd_outputs: int, task: Task, rest: Mapping[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     if not joint_inputs:
         raise GraphError(
             "the step has a higher-order op whose body AOTAutograd differentiates by itself, which cannot be planned",
