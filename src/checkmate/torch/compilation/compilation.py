@@ -37,8 +37,9 @@ from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.joint.part import part_of, reads_of_batch
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
+from checkmate.torch.measure.device_memory import state_to_come_bytes
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.measure.resident import cuda_device, gradient_bytes, other_allocated_bytes, unread_storages
+from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.measure.warm_up import warm_up
 from checkmate.torch.options import Options
@@ -94,26 +95,27 @@ class Compilation:
         self.options = options
         self.hooks = hooks
         self.budget = options.planning.budget
-        warm_up(device := cuda_device(example_inputs, options))
-        counted = None if self.budget is None or hooks.target is not None else counted_memory(options.budget_of, device)
+        warm_up(cuda := cuda_device(example_inputs, options))
+        counted = None if self.budget is None or hooks.target is not None else counted_memory(options.budget_of, cuda)
         self.planning = replace(options.planning, counted=counted)
         self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.captured is None else None
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
-        # On CUDA the allocator's count includes what graphs in flight and wrappers hold.
-        known = COORDINATOR.held_bytes() + self._wrapped.held_bytes
-        self._unread = unread_storages(example_inputs, options)
-        self._unread_bytes = sum(s.nbytes() for storage in self._unread.values() if (s := storage()) is not None)
+        tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
+        self._device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        # In a traced step nothing exists yet; without a budget nothing has to be left room for.
+        looks = self.budget is not None and hooks.captured is None and hooks.target is None
+        device = cuda or torch.device("cpu")
+        trained = [t for t in tensors if t.is_leaf and t.requires_grad]
+        self._counted_bytes = self._wrapped.counted_bytes(device)
         self.resident = ResidentMemory(
             gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
+            optimizer_bytes=state_to_come_bytes(trained, device) if looks and trained else 0,
             wrappers_bytes=self._wrapped.held_bytes,
             reserve_bytes=options.reserve_bytes,
-            other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known) + self._unread_bytes,
+            other_bytes=max(0, COORDINATOR.outside_bytes(tensors, device) - self._counted_bytes) if looks else 0,
         )
         self._num_inputs = len(example_inputs)
-        tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
-        trained = {k for k, t in enumerate(example_inputs) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad}
-        self._batch = batch_inputs(graph) - trained
-        self._device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        self._batch = batch_inputs(graph) - {k for k, t in enumerate(example_inputs) if any(t is leaf for leaf in trained)}
         self._accumulated = self._accumulating(example_inputs)
         self.planned: PlannedGraph | None = None
         self._recompile = recompile_current_frame()
@@ -229,8 +231,9 @@ class Compilation:
             options=self.planning,
             resident=self.resident,
             planned_gradient_bytes=gradients,
-            unread=self._unread,
-            unread_bytes=self._unread_bytes,
+            outside_bytes=self.resident.optimizer_bytes + self.resident.other_bytes,
+            counted_bytes=self._counted_bytes,
+            device=self._device,
             ranks=self.ranks,
             recompile=self._recompile,
             searched_s=self._searched_s,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import threading
 import weakref
@@ -35,7 +36,8 @@ from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, r
 from checkmate.torch.compilation.recorder import Run, StepRecorder
 from checkmate.torch.compilation.step_plan import StepPlan
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
-from checkmate.torch.graph.storages import storage_bytes, storage_key
+from checkmate.torch.graph.storages import current_bytes, storage_bytes, storage_key, strided_parts
+from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -61,6 +63,7 @@ class Coordinator:
         self._warned: set[tuple[int, bool | None]] = set()  # graphs, and whether in a first step; None for hooks
         self._watch: EagerWatch | None = None
         self._watches = True  # whether the next step is one whose eager code has not been seen
+        self._memory: DeviceMemory | None = None  # as it was when the first graph of the step was compiled
         self._complete = True  # whether all of the eager code that was seen was measured
 
     def forget_steps(self) -> None:
@@ -165,10 +168,20 @@ class Coordinator:
         with self._lock:
             return self._recorder.searched_s if self._pending else 0.0
 
-    def held_bytes(self) -> int:
-        """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
+    def outside_bytes(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
+        """Bytes on a device that belong neither to a graph nor to the step that is under way.
+
+        Args:
+            inputs: Inputs of the graph. Their gradients are counted elsewhere as well.
+            device: The device.
+        """
         with self._lock:
-            return sum(_union(self._pending).values())
+            known = self._recorder.present() | _union(self._pending)
+            if device.type == "cuda" or self._memory is None or not self._pending:
+                gc.collect()  # compilation leaves cycles, and with them models of before
+                self._memory = device_memory(device)
+        parts = [p for t in inputs for each in (t, t.grad) if each is not None for p in strided_parts(each)]
+        return self._memory.besides(known | {storage_key(p): current_bytes(p) for p in parts})
 
     def forward(self, planned: PlannedGraph, args: list[Any]) -> Any:
         """Run the forward of a planned graph.
@@ -358,7 +371,7 @@ class Coordinator:
         alone = planned.alone and (not self._pending or not planned.replaceable or planned.options.plan is not None)
         if (id(planned), first) in self._warned or (alone and not self._recorder.watched):
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
-        counted = _union([*self._pending, flight]) | {key: s.nbytes() for key, s in planned.unread_now().items()}
+        counted = _union([*self._pending, flight])
         eager_bytes = self._recorder.eager_bytes(counted)
         share = None if planned.replaceable else self.steps.share(planned.interface.whole, planned.budget)
         if alone and share is not None and share.eager_bytes is not None and eager_bytes <= share.eager_bytes:
@@ -366,7 +379,7 @@ class Coordinator:
         if alone:
             needed, total = own.result.peak_bytes + eager_bytes, own.result.budget_bytes
         else:
-            resident = planned.resident.total_bytes - planned.unread_bytes
+            resident = planned.resident.total_bytes
             peak = max(own.memory.forward_peak_bytes, own.memory.backward_peak_bytes)
             needed = sum(counted.values()) + resident + eager_bytes + peak
             total = planned.budget.total_bytes or self._total_so_far(flight, resident, counted)
@@ -382,7 +395,7 @@ class Coordinator:
     def _total_so_far(self, flight: Flight, resident_bytes: int, counted: Mapping[int, int]) -> int:
         """The total of a share, which is known when the step is: until then it is taken of the graphs that have begun."""
         flights = [*self._pending, flight]
-        unchanged = flight.planned.unread.keys() | {key for f in flights for key in f.inputs}
+        unchanged = {key for f in flights for key in f.inputs}
         fixed = resident_bytes + sum(size for key, size in counted.items() if key in unchanged)
         keep_all = fixed + sum(f.planned.keep_all_bytes for f in flights)
         return flight.planned.budget.within(fixed_bytes=fixed, keep_all_bytes=keep_all)

@@ -95,7 +95,7 @@ def plan_step(
         gradient_bytes: Gradients that exist before it.
         existing: Run and input of the leaves that have a gradient before it.
         accumulated: Inputs to whose gradients the backward adds, for each run.
-        carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and what no graph reads.
+        carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and all others.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -104,8 +104,7 @@ def plan_step(
     """
     graphs = tuple(run.planned for run in recorder.runs)
     first = max(graphs, key=lambda g: g.budget.total_bytes or 0)
-    # What a graph does not read another one may: those that none reads are among `carried`.
-    extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.unread_bytes for g in graphs)
+    extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.outside_bytes for g in graphs)  # `carried` has the latter
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
     whole = [run.planned.captured(run.undefined, added) for run, added in zip(recorder.runs, accumulated, strict=True)]
 
