@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ def outside_of_profilers(run: Callable[[], ResultT]) -> ResultT:
     if not profiler_running():
         return run()
     with ThreadPoolExecutor(1, "measure") as other:
-        return other.submit(run).result()
+        return other.submit(copy_context().run, run).result()
 
 
 @dataclass(slots=True)

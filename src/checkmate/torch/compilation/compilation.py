@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -140,6 +141,7 @@ class Compilation:
             accumulated=lambda count: self._accumulated if count == self._num_inputs else frozenset(),
             on_planned=self._planned,
             on_unplannable=self._unplannable,
+            room=self._room,
         )
         if target is None:
             return task
@@ -434,6 +436,12 @@ class Compilation:
         inside = hooks.whole or hooks.captured is not None or hooks.target is not None
         apart = self.ranks is None and self.options.plan is None and not inside
         return apart and COORDINATOR.steps.begin_as_compiled and not COORDINATOR.in_flight()
+
+    def _room(self, graph: Graph) -> int:
+        """Bytes that the budget leaves for measurements: beside what exists, graphs in flight too."""
+        if self.budget is None or self.hooks.captured is not None or self.hooks.target is not None:
+            return sys.maxsize
+        return self.budget.resolve(graph) - graph.resident_bytes - COORDINATOR.held_bytes()
 
     def _unplannable(self, error: GraphError) -> None:
         """Have a graph that cannot be planned run as it is, where keeping everything keeps the budget.

@@ -168,6 +168,11 @@ class Coordinator:
         with self._lock:
             return self._recorder.searched_s if self._pending else 0.0
 
+    def held_bytes(self) -> int:
+        """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
+        with self._lock:
+            return sum(_union(self._pending).values())
+
     def outside_bytes(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
         """Bytes on a device that belong neither to a graph nor to the step that is under way.
 

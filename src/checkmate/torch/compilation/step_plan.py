@@ -26,6 +26,7 @@ from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.measure.allocator import ReservedMemory
+from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.split import CapturedJoint
 
 _log = logging.getLogger("checkmate.torch")
@@ -116,8 +117,11 @@ def plan_step(
     spent_s = recorder.searched_s
     as_it_is = captured(whole)
     chunkable = _chunkable(as_it_is, captured)
+    room = resolved_budget(first.budget, as_it_is.graph, first.options.counted) - as_it_is.graph.resident_bytes
+    room -= max(carried, default=0) - min(carried, default=0)  # the rest is freed in the step
     try:
-        step, result = _in_pieces(first, chunkable, spent_s) or _agreed(first, as_it_is, spent_s)
+        with within_room(room):
+            step, result = _in_pieces(first, chunkable, spent_s) or _agreed(first, as_it_is, spent_s)
     except InfeasibleBudgetError as error:
         if error.binding_op and first.offered is not None:
             raise with_offer(error, chunkable, first.offered) from None

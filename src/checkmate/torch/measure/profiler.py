@@ -6,8 +6,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx
 
@@ -90,7 +93,7 @@ def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Nod
 
 def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]]) -> dict[str, OpCost]:
     with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
-        other = torch.ones(EFFORT.between_bytes, dtype=torch.uint8, device="cpu")
+        other = _other_memory()
         times = {key: LeastTimes(node) for key, node in nodes.items()}
         costs: dict[str, OpCost | None] = {}
         for key, node in progress.counted([*nodes.items()], "measuring costs"):
@@ -111,8 +114,19 @@ def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.No
     return found
 
 
+Memory = npt.NDArray[np.uint8]
+
+
+def _other_memory() -> Memory:
+    """Memory to read between runs: a part of the file of PyTorch's library, since a budget may leave no room for a tensor."""
+    files = [path for path in (Path(torch.__file__).parent / "lib").iterdir() if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    size = min(EFFORT.between_bytes, largest.stat().st_size)
+    return np.asarray(np.memmap(largest, np.uint8, "r", shape=(size,)))
+
+
 def _repeat(
-    nodes: Mapping[str, fx.Node], beside: Mapping[str, fx.Node], times: Mapping[str, LeastTimes], other: torch.Tensor
+    nodes: Mapping[str, fx.Node], beside: Mapping[str, fx.Node], times: Mapping[str, LeastTimes], other: Memory
 ) -> None:
     """Measure nodes that were measured once in further passes, and others beside them."""
     began = time.perf_counter()
@@ -226,7 +240,7 @@ def _in_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any
     yield call(*args, **kwargs)
 
 
-def _measured_or_warned(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> OpCost | None:
+def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCost | None:
     try:
         time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other, times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
@@ -237,8 +251,8 @@ def _measured_or_warned(node: fx.Node, other: torch.Tensor, times: LeastTimes) -
     return OpCost(quantise(time_ns), workspace_bytes)
 
 
-def _cpu_cost(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> tuple[int, int]:
-    """Nanoseconds and workspace of an op on the CPU; the other tensor is read between runs, which are added to the times."""
+def _cpu_cost(node: fx.Node, other: Memory, times: LeastTimes) -> tuple[int, int]:
+    """Nanoseconds and workspace of an op on the CPU; other memory is read between runs, which are added to the times."""
     run = _ready_to_run(node)
     slow = max(EFFORT.slow_factor * estimate_ns(node), EFFORT.slow_ns)
     other.max()
@@ -267,12 +281,12 @@ def _is_measured_again(node: fx.Node, known: OpCost) -> bool:
     return EFFORT.again_ns <= known.cost_ns <= EFFORT.once_ns and not _on_cuda(node)
 
 
-def run_again(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> None:
+def run_again(node: fx.Node, other: Memory, times: LeastTimes) -> None:
     """Run an op on the CPU in a later pass.
 
     Args:
         node: The op.
-        other: A tensor that is read before each run.
+        other: Memory that is read before each run.
         times: What the runs are added to.
     """
     run = _ready_to_run(node)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,33 @@ def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:
     return unique_bytes(t.grad for t in leaf if t.grad is not None) + unique_bytes(coming)
 
 
+_ROOM: ContextVar[int] = ContextVar("room", default=sys.maxsize)
+
+
+@contextmanager
+def within_room(size_bytes: int) -> Generator[None]:
+    """Context in which measurements take no more memory than a budget leaves.
+
+    Args:
+        size_bytes: What it leaves.
+    """
+    token = _ROOM.set(size_bytes)
+    try:
+        yield
+    finally:
+        _ROOM.reset(token)
+
+
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on a device now; unlimited where the system does not tell."""
+    """Bytes that can be allocated on a device now: those that the budget leaves, and that the system has.
+
+    Args:
+        device: The device.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(_available_bytes(), _left_in_container_bytes())
+        return min(_ROOM.get(), free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return min(_ROOM.get(), _available_bytes(), _left_in_container_bytes())
 
 
 def _available_bytes() -> int:
