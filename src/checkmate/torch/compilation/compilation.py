@@ -28,7 +28,7 @@ from checkmate.torch._compat.dynamo import batch_inputs, recompile_current_frame
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
 from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.compilation.program import GraphInterface, PlannedGraph, Program, Share
+from checkmate.torch.compilation.program import GraphInterface, PlannedGraph, Program, Share, weakly
 from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
@@ -116,6 +116,7 @@ class Compilation:
             other_bytes=max(0, COORDINATOR.outside_bytes(tensors, device) - self._counted_bytes) if looks else 0,
         )
         self._num_inputs = len(example_inputs)
+        self._inputs = [weakly(a) for a in example_inputs]
         self._batch = batch_inputs(graph) - {k for k, t in enumerate(example_inputs) if any(t is leaf for leaf in trained)}
         self._accumulated = self._accumulating(example_inputs)
         self.planned: PlannedGraph | None = None
@@ -130,7 +131,7 @@ class Compilation:
         """How the graph is planned and partitioned."""
         options, target = self.options, self.hooks.target
         task = Task(
-            costs=costs_of(options),
+            costs=costs_of(options, self._inputs),
             plan=self._plan,
             hold_outputs=options.outputs == "held",
             split_convolutions=options.split_convolutions,
@@ -520,6 +521,11 @@ def _part(capture: Capture) -> Capture:
     return replace(capture, graph=_part_of_a_step(capture.graph))
 
 
-def costs_of(options: Options) -> Costs:
-    """The source of the costs of ops that the options name: measurements, or estimates."""
-    return Profiler() if options.costs == "measured" else estimated_costs
+def costs_of(options: Options, inputs: Sequence[Callable[[], Any]] = ()) -> Costs:
+    """The source of the costs of ops that the options name: measurements, or estimates.
+
+    Args:
+        options: The options.
+        inputs: Functions that return the inputs of the graph, which ops may read while they are measured.
+    """
+    return Profiler(inputs=inputs) if options.costs == "measured" else estimated_costs

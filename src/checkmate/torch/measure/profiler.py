@@ -6,7 +6,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,15 @@ from torch import fx
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
-from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
+from checkmate.torch._compat.aot import is_tangent
+from checkmate.torch._compat.dispatch import (
+    OpOverload,
+    dispatches_in_python,
+    no_dispatch,
+    no_modes,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 from checkmate.torch._compat.profiler import keep_busy, memory_trace, outside_of_profilers
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.op_properties import is_collective, makes_views, unused_arguments
@@ -25,6 +35,8 @@ from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
+from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
+from checkmate.torch.measure.resident import free_bytes
 from checkmate.torch.measure.roofline import estimate_ns
 from checkmate.torch.measure.timing import EFFORT, LeastTimes
 
@@ -42,14 +54,40 @@ class Profiler:
 
     Args:
         store: Where measured costs are kept; the user's cost cache by default.
+        inputs: Functions that return the inputs of the graph, which are not kept alive. Ops read the inputs where they are, since
+            a budget may leave no room for copies.
     """
 
-    def __init__(self, store: CostStore | None = None) -> None:
+    def __init__(self, store: CostStore | None = None, inputs: Sequence[Callable[[], Any]] = ()) -> None:
         self._costs = MeasuredCosts(signature=signature, measure=measure_nodes, estimate=_without_running, store=store)
+        self._inputs = inputs
 
     def __call__(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
         """Cost of each node; nodes with the same `signature` share one measurement."""
-        return self._costs(nodes)
+        token = _INPUTS.set(self._by_storage(nodes))
+        try:
+            return self._costs(nodes)
+        finally:
+            _INPUTS.reset(token)
+
+    def _by_storage(self, nodes: Sequence[fx.Node]) -> dict[int, torch.Tensor]:
+        """The inputs, by the key of the storage of the traced tensor."""
+        placeholders = [n for n in nodes[0].graph.find_nodes(op="placeholder") if not is_tangent(n)] if nodes else []
+        if len(placeholders) != len(self._inputs):  # AOTAutograd merges inputs that are equal
+            return {}
+        pairs = [(n.meta.get("val"), real()) for n, real in zip(placeholders, self._inputs, strict=True)]
+        return {
+            storage_key(traced): real
+            for traced, real in pairs
+            if isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor) and _has_plain_storage(real)
+        }
+
+
+_INPUTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("inputs", default=MappingProxyType({}))
+
+
+def _has_plain_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not dispatches_in_python(tensor) and not tensor.is_meta
 
 
 def _without_running(node: fx.Node) -> OpCost:
@@ -57,8 +95,9 @@ def _without_running(node: fx.Node) -> OpCost:
 
     A collective on the CPU runs in gloo, which copies the result once.
     """
-    copied = is_collective(node) and not _on_cuda(node)
-    return OpCost(estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0)
+    if is_collective(node):
+        return OpCost(estimate_ns(node), 0 if _on_cuda(node) else sum(map(storage_bytes, leaves(node.meta.get("val")))))
+    return OpCost(estimate_ns(node), estimated_workspace_bytes(node) if isinstance(node.target, OpOverload) else 0)
 
 
 def signature(node: fx.Node) -> str | None:
@@ -97,7 +136,10 @@ def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.No
         times = {key: LeastTimes(node) for key, node in nodes.items()}
         costs: dict[str, OpCost | None] = {}
         for key, node in progress.counted([*nodes.items()], "measuring costs"):
-            costs[key] = _measured_or_warned(node, other, times[key])
+            fits = _needed_bytes(node) <= free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu"))
+            costs[key] = _measured_or_warned(node, other, times[key]) if fits else None
+            if not fits:
+                _log.info("%s (%s) is estimated: the budget leaves no room to measure it", node.name, node.target)
         found = {k: cost for k, cost in costs.items() if cost is not None}
         again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
         beside = {k: known[k][0] for k in _references(known)} if sum(found[k].cost_ns for k in again) >= EFFORT.matters_ns else {}
@@ -185,15 +227,18 @@ def _on_cuda(node: fx.Node) -> bool:
     return any(t.device.type == "cuda" for t in leaves(node.meta.get("val")))
 
 
-def _materialised(value: Any, *, fill: bool = True) -> Any:
+def _materialised(value: Any, *, fill: bool = True, given: Mapping[int, torch.Tensor] = MappingProxyType({})) -> Any:
     """A real tensor with the shape and strides of a traced one (expanded dimensions stay expanded), or a plain number.
 
     Args:
         value: The traced value.
         fill: Whether the content of a tensor is read.
+        given: Tensors to use, by the key of the storage of a traced one.
     """
     if isinstance(value, torch.Tensor):
         shape, stride = _layout(value)
+        if storage_key(value) in given and (real := _view(given[storage_key(value)], value, shape, stride)) is not None:
+            return real
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
         flat = torch.empty(extent, dtype=value.dtype, device=value.device)
         # Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, so that they are
@@ -209,8 +254,24 @@ def _materialised(value: Any, *, fill: bool = True) -> Any:
         largest = value_at_upper_bounds(value)
         return value.node.hint if largest is None else largest
     if isinstance(value, (list, tuple)):
-        return type(value)(_materialised(v, fill=fill) for v in value)
+        return type(value)(_materialised(v, fill=fill, given=given) for v in value)
     return value
+
+
+def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor | None:
+    """The part of an input that a traced tensor is a view of; None where it is seen as another type, or is smaller now."""
+    offset = concrete(traced.storage_offset())
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
+    if real.dtype is not traced.dtype or (offset + extent) * real.element_size() > real.untyped_storage().nbytes():
+        return None
+    return real.detach().as_strided(shape, stride, offset)
+
+
+def _needed_bytes(node: fx.Node) -> int:
+    """Bytes of the tensors that have to be made to run an op, and of its results."""
+    given = _INPUTS.get()
+    made = {storage_key(t): storage_bytes(t) for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
+    return sum(size for key, size in made.items() if key not in given)
 
 
 def _fill(flat: torch.Tensor) -> None:
@@ -224,7 +285,8 @@ def _ready_to_run(node: fx.Node) -> Callable[[], Iterator[Any]]:
     """A function that runs an op: it yields at the end of each part of it, see `LeastTimes`, and the results at last."""
     target, args, kwargs = _call(node)
     fill = not makes_views(node)
-    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val"), fill=fill))
+    given = _INPUTS.get() if isinstance(target, OpOverload) and not target._schema.is_mutable else {}
+    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val"), fill=fill, given=given))
     if target is UPDATE:
         parameter, gradient, optimizer, which = real_args
         update = updates_of(optimizer).clone_for_measurement(which, parameter)
@@ -245,7 +307,7 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
         time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other, times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
         _log.warning(
-            "%s (%s) could not be measured; its time is estimated and its workspace taken as 0: %s", node.name, node.target, error
+            "%s (%s) could not be measured; its time and its workspace are estimated: %s", node.name, node.target, error
         )
         return None
     return OpCost(quantise(time_ns), workspace_bytes)
