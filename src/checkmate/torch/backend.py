@@ -181,7 +181,8 @@ def _without_backward(module: fx.GraphModule, compilation: Compilation) -> Boxed
     if compilation.hooks.whole:
         return compilation.forward(boxed(plan_whole_step(module, compilation.task)))
     compilation.refuse_inference()
-    return boxed(module)
+    task = compilation.task_without_backward
+    return boxed(module) if task is None else compilation.forward(boxed(plan_whole_step(module, task)))
 
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:

@@ -37,6 +37,7 @@ __all__ = [
     "recompile_current_frame",
     "recurrent_layers_outside",
     "runs_eagerly_on_request",
+    "takes_gradients",
     "watch_compilations",
 ]
 
@@ -84,6 +85,12 @@ def batch_inputs(graph: fx.Graph) -> frozenset[int]:
     """Inputs of a graph that Dynamo traced which are neither parameters nor buffers of modules, by their position."""
     nodes = graph.find_nodes(op="placeholder")
     return frozenset(k for k, n in enumerate(nodes) if "_dynamo_static_input_type" not in (n.meta.get("tensor_dict") or {}))
+
+
+def takes_gradients(graph: fx.Graph) -> bool:
+    """Whether a graph that Dynamo traced takes gradients itself: by `torch.func`, or `torch.autograd.grad`."""
+    names = {getattr(n.target, "__name__", "") for n in graph.nodes if n.op == "call_function"}
+    return not names.isdisjoint(("_grad_increment_nesting", "grad"))
 
 
 CallContext = Callable[[], AbstractContextManager[Any]]

@@ -13,18 +13,18 @@ import msgspec
 import torch
 from torch import fx
 
-from checkmate.core.budget import Budget, ResidentMemory
+from checkmate.core.budget import Budget, ResidentMemory, keep_all_bytes
 from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes, parse_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
-from checkmate.frontend.planner import GivenPlan, near_smallest, planner_for, result_of_order
+from checkmate.frontend.planner import GivenPlan, keep_everything, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
-from checkmate.torch._compat.dynamo import batch_inputs, recompile_current_frame
+from checkmate.torch._compat.dynamo import batch_inputs, recompile_current_frame, takes_gradients
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
 from checkmate.torch.compilation.coordinator import COORDINATOR
@@ -38,7 +38,7 @@ from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.joint.part import part_of, reads_of_batch
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
-from checkmate.torch.measure.device_memory import state_to_come_bytes
+from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.measure.roofline import estimated_costs
@@ -116,6 +116,7 @@ class Compilation:
             other_bytes=max(0, COORDINATOR.outside_bytes(tensors, device) - self._counted_bytes) if looks else 0,
         )
         self._num_inputs = len(example_inputs)
+        self._takes_gradients = takes_gradients(graph)
         self._inputs = [weakly(a) for a in example_inputs]
         self._batch = batch_inputs(graph) - {k for k, t in enumerate(example_inputs) if any(t is leaf for leaf in trained)}
         self._accumulated = self._accumulating(example_inputs)
@@ -125,6 +126,8 @@ class Compilation:
         self._runs = 0
         self._budget_bytes: int | None = None
         self.least_fused_bytes: int | None = None
+        self._whole: Result | None = None  # of a graph that the coordinator does not run
+        self._look, self._announced, self._count_device = LookDue(), False, device
 
     @functools.cached_property
     def task(self) -> Task:
@@ -149,6 +152,43 @@ class Compilation:
         resident = task.extra_resident_bytes + target.device.blas_workspace_bytes
         return replace(task, costs=target.costs, relabel=target.relabel, extra_resident_bytes=resident)
 
+    @property
+    def task_without_backward(self) -> Task | None:
+        """How a graph is planned that has no backward; None where nothing is promised for it.
+
+        A function that takes its gradients itself, such as by `torch.func.grad`, is a whole step. Any other is an evaluation,
+        which may take what its training step may: a share is known when that has been planned.
+        """
+        if self.budget is None or self.options.plan is not None:
+            return None
+        if self._takes_gradients:
+            return self.task
+        known = COORDINATOR.budget_bytes(self.budget)
+        if known is None:
+            return None
+        budget = Budget(str(self.budget), total_bytes=max(0, known - COORDINATOR.held_bytes()))
+        return replace(
+            self.task,
+            costs=estimated_costs,
+            plan=lambda capture, recapture: (capture, self._plan_evaluation(capture.graph, budget)),
+            on_planned=lambda joint, result: None,
+        )
+
+    def _plan_evaluation(self, graph: Graph, budget: Budget) -> Result:
+        """A plan within a budget, or one of nearly the smallest peak, with a warning."""
+        if keep_all_bytes(graph) <= budget.resolve(graph):
+            return keep_everything(graph)
+        try:
+            return planner_for(replace(self.planning, budget=budget))(graph)
+        except (InfeasibleBudgetError, PlanNotFoundError):
+            smallest = near_smallest(graph, _SMALLEST.most_s)
+        _log.warning(
+            "a call without gradients takes up to %s, more than its budget of %s",
+            format_bytes(smallest.peak_bytes),
+            self.budget,
+        )
+        return smallest
+
     def forward(self, run: BoxedRun, module: fx.GraphModule | None = None) -> BoxedRun:
         """A compiled forward that the coordinator runs.
 
@@ -171,9 +211,28 @@ class Compilation:
                 self._runs += 1
             if self.ranks is not None:
                 self.ranks.record_forward()
+            if self._whole is not None and self.budget is not None and self.budget.total_bytes is not None and self._look:
+                self._announce_growth(self._whole, args)
             return run(args) if planned is None else COORDINATOR.forward(planned, args)
 
         return as_boxed(guarded)
+
+    def _announce_growth(self, result: Result, args: Sequence[Any]) -> None:
+        """Warn before a whole step runs that leaves too little room for what was made after it was compiled."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        outside = max(0, COORDINATOR.outside_bytes(tensors, self._count_device) - self._counted_bytes)
+        self._look.looked(outside)
+        room = result.budget_bytes - result.peak_bytes + self.options.reserve_bytes
+        excess = outside - self.resident.other_bytes - self.resident.optimizer_bytes - room
+        if excess > 0 and not self._announced:
+            self._announced = True
+            _log.warning(
+                "tensors that were made after the step was compiled take %s more than its budget of %s leaves: the step may "
+                "exceed the budget by as much\nhint: compile the step when they exist, or set reserve=%r",
+                format_bytes(excess),
+                self.budget,
+                format_at_least(self.options.reserve_bytes + excess),
+            )
 
     def backward(self, run: BoxedRun) -> BoxedRun:
         """A compiled backward that the coordinator runs.
@@ -458,6 +517,9 @@ class Compilation:
     def _planned(self, joint: CapturedJoint, result: Result) -> None:
         # A graph without a boundary is a whole step: when it returns, nothing of it is in flight.
         interface, graph = GraphInterface.of(joint), joint.capture.graph
+        if self.budget is not None and graph.boundary is None:
+            self._whole = result
+            self._look.looked(self.resident.other_bytes)
         if self.budget is not None and graph.boundary is not None:
             memory = StepMemory.of(graph, result.plan, self._wrapped.transient_gradient_bytes)
             self.guard(interface, joint, result, memory, replaceable=True)

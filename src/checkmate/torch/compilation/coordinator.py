@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from checkmate.core.budget import Budget
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
@@ -168,6 +169,18 @@ class Coordinator:
         with self._lock:
             return self._recorder.searched_s if self._pending else 0.0
 
+    def budget_bytes(self, budget: Budget) -> int | None:
+        """Bytes of a budget; None for a share of which no step has been planned yet.
+
+        Args:
+            budget: The budget.
+        """
+        if budget.total_bytes is not None:
+            return budget.total_bytes
+        forwards = self._recorder.forwards
+        same = bool(forwards) and forwards[0].planned.budget == budget
+        return self.result.budget_bytes if same and self.result is not None else None
+
     def held_bytes(self) -> int:
         """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
         with self._lock:
@@ -181,7 +194,7 @@ class Coordinator:
             device: The device.
         """
         with self._lock:
-            known = self._recorder.present() | _union(self._pending)
+            known = self._recorder.present() | _union(self._pending) if self._pending else {}
             if device.type == "cuda" or self._memory is None or not self._pending:
                 gc.collect()  # compilation leaves cycles, and with them models of before
                 self._memory = device_memory(device)
