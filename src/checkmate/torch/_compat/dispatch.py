@@ -52,7 +52,6 @@ top_mode = _get_current_dispatch_mode
 """The ``TorchDispatchMode`` that was begun last, or None."""
 
 
-
 def dispatches_in_python(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a class that handles its ops in Python, and wraps other tensors or none."""
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]

@@ -452,7 +452,9 @@ class Compilation:
         total = self.budget.total_bytes
         if total is not None and floor(part := _part_of_a_step(graph)).peak_bytes > total:
             return self._refused(part)
-        smallest = near_smallest(_in_forward(graph, batch), _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total)
+        smallest = near_smallest(
+            _in_forward(graph, batch), _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total
+        )
         self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)
 

@@ -59,11 +59,16 @@ def device_memory(device: torch.device) -> DeviceMemory:
     held = [t for t in _instances(torch.Tensor) if not dispatches_in_python(t)]  # tensors inside of others are found themselves
     storages: dict[int, int] = {}
     for tensor in itertools.chain(held, saved_by_autograd(held)):
+        if tensor.dtype is torch.uint8 and tensor.numel() == _STATE_BYTES:
+            continue  # the state of a generator, which Dynamo keeps while it compiles
         try:
             storages.update((storage_key(p), storage_bytes(p)) for p in strided_parts(tensor) if p.device.type == "cpu")
         except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as those of functorch and of lazy modules
             continue
     return DeviceMemory(sum(storages.values()), storages)
+
+
+_STATE_BYTES = torch.get_rng_state().numel()
 
 
 def _instances(kind: type) -> Iterator[Any]:

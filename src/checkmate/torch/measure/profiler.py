@@ -167,9 +167,7 @@ def _other_memory() -> Memory:
     return np.asarray(np.memmap(largest, np.uint8, "r", shape=(size,)))
 
 
-def _repeat(
-    nodes: Mapping[str, fx.Node], beside: Mapping[str, fx.Node], times: Mapping[str, LeastTimes], other: Memory
-) -> None:
+def _repeat(nodes: Mapping[str, fx.Node], beside: Mapping[str, fx.Node], times: Mapping[str, LeastTimes], other: Memory) -> None:
     """Measure nodes that were measured once in further passes, and others beside them."""
     began = time.perf_counter()
     for number in itertools.count(2):
@@ -306,9 +304,7 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
     try:
         time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other, times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
-        _log.warning(
-            "%s (%s) could not be measured; its time and its workspace are estimated: %s", node.name, node.target, error
-        )
+        _log.warning("%s (%s) could not be measured; its time and its workspace are estimated: %s", node.name, node.target, error)
         return None
     return OpCost(quantise(time_ns), workspace_bytes)
 

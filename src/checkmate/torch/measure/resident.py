@@ -83,4 +83,3 @@ def cuda_device(inputs: Sequence[Any], options: Options) -> torch.device | None:
         device = torch.device(options.device)
         return device if device.type == "cuda" else None
     return next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)
-
