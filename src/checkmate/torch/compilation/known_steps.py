@@ -279,7 +279,7 @@ class KnownSteps:
         memory = device_memory(first.device)
         step.look.looked(memory.total_bytes)
         known = gradients | self._survivors.alive(record, gradients)
-        inputs = record.input_bytes
+        inputs = record.input_bytes + record.early_bytes
         if first.dynamic:  # recorded with the most bytes that they can have
             now = [a for a in args if isinstance(a, torch.Tensor)]
             inputs += unique_bytes(now, current_bytes) - sum(record.sizes[s] for s in {*record.runs[0].given} if s is not None)
