@@ -348,7 +348,7 @@ class Coordinator:
             self._new_recorder(watched=self._watch is not None)
         self._plan, self._position, self._updated = None, 0, False
         _note_updates()
-        self._plan = self.steps.plan(planned, args)
+        self._plan = self.steps.plan(planned, args, watched=self._watch is not None)
 
     def _new_recorder(self, *, watched: bool) -> None:
         self.steps.close(self._recorder)
