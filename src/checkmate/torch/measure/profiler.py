@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -23,6 +24,7 @@ from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.errors import ProfilerBusyError
+from checkmate.torch.measure.kernel_settings import kernel_settings
 from checkmate.torch.measure.roofline import estimate_ns
 from checkmate.torch.measure.timing import EFFORT, LeastTimes
 
@@ -43,10 +45,14 @@ class Profiler:
     """
 
     def __init__(self, store: CostStore | None = None) -> None:
-        self._costs = MeasuredCosts(signature=signature, measure=measure_nodes, estimate=_without_running, store=store)
+        self._settings = kernel_settings
+        self._costs = MeasuredCosts(
+            signature=lambda node: signature(node, self._settings), measure=measure_nodes, estimate=_without_running, store=store
+        )
 
     def __call__(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
         """Cost of each node; nodes with the same `signature` share one measurement."""
+        self._settings = functools.cache(kernel_settings)  # read once for all nodes, and again at the next call
         return self._costs(nodes)
 
 
@@ -59,17 +65,23 @@ def _without_running(node: fx.Node) -> OpCost:
     return OpCost(estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0)
 
 
-def signature(node: fx.Node) -> str | None:
-    """Text of all on which the cost of an op depends; None for an op that cannot be run in isolation."""
+def signature(node: fx.Node, settings: Callable[[torch.device], str] = kernel_settings) -> str | None:
+    """Text of all on which the cost of an op depends; None for an op that cannot be run in isolation.
+
+    Args:
+        node: The op.
+        settings: What chooses the kernels of a device, as text.
+    """
     target, args, kwargs = _call(node)
     if not isinstance(target, OpOverload) or is_collective(node):
         return None
     if target is UPDATE:
         args = (*args[:2], updates_of(args[2]).describe(args[3]))
-    parts = [str(target), _describe(args), _describe(kwargs), f"threads={torch.get_num_threads()}", f"torch={torch.__version__}"]
+    parts = [str(target), _describe(args), _describe(kwargs)]
     devices = {t.device for t in _tensors(node, args, kwargs)}
     parts += [_METHOD, *["by-piece"] * (PIECES in node.meta)] if any(d.type == "cpu" for d in devices) else []
-    parts += sorted(f"{torch.cuda.get_device_name(d)} queued" for d in devices if d.type == "cuda")
+    parts += ["queued"] * any(d.type == "cuda" for d in devices)
+    parts += sorted({settings(d) for d in devices or {torch.device("cpu")}})
     return " ".join(parts)
 
 
