@@ -36,6 +36,7 @@ from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
+from checkmate.torch.measure.hidden_state import mark_hidden_state
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes, other_allocated_bytes, unread_storages
 from checkmate.torch.measure.roofline import estimated_costs
@@ -133,6 +134,7 @@ class Compilation:
             # AOTAutograd merges inputs that are equal, and then their positions are others.
             accumulated=lambda count: self._accumulated if count == self._num_inputs else frozenset(),
             on_planned=self._planned,
+            examine=functools.partial(mark_hidden_state, runs=options.costs == "measured" and target is None),
         )
         if target is None:
             return task

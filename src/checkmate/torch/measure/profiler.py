@@ -223,8 +223,12 @@ def _fill(flat: torch.Tensor) -> None:
         part.copy_(block[: part.numel()])
 
 
-def _ready_to_run(node: fx.Node) -> Callable[[], Iterator[Any]]:
-    """A function that runs an op: it yields at the end of each part of it, see `LeastTimes`, and the results at last."""
+def ready_to_run(node: fx.Node) -> Callable[[], Iterator[Any]]:
+    """A function that runs an op on new inputs: it yields at the end of each part, see `LeastTimes`, and the results at last.
+
+    Args:
+        node: The op.
+    """
     target, args, kwargs = _call(node)
     fill = not makes_views(node)
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val"), fill=fill))
@@ -256,7 +260,7 @@ def _measured_or_warned(node: fx.Node, other: torch.Tensor, times: LeastTimes) -
 
 def _cpu_cost(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> tuple[int, int]:
     """Nanoseconds and workspace of an op on the CPU; the other tensor is read between runs, which are added to the times."""
-    run = _ready_to_run(node)
+    run = ready_to_run(node)
     slow = max(EFFORT.slow_factor * estimate_ns(node), EFFORT.slow_ns)
     other.max()
     with memory_trace() as trace:
@@ -292,7 +296,7 @@ def run_again(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> None:
         other: A tensor that is read before each run.
         times: What the runs are added to.
     """
-    run = _ready_to_run(node)
+    run = ready_to_run(node)
     took: list[int] = []
     while len(took) < EFFORT.later_repeats and sum(took) <= EFFORT.limit_ns:
         other.max()
@@ -300,7 +304,7 @@ def run_again(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> None:
 
 
 def _cuda_cost(node: fx.Node) -> tuple[float, int]:
-    return _cuda_time_ns(_ready_to_run(node)), int(_cuda_workspace(node))
+    return _cuda_time_ns(ready_to_run(node)), int(_cuda_workspace(node))
 
 
 def _cuda_time_ns(run: Callable[[], Iterator[Any]]) -> float:
@@ -319,7 +323,7 @@ def _cuda_time_ns(run: Callable[[], Iterator[Any]]) -> float:
 
 
 def _cuda_workspace(node: fx.Node) -> float:
-    run = _ready_to_run(node)
+    run = ready_to_run(node)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -67,6 +67,7 @@ class Task:
         on_planned: Called with the captured joint graph and its plan before anything runs.
         relabel: Moves the fake tensors of a graph to another device, in place.
         layout_pass: Returns a graph whose tensors have other layouts.
+        examine: Marks ops whose results depend on more than their inputs.
     """
 
     costs: Costs
@@ -80,6 +81,7 @@ class Task:
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()
     relabel: Callable[[fx.Graph], None] = lambda graph: None
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
+    examine: Callable[[fx.Graph], None] = lambda graph: None
 
     def captured(self, num_fwd_outputs: int | None) -> Recapture:
         """A function that captures joint modules.
@@ -134,6 +136,7 @@ def partition(
         honours_checkpoints=task.honours_checkpoints,
         no_recompute=task.no_recompute,
         layout_pass=task.layout_pass,
+        examine=task.examine,
     )
     task.relabel(prepared.graph)
     inputs = [n for n in prepared.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
@@ -212,7 +215,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
         SplitError: The module would take more memory than planned.
         CheckmateError: No plan was found.
     """
-    prepared = prepare(module, split_convolutions=task.split_convolutions, layout_pass=task.layout_pass)
+    prepared = prepare(module, split_convolutions=task.split_convolutions, layout_pass=task.layout_pass, examine=task.examine)
     apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
     recapture = task.captured(None)
