@@ -35,8 +35,8 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
+from checkmate.torch.joint.hidden_state import mark_hidden_state
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
-from checkmate.torch.measure.hidden_state import mark_hidden_state
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes, other_allocated_bytes, unread_storages
 from checkmate.torch.measure.roofline import estimated_costs

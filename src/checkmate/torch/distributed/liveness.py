@@ -23,7 +23,7 @@ class SilentStoreError(Exception):
 
 
 def content(store: dist.Store, key: str) -> bytes:
-    """What is written to a key; nothing if it does not exist.
+    """The content of a key; empty if the key does not exist.
 
     Args:
         store: The store.

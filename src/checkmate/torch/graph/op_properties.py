@@ -208,7 +208,7 @@ Hidden = Literal["random", "state"]
 """What the results of an op depend on besides its inputs, which its schema does not say."""
 
 HIDDEN = "checkmate_hidden"
-"""Key in a node's metadata: the op is `Hidden` random, or has a state of which nothing is known; see `measure.hidden_state`."""
+"""Key in a node's metadata: the op is `Hidden` random, or has a state of which nothing is known; see `joint.hidden_state`."""
 
 FORWARD_ONLY = "checkmate_forward_only"
 """Key in a node's metadata: the op must not run in the backward, since a pass already gave the backward its own copy."""

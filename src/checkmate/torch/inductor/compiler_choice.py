@@ -24,9 +24,9 @@ from checkmate.frontend.plan_store import CompilerChoices, sources_digest
 from checkmate.frontend.planner import planner_for
 from checkmate.torch._compat.inductor import missing_compiler
 from checkmate.torch.compilation.compilation import Compilation
+from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.inductor.compile import Compiled, compile_by_inductor
 from checkmate.torch.inductor.largest_inputs import dynamic_dimensions, traced_values
-from checkmate.torch.measure.kernel_settings import kernel_settings
 from checkmate.torch.measure.trial_step import time_step
 
 _log = logging.getLogger("checkmate.torch")

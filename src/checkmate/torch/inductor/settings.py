@@ -19,7 +19,7 @@ import torch
 from checkmate.core.errors import OptionError
 from checkmate.frontend.plan_store import sources_digest
 from checkmate.torch._compat.inductor import inductor_config, stock_patches
-from checkmate.torch.measure.kernel_settings import kernel_settings
+from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.options import Options
 
 _log = logging.getLogger("checkmate.torch")

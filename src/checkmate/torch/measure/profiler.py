@@ -18,13 +18,13 @@ from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
 from checkmate.torch._compat.profiler import keep_busy, memory_trace, profiler_running
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
+from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.graph.op_properties import is_collective, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.errors import ProfilerBusyError
-from checkmate.torch.measure.kernel_settings import kernel_settings
 from checkmate.torch.measure.roofline import estimate_ns
 from checkmate.torch.measure.timing import EFFORT, LeastTimes
 

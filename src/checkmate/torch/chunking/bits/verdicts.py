@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from checkmate.cost.database import Database, cache_folder
-from checkmate.torch.measure.kernel_settings import kernel_settings
+from checkmate.torch.graph.kernel_settings import kernel_settings
 
 _FORMAT: Final = 2
 """To be raised when a comparison becomes stricter: verdicts of before do not count then."""

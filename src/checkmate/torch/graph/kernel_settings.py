@@ -1,4 +1,4 @@
-"""What chooses the kernel of an op besides the op and its inputs: hardware, versions and settings of the process.
+"""Hardware, versions and settings of the process: they choose the kernel of an op besides the op and its inputs.
 
 Costs, and the bits of an op in pieces, are kept from one process to the next. They hold where the same kernels run: another
 path of a convolution has other workspace, three times that of the first or none.

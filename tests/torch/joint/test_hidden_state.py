@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import checkmate
-from checkmate.torch.measure import hidden_state
+from checkmate.torch.joint import hidden_state
 from tests.torch.steps import ROOMY, Forgetful, compiled, observe, recomputes
 
 COUNT: Counter[str] = Counter()

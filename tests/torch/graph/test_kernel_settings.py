@@ -13,7 +13,7 @@ from torch import fx
 
 from checkmate.cost.store import CostStore
 from checkmate.torch.chunking.bits.verdicts import verdict_key
-from checkmate.torch.measure.kernel_settings import kernel_settings
+from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.measure.profiler import Profiler, signature
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def with_an_older_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkmate.torch.measure.kernel_settings.processor", lambda: "Another Processor")
+    monkeypatch.setattr("checkmate.torch.graph.kernel_settings.processor", lambda: "Another Processor")
 
 
 def with_another_vector_width(monkeypatch: pytest.MonkeyPatch) -> None:
