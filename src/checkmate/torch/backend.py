@@ -13,7 +13,7 @@ from torch import fx
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
-from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
+from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config, regions_as_hints
 from checkmate.torch._compat.aot_cache import aot_cache_disabled
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
 from checkmate.torch.compilation.call import CompiledCalls, RefusedCalls, counted
@@ -172,7 +172,7 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
         keep_inference_input_mutations=True,
     )
     # Another plan may take the place of this one, with other buffers, and no buffer is reused anyway.
-    with functorch_config.patch(donated_buffer=False), aot_cache_disabled():
+    with functorch_config.patch(donated_buffer=False), regions_as_hints(), aot_cache_disabled():
         return compilation.differentiable(compile_with_aot(gm, example_inputs))
 
 

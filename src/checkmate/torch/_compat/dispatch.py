@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
+    "defined_memory",
     "detect_fake_mode",
     "dispatches_in_python",
     "fake_tensor_on",
@@ -46,6 +48,22 @@ def no_modes() -> Iterator[None]:
     """
     with _disable_current_modes(), no_python_dispatcher():
         yield
+
+
+@contextmanager
+def defined_memory() -> Iterator[None]:
+    """Context in which PyTorch's ops give the same bits each time, where they can, and new tensors have defined content."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_fill_uninitialized_memory(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch._C._set_deterministic_fill_uninitialized_memory(filled)
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 top_mode = _get_current_dispatch_mode

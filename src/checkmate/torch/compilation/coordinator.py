@@ -198,7 +198,9 @@ class Coordinator:
             if device.type == "cuda" or self._memory is None or not self._pending:
                 gc.collect()  # compilation leaves cycles, and with them models of before
                 self._memory = device_memory(device)
-        parts = [p for t in inputs for each in (t, t.grad if t.is_leaf else None) if each is not None for p in strided_parts(each)]
+        parts = [
+            p for t in inputs for each in (t, t.grad if t.is_leaf else None) if each is not None for p in strided_parts(each)
+        ]
         return self._memory.besides(known | {storage_key(p): current_bytes(p) for p in parts})
 
     def forward(self, planned: PlannedGraph, args: list[Any]) -> Any:

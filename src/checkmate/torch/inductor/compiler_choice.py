@@ -24,6 +24,7 @@ from checkmate.frontend.plan_store import CompilerChoices, sources_digest
 from checkmate.frontend.planner import planner_for
 from checkmate.torch._compat.inductor import missing_compiler
 from checkmate.torch.compilation.compilation import Compilation
+from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.inductor.compile import Compiled, compile_by_inductor
 from checkmate.torch.inductor.largest_inputs import dynamic_dimensions, traced_values
 from checkmate.torch.measure.trial_step import time_step
@@ -177,7 +178,7 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], compilation: Compilation, be
         f"{t.dtype} {tuple(t.shape)} {t.stride()} {t.device} {t.requires_grad}" if isinstance(t, torch.Tensor) else repr(t)
         for t in inputs
     ]
-    devices = sorted({torch.cuda.get_device_name(t.device) for t in inputs if isinstance(t, torch.Tensor) and t.is_cuda})
-    machine = f"{torch.__version__} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()} {devices}"
-    text = "\n".join([sources_digest(), repr(compilation.options), machine, gm.code, *described, besides])
+    devices = {torch.device("cpu"), *(t.device for t in inputs if isinstance(t, torch.Tensor))}
+    kernels = sorted({kernel_settings(device) for device in devices})
+    text = "\n".join([sources_digest(), repr(compilation.options), *kernels, gm.code, *described, besides])
     return hashlib.sha256(text.encode()).hexdigest()

@@ -73,7 +73,7 @@ def _is_contiguous(value: torch.Tensor) -> bool:
 
 
 def _everything(node: fx.Node, given: list[int], made: list[int]) -> int:
-    """oneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up."""
+    """OneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up."""
     return 2 * (sum(given) + sum(made))
 
 
