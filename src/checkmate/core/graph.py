@@ -10,12 +10,9 @@ from typing import Literal, get_args
 
 import msgspec
 
-from checkmate.core.errors import GraphError
+from checkmate.core.errors import GraphError, shortened
 
 _MOST = 2**60
-_MOST_LETTERS = 256
-"""Letters of a name that are kept: reports, traces and messages have a name as often as a plan computes its op, so that one long
-name in a small file would fill a disk."""
 _ON_PATH = -2
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 
@@ -54,7 +51,8 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     source: str = ""
 
     def __post_init__(self) -> None:
-        _shorten(self, "name", "kind", "source")
+        for field in ("name", "kind", "source"):
+            msgspec.structs.force_setattr(self, field, shortened(getattr(self, field)))
         for field in ("inputs", "outputs", "clobbered_by"):
             _set_indices(self, field)
         for field in ("cost", "workspace_bytes", "replay_bytes"):
@@ -79,7 +77,7 @@ class Value(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     kept: bool = False
 
     def __post_init__(self) -> None:
-        _shorten(self, "name")
+        msgspec.structs.force_setattr(self, "name", shortened(self.name))
         _set_amount(self, "size_bytes")
         if self.base is not None:
             msgspec.structs.force_setattr(self, "base", operator.index(self.base))
@@ -121,7 +119,8 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     name: str = ""
 
     def __post_init__(self) -> None:
-        _shorten(self, "cost_unit", "name")
+        for field in ("cost_unit", "name"):
+            msgspec.structs.force_setattr(self, field, shortened(getattr(self, field)))
         for field in ("ops", "values"):
             msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
         msgspec.structs.force_setattr(self, "order", tuple((operator.index(a), operator.index(b)) for a, b in self.order))
@@ -299,15 +298,6 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
             return False
         one_storage = len({self.root[v] for v in (*op.inputs, *op.outputs)}) == 1
         return one_storage and all(self.values[v].base is not None for v in op.outputs)
-
-
-def _shorten(owner: Op | Value | Graph, *fields: str) -> None:
-    """Keep the two ends of texts that are too long."""
-    for field in fields:
-        text = getattr(owner, field)
-        if len(text) > _MOST_LETTERS:
-            half = _MOST_LETTERS // 2
-            msgspec.structs.force_setattr(owner, field, f"{text[: half - 1]}…{text[-half:]}")
 
 
 def _set_indices(owner: Op, field: str) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from checkmate.core.errors import printable
+from checkmate.core.errors import printable, shortened
 from checkmate.oom.snapshot import Frame
 
 BACKWARD = "backward: gradients and temporaries"
@@ -65,7 +65,7 @@ def origin_of(frames: Sequence[Frame]) -> Origin:
         place = "" if not frames or frames[0].filename else frames[0].name  # a value of a plan has a name and no file
     else:
         place = f"{_short(_path(user))}:{user.line} {user.name}".rstrip()
-    return Origin(printable(place), _kind(frames, bool(python)))
+    return Origin(shortened(printable(place)), _kind(frames, bool(python)))
 
 
 def _kind(frames: Sequence[Frame], has_python: bool) -> str:
