@@ -11,8 +11,9 @@ from checkmate.core.errors import UnitError, shortened
 _UNITS = {"b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {_letter + end: 1024**_power for end in ("", "i", "ib")} | {f"{_letter}b": 1000**_power}
-_MOST = 2**63 - 1
-_MOST_PERCENT = 1_000_000
+MOST_BYTES = 2**62
+"""Most bytes of an amount: sums of two still fit in 64 bits."""
+_MOST_PERCENT = 100_000
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 _HINT = "write an amount such as '8GiB', '512 MB' or '70%', or give an integer number of bytes"
@@ -27,7 +28,7 @@ def parse_bytes(amount: Amount) -> int:
     ``"8G"`` and ``"8Gi"`` are ``"8GiB"``: Slurm, Docker, Kubernetes, Java and the GNU tools count memory so.
 
     Raises:
-        UnitError: The text cannot be read, or the amount is negative, not whole, or more than 64 bits count.
+        UnitError: The text cannot be read, or the amount is negative, not whole, or more than 2**62 bytes.
 
     Examples:
         >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes("2G"), parse_bytes(7)
@@ -43,7 +44,7 @@ def parse_bytes(amount: Amount) -> int:
     scale = _UNITS.get(unit.lower())
     if scale is None:
         raise UnitError(f"unknown unit {unit!r} in {amount!r}", hint=_HINT)
-    if number * scale > _MOST:
+    if number * scale > MOST_BYTES:
         raise _too_much(amount)
     return round(number * scale)
 
@@ -52,7 +53,7 @@ def parse_percentage(text: str) -> float:
     """Per cent of a share: 70.0 for ``"70%"``.
 
     Raises:
-        UnitError: The text cannot be read as a share.
+        UnitError: The text cannot be read as a share, or is more than 100,000 %.
 
     Examples:
         >>> parse_percentage("70%")
@@ -145,7 +146,7 @@ def _whole(amount: int | float, written: Amount | None = None) -> int:
         raise UnitError(f"{written!r} is not a whole number of bytes", hint=_HINT) from None
     if whole < 0:
         raise UnitError(f"{amount} bytes is negative", hint=_HINT)
-    if whole > _MOST:
+    if whole > MOST_BYTES:
         raise _too_much(written)
     return whole
 
