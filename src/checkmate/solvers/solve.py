@@ -115,6 +115,10 @@ def solve(
         if session.plan is None:
             raise
         termination = Termination(Reason.FEASIBLE, limit="interrupt", detail="interrupted; the best plan so far")
+    except SystemExit as error:  # a plug-in is no program
+        raise SolverError(
+            f"{solver!r} ended the program: {error!r}", hint="update or uninstall the package that provides the solver"
+        ) from error
     finally:
         session.close()
     if session.plan is not None:
