@@ -16,8 +16,10 @@ _BATCH: Final = 500
 """Keys in one statement. SQLite's limit on its variables was 999 before version 3.32."""
 
 
-_MOST: Final = (86_400 * 10**9, 2**47)
-"""Nanoseconds of a day, and the bytes that a process can address: no op takes more."""
+MOST_BYTES: Final = 2**47
+"""Bytes that a process can address: no op takes more."""
+_MOST: Final = (86_400 * 10**9, MOST_BYTES)
+"""Most nanoseconds of an op, those of a day, and most bytes."""
 
 
 class OpCost(NamedTuple):

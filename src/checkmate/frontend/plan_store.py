@@ -21,8 +21,8 @@ import msgspec
 
 import checkmate
 from checkmate.core.errors import shortened
-from checkmate.core.units import MOST_BYTES
 from checkmate.cost.database import Database, cache_folder
+from checkmate.cost.store import MOST_BYTES
 from checkmate.frontend.step_memory import StepMemory
 
 _SCHEMA = """
