@@ -342,7 +342,9 @@ def test_a_plug_in_that_cannot_be_imported_spoils_no_other(monkeypatch, caplog):
         by_name("broken")
 
 
-@pytest.mark.parametrize("way", ["sys.exit()", "sys.exit(3)", "raise SystemExit('no licence')", "raise GeneratorExit", "Solver = 3"])
+@pytest.mark.parametrize(
+    "way", ["sys.exit()", "sys.exit(3)", "raise SystemExit('no licence')", "raise GeneratorExit", "Solver = 3"]
+)
 def test_a_plug_in_that_ends_the_program_is_named_and_spoils_no_other(way, monkeypatch, caplog, tmp_path):
     """A program that lists its solvers must not end, in silence, with the code of a plug-in."""
     (tmp_path / "plug_in_that_exits.py").write_text(f"import sys\n{way}\n")

@@ -82,7 +82,9 @@ def verify(
         terminal.table([("step", True), ("rule", False), ("violation", False)], shown)
         rest = f", of which {_SHOWN} are shown" if len(broken) > _SHOWN else ""
         terminal.say(f"does not hold: {len(broken)} violation{'s' * (len(broken) > 1)}{rest}")
-        terminal.closing([], f"find a valid plan with {terminal.command('plan', graph, '--budget', amounts.one_word(budget or '50%'))}")
+        terminal.closing(
+            [], f"find a valid plan with {terminal.command('plan', graph, '--budget', amounts.one_word(budget or '50%'))}"
+        )
         return 1
     terminal.say("", "holds" if budget_bytes is None else "holds, within the budget at every step")
     return 0

@@ -371,10 +371,10 @@ def _check_views(graph: Graph) -> None:
         views = [v for v in op.outputs if graph.values[v].base is not None]
         read = {roots[u] for u in op.inputs} if views else ()
         for v in views:
-            base = graph.values[v].base
+            name, base = graph.values[v].name, graph.values[v].base
             if base is not None and graph.producer[base] != o and roots[v] not in read:
                 raise GraphError(
-                    f"value {v} ({graph.values[v].name!r}) is a view of value {base}, whose storage its op {op.name!r} does not read",
+                    f"value {v} ({name!r}) is a view of value {base}, whose storage its op {op.name!r} does not read",
                     hint="let the op of a view read its base or another view of it",
                 )
 

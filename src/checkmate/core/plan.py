@@ -15,8 +15,10 @@ from checkmate.core.units import parse_bytes
 
 BoolMatrix = npt.NDArray[np.bool_]
 
-_MOST_REPEATS = 64
 _FEW_VALUES = 100_000
+"""Values read and written that are replayed in a moment, whatever the files."""
+_MOST_VALUES = 64
+"""Values that a step may read and write on average, those of each op once left out."""
 
 
 class Compute(msgspec.Struct, frozen=True, tag_field="step", tag="compute", forbid_unknown_fields=True):
@@ -161,12 +163,15 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     def excess(self, graph: Graph) -> str:
         """Why the plan is too much work to be replayed, in words; ``""`` if it is not.
 
-        An op with thousands of inputs and outputs, computed thousands of times, fits in a small file and takes hours. A plan
-        worth having repeats ops with few of them: those of a plan read and write less than a hundred values each on average.
+        An op with thousands of inputs and outputs, computed thousands of times, fits in a small file and takes hours. In plans of
+        training steps the ops that are computed often have a few of them each.
+
+        Args:
+            graph: The graph of the plan.
         """
         sizes = [len(op.inputs) + len(op.outputs) for op in graph.ops]
         work = sum(sizes[o] for o in self.order if 0 <= o < len(sizes))
-        if work <= _FEW_VALUES + _MOST_REPEATS * (len(self.steps) + sum(sizes)):
+        if work <= _FEW_VALUES + _MOST_VALUES * (len(self.steps) + sum(sizes)):
             return ""
         return f"the {len(self.steps)} steps of the plan read and write {work} values: more than is replayed"
 

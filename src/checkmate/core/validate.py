@@ -260,7 +260,9 @@ def _check_counts(graph: Graph, runs: dict[int, list[int]], end: int, found: lis
             done = runs.get(c, [end])[0]
             after = bisect_right(steps, done)
             if after < len(steps):
-                found.append(Violation("clobber", steps[after], f"op {o} ({op.name!r}) is computed after op {c} overwrote what it reads"))
+                found.append(
+                    Violation("clobber", steps[after], f"op {o} ({op.name!r}) is computed after op {c} overwrote what it reads")
+                )
 
 
 def _check_sequence(graph: Graph, runs: dict[int, list[int]], found: list[Violation], reorder: bool) -> None:
