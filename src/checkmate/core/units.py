@@ -8,9 +8,9 @@ import re
 
 from checkmate.core.errors import UnitError, shortened
 
-_UNITS = {"b": 1}
-for _power, _letter in enumerate("kmgt", 1):
-    _UNITS |= {_letter + end: 1024**_power for end in ("", "i", "ib")} | {f"{_letter}b": 1000**_power}
+_PREFIXES = ("", "k", "m", "g", "t")
+_BINARY = {prefix + end: 1024**power for power, prefix in enumerate(_PREFIXES) if power for end in ("", "i", "ib")}
+_UNITS = {**_BINARY, **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES)}}
 MOST_BYTES = 2**62
 """Most bytes of an amount: sums of two still fit in 64 bits."""
 _MOST_PERCENT = 100_000

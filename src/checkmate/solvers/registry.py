@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkmate.core.errors import OptionError
 from checkmate.solvers.session import Solver
@@ -76,7 +76,7 @@ def _entries() -> dict[str, EntryPoint]:
 
 def _load(entry: EntryPoint) -> type[Solver]:
     try:
-        kind = entry.load()
+        kind: Any = entry.load()
         if not callable(kind):
             raise TypeError(f"{kind!r} is no class of solvers")
         return kind
