@@ -146,7 +146,7 @@ def simulate(graph: Graph, plan: Plan, host: HostMemory | None = None) -> Timeli
             hint="use a graph with cost_unit='ns', or a plan without copies",
         )
     if excess := plan.excess(graph):
-        raise PlanError(excess, hint="compute the ops with the most inputs and outputs less often")
+        raise PlanError(excess, hint="make a plan that computes the ops with the most inputs and outputs less often")
     ledger = _Ledger(graph, plan, host)
     count = len(plan.steps)
     held, on_host = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
