@@ -61,7 +61,7 @@ def plan(
     target = files.load(graph, Graph)
     problem = Problem(target, budget, recompute, reorder, amounts.host_memory(host, device))
     chosen = solver_named(solver)
-    where = out or files.beside(graph, f"-{budget.replace(' ', '').replace('%', 'pct')}.plan.json")
+    where = out or files.beside(graph, f"-{amounts.one_word(budget).replace('%', 'pct')}.plan.json")
     outputs = files.Outputs(graph)
     outputs.check(where, result)
     limits = Limits(time_s=time_limit, gap=gap, seed=seed, threads=threads)
@@ -78,7 +78,7 @@ def plan(
     terminal.facts(
         [
             ("graph", amounts.describe_graph(target, graph)),
-            ("budget", amounts.describe_budget(problem.budget_bytes, keep_all.peak_bytes)),
+            ("budget", amounts.describe_budget(problem.budget_bytes, keep_all.peak_bytes, problem.budget)),
             ("solver", f"{name}, {time_limit:g} s limit, stops at a gap of {amounts.format_share(gap)}"),
         ]
     )
@@ -88,8 +88,8 @@ def plan(
     if problem.host is not None:
         _tell_copies(target, solved)
     wrote = [where] if result is None else [where, result]
-    next_verb = f"checkmate verify {graph} {where} --budget {budget}"
-    terminal.closing(wrote, f"check the plan with `{next_verb}`, draw it with `checkmate report {graph} {wrote[-1]}`")
+    check = terminal.command("verify", graph, where, "--budget", amounts.one_word(budget))
+    terminal.closing(wrote, f"check the plan with {check}, draw it with {terminal.command('report', graph, wrote[-1])}")
     return 0
 
 

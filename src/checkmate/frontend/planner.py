@@ -102,7 +102,8 @@ class CheapestWithin:
             KeyboardInterrupt: The user interrupted the search.
             PlanNotFoundError: No plan was found of which what counts keeps the budget.
         """
-        problem = Problem(graph, resolved_budget(self.budget, graph, self.counted), host=self.host)
+        total = resolved_budget(self.budget, graph, self.counted)
+        problem = Problem(graph, Budget(self.budget.text, total_bytes=total), host=self.host)
         limits = Limits(time_s=self.time_limit_s)
         if self.counted is None:
             return cheapest(problem, self.solver, limits, self.spent_s)
@@ -154,14 +155,14 @@ def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[
     plans = SolvedPlans.of_user() if problem.host is None else None
     known = plans.get(problem, repr(solver), limits) if plans is not None else None
     if known is not None and known[1]:
-        log_planned(problem.graph, known[0])
+        log_planned(problem, known[0])
         return known[0]
     with interrupts_kept():
         result = search(None if known is None else known[0].plan)
         if plans is not None:
             interrupted = result.termination.limit == "interrupt"  # it had less time than it was given
             plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
-        log_planned(problem.graph, result)
+        log_planned(problem, result)
         raise_interrupt(result)
     return result
 
@@ -371,17 +372,17 @@ def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
     return [(op, frozenset(freed)) for op, freed in groups]
 
 
-def log_planned(graph: Graph, result: Result) -> None:
+def log_planned(problem: Problem, result: Result) -> None:
     """Log what a solve found."""
-    progress.planned(graph, result)
+    progress.planned(problem.graph, result)
     before = " before:" if result.termination.detail == PLANNED_BEFORE else ""
     _log.info(
         "planned%s %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",
         before,
-        len(graph.ops),
+        len(problem.graph.ops),
         result.elapsed_s,
         format_bytes(result.peak_bytes),
-        format_bytes(result.budget_bytes),
+        problem.describe_budget(),
         result.overhead,
         100 * result.gap,
     )

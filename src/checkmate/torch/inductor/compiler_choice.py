@@ -120,7 +120,7 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
         return compile_by_inductor(gm, example_inputs, compilation)
     choices, key = CompilerChoices(), _key(gm, example_inputs, compilation, str(compilation.resident))
     known = choices.get(key)
-    if known is not None:
+    if known is not None and known[1].isdecimal():
         compilation.least_fused_bytes = int(known[1])
         least = format_bytes(compilation.least_fused_bytes)
         _log.warning("no plan that Inductor compiled before kept the budget; the smallest takes %s: compiled by 'eager'", least)

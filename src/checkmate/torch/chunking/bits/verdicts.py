@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from checkmate.core.errors import shortened
 from checkmate.cost.database import Database, cache_folder
 from checkmate.torch.graph.kernel_settings import kernel_settings
 
@@ -31,11 +32,15 @@ def known_verdict(key: str) -> bool | None:
         key: Of `verdict_key`.
     """
 
-    def read(connection: sqlite3.Connection) -> bool | None:
+    def read(connection: sqlite3.Connection) -> object:
         row = connection.execute("SELECT same FROM verdicts WHERE key = ?", (key,)).fetchone()
-        return None if row is None else bool(row[0])
+        return None if row is None else row[0]
 
-    return VERDICTS.run(read, None)
+    found = VERDICTS.run(read, None)
+    if found not in (None, 0, 1):
+        VERDICTS.disbelieve(f"a verdict of {shortened(repr(found))}")
+        return None
+    return None if found is None else bool(found)
 
 
 def keep_verdict(key: str, same: bool) -> None:
