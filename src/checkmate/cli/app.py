@@ -31,12 +31,15 @@ from checkmate.cli import (
     terminal,
     verify,
 )
+from checkmate.cli.run import arranged
+from checkmate.cli.run import run as run_script
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, SolverError
 
 _NO_BOX = Box("    \n" * 8)
 OK, NO_PLAN, BAD_INPUT, INTERNAL = 0, 1, 2, 3
 _VERBS = (
     demo.demo,
+    run_script,
     doctor.doctor,
     capture.capture,
     plan.plan,
@@ -74,7 +77,9 @@ def application() -> App:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    as_json = "--json" in argv
+    if argv[:1] == ["run"]:
+        argv = ["run", *arranged(argv[1:])]
+    as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     try:
         with signals.stopping_as_interrupts():
             code = application()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
@@ -25,6 +26,7 @@ __all__ = [
     "TorchDispatchMode",
     "detect_fake_mode",
     "fake_tensor_on",
+    "innermost_transform",
     "invoke_subgraph",
     "no_dispatch",
     "no_modes",
@@ -49,6 +51,9 @@ def no_modes() -> Iterator[None]:
 
 top_mode = _get_current_dispatch_mode
 """The ``TorchDispatchMode`` that was begun last, or None."""
+
+innermost_transform = peek_interpreter_stack
+"""The transform of ``torch.func`` (``grad``, ``vmap``) that was begun last, or None."""
 
 WATCHES_COMPILED_CODE = hasattr(TorchDispatchMode, "ignore_compile_internals")
 """Whether Dynamo can compile while a dispatch mode is on."""
