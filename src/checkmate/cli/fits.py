@@ -34,10 +34,11 @@ def fits(
     """Tell whether a training step fits a device that need not be present: exact in bytes, approximate in time.
 
     Args:
-        target: FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example) and example is (x, y). It is
-            called with fake tensors, which have shapes but no memory, and again with real ones if it needs values.
+        target: FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example) or (model, loss, optimizer,
+            example), and example is (x, y). It is called with fake tensors, which have shapes but no memory, and again with real
+            ones if it needs values.
         device: Name of a device, as listed by `checkmate devices`, or path of a profile.
-        optimizer: sgd, momentum, adam or adamw; none by default.
+        optimizer: sgd, momentum, adam or adamw; by default that of FUNCTION, if it returns one.
         batch: Call FUNCTION(batch) instead of FUNCTION().
         whole: Whether each parameter is updated as soon as its gradient is computed; a plain loop updates after the backward.
         autocast: Type of a torch.autocast region around model and loss, with the device's rules; none by default.
@@ -63,14 +64,14 @@ def fits(
     outputs = files.Outputs(targets.source(target), Path(device) if device.endswith(".json") else None)
     outputs.check(out)
     call = function if batch is None else lambda: function(batch)
-    model, loss, example = targets.without_memory(target, call)
+    built = targets.without_memory(target, call)
     with drawn("tracing the step and looking for plans"), targets.tracing(target):
         answer = checkmate.torch.fits(
-            model,
-            loss,
-            example=example,
+            built.model,
+            built.loss,
+            example=built.example,
             device=device,
-            optimizer=optimizer,
+            optimizer=optimizer or built.optimizer,
             whole=None if whole else False,
             autocast=None if autocast is None else getattr(torch, autocast),
             memory=memory,

@@ -155,6 +155,14 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         """Ops in the order in which they are computed, repetitions included."""
         return tuple(step.op for step in self.steps if isinstance(step, Compute))
 
+    def is_for(self, graph: Graph) -> bool:
+        """Whether it was made for a graph, or names none."""
+        return self.graph_digest.partition("+")[0] in ("", graph.digest)
+
+    def is_for_structure_of(self, graph: Graph) -> bool:
+        """Whether a graph has the structure of its own. `checkmate plan` writes `Graph.structure` behind the digest and a plus."""
+        return self.graph_digest.partition("+")[2] == graph.structure
+
     @classmethod
     def from_order(cls, graph: Graph, order: Iterable[int]) -> Plan:
         """Plan that computes ``order`` and frees every value at its earliest place.
