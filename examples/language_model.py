@@ -1,4 +1,7 @@
-"""A small language model like GPT-2, for `checkmate capture examples/language_model.py:build`. Needs the `torch` extra only."""
+"""A small language model like GPT-2: `build` for `checkmate capture`, and a plain training script for `checkmate run`.
+
+Needs the `torch` extra only.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ class LanguageModel(nn.Module):
         self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
         self.norm = nn.LayerNorm(WIDTH)
+        nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -49,3 +53,19 @@ def build(batch: int = BATCH) -> tuple[nn.Module, object, tuple[Tensor, Tensor]]
     torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (batch, LENGTH))
     return LanguageModel(), next_token_loss, (tokens, tokens)
+
+
+def train(steps: int = 4) -> None:
+    """A plain loop, which knows nothing of budgets."""
+    model, loss, (tokens, targets) = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        value = loss(model(tokens), targets)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step + 1}: loss {value.item():.4f}")
+
+
+if __name__ == "__main__":
+    train()
