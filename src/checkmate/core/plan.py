@@ -160,7 +160,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return self.graph_digest.partition("+")[0] in ("", graph.digest)
 
     def is_for_structure_of(self, graph: Graph) -> bool:
-        """Whether a graph has the structure of its own. `checkmate plan` writes `Graph.structure` behind a plus."""
+        """Whether a graph has the structure that it was made for. `checkmate plan` writes `Graph.structure` behind a plus."""
         return self.graph_digest.partition("+")[2] == graph.structure
 
     @classmethod
