@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from msgspec import structs
 
 from checkmate.cli import amounts, files, terminal
 from checkmate.cli.progress import solve_drawn
@@ -69,7 +70,8 @@ def plan(
     found = solved.plan
     if found is None:
         raise CheckmateError("the solve ended without a plan and without an error")
-    outputs.save((found, where), *([] if result is None else [(solved, result)]))
+    found = structs.replace(found, graph_digest=f"{target.digest}+{target.structure}")
+    outputs.save((found, where), *([] if result is None else [(structs.replace(solved, plan=found), result)]))
     keep_all = simulate(target, Plan.from_order(target, range(len(target.ops))))
     if json:
         terminal.emit(_as_json(target, graph, keep_all, solved, where))

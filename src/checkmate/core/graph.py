@@ -304,6 +304,12 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         )
         return "sha256:" + hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
 
+    @cached_property
+    def structure(self) -> str:
+        """Hash of what `digest` covers, without resident bytes and workspace, which depend on the process."""
+        ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) for op in self.ops)
+        return msgspec.structs.replace(self, ops=ops, resident_bytes=0).digest
+
     def _only_views(self, op: Op) -> bool:
         if not op.inputs or not op.outputs or not op.recomputable or op.clobbered_by or op.workspace_bytes or op.replay_bytes:
             return False

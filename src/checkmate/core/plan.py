@@ -175,6 +175,15 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             return ""
         return f"the {len(self.steps)} steps of the plan read and write {work} values: more than is replayed"
 
+    def is_for(self, graph: Graph) -> bool:
+        """Whether it was made for a graph, or names none."""
+        digest = self.graph_digest.partition("+")[0]
+        return not digest or graph.has_digest(digest)
+
+    def is_for_structure_of(self, graph: Graph) -> bool:
+        """Whether a graph has the structure that it was made for. `checkmate plan` writes `Graph.structure` behind a plus."""
+        return self.graph_digest.partition("+")[2] == graph.structure
+
     @classmethod
     def from_order(cls, graph: Graph, order: Iterable[int]) -> Plan:
         """Plan that computes ``order`` and frees every value at its earliest place.

@@ -69,7 +69,8 @@ def validate(
         >>> validate(chain, Plan.from_order(chain, [0, 1]), budget_bytes=5)[0].rule
         'budget'
     """
-    if plan.graph_digest and not graph.has_digest(plan.graph_digest):
+    digest = plan.graph_digest.partition("+")[0]
+    if digest and not graph.has_digest(digest):
         return (Violation("graph", 0, "the plan was made for another graph"),)
     if excess := plan.excess(graph):
         return (Violation("size", 0, excess),)

@@ -219,6 +219,9 @@ def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Ca
 class GivenPlan:
     """A planner that returns a plan exactly as it was given, or refuses it.
 
+    Workspace and resident bytes may differ from those that the plan was made with, if it names the structure of its graph: they
+    depend on the process. The figures of the result are those of the graph at hand.
+
     Attributes:
         plan: The plan.
         budget: The budget that it has to keep, if any.
@@ -240,9 +243,13 @@ class GivenPlan:
                 "the plan copies values to the host, which this program does not",
                 hint="run it with checkmate.torch.compile(model, loss, optimizer, example=..., plan=...), or plan without a host",
             )
-        result = evaluate(graph, self.plan, self.budget)
-        if self.plan.host is None:  # with copies, the peak of the program that runs is compared with the plan's
-            refuse_unexecutable(graph, self.plan)
+        plan = self.plan
+        if not plan.is_for(graph) and plan.is_for_structure_of(graph):
+            _log.info("the plan was made where ops took other workspace, or other memory was resident: its peak is counted again")
+            plan = msgspec.structs.replace(plan, graph_digest=graph.digest)
+        result = evaluate(graph, plan, self.budget)
+        if plan.host is None:  # with copies, the peak of the program that runs is compared with the plan's
+            refuse_unexecutable(graph, plan)
         return result
 
 

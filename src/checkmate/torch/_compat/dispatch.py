@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
@@ -28,6 +29,7 @@ __all__ = [
     "detect_fake_mode",
     "dispatches_in_python",
     "fake_tensor_on",
+    "innermost_transform",
     "invoke_subgraph",
     "no_dispatch",
     "no_modes",
@@ -68,6 +70,9 @@ def defined_memory() -> Iterator[None]:
 
 top_mode = _get_current_dispatch_mode
 """The ``TorchDispatchMode`` that was begun last, or None."""
+
+innermost_transform = peek_interpreter_stack
+"""The transform of ``torch.func`` (``grad``, ``vmap``) that was begun last, or None."""
 
 
 def dispatches_in_python(tensor: torch.Tensor) -> bool:
