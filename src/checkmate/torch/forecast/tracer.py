@@ -24,8 +24,9 @@ from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
+from checkmate.torch.step.batch import Example
 from checkmate.torch.step.programs import Loss
-from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step
+from checkmate.torch.step.recipe import StepSpec, spec_of_step
 from checkmate.torch.step.tracing import trace_step
 
 

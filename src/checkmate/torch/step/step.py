@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never, NoReturn
 
 import msgspec
 import torch
@@ -33,8 +33,10 @@ from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
+from checkmate.torch.step.arguments import refuse_inference_mode, refuse_meta, validate_arguments
+from checkmate.torch.step.batch import BatchLayout, Example
 from checkmate.torch.step.programs import Loss, check_micro_batches
-from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step, validate_example
+from checkmate.torch.step.recipe import StepSpec, spec_of_step
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
 
 _log = logging.getLogger("checkmate.torch")
@@ -57,8 +59,8 @@ class Step:
 
     def __init__(self, spec: StepSpec, example: Example, options: Options, *, dynamic: bool = False) -> None:
         self.whole = spec.whole
-        self._finish = spec.finish
-        self._micro_batches = spec.micro_batches
+        self._spec = spec
+        self._layout = BatchLayout.of(example)
         self._planned: list[tuple[Graph, Result]] = []
         self._shapes: list[tuple[Any, ...]] = []  # of the inputs that it was compiled for
         given = options.plan
@@ -72,28 +74,40 @@ class Step:
                 return compile_graph(gm, inputs, now, hooks)
 
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
-            run_as_one_graph(self._run, example)
+            run_as_one_graph(self._run, spec, example)
         if spec.wrapped is not None:
             self._run = run_inside_ddp(spec.wrapped, self._run)
         self.graph, self.result = self._planned[0]
         self.plan = self.result.plan
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        """Run one step: forward, loss, backward, and the optimizer if there is one.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step: forward, loss, backward, and the optimizer if there is one. The gradients are then cleared.
 
         Args:
-            args: A batch like the example: the model's inputs, then the loss's target.
+            args: A batch like the example: the model's inputs, then the loss's target; or such a batch in one piece.
             kwargs: The model's inputs, if the example was a mapping.
 
         Returns:
-            The prediction (None where the model computes its own loss) and the loss, both detached.
+            The prediction and the loss, both detached. Where the model computes its loss: what it returned, detached, such as
+            an output of Hugging Face's with ``.loss`` and ``.logits``, or (None, loss) where that is the loss alone or
+            ``outputs="released"`` asks for no more. The cache that only generation reads is left out.
 
         Raises:
             CheckmateError: The batch has a new shape, and no plan for it keeps the budget.
-            OptionError: The batch cannot be cut into ``micro_batches`` equal parts.
+            OptionError: The arguments are not those of the example, or ``micro_batches`` does not divide the rows.
         """
-        check_micro_batches(kwargs or args, self._micro_batches)
-        return self._finish(functools.partial(run_as_one_graph, self._run, kwargs or args))
+        refuse_inference_mode()
+        batch = self._layout.batch_of(args, kwargs)
+        check_micro_batches(batch, self._spec.micro_batches)
+        run = functools.partial(run_as_one_graph, self._run, self._spec, batch, self._layout.example)
+        prediction, loss = self._spec.finish(run)
+        return prediction if self._spec.own_loss and prediction is not None else (prediction, loss)
+
+    def __reduce__(self) -> NoReturn:
+        raise OptionError(
+            "a step holds compiled code and the model, and can neither be copied nor pickled",
+            hint='write its plan, checkmate.write(step.plan, "step.plan.json"), and give compile(..., plan=...) the file',
+        )
 
     def _record_plan(self, interface: GraphInterface, result: Result) -> None:
         if self._planned:
@@ -107,7 +121,7 @@ def compile(  # noqa: A001 - named like torch.compile
     model: torch.nn.Module,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    *,
+    *by_position: Never,
     example: Example,
     budget: Amount | Budget | None = None,
     budget_of: BudgetOf = "allocated",
@@ -140,6 +154,7 @@ def compile(  # noqa: A001 - named like torch.compile
         loss: Called with the prediction and the last element of a batch. None if the model returns its
             loss, itself or as ``.loss``; the prediction is then not kept and comes back as None.
         optimizer: Updates the parameters after every backward; the gradients are then cleared. None leaves them in ``.grad``.
+        by_position: Refused: all other arguments are given by name.
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
         budget: See `Options`, like every argument that is not described here.
         budget_of: Whether the budget is of allocated memory, or of what the CUDA allocator reserves.
@@ -188,6 +203,13 @@ def compile(  # noqa: A001 - named like torch.compile
         >>> prediction.shape, step.whole, step.plan.order == tuple(range(len(step.graph.ops)))
         (torch.Size([3, 2]), True, True)
     """
+    if by_position:
+        raise OptionError(
+            f"compile takes model, loss and optimizer by position, and {len(by_position)} more were given",
+            hint="name the others: compile(model, loss, optimizer, example=(x, y), budget='8GiB')",
+        )
+    example = validate_arguments(model, loss, optimizer, example)
+    refuse_meta(model)
     options = Options(
         budget=budget,
         budget_of=budget_of,
@@ -211,13 +233,12 @@ def compile(  # noqa: A001 - named like torch.compile
         whole = False
     if compiler == "inductor":
         whole = _whole_by_inductor(optimizer, whole or (micro_batches > 1 and whole is None))
-    example = validate_example(example, loss)
     if autocast is torch.float16 and optimizer is not None:
         raise OptionError(
             "autocast=torch.float16 needs a scaled loss, or small gradients become zero",
             hint="use torch.bfloat16; or leave out the optimizer, scale in the loss, and step through torch.amp.GradScaler",
         )
-    spec = spec_of_step(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm, autocast)
+    spec = spec_of_step(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm, autocast, outputs)
     return Step(spec, example, options, dynamic=dynamic)
 
 
@@ -268,8 +289,9 @@ def capture(
         check_chunking(chunking)
     granule = 1 if target is None else target.device.granule_bytes
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs, chunking=chunking)
-    with fake_inputs(validate_example(example, loss), model, loss, optimizer) as batch:
-        spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
+    example = validate_arguments(model, loss, optimizer, example)
+    with fake_inputs(example, model, loss, optimizer) as batch:
+        spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast, outputs)
         step = trace_step(spec, batch, options, target)
         chunks = Chunks(exact=chunking == "exact")
         graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0).captured).graph
