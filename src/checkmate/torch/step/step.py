@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Never, NoReturn
 
 import msgspec
@@ -16,7 +17,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.result import Result
+from checkmate.core.result import Curve, Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import PlanSource
@@ -35,6 +36,7 @@ from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
 from checkmate.torch.step.arguments import refuse_inference_mode, refuse_meta, validate_arguments
 from checkmate.torch.step.batch import BatchLayout, Example
+from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
 from checkmate.torch.step.programs import Loss, check_micro_batches
 from checkmate.torch.step.recipe import StepSpec, spec_of_step
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
@@ -102,6 +104,32 @@ class Step:
         run = functools.partial(run_as_one_graph, self._run, self._spec, batch, self._layout.example)
         prediction, loss = self._spec.finish(run)
         return prediction if self._spec.own_loss and prediction is not None else (prediction, loss)
+
+    def explain(self, *, curve: Curve | None = None) -> StepExplanation:
+        """The tensors that the step saves and the ops that it recomputes; see `checkmate.torch.explain`.
+
+        Args:
+            curve: Plans of the same graph for other budgets.
+        """
+        return self._planned_step.explain(curve=curve)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML page about the plan, which needs no network.
+
+        Args:
+            path: The file; one that is there is replaced.
+
+        Returns:
+            The path of the file.
+        """
+        return self._planned_step.report(path)
+
+    def __repr__(self) -> str:
+        return repr(self._planned_step)
+
+    @property
+    def _planned_step(self) -> PlannedStep:
+        return PlannedStep(graph=self.graph, result=self.result)
 
     def __reduce__(self) -> NoReturn:
         raise OptionError(
