@@ -63,7 +63,7 @@ class PlannedStep:
         lines = [
             f"{self.graph.name.strip() or 'a training step'}: {ops:,} ops, {again:,} computations more than one for each",
             f"  peak      {format_bytes(result.peak_bytes)} of {format_bytes(result.budget_bytes)}",
-            f"  overhead  {100 * (result.overhead - 1):.2f} %, at most {100 * result.gap:.2f} % of it avoidable",
+            f"  overhead  {100 * (result.overhead - 1):.2f} %; no plan within the budget costs {100 * result.gap:.2f} % less",
             *(f"  {remark}" for remark in result.remarks),
             '  more      .explain() for what is kept and computed again, .report("step.html") for a page',
         ]
@@ -183,8 +183,10 @@ def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
 
 
 def _begins_backward(graph: Graph, op: int) -> bool:
-    # A constant of the backward, such as the gradient of the loss, may be made at any time.
-    return op == graph.boundary or (graph.ops[op].phase == "backward" and bool(graph.ops[op].inputs))
+    # Constants of the backward, such as the gradient of the loss, and views of parameters may be made at any time.
+    reads, makes = graph.ops[op].inputs, graph.ops[op].outputs
+    allocates = bool(reads) and any(graph.values[v].size_bytes for v in makes)
+    return op == graph.boundary or (graph.ops[op].phase == "backward" and allocates)
 
 
 def _at(source: str) -> str:
