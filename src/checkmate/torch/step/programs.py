@@ -67,11 +67,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def _check_loss(value: Any, hint: str = "give a loss that returns one, such as reduction='mean'") -> None:
     """Refuse what has no gradient of one number; nothing of it is left in a traced program."""
-    if not isinstance(value, torch.Tensor):
-        if torch.compiler.is_compiling():
-            return  # Dynamo stops at such a number itself
-        raise OptionError(f"the loss is a {type(value).__name__} and no tensor", hint="return the tensor itself, without .item()")
-    if value.numel() != 1:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise OptionError(f"the loss has shape {tuple(value.shape)}, and is not one number", hint=hint)
 
 

@@ -312,12 +312,12 @@ def capture(
         GraphBreakError: The step cannot be traced as one graph.
         OptionError: No such device is known, or exact pieces are asked for where nothing runs.
     """
+    example = validate_arguments(model, loss, optimizer, example)
     target = None if device is None else EmulatedDevice(load_device(device), cpu_costs=Profiler())
     if target is not None or costs != "measured":
         check_chunking(chunking)
     granule = 1 if target is None else target.device.granule_bytes
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs, chunking=chunking)
-    example = validate_arguments(model, loss, optimizer, example)
     with fake_inputs(example, model, loss, optimizer) as batch:
         spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast, outputs)
         step = trace_step(spec, batch, options, target)

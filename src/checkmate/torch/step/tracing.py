@@ -7,12 +7,12 @@ import functools
 import logging
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
@@ -150,13 +150,11 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
 def _own_error(spec: StepSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """The error that model and loss raise without Dynamo, if they do: they run on fake tensors, without memory."""
     held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
-    # With symbols for numbers that are read from tensors, so that a loss that is one is told by name.
-    mode = held[0].fake_mode if held else FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    fake_of = functools.partial(mode.from_tensor, static_shapes=True)
+    mode = held[0].fake_mode if held else FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with mode, torch.enable_grad():
-            fake = args if held else pytree.tree_map_only(torch.Tensor, fake_of, args)
-            spec.forward(fake, kwargs if held else pytree.tree_map_only(torch.Tensor, fake_of, kwargs))
+        with mode, torch.enable_grad(), warnings.catch_warnings(action="ignore"):  # the call has shown them
+            fake = args if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
+            spec.forward(fake, kwargs if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, kwargs))
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         return None if type(error).__module__.startswith("torch.") else error  # what fake tensors cannot do
     return None
