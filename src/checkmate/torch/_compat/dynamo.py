@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import callback_handler
-from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
+from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError, Unsupported
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.torch_version import TorchVersion
@@ -28,6 +28,7 @@ __all__ = [
     "FrameRecord",
     "GraphBreak",
     "TorchDynamoException",
+    "TorchRuntimeError",
     "Unsupported",
     "autograd_nodes",
     "dynamo_config",

@@ -80,10 +80,20 @@ def _detached(output: Any) -> Any:
 
     AOTAutograd allocates a gradient of zeros for every output that requires one, even if it is never used.
     """
-    if not dataclasses.is_dataclass(output):
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-    values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return type(output)(**{name: None if name in _CACHES else _detached(value) for name, value in values.items()})  # type: ignore[operator]
+    return _mapped(lambda parts: parts[0].detach() if isinstance(parts[0], torch.Tensor) else parts[0], [output])
+
+
+def _mapped(of: Callable[[Sequence[Any]], Any], outputs: Sequence[Any]) -> Any:
+    """Outputs of one structure made one, each leaf of theirs; PyTorch does not look into dataclasses, and this does."""
+    first = outputs[0]
+    if dataclasses.is_dataclass(first):
+        names = [field.name for field in dataclasses.fields(first) if field.init and field.name not in _CACHES]
+        return type(first)(**{name: _mapped(of, [getattr(o, name) for o in outputs]) for name in names})  # type: ignore[operator]
+    leaves, structure = pytree.tree_flatten(first)
+    if len(leaves) == 1 and leaves[0] is first:
+        return of(outputs)
+    columns = zip(*[pytree.tree_leaves(output) for output in outputs], strict=True)
+    return pytree.tree_unflatten([_mapped(of, column) for column in columns], structure)
 
 
 def under_autocast(program: Program, device_type: str, dtype: torch.dtype) -> Program:
@@ -129,7 +139,7 @@ def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, 
             marks = [
                 GRADIENT_READY(p, g, key, i) for i, (p, g) in enumerate(zip(parameters, found, strict=True)) if g is not None
             ]
-        return _joined(predictions), value, marks
+        return _mapped(_joined, predictions), value, marks
 
     return with_unique_code(step)
 
@@ -171,18 +181,10 @@ def _cut(batch: Any, parts: int) -> list[Any]:
     return [pytree.tree_unflatten([each[i] for each in cut], structure) for i in range(parts)]
 
 
-def _joined(predictions: Sequence[Any]) -> Any:
-    if len(predictions) == 1:
-        return predictions[0]
-    flat = [pytree.tree_flatten(prediction) for prediction in predictions]
-    columns = zip(*[leaves for leaves, _ in flat], strict=True)
-    return pytree.tree_unflatten([_joined_leaf(column) for column in columns], flat[0][1])
-
-
-def _joined_leaf(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[Any]) -> Any:
     """Rows one after the other; of numbers, such as a loss, the mean, by the arithmetic of the step's own loss."""
     first = parts[0]
-    if not isinstance(first, torch.Tensor) or (first.ndim == 0 and not first.is_floating_point()):
+    if len(parts) == 1 or not isinstance(first, torch.Tensor) or (first.ndim == 0 and not first.is_floating_point()):
         return first
     return torch.cat(parts) if first.ndim else functools.reduce(operator.add, [part / len(parts) for part in parts])
 

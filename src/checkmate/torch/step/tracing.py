@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
 from checkmate.torch._compat.dispatch import FakeTensor, FakeTensorMode
-from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchDynamoException, patched_settings
+from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchRuntimeError, Unsupported, patched_settings
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.compilation.compilation import Hooks
@@ -136,10 +136,12 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
     try:
         with torch.enable_grad(), patched_settings(**_DYNAMO_CONFIG, ignore_logger_methods=_logging_methods()):
             return run(args, kwargs)
-    except TorchDynamoException as error:
+    except (Unsupported, TorchRuntimeError) as error:
         own = _own_error(spec, args, kwargs)
         if own is not None:
             raise _refusal(own, batch, example) from None
+        if not isinstance(error, Unsupported):
+            raise
         raise GraphBreakError(
             f"the step cannot be traced as one graph: {_describe_break(error)}",
             hint="move the operation that breaks the graph out of the model, or use torch.compile(model, backend='checkmate'), "
@@ -184,8 +186,8 @@ def _logging_methods() -> set[Callable[..., Any]]:
     return {method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LOG_METHODS}
 
 
-def _describe_break(error: TorchDynamoException) -> str:
+def _describe_break(error: Unsupported) -> str:
     """Reason and place of a graph break in one line; torch's full text stays as the cause of the exception."""
     why = str(error).split("\n", 1)[0]
-    frame = next(reversed(getattr(error, "real_stack", None) or ()), None)
+    frame = next(reversed(error.real_stack or ()), None)
     return why if frame is None else f"{why}, at {frame.filename}:{frame.lineno}: `{frame.line}`"
