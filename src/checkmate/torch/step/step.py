@@ -179,12 +179,14 @@ def compile(  # noqa: A001 - named like torch.compile
 
     Args:
         model: Called with all elements of a batch but the last, or with a mapping's items as keyword arguments.
-        loss: Called with the prediction and the last element of a batch. None if the model returns its
-            loss, itself or as ``.loss``; the prediction is then not kept and comes back as None.
+        loss: Called with the prediction and the last element of a batch. None if the model returns its loss: itself, as ``.loss``
+            or ``["loss"]`` of an output, or as the only number of a tuple. The step then returns that output.
         optimizer: Updates the parameters after every backward; the gradients are then cleared. None leaves them in ``.grad``.
         by_position: Refused: all other arguments are given by name.
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
-        budget: See `Options`, like every argument that is not described here.
+        budget: Largest number of bytes on the device during a step, everything included: ``"8GiB"``, a number of bytes, or a share
+            such as ``"70%"`` of what the step needs above what no plan can change, which stays as many bytes for smaller batches.
+            None keeps everything. See `Options`, like every argument that is not described here.
         budget_of: Whether the budget is of allocated memory, or of what the CUDA allocator reserves.
         compiler: ``"inductor"`` measures every compilation on the example: a step runs twice, and all that it changes is
             restored. With it the updates are in the step only where ``whole`` or ``micro_batches`` asks for that: they are then
@@ -202,7 +204,8 @@ def compile(  # noqa: A001 - named like torch.compile
         solver: The solver.
         time_limit_s: Seconds for the search.
         plan: A plan, or the path of a file with one, to run instead of searching.
-        outputs: Whether the prediction is held until the backward is over; in a whole step it is.
+        outputs: ``"held"`` if the step returns the prediction, or the model's own output: it then stays in memory to the end of the
+            step, logits of a large vocabulary too. ``"released"`` for the loss alone: the step returns ``(None, loss)``.
         reserve: Memory to leave free, in addition to the optimizer's state, which is always reserved.
         accumulate: Whether gradients stay from step to step; without an optimizer they do, unless the caller clears them.
         checkpoints: Whether regions under ``torch.utils.checkpoint`` are always recomputed. ``"respected"`` is refused for a
