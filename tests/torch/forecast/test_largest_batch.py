@@ -17,6 +17,7 @@ from checkmate.torch import largest_batch, measure_peak
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.quadratic import QuadraticGraph
 from checkmate.torch.forecast.tracer import DeviceTracer, _resized
+from checkmate.torch.measure.profiler import Profiler
 
 
 class Attention(nn.Module):
@@ -168,9 +169,8 @@ def test_an_example_may_be_a_slice_of_a_data_set() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 
     def resident(x: torch.Tensor) -> list[int]:
-        tracer = DeviceTracer(
-            model, nn.functional.mse_loss, (x, x), None, None, None, EmulatedDevice(load_device("H100")), math.inf
-        )
+        target = EmulatedDevice(load_device("H100"), cpu_costs=Profiler())
+        tracer = DeviceTracer(model, nn.functional.mse_loss, (x, x), None, None, None, target, math.inf)
         return [tracer.traced(0, size).graph.resident_bytes for size in (None, 128)]
 
     small, slice_, own = resident(rows[:1]), resident(rows[:64]), resident(torch.ones(64, 64))
