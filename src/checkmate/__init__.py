@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkmate.core.budget import Budget, ResidentMemory
 from checkmate.core.errors import (
@@ -51,6 +51,9 @@ from checkmate.studies.explain import Explanation, Held, Remat, explain
 from checkmate.studies.max_batch import MaxBatch, max_batch
 from checkmate.studies.min_budget import min_budget
 from checkmate.studies.pareto import pareto
+
+if TYPE_CHECKING:  # loaded at their first use; editors complete their names and check calls all the same
+    from checkmate import cost, jax, keras, plot, report, tf2, torch  # noqa: F401 - they are attributes
 
 __version__ = "0.1.0"
 
@@ -135,3 +138,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"checkmate.{name}")
     raise AttributeError(f"module 'checkmate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Names to complete, the front ends among them."""
+    return sorted({*__all__, *_LAZY, "__version__"})

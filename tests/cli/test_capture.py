@@ -80,7 +80,7 @@ def test_capture_says_what_it_wrote_and_what_is_next(run, model):
 
 @pytest.mark.parametrize(
     ("function", "named"),
-    [("misfit", "cannot be traced"), ("no_model", "returned int for the model"), ("frozen", "requires a gradient")],
+    [("misfit", "model and loss raise"), ("no_model", "returned int for the model"), ("frozen", "requires a gradient")],
 )
 def test_models_that_cannot_be_captured_are_bad_input(run, model, function, named):
     """It is the model that is wrong, so it gets words and no traceback."""

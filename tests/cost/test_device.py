@@ -13,7 +13,10 @@ from checkmate.core.errors import FileFormatError, OptionError
 from checkmate.cost import Device, device_names, device_schema, load_device, roofline_ns
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
-WANTED = ("A100", "H100", "H200", "L4", "T4", "V100", "RTX 3090", "RTX 4090", "MI300X", "GH200", "CPU")
+WANTED = (
+    *("A100", "A100 40 GB", "H100", "H100 NVL", "H200", "B200", "GH200", "GB200", "V100", "MI300X"),
+    *("L4", "L40S", "T4", "A10G", "A6000", "RTX 3090", "RTX 4090", "RTX 5090", "CPU"),
+)
 NOT_FIGURES = ("name", "about", "kind", "compute_capability", "sources", "assumed")
 
 

@@ -30,6 +30,7 @@ from checkmate import (
     validate,
 )
 from checkmate.core.budget import keep_all_bytes
+from checkmate.solvers.session import Session
 from tests.solvers.generators import transformer
 from tests.strategies import random_graph
 
@@ -258,3 +259,20 @@ def test_progress_and_interrupt_keep_the_largest_so_far():
     assert 1 <= early.batch <= whole.batch
     assert early.upper_bound >= whole.batch
     assert validate(graph_at(early.batch), early.plan, 100) == ()
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A solver that finds nothing, as one does whose time is over."""
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        return Termination(Reason.NOT_FOUND)
+
+
+@pytest.mark.parametrize("budget_bytes", [40, 200, 1000])
+def test_what_keeps_everything_is_found_without_a_search(budget_bytes: int) -> None:
+    """A search that ends with nothing although a batch of one fits as it is would be no answer."""
+    steps = AffineGraph.proportional(chain())
+    found = max_batch(steps, budget_bytes=budget_bytes, solver=Idle(), limits=QUICK)
+    keeps = [batch for batch in range(1, 100) if keep_all_bytes(steps(batch)) <= budget_bytes]
+    assert found.batch >= keeps[-1] and found.result.peak_bytes <= budget_bytes

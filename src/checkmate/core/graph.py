@@ -6,11 +6,12 @@ import hashlib
 import operator
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 import msgspec
 
 from checkmate.core.errors import GraphError, shortened
+from checkmate.core.units import format_bytes
 
 _MOST = 2**60
 _ON_PATH = -2
@@ -88,6 +89,10 @@ class Value(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
                 )
 
 
+SHOWN: Final = 8
+"""Ops of a graph, or steps of a plan, that are printed; of larger ones only what they are, so that they fit a screen."""
+
+
 class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """A DAG of ops and values in a valid topological order.
 
@@ -129,6 +134,12 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         _check_ops(self)
         _check_views(self)
         _check_order(self)
+
+    def __repr__(self) -> str:
+        if len(self.ops) <= SHOWN:
+            return super().__repr__()
+        counts = f"{len(self.ops):,} ops, {len(self.values):,} values"
+        return f"<Graph {self.name!r}: {counts}, {format_bytes(self.resident_bytes)} resident, {self.digest[:15]}>"
 
     @classmethod
     def from_dag(

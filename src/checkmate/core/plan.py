@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.core.errors import OptionError, PlanError
-from checkmate.core.graph import Graph
+from checkmate.core.graph import SHOWN, Graph
 from checkmate.core.units import parse_bytes
 
 BoolMatrix = npt.NDArray[np.bool_]
@@ -154,6 +154,13 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             raise PlanError("a plan with copies to the host has no host", hint="give it host=HostMemory(...)")
         if not copies:
             msgspec.structs.force_setattr(self, "host", None)
+
+    def __repr__(self) -> str:
+        if len(self.steps) <= SHOWN:
+            return super().__repr__()
+        order = self.order
+        again = len(order) - len(set(order))
+        return f"<Plan of {len(order):,} computations, {again:,} of them repeated, for {self.graph_digest[:15] or 'any graph'}>"
 
     @property
     def order(self) -> tuple[int, ...]:

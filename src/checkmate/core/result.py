@@ -117,6 +117,15 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[Progress, ...] = ()
     remarks: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        peak, budget = format_bytes(self.peak_bytes), format_bytes(self.budget_bytes)
+        ended = " ".join(filter(None, (self.termination.reason.value, self.termination.limit and f"({self.termination.limit})")))
+        remarks = "".join(f"; {remark}" for remark in self.remarks)
+        return (
+            f"<Result {ended}: overhead {self.overhead:.4f}, gap {100 * self.gap:.2f} %, peak {peak} of {budget}, "
+            f"{self.plan!r}, by {self.solver} in {self.elapsed_s:.1f} s{remarks}>"
+        )
+
 
 class NoPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a solve that found no plan, where the caller asked for a value instead of an exception.

@@ -15,6 +15,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
+from checkmate.frontend.larger_step import bytes_of_larger
 
 _log = logging.getLogger("checkmate.frontend")
 
@@ -82,6 +83,8 @@ def counted_bytes(graph: Graph, result: Result, counted: Counted | None) -> int:
 def resolved_budget(budget: Budget, graph: Graph, counted: Counted | None) -> int:
     """Bytes of a budget for a graph; a share is one of what keeping everything takes by the same account.
 
+    For a smaller batch of a step that was planned a share is as many bytes as it was then.
+
     Args:
         budget: The budget.
         graph: The graph.
@@ -89,6 +92,9 @@ def resolved_budget(budget: Budget, graph: Graph, counted: Counted | None) -> in
     """
     if budget.total_bytes is not None:
         return budget.total_bytes
+    of_larger = bytes_of_larger(budget, graph)
+    if of_larger is not None:
+        return of_larger
     if counted is None:
         return budget.resolve(graph)
     keep_all = counted(graph, Plan.from_order(graph, range(len(graph.ops))))

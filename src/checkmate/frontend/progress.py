@@ -1,8 +1,9 @@
 """One line on a terminal that tells what a front end is doing: capturing, measuring costs, planning, ready.
 
-Compiling a step can take minutes. The line is rewritten in place on stderr and erased when the work is over; a last line with
-the plan stays. Nothing is drawn where stderr is no terminal, on other ranks than the first, and where logging is set to ``INFO``
-(the log then tells the same) or to ``ERROR`` and above. Drawn without rich, which the front ends do not depend on.
+Compiling a step can take minutes. The line is rewritten in place on stderr, of a terminal or a notebook, and erased when the work
+is over; a last line with the plan stays. Where stderr is a file or a pipe (Slurm, Docker), each stage that takes longer than
+`LATE_S` gets one line. Nothing is drawn on other ranks than the first, and where logging is set to ``INFO`` (the log then tells
+the same) or to ``ERROR`` and above. Drawn without rich, which the front ends do not depend on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ ItemT = TypeVar("ItemT")
 _PAUSE_S = 0.1
 """Least time between two redraws."""
 
+LATE_S = 5.0
+"""Seconds after which a stage is told where no line can be rewritten."""
+
 _ERASE = "\r\x1b[K"
+_NOTEBOOK_WIDTH = 100
+"""Characters of the line in a notebook, which has no width and knows no code to erase a line."""
 
 
 @dataclass(slots=True)
@@ -37,7 +43,7 @@ class _Work:
 
     Attributes:
         draw: Replaces the text that is shown.
-        own_line: Whether that is the line drawn here, and not another program's.
+        erase: What erases the line that is drawn here; None if another program draws it, empty where lines stay.
         texts: What is being done, from the outermost block to the innermost.
         plan: The newest plan in words.
         began: When the work began.
@@ -45,7 +51,7 @@ class _Work:
     """
 
     draw: Callable[[str], None]
-    own_line: bool
+    erase: str | None
     texts: list[str] = field(default_factory=list[str])
     plan: str = ""
     began: float = field(default_factory=time.perf_counter)
@@ -75,13 +81,16 @@ def shown(text: str) -> Generator[None, None, None]:
     _draw(work, at_once=True)
     try:
         yield
-        if outermost and work.own_line and work.plan:
-            _write(f"{_ERASE}checkmate: ready in {time.perf_counter() - work.began:.1f} s: {work.plan}\n")
+        told = not isinstance(work.draw, _LateLines) or work.draw.told
+        if outermost and work.erase is not None and work.plan and told:
+            _write(f"{work.erase}checkmate: ready in {time.perf_counter() - work.began:.1f} s: {work.plan}\n")
     finally:
         del work.texts[depth:]
         if outermost:
-            if work.own_line:
-                _write(_ERASE)
+            if isinstance(work.draw, _LateLines):
+                work.draw.stop()
+            elif work.erase:
+                _write(work.erase)
             _work = None
         else:
             _draw(work, at_once=True)
@@ -176,20 +185,59 @@ def redirected(draw: Callable[[str], None]) -> Generator[None, None, None]:
 
 def erase() -> None:
     """Erase the line, so that something else can be printed in its place; the next text draws it again."""
-    if _work is not None and _work.own_line:
-        _write(_ERASE)
+    if _work is not None and _work.erase:
+        _write(_work.erase)
+
+
+class _LateLines:
+    """One line for each stage that takes long, in place of a line that is rewritten.
+
+    Attributes:
+        told: Stages that have their line.
+    """
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+        self._stage = ""
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, text: str) -> None:
+        """Begin a stage; a text of the same stage, with another number after the colon, changes nothing."""
+        stage = text.partition(":")[0]
+        if stage == self._stage:
+            return
+        self.stop()
+        self._stage = stage
+        if stage not in self.told:
+            self._timer = threading.Timer(LATE_S, self._tell, [stage])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> None:
+        """End the stage."""
+        self._stage = ""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tell(self, stage: str) -> None:
+        self.told.add(stage)
+        _write(f"checkmate: {stage}, which takes more than {LATE_S:.0f} s\n")
 
 
 def _started() -> _Work | None:
     """Work to show, or None where nothing is to be drawn."""
     if _redirected is not None:
-        return _Work(_redirected, own_line=False)
+        return _Work(_redirected, erase=None)
     log = logging.getLogger("checkmate")
     wanted = log.isEnabledFor(logging.WARNING) and not log.isEnabledFor(logging.INFO)
-    first_rank = os.environ.get("RANK", "0") == "0"
     # Windows without a console has no stderr.
-    terminal = os.environ.get("TERM") != "dumb" and sys.stderr is not None and sys.stderr.isatty()  # pyright: ignore[reportUnnecessaryComparison]
-    return _Work(_draw_line, own_line=True) if wanted and first_rank and terminal else None
+    if not wanted or os.environ.get("RANK", "0") != "0" or sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        return None
+    if type(sys.stderr).__module__.startswith("ipykernel."):
+        return _Work(_draw_in_notebook, erase="\r" + " " * _NOTEBOOK_WIDTH + "\r")
+    if os.environ.get("TERM") != "dumb" and sys.stderr.isatty():
+        return _Work(_draw_line, erase=_ERASE)
+    return _Work(_LateLines(), erase="")
 
 
 def _draw(work: _Work, *, at_once: bool = False) -> None:
@@ -201,6 +249,10 @@ def _draw(work: _Work, *, at_once: bool = False) -> None:
 
 def _draw_line(text: str) -> None:
     _write(_ERASE + f"checkmate: {text}"[: shutil.get_terminal_size().columns - 1])
+
+
+def _draw_in_notebook(text: str) -> None:
+    _write("\r" + f"checkmate: {text}"[:_NOTEBOOK_WIDTH].ljust(_NOTEBOOK_WIDTH))
 
 
 def _write(text: str) -> None:

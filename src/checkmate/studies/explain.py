@@ -60,7 +60,7 @@ class Remat(NamedTuple):
     source: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation:
     """Explanation of a plan; `str` gives it as text.
 
@@ -117,9 +117,11 @@ class Explanation:
         lines += self._prices()
         return "\n".join(printable(line) for line in lines)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """The text of `render`."""
         return self.render()
+
+    __str__ = __repr__
 
     def _prices(self) -> list[str]:
         if not self.has_curve:

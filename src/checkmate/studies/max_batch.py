@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
@@ -239,6 +240,7 @@ class _BatchSearch:
         self.seed = limits.seed
 
     def run(self) -> MaxBatch:
+        self._keep_everything()
         try:
             self._rounds()
         except KeyboardInterrupt:
@@ -258,6 +260,21 @@ class _BatchSearch:
             why=self.why,
             elapsed_s=self.clock.elapsed_s(),
         )
+
+    def _keep_everything(self) -> None:
+        """Begin with the largest batch of which everything is kept within the budget: no search can then end with nothing."""
+        if not self._keeps(1):
+            return
+        low, high = 1, self.upper + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._keeps(middle) else (low, middle)
+        graph = self.problems.graph(low)
+        self.batch, self.plan = low, Plan.from_order(graph, range(len(graph.ops)))
+
+    def _keeps(self, batch: int) -> bool:
+        graph = self.problems.graph(batch)
+        return keep_all_bytes(graph) <= self.problems.budget_bytes and graph.cost <= self.problems.most(batch)
 
     def _rounds(self) -> None:
         for k in range(PARAMETERS.rounds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from checkmate.torch.graph.symbolic import bound_dynamic_shapes
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import partition, plan_whole_step
 from checkmate.torch.passes.inline_regions import inline_regions
+
+_log = logging.getLogger("checkmate.torch")
 
 
 def checkmate(
@@ -52,7 +55,14 @@ def checkmate(
         parsed = _parsed(mode, options, kwargs)
     except CheckmateError as error:
         raise DynamoTransparentError(error) from error
+    if parsed.budget is None and parsed.plan is None:
+        _warn_without_budget()
     return counted(compile_graph(gm, example_inputs, parsed))
+
+
+@functools.cache
+def _warn_without_budget() -> None:
+    _log.warning('the backend was given no budget and keeps everything; give it one: options={"budget": "8GiB"}')
 
 
 def _parsed(

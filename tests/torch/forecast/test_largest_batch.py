@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from torch import nn
 
 import checkmate
 import checkmate.torch
-from checkmate import InfeasibleBudgetError, OptionError, parse_bytes
+from checkmate import InfeasibleBudgetError, OptionError, load_device, parse_bytes
 from checkmate.studies.affine import AffineGraph
 from checkmate.torch import largest_batch, measure_peak
+from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.quadratic import QuadraticGraph
-from checkmate.torch.forecast.tracer import DeviceTracer
+from checkmate.torch.forecast.tracer import DeviceTracer, _resized
+from checkmate.torch.measure.profiler import Profiler
 
 
 class Attention(nn.Module):
@@ -158,3 +161,25 @@ def test_parabolas_are_the_graph_at_other_lengths() -> None:
     sizes = [value.size_bytes for value in wanted.values]
     assert [value.size_bytes for value in found.values] == sizes
     assert sum(sizes) > sum(value.size_bytes for value in linear.values)
+
+
+def test_an_example_may_be_a_slice_of_a_data_set() -> None:
+    """Its storage is as large as the data set: what is resident would not grow with the batch, and no trace confirm any."""
+    rows = torch.ones(1024, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+    def resident(x: torch.Tensor) -> list[int]:
+        target = EmulatedDevice(load_device("H100"), cpu_costs=Profiler())
+        tracer = DeviceTracer(model, nn.functional.mse_loss, (x, x), None, None, None, target, math.inf)
+        return [tracer.traced(0, size).graph.resident_bytes for size in (None, 128)]
+
+    small, slice_, own = resident(rows[:1]), resident(rows[:64]), resident(torch.ones(64, 64))
+    assert slice_ == own and small[1] == own[1] and small[0] < own[0] < own[1]
+
+
+def test_an_example_keeps_its_memory_format_at_every_size() -> None:
+    """The graph of channels-last images is another than that of contiguous ones."""
+    x = torch.ones(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    for size in (None, 8):
+        (resized,) = _resized((x,), 0, size)
+        assert resized.is_contiguous(memory_format=torch.channels_last) and resized.shape[1:] == x.shape[1:]

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import OptimizedModule, callback_handler, trace_rules
-from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
+from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError, Unsupported
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.torch_version import TorchVersion
@@ -30,6 +30,7 @@ __all__ = [
     "GraphBreak",
     "OptimizedModule",
     "TorchDynamoException",
+    "TorchRuntimeError",
     "Unsupported",
     "autograd_nodes",
     "batch_inputs",

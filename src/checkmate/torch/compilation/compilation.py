@@ -20,6 +20,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes, parse_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
+from checkmate.frontend.larger_step import plan_of_larger, remember
 from checkmate.frontend.planner import GivenPlan, keep_everything, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
@@ -360,6 +361,12 @@ class Compilation:
         return frozenset(coming | {k for k, t in leaves if COORDINATOR.steps.origins.accumulates(t)})
 
     def _plan(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
+        planned, result = self._planned_now(capture, recapture)
+        if self.alone(capture.graph):
+            remember(self.budget, capture.graph, result, whole=planned.joint is capture.joint)
+        return planned, result
+
+    def _planned_now(self, capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
         step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
         if self.hooks.captured is not None:
             self.hooks.captured(step)
@@ -419,6 +426,9 @@ class Compilation:
         """The fastest plan found if regions may run piece by piece; None if there is nothing to gain."""
         options = self.planning
         assert options.budget is not None
+        known = plan_of_larger(options.budget, step.whole.graph, options.counted)
+        if known is not None:
+            return step.whole, known
         budget_bytes = resolved_budget(options.budget, step.whole.graph, options.counted)
         within = Budget(str(options.budget), total_bytes=budget_bytes)
 
@@ -449,7 +459,8 @@ class Compilation:
         if self.options.host is not None or (given is not None and given.host is not None):
             return self._plan_with_host(graph, given)
         if self.alone(graph):
-            return planner_for(self.planning)(graph)
+            known = plan_of_larger(self.planning.budget, graph, self.planning.counted) if given is None else None
+            return planner_for(self.planning)(graph) if known is None else known
         assert self.budget is not None
         total = self.budget.total_bytes
         if total is not None and floor(part := _part_of_a_step(graph)).peak_bytes > total:

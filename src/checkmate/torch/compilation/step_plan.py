@@ -15,6 +15,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
+from checkmate.frontend.larger_step import plan_of_larger, remember
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.frontend.step_graph import StepGraph, step_graph
@@ -122,6 +123,7 @@ def plan_step(
     try:
         with within_room(room):
             step, result = _in_pieces(first, chunkable, spent_s) or _agreed(first, as_it_is, spent_s)
+        remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
     except InfeasibleBudgetError as error:
         if error.binding_op and first.offered is not None:
             raise with_offer(error, chunkable, first.offered) from None
@@ -141,7 +143,8 @@ def _agreed(first: PlannedGraph, step: _CapturedStep, spent_s: float) -> tuple[_
     """The plan of a step. Where several ranks plan together, rank 0 makes it for all of them."""
 
     def plan(graph: Graph) -> Result:
-        return _plan(first.options, replace(step, graph=graph), spent_s)
+        now = replace(step, graph=graph)
+        return _of_larger(first.options, now) or _plan(first.options, now, spent_s)
 
     if first.ranks is None:
         return step, plan(step.graph)
@@ -178,6 +181,9 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
     """
     if first.chunks is None:
         return None
+    known = _of_larger(first.options, step.whole)
+    if known is not None:
+        return step.whole, known
     budget_bytes = resolved_budget(first.budget, step.whole.graph, first.options.counted)
     options = replace(first.options, budget=Budget(str(first.budget), total_bytes=budget_bytes))
     left = max(_LEAST_LEFT, 1 - spent_s / options.time_limit_s) if options.time_limit_s else 1.0
@@ -191,6 +197,13 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
 
     left_s = None if options.time_limit_s is None else left * options.time_limit_s
     return choose_chunks(step, first.chunks, budget_bytes, left_s, solve)
+
+
+def _of_larger(options: PlanningOptions, step: _CapturedStep) -> Result | None:
+    """The plan of a smaller batch of a step that was planned; None where there is none."""
+    if options.plan is not None:
+        return None
+    return plan_of_larger(options.budget, step.graph, options.counted, step.windows.within_windows)
 
 
 def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float = 0.0) -> Result:

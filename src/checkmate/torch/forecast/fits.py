@@ -29,8 +29,9 @@ from checkmate.torch.forecast.tracer import SHARES, DeviceTracer, TracedStep
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import Chunking, check_chunking
+from checkmate.torch.step.arguments import validate_arguments
+from checkmate.torch.step.batch import Example
 from checkmate.torch.step.programs import Loss
-from checkmate.torch.step.recipe import Example, validate_example
 
 
 def fits(
@@ -106,7 +107,8 @@ def fits(
             f"{format_bytes(headroom_bytes)} of headroom",
             hint="check the device's memory, such as memory='24GiB', or lower the headroom, such as headroom=0.01",
         )
-    tracer = DeviceTracer(model, loss, validate_example(example, loss), optimizer, whole, autocast, target, began + time_limit_s)
+    example = validate_arguments(model, loss, None if isinstance(optimizer, str) else optimizer, example)
+    tracer = DeviceTracer(model, loss, example, optimizer, whole, autocast, target, began + time_limit_s)
     sequence = None if sequence_dim is None else tracer.size(sequence_dim)
     if sequence_dim is not None and sequence is None:
         raise OptionError(

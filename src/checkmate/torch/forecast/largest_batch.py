@@ -17,8 +17,9 @@ from checkmate.torch.forecast.in_pieces import least_peak
 from checkmate.torch.forecast.largest_size import find_largest_size
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.options import Chunking, check_chunking
+from checkmate.torch.step.arguments import validate_arguments
+from checkmate.torch.step.batch import Example
 from checkmate.torch.step.programs import Loss
-from checkmate.torch.step.recipe import Example, validate_example
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ def largest_batch(
     began = time.perf_counter()
     check_chunking(chunking)
     budget_bytes = parse_bytes(budget)
-    example = validate_example(example, loss)
+    example = validate_arguments(model, loss, optimizer, example)
     tracer = DeviceTracer(model, loss, example, optimizer, whole, autocast, None, began + time_limit_s, clip_norm)
     batch = _size(tracer, 0, "all tensors of the example need the batch as first dimension")
     sequence = None

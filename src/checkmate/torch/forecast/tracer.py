@@ -24,8 +24,9 @@ from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.measure.optimizer_state import state_bytes, state_is_known, step_temporary_bytes
 from checkmate.torch.options import Options
+from checkmate.torch.step.batch import Example
 from checkmate.torch.step.programs import Loss
-from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step
+from checkmate.torch.step.recipe import StepSpec, spec_of_step
 from checkmate.torch.step.tracing import trace_step
 
 
@@ -183,7 +184,7 @@ class DeviceTracer:
         if target is not None:
             target.unknown_workspace.clear()
             target.cpu_only.clear()
-        example = self.example if size is None else _resized(self.example, dim, size)
+        example = _resized(self.example, dim, size)
         with fake_inputs(example, self.model, self.loss, given) as batch:
             there = [*self.model.parameters(), *self.model.buffers()]
             trained = [p for p in there if p.requires_grad]
@@ -216,13 +217,15 @@ def _tensors(example: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.ndim]
 
 
-def _resized(example: Any, dim: int, size: int) -> Any:
+def _resized(example: Any, dim: int, size: int | None) -> Any:
+    """An example of another size, or of its own, in storages of its own: those of a slice of a data set are larger than it."""
     mode = FakeTensorMode()
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        shape = [size if d == dim else n for d, n in enumerate(tensor.shape)]
+        shape = [size if d == dim and size is not None else n for d, n in enumerate(tensor.shape)]
+        order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))  # such as channels last
         with contextlib.nullcontext() if tensor.device.type == "meta" else mode:
-            return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
 
     return pytree.tree_map_only(torch.Tensor, resized, example)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from checkmate.core.errors import GraphError
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
@@ -35,6 +37,7 @@ from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.graph.op_properties import is_collective, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
 from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
@@ -316,10 +319,22 @@ def _in_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any
     yield call(*args, **kwargs)
 
 
+_OF_TYPES = re.compile(r"\b(dtype|data ?type|scalar type)\b", re.IGNORECASE)
+"""What kernels say of types that do not fit together. Fake tensors take them."""
+
+
 def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCost | None:
     try:
         time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other, times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
+        if _OF_TYPES.search(str(error)):  # what runs is the same op: the step would fail where tracing it does not
+            given = ", ".join(
+                str(t.dtype).removeprefix("torch.") for n in node.all_input_nodes for t in leaves(n.meta.get("val"))
+            )
+            raise GraphError(
+                f"{node.target} of {given} cannot run: {str(error).rstrip('.')}, at {source_of(node) or node.name}",
+                hint="convert the batch or the model, such as model.float(), or give autocast=torch.bfloat16",
+            ) from None
         _log.warning("%s (%s) could not be measured; its time and its workspace are estimated: %s", node.name, node.target, error)
         return None
     return OpCost(quantise(time_ns), workspace_bytes)

@@ -57,6 +57,7 @@ def _pick(graph: fx.Graph, node: fx.Node, log_p: fx.Node, target: fx.Node, reduc
         count = call(aten.sum.dim_IntList, counted, [0])
         total_weight = call(aten._to_copy.default, count, dtype=log_p.meta["val"].dtype)
         reduced = call(_NLL, column, classes, None, reduction, ignore)
+    reduced.meta["val"] = node.meta["val"]  # the storages that results and views of the old node have
     for user in [u for u in node.users if u.target is operator.getitem and u.args[1] == 1]:
         user.replace_all_uses_with(total_weight)
         graph.erase_node(user)

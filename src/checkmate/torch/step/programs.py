@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -17,17 +20,29 @@ Program = Callable[..., tuple[Any, torch.Tensor]]
 _NORM_EPSILON = 1e-6  # the value in torch.nn.utils.clip_grad_norm_, whose results have to be matched
 
 
-def forward_program(model: torch.nn.Module, loss: Loss | None) -> Program:
-    """``program(args, kwargs) -> (prediction, loss)``; the prediction is detached, and None where the model returns its loss."""
+_CACHES = ("past_key_values", "cache_params")
+"""Fields of the outputs of Hugging Face's models that only generation reads. They hold keys and values of every layer."""
+
+
+def forward_program(model: torch.nn.Module, loss: Loss | None, *, outputs: bool = True) -> Program:
+    """``program(args, kwargs) -> (prediction, loss)``; the prediction is detached, and None where the model returns its loss.
+
+    Args:
+        model: The model.
+        loss: The loss, or None if the model computes it.
+        outputs: Whether the prediction is returned; otherwise it is None.
+    """
 
     def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
         if loss is None:
             output = model(*args, **kwargs)
-            return None, output if isinstance(output, torch.Tensor) else output.loss
+            value = loss_of(output)
+            _check_loss(value, NO_LOSS)
+            return None if value is output or not outputs else _detached(output), value
         prediction = model(*args[:-1])
         value = loss(prediction, args[-1])
-        # Detached: AOTAutograd allocates a gradient of zeros for every output that requires one, even if it is never used.
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, prediction), value
+        _check_loss(value)
+        return _detached(prediction) if outputs else None, value
 
     return with_unique_code(forward)
 
@@ -39,6 +54,55 @@ def model_program(model: torch.nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     return with_unique_code(call)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returns: the tensor itself, ``.loss``, ``["loss"]``, or the only number of a tuple.
+
+    Raises:
+        OptionError: There is none.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
+        found = [t for t in output if isinstance(t, torch.Tensor) and t.ndim == 0 and t.requires_grad]
+        value = found[0] if len(found) == 1 else None
+    else:
+        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if value is None:
+        raise OptionError(f"the model returned a {type(output).__name__} without a loss", hint=NO_LOSS)
+    return value
+
+
+def _check_loss(value: Any, hint: str = "give a loss that returns one, such as reduction='mean'") -> None:
+    """Refuse what has no gradient of one number; nothing of it is left in a traced program."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise OptionError(f"the loss has shape {tuple(value.shape)}, and is not one number", hint=hint)
+
+
+NO_LOSS = "give a loss, such as loss=torch.nn.functional.mse_loss with example=(x, y), or labels in the example"
+"""What to do where a model returns no loss, and none was given."""
+
+
+def _detached(output: Any) -> Any:
+    """An output whose tensors are detached.
+
+    AOTAutograd allocates a gradient of zeros for every output that requires one, even if it is never used.
+    """
+    return _mapped(lambda parts: parts[0].detach() if isinstance(parts[0], torch.Tensor) else parts[0], [output])
+
+
+def _mapped(of: Callable[[Sequence[Any]], Any], outputs: Sequence[Any]) -> Any:
+    """Outputs of one structure made one, each leaf of theirs; PyTorch does not look into dataclasses, and this does."""
+    first = outputs[0]
+    if dataclasses.is_dataclass(first):
+        names = [field.name for field in dataclasses.fields(first) if field.init and field.name not in _CACHES]
+        return type(first)(**{name: _mapped(of, [getattr(o, name) for o in outputs]) for name in names})  # type: ignore[operator]
+    leaves, structure = pytree.tree_flatten(first)
+    if len(leaves) == 1 and leaves[0] is first:
+        return of(outputs)
+    columns = zip(*[pytree.tree_leaves(output) for output in outputs], strict=True)
+    return pytree.tree_unflatten([_mapped(of, column) for column in columns], structure)
 
 
 def under_autocast(program: Program, device_type: str, dtype: torch.dtype) -> Program:
@@ -84,7 +148,7 @@ def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, 
             marks = [
                 GRADIENT_READY(p, g, key, i) for i, (p, g) in enumerate(zip(parameters, found, strict=True)) if g is not None
             ]
-        return _joined(predictions), value, marks
+        return _mapped(_joined, predictions), value, marks
 
     return with_unique_code(step)
 
@@ -126,12 +190,12 @@ def _cut(batch: Any, parts: int) -> list[Any]:
     return [pytree.tree_unflatten([each[i] for each in cut], structure) for i in range(parts)]
 
 
-def _joined(predictions: Sequence[Any]) -> Any:
-    if len(predictions) == 1:
-        return predictions[0]
-    flat = [pytree.tree_flatten(prediction) for prediction in predictions]
-    columns = zip(*[leaves for leaves, _ in flat], strict=True)
-    return pytree.tree_unflatten([torch.cat(c) if isinstance(c[0], torch.Tensor) else c[0] for c in columns], flat[0][1])
+def _joined(parts: Sequence[Any]) -> Any:
+    """Rows one after the other; of numbers, such as a loss, the mean, by the arithmetic of the step's own loss."""
+    first = parts[0]
+    if len(parts) == 1 or not isinstance(first, torch.Tensor) or (first.ndim == 0 and not first.is_floating_point()):
+        return first
+    return torch.cat(parts) if first.ndim else functools.reduce(operator.add, [part / len(parts) for part in parts])
 
 
 def _clipped(gradients: list[torch.Tensor | None], most: float) -> list[torch.Tensor | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from checkmate.core.errors import OptionError
 from checkmate.torch._compat.distributed import DistributedDataParallel, inside_ddp_forward, uses_fsdp
 from checkmate.torch.graph.optimizer_ops import Updates, unsupported_reason
+from checkmate.torch.options import Outputs
+from checkmate.torch.step.batch import Example
 from checkmate.torch.step.programs import (
     Loss,
     Program,
@@ -27,9 +29,6 @@ from checkmate.torch.step.programs import (
 
 _log = logging.getLogger("checkmate.torch")
 
-Example = Sequence[Any] | Mapping[str, Any]
-"""A batch: positional arguments, the loss's target last, or keyword arguments of the model."""
-
 Finish = Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]
 """Runs the compiled program and whatever part of the step is not in it; returns the prediction and the loss."""
 
@@ -40,16 +39,20 @@ class StepSpec:
 
     Attributes:
         program: The function to trace.
+        forward: Its model and loss alone.
         finish: Runs the compiled program and the rest of the step.
         whole: Whether the optimizer's updates are in the program.
         micro_batches: Equal parts into which the program cuts a batch.
+        own_loss: Whether the model computes its loss.
         wrapped: The enclosing DistributedDataParallel module, or None.
     """
 
     program: Program
+    forward: Program
     finish: Finish
     whole: bool
     micro_batches: int = 1
+    own_loss: bool = False
     wrapped: DistributedDataParallel | None = None
 
     def tracing_context(self) -> contextlib.AbstractContextManager[None]:
@@ -66,6 +69,7 @@ def spec_of_step(
     micro_batches: int,
     clip_norm: float | None,
     autocast: torch.dtype | None,
+    outputs: Outputs = "held",
 ) -> StepSpec:
     """The specification of a step, from the arguments of `checkmate.torch.compile`.
 
@@ -78,6 +82,7 @@ def spec_of_step(
         micro_batches: Equal parts into which the batch is cut.
         clip_norm: Largest norm of all gradients together, if it is limited.
         autocast: Type of `torch.autocast` around model and loss, if any.
+        outputs: Whether the prediction is returned.
 
     Raises:
         OptionError: A whole step is asked for, and the optimizer or the options do not allow one.
@@ -92,7 +97,7 @@ def spec_of_step(
         )
     wrapped = model if isinstance(model, DistributedDataParallel) else None
     model = model if wrapped is None else wrapped.module
-    forward = forward_program(model, loss)
+    forward = forward_program(model, loss, outputs=outputs == "held")
     if autocast is not None:
         forward = under_autocast(forward, _device_type(model, example), _half(autocast))
     reason = "there is no optimizer" if optimizer is None else unsupported_reason(optimizer, model)
@@ -105,13 +110,15 @@ def spec_of_step(
         program = step_program(forward, updates, micro_batches=micro_batches, clip_norm=clip_norm)
         if clip_norm is not None:
             _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
-        return StepSpec(program, functools.partial(_finish_whole, updates), whole=True, micro_batches=micro_batches)
+        finish = functools.partial(_finish_whole, updates)
+        return StepSpec(program, forward, finish, whole=True, micro_batches=micro_batches, own_loss=loss is None)
     if whole or micro_batches > 1:
         what = "whole=True" if whole else f"micro_batches={micro_batches} needs a whole step, which"
         raise OptionError(f"{what} cannot be: {reason}", hint="give an optimizer of torch.optim, such as AdamW, all parameters")
     if optimizer is not None and whole is None:
         _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
-    return StepSpec(forward, functools.partial(_finish_split, optimizer, clip_norm), whole=False, wrapped=wrapped)
+    finish = functools.partial(_finish_split, optimizer, clip_norm)
+    return StepSpec(forward, forward, finish, whole=False, own_loss=loss is None, wrapped=wrapped)
 
 
 def spec_of_model(model: torch.nn.Module, inputs: Example, autocast: torch.dtype | None) -> StepSpec:
@@ -125,22 +132,7 @@ def spec_of_model(model: torch.nn.Module, inputs: Example, autocast: torch.dtype
     program = model_program(model)
     if autocast is not None:
         program = under_autocast(program, _device_type(model, inputs), _half(autocast))
-    return StepSpec(program, lambda run: run(), whole=False)
-
-
-def validate_example(example: Example, loss: Loss | None) -> Example:
-    """The example, checked to be a batch for the loss.
-
-    Raises:
-        OptionError: It is no batch, or has no target for the loss.
-    """
-    if isinstance(example, Mapping):
-        if loss is not None:
-            raise OptionError("example is a mapping, so that the loss has no target", hint="give a tuple (x, y), or loss=None")
-        return example
-    if not isinstance(example, (tuple, list)) or len(example) < (1 if loss is None else 2):
-        raise OptionError(f"example={type(example).__name__} is not a batch", hint="give a tuple (x, y), or a mapping")
-    return example
+    return StepSpec(program, program, lambda run: run(), whole=False)
 
 
 def _half(autocast: torch.dtype) -> torch.dtype:

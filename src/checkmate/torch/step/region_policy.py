@@ -22,8 +22,8 @@ from checkmate.regions.blocks import Call
 from checkmate.solvers.solve import solve
 from checkmate.torch.measure.optimizer_state import step_temporary_bytes
 from checkmate.torch.options import CostSource
+from checkmate.torch.step.batch import Example
 from checkmate.torch.step.programs import Loss
-from checkmate.torch.step.recipe import Example
 from checkmate.torch.step.step import capture
 
 _EAGER_BYTES = 4096

@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Never, NoReturn
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
-from checkmate.core.result import Result
+from checkmate.core.result import Curve, Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
 from checkmate.frontend.options import PlanSource
@@ -33,8 +34,11 @@ from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
+from checkmate.torch.step.arguments import refuse_inference_mode, refuse_meta, validate_arguments
+from checkmate.torch.step.batch import BatchLayout, Example
+from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
 from checkmate.torch.step.programs import Loss, check_micro_batches
-from checkmate.torch.step.recipe import Example, StepSpec, spec_of_model, spec_of_step, validate_example
+from checkmate.torch.step.recipe import StepSpec, spec_of_model, spec_of_step
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
 
 _log = logging.getLogger("checkmate.torch")
@@ -57,8 +61,8 @@ class Step:
 
     def __init__(self, spec: StepSpec, example: Example, options: Options, *, dynamic: bool = False) -> None:
         self.whole = spec.whole
-        self._finish = spec.finish
-        self._micro_batches = spec.micro_batches
+        self._spec = spec
+        self._layout = BatchLayout.of(example)
         self._planned: list[tuple[Graph, Result]] = []
         self._shapes: list[tuple[Any, ...]] = []  # of the inputs that it was compiled for
         given = options.plan
@@ -72,28 +76,66 @@ class Step:
                 return compile_graph(gm, inputs, now, hooks)
 
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
-            run_as_one_graph(self._run, example)
+            run_as_one_graph(self._run, spec, example)
         if spec.wrapped is not None:
             self._run = run_inside_ddp(spec.wrapped, self._run)
         self.graph, self.result = self._planned[0]
         self.plan = self.result.plan
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-        """Run one step: forward, loss, backward, and the optimizer if there is one.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step: forward, loss, backward, and the optimizer if there is one. The gradients are then cleared.
 
         Args:
-            args: A batch like the example: the model's inputs, then the loss's target.
+            args: A batch like the example: the model's inputs, then the loss's target; or such a batch in one piece.
             kwargs: The model's inputs, if the example was a mapping.
 
         Returns:
-            The prediction (None where the model computes its own loss) and the loss, both detached.
+            The prediction and the loss, both detached. Where the model computes its loss: what it returned, detached, such as
+            an output of Hugging Face's with ``.loss`` and ``.logits``, or (None, loss) where that is the loss alone or
+            ``outputs="released"`` asks for no more. The cache that only generation reads is left out.
 
         Raises:
             CheckmateError: The batch has a new shape, and no plan for it keeps the budget.
-            OptionError: The batch cannot be cut into ``micro_batches`` equal parts.
+            OptionError: The arguments are not those of the example, or ``micro_batches`` does not divide the rows.
         """
-        check_micro_batches(kwargs or args, self._micro_batches)
-        return self._finish(functools.partial(run_as_one_graph, self._run, kwargs or args))
+        refuse_inference_mode()
+        batch = self._layout.batch_of(args, kwargs)
+        check_micro_batches(batch, self._spec.micro_batches)
+        run = functools.partial(run_as_one_graph, self._run, self._spec, batch, self._layout.example)
+        prediction, loss = self._spec.finish(run)
+        return prediction if self._spec.own_loss and prediction is not None else (prediction, loss)
+
+    def explain(self, *, curve: Curve | None = None) -> StepExplanation:
+        """The tensors that the step saves and the ops that it recomputes; see `checkmate.torch.explain`.
+
+        Args:
+            curve: Plans of the same graph for other budgets.
+        """
+        return self._planned_step.explain(curve=curve)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML page about the plan, which needs no network.
+
+        Args:
+            path: The file; one that is there is replaced.
+
+        Returns:
+            The path of the file.
+        """
+        return self._planned_step.report(path)
+
+    def __repr__(self) -> str:
+        return repr(self._planned_step)
+
+    @property
+    def _planned_step(self) -> PlannedStep:
+        return PlannedStep(graph=self.graph, result=self.result)
+
+    def __reduce__(self) -> NoReturn:
+        raise OptionError(
+            "a step holds compiled code and the model, and can neither be copied nor pickled",
+            hint='write its plan, checkmate.write(step.plan, "step.plan.json"), and give compile(..., plan=...) the file',
+        )
 
     def _record_plan(self, interface: GraphInterface, result: Result) -> None:
         if self._planned:
@@ -107,7 +149,7 @@ def compile(  # noqa: A001 - named like torch.compile
     model: torch.nn.Module,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    *,
+    *by_position: Never,
     example: Example,
     budget: Amount | Budget | None = None,
     budget_of: BudgetOf = "allocated",
@@ -137,11 +179,14 @@ def compile(  # noqa: A001 - named like torch.compile
 
     Args:
         model: Called with all elements of a batch but the last, or with a mapping's items as keyword arguments.
-        loss: Called with the prediction and the last element of a batch. None if the model returns its
-            loss, itself or as ``.loss``; the prediction is then not kept and comes back as None.
+        loss: Called with the prediction and the last element of a batch. None if the model returns its loss: itself, as ``.loss``
+            or ``["loss"]`` of an output, or as the only number of a tuple. The step then returns that output.
         optimizer: Updates the parameters after every backward; the gradients are then cleared. None leaves them in ``.grad``.
+        by_position: Refused: all other arguments are given by name.
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
-        budget: See `Options`, like every argument that is not described here.
+        budget: Largest number of bytes on the device during a step, everything included: ``"8GiB"``, a number of bytes, or a share
+            such as ``"70%"`` of what the step needs above what no plan can change, which stays as many bytes for smaller batches.
+            None keeps everything. See `Options`, like every argument that is not described here.
         budget_of: Whether the budget is of allocated memory, or of what the CUDA allocator reserves.
         compiler: ``"inductor"`` measures every compilation on the example: a step runs twice, and all that it changes is
             restored. With it the updates are in the step only where ``whole`` or ``micro_batches`` asks for that: they are then
@@ -159,7 +204,8 @@ def compile(  # noqa: A001 - named like torch.compile
         solver: The solver.
         time_limit_s: Seconds for the search.
         plan: A plan, or the path of a file with one, to run instead of searching.
-        outputs: Whether the prediction is held until the backward is over; in a whole step it is.
+        outputs: ``"held"`` if the step returns the prediction, or the model's own output: it then stays in memory to the end of the
+            step, logits of a large vocabulary too. ``"released"`` for the loss alone: the step returns ``(None, loss)``.
         reserve: Memory to leave free, in addition to the optimizer's state, which is always reserved.
         accumulate: Whether gradients stay from step to step; without an optimizer they do, unless the caller clears them.
         checkpoints: Whether regions under ``torch.utils.checkpoint`` are always recomputed. ``"respected"`` is refused for a
@@ -188,6 +234,13 @@ def compile(  # noqa: A001 - named like torch.compile
         >>> prediction.shape, step.whole, step.plan.order == tuple(range(len(step.graph.ops)))
         (torch.Size([3, 2]), True, True)
     """
+    if by_position:
+        raise OptionError(
+            f"compile takes model, loss and optimizer by position, and {len(by_position)} more were given",
+            hint="name the others: compile(model, loss, optimizer, example=(x, y), budget='8GiB')",
+        )
+    example = validate_arguments(model, loss, optimizer, example)
+    refuse_meta(model)
     options = Options(
         budget=budget,
         budget_of=budget_of,
@@ -211,13 +264,12 @@ def compile(  # noqa: A001 - named like torch.compile
         whole = False
     if compiler == "inductor":
         whole = _whole_by_inductor(optimizer, whole or (micro_batches > 1 and whole is None))
-    example = validate_example(example, loss)
     if autocast is torch.float16 and optimizer is not None:
         raise OptionError(
             "autocast=torch.float16 needs a scaled loss, or small gradients become zero",
             hint="use torch.bfloat16; or leave out the optimizer, scale in the loss, and step through torch.amp.GradScaler",
         )
-    spec = spec_of_step(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm, autocast)
+    spec = spec_of_step(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm, autocast, outputs)
     return Step(spec, example, options, dynamic=dynamic)
 
 
@@ -266,17 +318,18 @@ def capture(
         GraphBreakError: The step cannot be traced as one graph.
         OptionError: No such device is known, or exact pieces are asked for where nothing runs.
     """
+    example = validate_arguments(model, loss, optimizer, example)
     target = None if device is None else EmulatedDevice(load_device(device), cpu_costs=Profiler())
     if target is not None or costs != "measured":
         check_chunking(chunking)
     granule = 1 if target is None else target.device.granule_bytes
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs, chunking=chunking)
-    with fake_inputs(validate_example(example, loss), model, loss, optimizer) as batch:
+    with fake_inputs(example, model, loss, optimizer) as batch:
         if plain_loop:
             inputs = batch if loss is None or isinstance(batch, Mapping) else tuple(batch)[:-1]
             step = trace_step(spec_of_model(model, inputs, autocast), inputs, options, target)
         else:
-            spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
+            spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast, outputs)
             step = trace_step(spec, batch, options, target)
         chunks = Chunks(exact=chunking == "exact")
         graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0).captured).graph

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.utils import _pytree as pytree
 
-from checkmate.core.errors import CheckmateError, GraphError
-from checkmate.torch._compat.dynamo import DynamoTransparentError, Unsupported, patched_settings
+from checkmate.core.errors import CheckmateError, GraphError, OptionError
+from checkmate.torch._compat.dispatch import FakeTensor, FakeTensorMode
+from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchRuntimeError, Unsupported, patched_settings
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.compilation.compilation import Hooks
@@ -19,7 +25,8 @@ from checkmate.torch.emulate.autocast import cuda_autocast_rules
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Options
-from checkmate.torch.step.recipe import Example, StepSpec
+from checkmate.torch.step.batch import Example, described
+from checkmate.torch.step.recipe import StepSpec
 
 _DYNAMO_CONFIG = {
     "recompile_limit": 64,  # shapes of one step; after torch's default of 8 a step would run unplanned, without an error
@@ -102,7 +109,7 @@ def trace_step(spec: StepSpec, batch: Example, options: Options, target: Emulate
     with stop_after_capture() as stop, spec.tracing_context(), rules:
         hooks = Hooks(captured=stop.before_planning, inference=False, whole=spec.whole, target=target)
         backend = functools.partial(compile_graph, options=options, hooks=hooks)
-        run_as_one_graph(torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=False), batch)
+        run_as_one_graph(torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=False), spec, batch)
     if stop.step is None:
         raise GraphError(
             "the step was not traced: torch.compile is off", hint="unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
@@ -110,24 +117,68 @@ def trace_step(spec: StepSpec, batch: Example, options: Options, target: Emulate
     return stop.step
 
 
-def run_as_one_graph(run: Callable[..., Any], batch: Example) -> Any:
+def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, example: str = "") -> Any:
     """Call a compiled program with a batch.
 
     Dynamo compiles at any call with a new shape, so that its settings for one graph hold at every call.
 
+    Args:
+        run: The compiled program.
+        spec: The step that it is of.
+        batch: The batch.
+        example: What the example was, in words, if the batch is another.
+
     Raises:
         GraphBreakError: The program cannot be traced as one graph.
+        OptionError: Model and loss themselves cannot be run with the batch.
     """
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     try:
         with torch.enable_grad(), patched_settings(**_DYNAMO_CONFIG, ignore_logger_methods=_logging_methods()):
             return run(args, kwargs)
-    except Unsupported as error:
+    except (Unsupported, TorchRuntimeError) as error:
+        own = _own_error(spec, args, kwargs)
+        if own is not None:
+            raise _refusal(own, batch, example) from None
+        if not isinstance(error, Unsupported):
+            raise
         raise GraphBreakError(
             f"the step cannot be traced as one graph: {_describe_break(error)}",
             hint="move the operation that breaks the graph out of the model, or use torch.compile(model, backend='checkmate'), "
             "which plans each part",
         ) from error
+
+
+def _own_error(spec: StepSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """The error that model and loss raise without Dynamo, if they do: they run on fake tensors, without memory."""
+    held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+    mode = held[0].fake_mode if held else FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode, torch.enable_grad(), warnings.catch_warnings(action="ignore"):  # the call has shown them
+            fake = args if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
+            spec.forward(fake, kwargs if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, kwargs))
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises
+        return None if type(error).__module__.startswith("torch.") else error  # what fake tensors cannot do
+    return None
+
+
+def _refusal(own: Exception, batch: Example, example: str) -> CheckmateError:
+    """The error of model or loss in one sentence, with the place in the user's code."""
+    if isinstance(own, CheckmateError):
+        return own
+    frames = traceback.extract_tb(own.__traceback__)
+    of_user = [f for f in frames if not f.filename.startswith(_PACKAGES)]
+    where = f", at {(f := of_user[-1]).filename}:{f.lineno}: `{f.line}`" if of_user else ""
+    why = (str(own).splitlines() or [""])[0].rstrip(".")
+    beside = f", and the example was {example}" if example and example != described(batch) else ""
+    return OptionError(
+        f"model and loss raise {type(own).__name__}: {why}{where}; they are called with {described(batch)}{beside}",
+        hint="give a batch like the example" if beside else "check that loss(model(x), y) runs for the example",
+    )
+
+
+_PACKAGES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+"""Folders whose code is not the user's."""
 
 
 def _logging_methods() -> set[Callable[..., Any]]:

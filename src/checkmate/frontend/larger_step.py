@@ -1,0 +1,118 @@
+"""Plans of smaller batches: at once, from the plan of a larger batch of the same step.
+
+The last batch of an epoch is smaller than the others. Where its graph has the same ops, and no size of it is larger, the order of
+the larger graph's plan keeps the same number of bytes, and so does keeping everything where the batch is small enough. Searching
+for a better plan would stop training for as long as the first search took, once for each such batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from checkmate.core.budget import Budget
+from checkmate.core.errors import PlanError
+from checkmate.core.evaluate import evaluate
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.result import Result
+
+_KEPT: Final = 16
+"""Planned steps that are remembered, over all budgets of the process."""
+
+
+class _Planned(NamedTuple):
+    """A step that was planned.
+
+    Attributes:
+        budget: The budget, as the object that a compiled function's options hold: another function has another object.
+        graph: The step, in which nothing runs piece by piece.
+        result: The result of planning it; its plan may be of another graph, with regions in pieces.
+        whole: Whether it is of this graph.
+    """
+
+    budget: Budget
+    graph: Graph
+    result: Result
+    whole: bool
+
+
+_planned: deque[_Planned] = deque(maxlen=_KEPT)
+
+
+def remember(budget: Budget | None, graph: Graph, result: Result, *, whole: bool) -> None:
+    """Remember a planned step for smaller batches of it.
+
+    Args:
+        budget: The budget that it was planned for.
+        graph: The step.
+        result: Its plan.
+        whole: Whether that is a plan of this graph, and not of one with regions in pieces.
+    """
+    if budget is not None:
+        _planned.append(_Planned(budget, graph, result, whole and result.plan.host is None))
+
+
+def bytes_of_larger(budget: Budget, graph: Graph) -> int | None:
+    """Bytes of a budget as they were resolved for a larger batch of a step; None if there was none.
+
+    Args:
+        budget: The budget.
+        graph: The step.
+    """
+    larger = _larger(budget, graph)
+    if larger is None:
+        return None
+    grown = 0 if budget.percentage is None else max(0, graph.resident_bytes - larger.graph.resident_bytes)
+    return larger.result.budget_bytes + grown
+
+
+def plan_of_larger(
+    budget: Budget | None,
+    graph: Graph,
+    counted: Callable[[Graph, Plan], int] | None = None,
+    moved: Callable[[Sequence[int]], Sequence[int]] = lambda order: order,
+) -> Result | None:
+    """The cheaper of two plans that keeps a budget as a larger batch had it: keeping everything, and the order of its plan.
+
+    Args:
+        budget: The budget.
+        graph: The step.
+        counted: Bytes of a plan that count against the budget; None for its peak of live bytes.
+        moved: Changes an order as the programs that run it need it.
+
+    Returns:
+        The result; None if there was no larger batch, or neither keeps the budget.
+    """
+    larger = None if budget is None else _larger(budget, graph)
+    limit = None if budget is None else bytes_of_larger(budget, graph)
+    if larger is None or limit is None:
+        return None
+    for order in (range(len(graph.ops)), larger.result.plan.order if larger.whole else ()):
+        if order:
+            try:
+                found = evaluate(graph, Plan.from_order(graph, moved(order)))
+            except PlanError:  # the same ops read other values
+                continue
+            if (found.peak_bytes if counted is None else counted(graph, found.plan)) <= limit:
+                return msgspec.structs.replace(found, budget_bytes=limit, solver="the plan of a larger batch")
+    return None
+
+
+def _larger(budget: Budget, graph: Graph) -> _Planned | None:
+    """The newest planned step with the same ops as a graph, none of which writes less, and some more."""
+    written = _written(graph)
+    for planned in reversed(_planned):
+        if planned.budget is budget and len(planned.graph.ops) == len(graph.ops):
+            pairs = [*zip(written, _written(planned.graph), strict=True)]
+            if all(a[:2] == b[:2] and a[2] <= b[2] for a, b in pairs) and any(a[2] < b[2] for a, b in pairs):
+                return planned
+    return None
+
+
+def _written(graph: Graph) -> list[tuple[str, str, int]]:
+    """Kind, phase and bytes of the outputs of each op."""
+    return [(op.kind, op.phase, sum(graph.values[v].size_bytes for v in op.outputs)) for op in graph.ops]

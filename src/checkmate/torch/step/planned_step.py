@@ -1,0 +1,193 @@
+"""A planned step: its graph and its plan, what they say of memory and time, and a page about them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Compute, Plan
+from checkmate.core.result import Curve, Result
+from checkmate.core.units import format_bytes
+from checkmate.report import html_report
+from checkmate.studies.explain import Explanation, Remat
+from checkmate.studies.explain import explain as explain_plan
+from checkmate.torch.graph.storages import is_scalar_tangent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlannedStep:
+    """The plan of a training step; ``str`` of it is a readable text.
+
+    Attributes:
+        graph: The graph of the step.
+        result: The plan with its cost, its peak and their proven bounds.
+    """
+
+    graph: Graph
+    result: Result
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs it."""
+        return self.result.plan
+
+    def explain(self, *, curve: Curve | None = None) -> StepExplanation:
+        """The tensors that the step saves and the ops that it recomputes; see `checkmate.torch.explain`.
+
+        Args:
+            curve: Plans of the same graph for other budgets.
+        """
+        return explanation_of(self.graph, self.plan, curve, self.result.remarks)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML page about the plan, which needs no network; see `checkmate.report.html_report`.
+
+        Args:
+            path: The file; one that is there is replaced.
+
+        Returns:
+            The path of the file.
+        """
+        file = Path(path)
+        file.write_text(html_report(self.graph, self.plan, result=self.result), encoding="utf-8")
+        return file
+
+    def __repr__(self) -> str:
+        """A few lines: size, peak, overhead, and what to call for more."""
+        result, ops = self.result, len(self.graph.ops)
+        again = len(self.plan.order) - ops
+        lines = [
+            f"{self.graph.name.strip() or 'a training step'}: {ops:,} ops, {again:,} computations more than one for each",
+            f"  peak      {format_bytes(result.peak_bytes)} of {format_bytes(result.budget_bytes)}",
+            f"  overhead  {100 * (result.overhead - 1):.2f} %; no plan within the budget costs {100 * result.gap:.2f} % less",
+            *(f"  {remark}" for remark in result.remarks),
+            '  more      .explain() for what is kept and computed again, .report("step.html") for a page',
+        ]
+        return "\n".join(lines)
+
+    __str__ = __repr__
+
+
+class Saved(NamedTuple):
+    """A storage that the forward allocates and the backward reads.
+
+    Attributes:
+        name: Name of the value that allocates it.
+        kind: The op that writes it, such as ``aten.addmm.default``.
+        size_bytes: Size in bytes.
+        source: Module path, file and line of that op.
+    """
+
+    name: str
+    kind: str
+    size_bytes: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StepExplanation:
+    """Explanation of a planned step; ``str`` of it is a readable text.
+
+    Attributes:
+        saved: Storages that are live when the backward begins and read by it, largest first.
+        remats: Recomputed ops, the most costly first.
+        tangent_bytes: Bytes of the gradients of the forward's outputs other than scalars. AOTAutograd materialises them, as
+            zeros, even for outputs that no loss depends on.
+        peak: The values that are live at the peak, each with the reason.
+        remarks: Remarks on the plan of a step, such as what runs piece by piece.
+    """
+
+    saved: tuple[Saved, ...]
+    remats: tuple[Remat, ...]
+    tangent_bytes: int
+    peak: Explanation
+    remarks: tuple[str, ...] = ()
+
+    def render(self, most: int = 10) -> str:
+        """The explanation as text.
+
+        Args:
+            most: Number of lines of each list; the rest is summed up.
+        """
+        total = sum(s.size_bytes for s in self.saved)
+        lines = [*self.remarks, f"saved for the backward: {format_bytes(total)} in {len(self.saved)} tensors"]
+        lines += [f"  {format_bytes(s.size_bytes):>11}  {s.name} ({s.kind}){_at(s.source)}" for s in self.saved[:most]]
+        if len(self.saved) > most:
+            rest = self.saved[most:]
+            lines.append(f"  {format_bytes(sum(s.size_bytes for s in rest)):>11}  in {len(rest)} more")
+        if self.tangent_bytes:
+            lines.append(
+                f"gradients of outputs besides the loss: {format_bytes(self.tangent_bytes)}, zeros for outputs that are not "
+                "used; return only the loss to save them"
+            )
+        return "\n".join([*lines, self.peak.render(most)])
+
+    def __repr__(self) -> str:
+        """The text of `render`."""
+        return self.render()
+
+    __str__ = __repr__
+
+
+def explanation_of(graph: Graph, plan: Plan, curve: Curve | None = None, remarks: tuple[str, ...] = ()) -> StepExplanation:
+    """The explanation of a plan of a step.
+
+    Args:
+        graph: The graph of the step.
+        plan: The plan.
+        curve: Plans of the same graph for other budgets.
+        remarks: Remarks on the plan.
+
+    Raises:
+        WrongGraphError: The plan is for another graph.
+    """
+    peak = explain_plan(graph, plan, curve=curve)
+    tangents = () if graph.boundary is None else graph.ops[graph.boundary].outputs
+    large = [v for v in tangents if not is_scalar_tangent(graph.values[v])]
+    return StepExplanation(
+        saved=tuple(_saved(graph, plan)),
+        remats=peak.remats,
+        tangent_bytes=sum(graph.values[v].size_bytes for v in large),
+        peak=peak,
+        remarks=remarks,
+    )
+
+
+def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
+    begins = next(
+        (p for p, s in enumerate(plan.steps) if isinstance(s, Compute) and _begins_backward(graph, s.op)), len(plan.steps)
+    )
+    # A storage is saved if it was written before the backward begins and was not freed or recomputed before it is read there.
+    live: set[int] = set()
+    found: dict[int, None] = {}
+    for p, step in enumerate(plan.steps):
+        if isinstance(step, Compute):
+            if p >= begins:
+                reads = () if step.op == graph.boundary else graph.ops[step.op].inputs
+                found.update((graph.root[v], None) for v in reads if v in live)
+                live.difference_update(graph.ops[step.op].outputs)
+            else:
+                live.update(graph.ops[step.op].outputs)
+        else:
+            live.discard(step.value)
+    owners = (v for v in found if graph.values[v].size_bytes)
+    rows = [
+        Saved(graph.values[v].name, (op := graph.ops[graph.producer[v]]).kind, graph.values[v].size_bytes, op.source)
+        for v in owners
+    ]
+    return sorted(rows, key=lambda s: (-s.size_bytes, s.name))
+
+
+def _begins_backward(graph: Graph, op: int) -> bool:
+    # Constants of the backward, such as the gradient of the loss, and views of parameters may be made at any time.
+    reads, makes = graph.ops[op].inputs, graph.ops[op].outputs
+    allocates = bool(reads) and any(graph.values[v].size_bytes for v in makes)
+    return op == graph.boundary or (graph.ops[op].phase == "backward" and allocates)
+
+
+def _at(source: str) -> str:
+    return f" in {source}" if source else ""

@@ -1,0 +1,122 @@
+"""A planned step says what it is in a few lines, and more where it is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import checkmate
+from checkmate import Graph, Plan, evaluate
+from checkmate.core.errors import OptionError, PlanNotFoundError
+from checkmate.frontend import planner
+from checkmate.torch import PlannedStep, Step, compile, explain, last_plan  # noqa: A004
+from checkmate.torch.compilation.coordinator import COORDINATOR
+
+SCREEN = 24  # lines
+WIDTH = 250
+ROWS = 64
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.GELU())])
+
+
+def step_within(budget: str, rows: int = ROWS) -> Step:
+    model, x = network(), torch.ones(rows, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return compile(model, nn.functional.mse_loss, optimizer, example=(x, x), budget=budget, costs="estimated", time_limit_s=5.0)
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return step_within("60%")
+
+
+def test_a_step_and_its_parts_fit_a_screen(step: Step) -> None:
+    """A notebook shows the repr of what a cell ends with; a list of a thousand steps tells nothing."""
+    parts = (step, step.result, step.plan, step.graph, PlannedStep(graph=step.graph, result=step.result))
+    for shown in parts:
+        assert repr(shown) == str(shown)
+        assert len(lines := repr(shown).splitlines()) <= SCREEN and max(map(len, lines)) <= WIDTH
+    for shown in (step.explain(), checkmate.explain(step.graph, step.plan)):
+        assert repr(shown) == str(shown) and len(repr(shown).splitlines()) <= 2 * SCREEN
+    assert f"{len(step.graph.ops)} ops" in repr(step) and "overhead" in repr(step)
+
+
+def test_a_small_graph_and_plan_are_shown_in_full() -> None:
+    """They are what a test or a bug report is made of."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
+    plan = Plan.from_order(graph, [0, 1])
+    assert "Op(name=" in repr(graph) and "Compute(op=0)" in repr(plan) and "Compute(op=0)" in repr(evaluate(graph, plan))
+
+
+def test_a_step_explains_and_reports_itself(step: Step, tmp_path: Path) -> None:
+    """Whoever has a step has its graph and its plan, and need not know which functions take them."""
+    assert str(step.explain()) == str(explain(step)) == str(explain(step.graph, step.plan))
+    page = step.report(tmp_path / "step.html")
+    assert page == tmp_path / "step.html" and "<html" in page.read_text()
+
+
+def test_what_a_whole_step_saves_is_told(step: Step) -> None:
+    """Its backward begins with the first op that reads and allocates: transposes of weights may be made at any time."""
+    assert "aten.addmm.default" in {saved.kind for saved in step.explain().saved}
+
+
+def test_the_plan_of_a_plain_loop_is_seen() -> None:
+    """There is no step object to ask: the newest step of the process is the one that is meant."""
+    COORDINATOR.forget_steps()
+    assert last_plan() is None
+    model = torch.compile(network(), backend="checkmate", options={"budget": "1MiB", "costs": "estimated"})
+    with pytest.raises(OptionError, match="OptimizedModule cannot be explained") as error:
+        explain(model)  # type: ignore[arg-type]
+    assert "last_plan()" in error.value.hint
+    for _ in range(2):
+        model(torch.ones(ROWS, 16)).square().mean().backward()
+    planned = last_plan()
+    assert planned is not None and planned.result.peak_bytes <= 2**20
+    assert str(planned.explain()) == str(explain(planned))
+
+
+def test_a_smaller_last_batch_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training would stop for up to the time limit at the end of the first epoch, for one batch."""
+    step = step_within("60%")
+    x = torch.ones(ROWS, 16)
+    step(x, x)
+
+    def search(*_: object, **__: object) -> None:
+        raise PlanNotFoundError("a search was begun")
+
+    monkeypatch.setattr(planner, "solve", search)
+    monkeypatch.setattr(planner, "quick_peak", search)
+    for rows in (ROWS - 1, ROWS // 2, 2):
+        prediction, _ = step(x[:rows], x[:rows])
+        assert prediction.shape == (rows, 16)
+    assert all(result.peak_bytes <= step.result.budget_bytes for _, result in step._planned)
+    with pytest.raises(PlanNotFoundError):
+        step(torch.ones(2 * ROWS, 16), torch.ones(2 * ROWS, 16))
+
+
+def test_a_smaller_last_batch_of_a_plain_loop_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its share has as many bytes as that of the larger batch had, and its step the order of that step's plan."""
+    COORDINATOR.forget_steps()
+    model, x = network(), torch.ones(ROWS, 16)
+    compiled = torch.compile(model, backend="checkmate", options={"budget": "60%", "costs": "estimated", "time_limit_s": 5.0})
+
+    def train(rows: int) -> None:
+        compiled(x[:rows]).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    for _ in range(3):
+        train(ROWS)
+    large = last_plan()
+    monkeypatch.setattr(planner, "solve", None)
+    for _ in range(2):
+        train(ROWS - 1)
+    small = last_plan()
+    assert large is not None and small is not None and small is not large
+    assert small.result.peak_bytes <= small.result.budget_bytes <= large.result.budget_bytes
