@@ -1,0 +1,364 @@
+"""Public training scripts with one line changed, under a budget: the peak of every step, of everything in the process.
+
+    pip install ninja trl peft datasets accelerate lightning transformers    # and a C++ compiler
+    python benchmarks/torch_scripts.py [--scripts mnist nanogpt] [--time-limit 5]
+
+For every script in `benchmarks/scripts`: eager, "100%", "60%" and a budget in bytes of 80 % of the highest peak of eager, each in
+a fresh process with an empty cache, six steps. An allocator counts every byte that PyTorch allocates on the CPU from before the
+model is built: tracing, measuring and planning are in the peak of the step that they are in, as are the optimizer, an evaluation
+and everything else of the loop. The outcomes of a run with a budget are
+
+- holds: no step exceeds the budget; every loss and the final parameters are those of "100%" to the bit, the losses those of eager;
+- announced: as before, but a step exceeds the budget by no more than a warning said before it;
+- refused: no plan keeps the budget, said in the first step or before it, and the smallest budget that the error names is kept in
+  another run, and is more than the budget and no more than eager takes;
+- silent, understated, false refusal, late refusal, wrong bits, crash, hang: all others.
+
+The promises are that at least 38 of 40 scripts hold, are announced or are refused at both budgets, and none is silent or hangs. Exit
+status 1 if one breaks. Scripts that are not named keep their rows of the last run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fresh import ChildError, answer, child, digest, earlier_models, hardware, mib, publish, ran_on, versions
+
+SHARE = 0.8
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning")
+KEPT = ("holds", "announced", "refused")
+TOLERANCE = 1e-3  # of losses between eager code and the graphs of AOTAutograd, which sum in another order
+
+
+def main() -> int:
+    """Run the benchmark, or one child of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", nargs="+", default=None)
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
+    parser.add_argument("--dry", action="store_true", help="print the rows and keep no results")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        name, mode, limit = options.child
+        answer(run(name, mode, float(limit)))
+        return 0
+    from scripts import SCRIPTS
+
+    rows = earlier_models(__file__)
+    for name in options.scripts or SCRIPTS:
+        rows[name] = measured(name, options.time_limit, options.timeout)
+        print("\n".join(lines(name, rows[name])), flush=True)
+        if not options.dry:
+            report = {
+                "hardware": hardware(),
+                "versions": versions(*PACKAGES),
+                "time_limit_s": options.time_limit,
+                "models": {n: rows[n] for n in SCRIPTS if n in rows},
+            }
+            publish(__file__, report, table(report))
+    missing = [f"{n}: not run" for n in SCRIPTS if n not in rows and not options.scripts]
+    broken = missing + broken_promises({n: rows[n] for n in SCRIPTS if n in rows})
+    print("\n".join(broken) or "all promises hold")
+    return bool(broken)
+
+
+def measured(name: str, limit: float, timeout: float) -> dict[str, Any]:
+    """All runs of a script, and the outcome of each budget."""
+
+    def once(mode: str) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as cache:
+            settings = {"CHECKMATE_CACHE": cache, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
+            try:
+                return child(__file__, name, mode, str(limit), timeout_s=timeout, **settings)
+            except subprocess.TimeoutExpired:
+                return {"hang": timeout}
+            except ChildError as error:
+                return {"error": str(error)}
+
+    row: dict[str, Any] = {"eager": once("eager"), "100%": once("100%")}
+    if not row["eager"].get("steps") or "error" in row["eager"]:
+        return row
+    budgets = {"60%": "60%", "80% of eager": str(int(SHARE * highest(row["eager"])))}
+    for label, mode in budgets.items():
+        found = once(mode)
+        if "refused" in found and found["refused"]["smallest_bytes"]:
+            found["at_smallest"] = once(str(found["refused"]["smallest_bytes"]))
+        row[label] = found
+    for label in budgets:
+        row[label]["outcome"], row[label]["why"] = outcome(row[label], row)
+    return row
+
+
+def run(name: str, mode: str, time_limit_s: float) -> dict[str, Any]:
+    """Child: a script, and what it took."""
+    import random
+
+    import numpy
+    import torch
+    from counting_allocator import counting_allocator
+    from scripts import SCRIPTS
+    from scripts.loop import WATCH
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    counter = counting_allocator()
+    torch.set_num_threads(1)
+    for seed in (torch.manual_seed, numpy.random.seed, random.seed):
+        seed(0)
+    row: dict[str, Any] = {"steps": [], "losses": [], "warnings": []}
+    marks: list[float] = [time.perf_counter()]
+
+    def budget() -> None:
+        if mode != "eager" and (found := _budget()) and row["steps"]:
+            now = row["steps"][-1].setdefault("budgets", [])
+            if found not in now:
+                now.append(found)
+
+    def begin_step() -> None:
+        end_step()
+        row["steps"].append({"live_bytes": counter.live()})
+
+    def end_step() -> None:
+        budget()
+        where = row["steps"][-1] if row["steps"] else row
+        where["peak_bytes"] = counter.peak()
+        where["time_s"] = time.perf_counter() - marks[-1]
+        marks.append(time.perf_counter())
+        counter.reset()
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            row["warnings"].append([len(row["steps"]), _without_folders(record.getMessage())[:600]])
+
+    logging.getLogger("checkmate").addHandler(Collect(logging.WARNING))
+    register_optimizer_step_pre_hook(lambda *_: budget())
+    WATCH.begin_step = begin_step
+    WATCH.loss = lambda loss: row["losses"].append([len(row["steps"]), float(loss)])
+    if mode != "eager":
+        options = {"budget": int(mode) if mode.isdigit() else mode, "time_limit_s": time_limit_s}
+
+        def compile_model(model: Any, in_place: bool) -> Any:
+            if in_place:
+                model.compile(backend="checkmate", options=options)
+                return model
+            return torch.compile(model, backend="checkmate", options=options)
+
+        WATCH.compile = compile_model
+    counter.install()
+    counter.reset()
+    try:
+        SCRIPTS[name].main()
+        end_step()
+        tensors = [t for m in WATCH.models for t in (*m.parameters(), *m.buffers())]
+        row["parameters"] = digest(*(t.float() if t.dtype == torch.bfloat16 else t for t in tensors))
+    except BaseException as error:  # noqa: BLE001 - whatever a script, Dynamo or the backend raises is a row of the table
+        traceback.print_exc()
+        end_step()
+        row.update(_failure(error))
+    return row
+
+
+def _budget() -> list[Any] | None:
+    """Bytes of the budget that the newest plan was made for, and whether it is one of the whole step."""
+    from checkmate.torch.compilation.coordinator import COORDINATOR
+
+    result = COORDINATOR.result
+    return None if result is None else [result.budget_bytes, COORDINATOR.step is not None]
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """An exception as a refusal, or as an error."""
+    from checkmate import InfeasibleBudgetError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, InfeasibleBudgetError):
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    if isinstance(cause, InfeasibleBudgetError):
+        sizes = {"budget_bytes": cause.budget_bytes, "floor_bytes": cause.floor_bytes, "smallest_bytes": cause.smallest_bytes}
+        return {"refused": {**sizes, "message": _without_folders(str(cause))[:600]}}
+    return {"error": f"{type(error).__name__}: {_without_folders(str(error))[:600]}"}
+
+
+def _without_folders(text: str) -> str:
+    """A message whose file names begin in site-packages, or in this repository."""
+    return re.sub(r"/[^\s:'\"`(]*?/(?=site-packages/|benchmarks/|src/)", "", text)
+
+
+def highest(found: dict[str, Any]) -> int:
+    """The highest peak of all steps of a run, in bytes."""
+    return max((step["peak_bytes"] for step in found["steps"]), default=0)
+
+
+def limits(found: dict[str, Any], budget_bytes: int | None) -> list[int]:
+    """The budget of each step in bytes: the one that was asked for, or what a share was taken to be in that step.
+
+    Until a step of several graphs is planned as a whole its share is not known; it is then that of the first step that is.
+    """
+    if budget_bytes is not None:
+        return [budget_bytes] * len(found["steps"])
+    known = [[total for total, _ in step.get("budgets", [])] for step in found["steps"]]
+    whole = [[total for total, whole in step.get("budgets", []) if whole] for step in found["steps"]]
+    first = next((max(w) for w in whole if w), None)
+    return [
+        max(w or [first or max(k, default=0)]) if (w or first or k) else 0 for w, k in zip(whole, known, strict=True)
+    ]
+
+
+def excesses(found: dict[str, Any], budget_bytes: int | None) -> list[tuple[int, int, int, int]]:
+    """Step, peak, budget, and the bytes that warnings have announced before or in it, of every step over its budget."""
+    over = []
+    for number, (step, limit) in enumerate(zip(found["steps"], limits(found, budget_bytes), strict=True), 1):
+        if step["peak_bytes"] > limit:
+            said = [_announced(text) for at, text in found["warnings"] if at <= number]
+            over.append((number, step["peak_bytes"], limit, max(said, default=0)))
+    return over
+
+
+def _announced(text: str) -> int:
+    """The bytes that a warning says may be taken; 0 if it says none."""
+    units = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    amounts = re.findall(r"([\d.,]*\d) ?(B|bytes|KiB|MiB|GiB)\b", text)
+    return max((math.ceil((float(n.replace(",", "")) + 0.005) * units[unit]) for n, unit in amounts), default=0)
+
+
+def outcome(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
+    """The class of a run with a budget, and the reason in words."""
+    reference, eager = row["100%"], row["eager"]
+    label = next(key for key in row if row[key] is found)
+    budget_bytes = None if label.endswith("%") else int(SHARE * highest(eager))
+    if "hang" in found:
+        return "hang", f"no end within {found['hang']:g} s"
+    if "error" in found:
+        return "crash", f"step {len(found.get('steps', []))}: {found['error']}"
+    late = 0
+    if "refused" in found:
+        refusal, retry = found["refused"], found.get("at_smallest")
+        late, smallest = len(found["steps"]), refusal["smallest_bytes"]
+        at = f"step {late}, smallest {mib(smallest or 0)} MiB"
+        over = excesses(found, budget_bytes if budget_bytes is not None else refusal["budget_bytes"])
+        if retry is None:
+            return "false refusal", f"{at}: it names no budget that can be kept: {refusal['message'][:200]}"
+        if not refusal["budget_bytes"] < smallest <= highest(eager):
+            return "false refusal", f"{at}, budget {mib(refusal['budget_bytes'])}, eager {mib(highest(eager))} MiB"
+        if any(key in retry for key in ("error", "refused", "hang")):
+            return "false refusal", f"{at}: the smallest budget fails: {str(retry)[-300:]}"
+        over += excesses(retry, smallest)
+        if over:
+            return _over(over)
+        return ("refused" if late <= 1 else "late refusal"), at
+    if any(key in reference for key in ("error", "refused", "hang")):
+        return "crash", 'at "100%"'
+    unequal = _unequal(found, reference, eager)
+    if unequal:
+        return "wrong bits", unequal
+    over = excesses(found, budget_bytes)
+    return _over(over) if over else ("holds", "")
+
+
+def _over(over: list[tuple[int, int, int, int]]) -> tuple[str, str]:
+    """The class of a run that exceeds its budget, by the step that says least."""
+    number, peak, limit, said = min(over, key=lambda step: step[3] - step[1])
+    text = "; ".join(f"step {n}: {mib(p)} of {mib(b)} MiB" + (f", said {mib(s)}" if s else "") for n, p, b, s in over)
+    return ("announced" if said >= peak else "understated" if said > limit else "silent"), text
+
+
+def _unequal(found: dict[str, Any], reference: dict[str, Any], eager: dict[str, Any]) -> str:
+    """The first difference of a run from "100%", and of its losses from those of eager; empty if there is none."""
+    if found["losses"] != reference["losses"]:
+        pairs = zip(found["losses"], reference["losses"], strict=False)
+        first = next((f"step {a[0]}: loss {a[1]!r}, not {b[1]!r}" for a, b in pairs if a != b), "other losses")
+        return f'{first} as at "100%"'
+    if found["parameters"] != reference["parameters"]:
+        return 'final parameters differ from those at "100%"'
+    for (step, ours), (_, theirs) in zip(found["losses"], eager["losses"], strict=True):
+        if not math.isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=1e-5):
+            return f"step {step}: loss {ours!r}, eager {theirs!r}"
+    return ""
+
+
+def broken_promises(rows: dict[str, Any]) -> list[str]:
+    """Promises that are broken, in words."""
+    outcomes = {name: [row[label].get("outcome", "not run") for label in budgets_of(row)] for name, row in rows.items()}
+    kept = [name for name, found in outcomes.items() if found and all(each in KEPT for each in found)]
+    broken = [f"{name} {label}: {row[label]['outcome']}: {row[label]['why']}"
+              for name, row in rows.items() for label in budgets_of(row) if row[label]["outcome"] in ("silent", "hang")]
+    if len(kept) < len(rows) * 38 / 40:
+        broken.append(f"{len(kept)} of {len(rows)} scripts keep their budgets")
+    return broken
+
+
+def budgets_of(row: dict[str, Any]) -> list[str]:
+    """The budgets that a script was run with."""
+    return [label for label in row if "outcome" in row[label]]
+
+
+def lines(name: str, row: dict[str, Any]) -> list[str]:
+    """A script on the terminal: a line for each run."""
+    found = []
+    for label, each in row.items():
+        peaks = " ".join(mib(step["peak_bytes"]) for step in each.get("steps", []))
+        took = " ".join(f"{step.get('time_s', 0):.1f}" for step in each.get("steps", []))
+        extra = each.get("error", "") if "outcome" not in each else f"{each['outcome']}: {each['why']}"
+        limit = mib(max(limits(each, None if label.endswith("%") else int(SHARE * highest(row["eager"]))), default=0)) if "outcome" in each and each.get("steps") else "-"
+        found.append(f"{name} {label}: before {mib(each.get('peak_bytes', 0))}, peaks {peaks} of {limit}; s {took}; {extra}")
+        if each.get("warnings"):
+            found.append("    " + " | ".join(f"[{at}] {text[:250]}" for at, text in each["warnings"][:4]))
+    return found
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    from scripts import SCRIPTS
+
+    rows = report["models"]
+    kept = [n for n, row in rows.items() if budgets_of(row) and all(row[b]["outcome"] in KEPT for b in budgets_of(row))]
+    page = [
+        "# Public training scripts",
+        "",
+        "Made by `benchmarks/torch_scripts.py`; do not edit. Loops of public training scripts, written in the shape of their sources",
+        "with small models, random weights and data; the one line changed is `torch.compile(model, backend=\"checkmate\")`. Each run is a",
+        "fresh process with an empty cache. Peaks are of everything that PyTorch allocates in the process: tracing, measuring, planning,",
+        "optimizer state and evaluations included. A cell has the budget, then the peaks of the first, the second and the worst later",
+        "step, in MiB. *Refused*: no plan keeps the budget, and the smallest budget that the error names was kept in another run.",
+        "",
+        f"**{len(kept)} of {len(rows)} scripts keep every promise at both budgets.**",
+        "",
+        f"{ran_on(report)} Time limit {report['time_limit_s']:g} s.",
+        "",
+        "| script | source | features | eager | 60 %: budget | first | second | later | outcome "
+        "| 80 % of eager: budget | first | second | later | outcome |",
+        "|---|---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|---|",
+    ]
+    for name, row in rows.items():
+        cells = [f"`{name}`", SCRIPTS[name].source, SCRIPTS[name].features, mib(highest(row["eager"])) if row["eager"].get("steps") else ""]
+        for label in budgets_of(row):
+            found = row[label]
+            peaks = [step["peak_bytes"] for step in found.get("steps", [])]
+            asked = None if label.endswith("%") else int(SHARE * highest(row["eager"]))
+            limit = max(limits(found, asked), default=0) if peaks else 0
+            if "refused" in found:
+                limit, peaks = found["refused"]["budget_bytes"], []
+            shown = [limit, *(peaks[:2] + [0, 0])[:2], max(peaks[2:], default=0)]
+            cells += [mib(each) if each else "" for each in shown]
+            cells.append(found["outcome"] if found["outcome"] in KEPT else f"**{found['outcome']}**")
+        page.append("| " + " | ".join(cells) + " |")
+    broken = [f"- `{n}` at {b}: {rows[n][b]['outcome']}: {rows[n][b]['why'].splitlines()[0] if rows[n][b]['why'] else ''}" for n in rows for b in budgets_of(rows[n]) if rows[n][b]["outcome"] not in KEPT]
+    page += ["", *(["## Broken promises", "", *broken, ""] if broken else [])]
+    return "\n".join(page)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())
