@@ -8,14 +8,15 @@ a fresh process with an empty cache, six steps. An allocator counts every byte t
 model is built: tracing, measuring and planning are in the peak of the step that they are in, as are the optimizer, an evaluation
 and everything else of the loop. The outcomes of a run with a budget are
 
-- holds: no step exceeds the budget; every loss and the final parameters are those of "100%" to the bit, the losses those of eager;
+- holds: no step exceeds the budget; every loss and the final parameters are those of "100%" to the bit, the losses are those of
+  eager;
 - announced: as before, but a step exceeds the budget by no more than a warning said before it;
 - refused: no plan keeps the budget, said in the first step or before it, and the smallest budget that the error names is kept in
   another run, and is more than the budget and no more than eager takes;
 - silent, understated, false refusal, late refusal, wrong bits, crash, hang: all others.
 
-The promises are that at least 38 of 40 scripts hold, are announced or are refused at both budgets, and none is silent or hangs. Exit
-status 1 if one breaks. Scripts that are not named keep their rows of the last run.
+The promises are that at least 38 of 40 scripts hold, are announced or are refused at both budgets, and none is silent or hangs.
+Exit status 1 if one breaks. Scripts that are not named keep their rows of the last run.
 """
 
 from __future__ import annotations
@@ -211,9 +212,7 @@ def limits(found: dict[str, Any], budget_bytes: int | None) -> list[int]:
     known = [[total for total, _ in step.get("budgets", [])] for step in found["steps"]]
     whole = [[total for total, whole in step.get("budgets", []) if whole] for step in found["steps"]]
     first = next((max(w) for w in whole if w), None)
-    return [
-        max(w or [first or max(k, default=0)]) if (w or first or k) else 0 for w, k in zip(whole, known, strict=True)
-    ]
+    return [max(w or [first or max(k, default=0)]) if (w or first or k) else 0 for w, k in zip(whole, known, strict=True)]
 
 
 def excesses(found: dict[str, Any], budget_bytes: int | None) -> list[tuple[int, int, int, int]]:
@@ -269,7 +268,7 @@ def outcome(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
 
 def _over(over: list[tuple[int, int, int, int]]) -> tuple[str, str]:
     """The class of a run that exceeds its budget, by the step that says least."""
-    number, peak, limit, said = min(over, key=lambda step: step[3] - step[1])
+    _, peak, limit, said = min(over, key=lambda step: step[3] - step[1])
     text = "; ".join(f"step {n}: {mib(p)} of {mib(b)} MiB" + (f", said {mib(s)}" if s else "") for n, p, b, s in over)
     return ("announced" if said >= peak else "understated" if said > limit else "silent"), text
 
@@ -292,8 +291,12 @@ def broken_promises(rows: dict[str, Any]) -> list[str]:
     """Promises that are broken, in words."""
     outcomes = {name: [row[label].get("outcome", "not run") for label in budgets_of(row)] for name, row in rows.items()}
     kept = [name for name, found in outcomes.items() if found and all(each in KEPT for each in found)]
-    broken = [f"{name} {label}: {row[label]['outcome']}: {row[label]['why']}"
-              for name, row in rows.items() for label in budgets_of(row) if row[label]["outcome"] in ("silent", "hang")]
+    broken = [
+        f"{name} {label}: {row[label]['outcome']}: {row[label]['why']}"
+        for name, row in rows.items()
+        for label in budgets_of(row)
+        if row[label]["outcome"] in ("silent", "hang")
+    ]
     if len(kept) < len(rows) * 38 / 40:
         broken.append(f"{len(kept)} of {len(rows)} scripts keep their budgets")
     return broken
@@ -311,7 +314,11 @@ def lines(name: str, row: dict[str, Any]) -> list[str]:
         peaks = " ".join(mib(step["peak_bytes"]) for step in each.get("steps", []))
         took = " ".join(f"{step.get('time_s', 0):.1f}" for step in each.get("steps", []))
         extra = each.get("error", "") if "outcome" not in each else f"{each['outcome']}: {each['why']}"
-        limit = mib(max(limits(each, None if label.endswith("%") else int(SHARE * highest(row["eager"]))), default=0)) if "outcome" in each and each.get("steps") else "-"
+        limit = (
+            mib(max(limits(each, None if label.endswith("%") else int(SHARE * highest(row["eager"]))), default=0))
+            if "outcome" in each and each.get("steps")
+            else "-"
+        )
         found.append(f"{name} {label}: before {mib(each.get('peak_bytes', 0))}, peaks {peaks} of {limit}; s {took}; {extra}")
         if each.get("warnings"):
             found.append("    " + " | ".join(f"[{at}] {text[:250]}" for at, text in each["warnings"][:4]))
@@ -327,11 +334,12 @@ def table(report: dict[str, Any]) -> str:
     page = [
         "# Public training scripts",
         "",
-        "Made by `benchmarks/torch_scripts.py`; do not edit. Loops of public training scripts, written in the shape of their sources",
-        "with small models, random weights and data; the one line changed is `torch.compile(model, backend=\"checkmate\")`. Each run is a",
-        "fresh process with an empty cache. Peaks are of everything that PyTorch allocates in the process: tracing, measuring, planning,",
-        "optimizer state and evaluations included. A cell has the budget, then the peaks of the first, the second and the worst later",
-        "step, in MiB. *Refused*: no plan keeps the budget, and the smallest budget that the error names was kept in another run.",
+        "Made by `benchmarks/torch_scripts.py`; do not edit. Loops of public training scripts, in the shape of their sources,",
+        "with small models, random weights and data; the one line changed is `torch.compile(model, backend='checkmate')`. Each",
+        "run is a fresh process with an empty cache. Peaks are of everything that PyTorch allocates in the process: tracing,",
+        "measuring, planning, optimizer state and evaluations included. After a budget stand the peaks of the first, the second",
+        "and the worst later step, in MiB. *Refused*: no plan keeps the budget, and the smallest one that the error names was",
+        "kept in another run.",
         "",
         f"**{len(kept)} of {len(rows)} scripts keep every promise at both budgets.**",
         "",
@@ -342,7 +350,12 @@ def table(report: dict[str, Any]) -> str:
         "|---|---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|---|",
     ]
     for name, row in rows.items():
-        cells = [f"`{name}`", SCRIPTS[name].source, SCRIPTS[name].features, mib(highest(row["eager"])) if row["eager"].get("steps") else ""]
+        cells = [
+            f"`{name}`",
+            SCRIPTS[name].source,
+            SCRIPTS[name].features,
+            mib(highest(row["eager"])) if row["eager"].get("steps") else "",
+        ]
         for label in budgets_of(row):
             found = row[label]
             peaks = [step["peak_bytes"] for step in found.get("steps", [])]
@@ -350,11 +363,16 @@ def table(report: dict[str, Any]) -> str:
             limit = max(limits(found, asked), default=0) if peaks else 0
             if "refused" in found:
                 limit, peaks = found["refused"]["budget_bytes"], []
-            shown = [limit, *(peaks[:2] + [0, 0])[:2], max(peaks[2:], default=0)]
+            shown = [limit, *[*peaks[:2], 0, 0][:2], max(peaks[2:], default=0)]
             cells += [mib(each) if each else "" for each in shown]
             cells.append(found["outcome"] if found["outcome"] in KEPT else f"**{found['outcome']}**")
         page.append("| " + " | ".join(cells) + " |")
-    broken = [f"- `{n}` at {b}: {rows[n][b]['outcome']}: {rows[n][b]['why'].splitlines()[0] if rows[n][b]['why'] else ''}" for n in rows for b in budgets_of(rows[n]) if rows[n][b]["outcome"] not in KEPT]
+    broken = [
+        f"- `{n}` at {b}: {rows[n][b]['outcome']}: {rows[n][b]['why'].splitlines()[0] if rows[n][b]['why'] else ''}"
+        for n in rows
+        for b in budgets_of(rows[n])
+        if rows[n][b]["outcome"] not in KEPT
+    ]
     page += ["", *(["## Broken promises", "", *broken, ""] if broken else [])]
     return "\n".join(page)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import alignment, generative, language, science, vision  # noqa: F401 - each lists its scripts
+from . import alignment, generative, language, science, selfsupervised, vision  # noqa: F401 - each lists its scripts
 from .loop import SCRIPTS
 
 __all__ = ["SCRIPTS"]

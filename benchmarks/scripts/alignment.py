@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,3 +66,217 @@ def dpo_by_hand() -> None:
         optimizer.step()
         optimizer.zero_grad()
         log(loss)
+
+
+@script(
+    "huggingface/peft: LoRA in a plain loop", "PEFT: frozen weights and adapters, gradient_checkpointing_enable, accumulation"
+)
+def peft_lora() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_gpt2()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["c_attn"], fan_in_fan_out=True
+    )
+    model = compiled(get_peft_model(model, config))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.train()
+    for input_ids in steps(torch.randint(3, 384, (16, 96)) for _ in range(STEPS)):
+        for part in input_ids.chunk(2):
+            loss = model(input_ids=part, attention_mask=torch.ones_like(part), labels=part, use_cache=False).loss
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log(loss)
+
+
+@script("CarperAI/trlx: summarize, reward model", "pairwise loss by hand, two halves of one batch, clipping")
+def reward_model() -> None:
+    class GPTRewardModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer, self.v_head = tiny_gpt2().transformer, nn.Linear(64, 1, bias=False)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            rewards = self.v_head(self.transformer(input_ids, attention_mask=attention_mask)[0]).squeeze(-1)
+            bs = input_ids.shape[0] // 2
+            chosen, rejected = rewards[:bs], rewards[bs:]
+            loss = torch.zeros(())
+            for i in range(bs):
+                end = int(attention_mask[i].sum())
+                loss = loss - F.logsigmoid(chosen[i, end // 2 :] - rejected[i, end // 2 :]).mean()
+            return {"loss": loss / bs, "chosen_end_scores": chosen[:, -1], "rejected_end_scores": rejected[:, -1]}
+
+    model = compiled(GPTRewardModel())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model.train()
+    for ids in steps(torch.randint(3, 384, (8, 96)) for _ in range(STEPS)):
+        out = model(ids, torch.ones_like(ids))
+        out["loss"].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        log(out["loss"], (out["chosen_end_scores"] > out["rejected_end_scores"]).float().mean())
+
+
+@script("vwxyzjn/cleanrl: ppo", "rollout under no_grad, several epochs of mini-batches, clipping, annealed rate")
+def ppo() -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Sequential(
+                nn.Conv2d(4, 16, 8, 4),
+                nn.ReLU(),
+                nn.Conv2d(16, 32, 4, 2),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(32 * 16, 128),
+                nn.ReLU(),
+            )
+            self.actor, self.critic = nn.Linear(128, 4), nn.Linear(128, 1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.network(x)
+            return self.actor(hidden), self.critic(hidden)
+
+    agent = compiled(Agent())
+    optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
+    for update in steps(range(STEPS)):
+        optimizer.param_groups[0]["lr"] = (1.0 - update / STEPS) * 2.5e-4
+        obs = torch.rand(16, 8, 4, 48, 48)
+        actions, logprobs, values = torch.zeros(16, 8), torch.zeros(16, 8), torch.zeros(16, 8)
+        for step in range(16):
+            with torch.no_grad():
+                logits, value = agent(obs[step])
+                probs = torch.distributions.Categorical(logits=logits)
+                actions[step] = probs.sample()
+                logprobs[step], values[step] = probs.log_prob(actions[step]), value.flatten()
+        returns = torch.rand(16, 8) + values
+        advantages = returns - values
+        b_obs = obs.flatten(0, 1)
+        b_actions, b_logprobs, b_returns, b_advantages = (t.flatten() for t in (actions, logprobs, returns, advantages))
+        for _ in range(2):
+            for mb_inds in torch.randperm(128).chunk(2):
+                logits, newvalue = agent(b_obs[mb_inds])
+                probs = torch.distributions.Categorical(logits=logits)
+                ratio = (probs.log_prob(b_actions[mb_inds]) - b_logprobs[mb_inds]).exp()
+                mb_advantages = b_advantages[mb_inds]
+                mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+                pg_loss = torch.max(-mb_advantages * ratio, -mb_advantages * ratio.clamp(0.9, 1.1)).mean()
+                v_loss = 0.5 * ((newvalue.view(-1) - b_returns[mb_inds]) ** 2).mean()
+                loss = pg_loss - 0.01 * probs.entropy().mean() + v_loss * 0.5
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+                optimizer.step()
+        log(loss)
+
+
+def tiny_tokenizer() -> object:
+    """A tokenizer of words `w0` to `w379`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<bos>", "<eos>", "<pad>", "<unk>", *(f"w{i}" for i in range(380))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def sentence(length: int) -> str:
+    """Random words."""
+    return " ".join(f"w{i}" for i in torch.randint(380, (length,)).tolist())
+
+
+def train_with_trl(make: Callable[..., Any], config: Callable[..., Any], **settings: Any) -> None:
+    """Make a trainer of TRL and train."""
+    from transformers import TrainerCallback
+
+    class Progress(TrainerCallback):
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            next(marks)
+
+        def on_log(self, _arguments: object, _state: object, _control: object, logs: dict[str, float], **_: object) -> None:
+            log(*(logs[key] for key in ("loss",) if key in logs))
+
+    marks = iter(steps(range(STEPS)))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = config(
+            output_dir=folder,
+            max_steps=STEPS,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            seed=0,
+            **settings,
+        )
+        make(args=arguments, callbacks=[Progress()]).train()
+
+
+@script("huggingface/trl: SFTTrainer", "TRL SFT: its default gradient checkpointing, batches padded to other lengths")
+def trl_sft() -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_list([{"text": sentence(96 if i < 8 or i % 8 else 80)} for i in range(4 * STEPS)])
+    model = compiled(tiny_gpt2(), in_place=True)
+    train_with_trl(
+        lambda **named: SFTTrainer(model=model, train_dataset=data, processing_class=tiny_tokenizer(), **named),
+        SFTConfig,
+        per_device_train_batch_size=4,
+        max_length=96,
+    )
+
+
+@script("huggingface/trl: DPOTrainer", "TRL DPO: reference model under no_grad, accumulation")
+def trl_dpo() -> None:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [{"prompt": sentence(16), "chosen": " " + sentence(48), "rejected": " " + sentence(48)} for _ in range(4 * STEPS)]
+    model, reference = compiled(tiny_gpt2(), in_place=True), compiled(tiny_gpt2(), in_place=True)
+    train_with_trl(
+        lambda **named: DPOTrainer(
+            model=model, ref_model=reference, train_dataset=Dataset.from_list(rows), processing_class=tiny_tokenizer(), **named
+        ),
+        DPOConfig,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_length=64,
+    )
+
+
+@script("huggingface/trl: GRPOTrainer", "TRL GRPO: generation in each step, several completions, a reward function")
+def trl_grpo() -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: list[str], **_: object) -> list[float]:
+        return [float(len(set(completion.split()))) for completion in completions]
+
+    rows = [{"prompt": sentence(16)} for _ in range(4 * STEPS)]
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_gpt2().save_pretrained(folder)
+        model = compiled(AutoModelForCausalLM.from_pretrained(folder), in_place=True)
+        train_with_trl(
+            lambda **named: GRPOTrainer(
+                model=model,
+                reward_funcs=reward,
+                train_dataset=Dataset.from_list(rows),
+                processing_class=tiny_tokenizer(),
+                **named,
+            ),
+            GRPOConfig,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=32,
+            beta=0.04,
+        )

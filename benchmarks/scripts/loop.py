@@ -1,4 +1,4 @@
-"""What a script of this folder is run and watched by: `compiled` around its model, `steps` around its batches, `log` of its losses.
+"""What runs and watches a script: `compiled` around its model, `steps` around its batches, `log` of its losses.
 
 They stand where a script has `torch.compile`, a progress bar and a line of its log. Without a benchmark that watches, they
 do nothing.
