@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from . import alignment, generative, language, science, selfsupervised, vision  # noqa: F401 - each lists its scripts
+from . import (  # noqa: F401 - each lists its scripts
+    adversarial,
+    alignment,
+    control,
+    generative,
+    huggingface,
+    images,
+    language,
+    science,
+    selfsupervised,
+    sentences,
+    tables,
+    vision,
+)
 from .loop import SCRIPTS
 
 __all__ = ["SCRIPTS"]

@@ -1,4 +1,4 @@
-"""Training scripts of preference learning and fine-tuning, in the shape of their sources; models are small and random."""
+"""Training scripts of preference learning, in the shape of their sources; models are small and random."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .huggingface import tiny_gpt2
 from .loop import STEPS, compiled, log, script, steps
-
-
-def tiny_gpt2(**changed: float) -> nn.Module:
-    """A GPT-2 of three layers."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    settings = {"vocab_size": 384, "n_positions": 128, "n_embd": 64, "n_layer": 3, "n_head": 4, "bos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**{**settings, "eos_token_id": 1, "pad_token_id": 2, **changed}))
 
 
 @script("eric-mitchell/direct-preference-optimization", "reference network under no_grad, two forwards in one, RMSprop, clipping")
@@ -68,30 +61,6 @@ def dpo_by_hand() -> None:
         log(loss)
 
 
-@script(
-    "huggingface/peft: LoRA in a plain loop", "PEFT: frozen weights and adapters, gradient_checkpointing_enable, accumulation"
-)
-def peft_lora() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    model = tiny_gpt2()
-    model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["c_attn"], fan_in_fan_out=True
-    )
-    model = compiled(get_peft_model(model, config))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model.train()
-    for input_ids in steps(torch.randint(3, 384, (16, 96)) for _ in range(STEPS)):
-        for part in input_ids.chunk(2):
-            loss = model(input_ids=part, attention_mask=torch.ones_like(part), labels=part, use_cache=False).loss
-            (loss / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        log(loss)
-
-
 @script("CarperAI/trlx: summarize, reward model", "pairwise loss by hand, two halves of one batch, clipping")
 def reward_model() -> None:
     class GPTRewardModel(nn.Module):
@@ -119,59 +88,6 @@ def reward_model() -> None:
         optimizer.step()
         optimizer.zero_grad()
         log(out["loss"], (out["chosen_end_scores"] > out["rejected_end_scores"]).float().mean())
-
-
-@script("vwxyzjn/cleanrl: ppo", "rollout under no_grad, several epochs of mini-batches, clipping, annealed rate")
-def ppo() -> None:
-    class Agent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = nn.Sequential(
-                nn.Conv2d(4, 16, 8, 4),
-                nn.ReLU(),
-                nn.Conv2d(16, 32, 4, 2),
-                nn.ReLU(),
-                nn.Flatten(),
-                nn.Linear(32 * 16, 128),
-                nn.ReLU(),
-            )
-            self.actor, self.critic = nn.Linear(128, 4), nn.Linear(128, 1)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = self.network(x)
-            return self.actor(hidden), self.critic(hidden)
-
-    agent = compiled(Agent())
-    optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
-    for update in steps(range(STEPS)):
-        optimizer.param_groups[0]["lr"] = (1.0 - update / STEPS) * 2.5e-4
-        obs = torch.rand(16, 8, 4, 48, 48)
-        actions, logprobs, values = torch.zeros(16, 8), torch.zeros(16, 8), torch.zeros(16, 8)
-        for step in range(16):
-            with torch.no_grad():
-                logits, value = agent(obs[step])
-                probs = torch.distributions.Categorical(logits=logits)
-                actions[step] = probs.sample()
-                logprobs[step], values[step] = probs.log_prob(actions[step]), value.flatten()
-        returns = torch.rand(16, 8) + values
-        advantages = returns - values
-        b_obs = obs.flatten(0, 1)
-        b_actions, b_logprobs, b_returns, b_advantages = (t.flatten() for t in (actions, logprobs, returns, advantages))
-        for _ in range(2):
-            for mb_inds in torch.randperm(128).chunk(2):
-                logits, newvalue = agent(b_obs[mb_inds])
-                probs = torch.distributions.Categorical(logits=logits)
-                ratio = (probs.log_prob(b_actions[mb_inds]) - b_logprobs[mb_inds]).exp()
-                mb_advantages = b_advantages[mb_inds]
-                mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-                pg_loss = torch.max(-mb_advantages * ratio, -mb_advantages * ratio.clamp(0.9, 1.1)).mean()
-                v_loss = 0.5 * ((newvalue.view(-1) - b_returns[mb_inds]) ** 2).mean()
-                loss = pg_loss - 0.01 * probs.entropy().mean() + v_loss * 0.5
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                optimizer.step()
-        log(loss)
 
 
 def tiny_tokenizer() -> object:

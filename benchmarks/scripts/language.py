@@ -1,4 +1,4 @@
-"""Training scripts of language models, in the shape of their sources; models are small, weights and data random."""
+"""Training scripts of language models, in the shape of their sources; models are small and random."""
 
 from __future__ import annotations
 
@@ -126,31 +126,6 @@ def nanogpt() -> None:
         log(loss * gradient_accumulation_steps)
 
 
-@script("huggingface/transformers: a LLaMA in a plain loop", "gradient_checkpointing_enable, clipping")
-def llama_checkpointing() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
-
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, attention_dropout=0.1
-    )
-    model = LlamaForCausalLM(config)
-    model.gradient_checkpointing_enable()
-    model.config.use_cache = False
-    model = compiled(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
-    scheduler = get_linear_schedule_with_warmup(optimizer, 2, STEPS)
-    model.train()
-    for input_ids in steps(torch.randint(512, (8, 128)) for _ in range(STEPS)):
-        outputs = model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), labels=input_ids)
-        loss = outputs.loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        log(loss)
-
-
 @script("karpathy/minGPT", "trainer with a while loop, gradients set to None before the backward, clipping")
 def mingpt() -> None:
     model = GPT(vocab=64, n_layer=3, n_embd=96)
@@ -217,91 +192,34 @@ def word_language_model() -> None:
         log(criterion(output, source[1 : bptt + 1].view(-1)))
 
 
-@script("PyTorch tutorial: seq2seq translation", "encoder and decoder with attention, teacher forcing at random, two optimizers")
-def seq2seq() -> None:
-    hidden_size, vocab, length = 64, 300, 10
+@script("lucidrains/x-transformers: enwik8", "torch.utils.checkpoint around each block, accumulation, validation in between")
+def checkpointed_blocks() -> None:
+    from torch.utils.checkpoint import checkpoint
 
-    class EncoderRNN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.gru = nn.Embedding(vocab, hidden_size), nn.GRU(hidden_size, hidden_size, batch_first=True)
-            self.dropout = nn.Dropout(0.1)
+    class Checkpointed(GPT):
+        def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+            x = self.drop(self.wte(idx) + self.wpe(torch.arange(idx.size(1))))
+            for block in self.h:
+                x = checkpoint(block, x, use_reentrant=False)
+            logits = self.lm_head(self.ln_f(x))
+            return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
-        def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.gru(self.dropout(self.embedding(tokens)))
-
-    class AttnDecoderRNN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(vocab, hidden_size)
-            self.Wa, self.Ua, self.Va = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1)
-            self.gru, self.out = nn.GRU(2 * hidden_size, hidden_size, batch_first=True), nn.Linear(hidden_size, vocab)
-            self.dropout = nn.Dropout(0.1)
-
-        def forward(self, encoder_outputs: torch.Tensor, hidden: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-            decoder_input = torch.zeros(encoder_outputs.size(0), 1, dtype=torch.long)
-            decoder_outputs = []
-            for i in range(length):
-                embedded = self.dropout(self.embedding(decoder_input))
-                scores = self.Va(torch.tanh(self.Wa(hidden.permute(1, 0, 2)) + self.Ua(encoder_outputs)))
-                context = torch.bmm(F.softmax(scores.squeeze(2).unsqueeze(1), dim=-1), encoder_outputs)
-                output, hidden = self.gru(torch.cat((embedded, context), dim=2), hidden)
-                decoded = self.out(output)
-                decoder_outputs.append(decoded)
-                forced = target is not None
-                decoder_input = target[:, i].unsqueeze(1) if forced else decoded.topk(1)[1].squeeze(-1).detach()
-            return F.log_softmax(torch.cat(decoder_outputs, dim=1), dim=-1)
-
-    encoder, decoder = compiled(EncoderRNN()), compiled(AttnDecoderRNN())
-    encoder_optimizer = torch.optim.Adam(encoder.parameters(), lr=0.001)
-    decoder_optimizer = torch.optim.Adam(decoder.parameters(), lr=0.001)
-    criterion = nn.NLLLoss()
-    batches = ((torch.randint(vocab, (96, length)), torch.randint(vocab, (96, length))) for _ in range(STEPS))
-    for i, (input_tensor, target_tensor) in enumerate(steps(batches)):
-        encoder_optimizer.zero_grad()
-        decoder_optimizer.zero_grad()
-        encoder_outputs, encoder_hidden = encoder(input_tensor)
-        forced = target_tensor if i % 3 != 1 else None
-        decoder_outputs = decoder(encoder_outputs, encoder_hidden, forced)
-        loss = criterion(decoder_outputs.view(-1, vocab), target_tensor.view(-1))
-        loss.backward()
-        encoder_optimizer.step()
-        decoder_optimizer.step()
-        log(loss)
-
-
-@script("pytorch/examples: snli", "bidirectional LSTM, batches of other lengths, accuracy in the loop")
-def snli() -> None:
-    class SNLIClassifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.projection = nn.Embedding(500, 64), nn.Linear(64, 64)
-            self.encoder = nn.LSTM(64, 48, 1, bidirectional=True)
-            self.out = nn.Sequential(
-                nn.Linear(2 * 96, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 3)
-            )
-
-        def encode(self, sentence: torch.Tensor) -> torch.Tensor:
-            embed = F.relu(self.projection(self.embed(sentence).detach()))
-            _, (ht, _) = self.encoder(embed)
-            return ht[-2:].transpose(0, 1).contiguous().view(sentence.size(1), -1)
-
-        def forward(self, premise: torch.Tensor, hypothesis: torch.Tensor) -> torch.Tensor:
-            return self.out(torch.cat([self.encode(premise), self.encode(hypothesis)], 1))
-
-    model = compiled(SNLIClassifier())
-    criterion, opt = nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), lr=0.001)
-    batches = (
-        (torch.randint(500, (n, 96)), torch.randint(500, (n - 4, 96)), torch.randint(3, (96,))) for n in (28, 24, 28, 20, 24, 28)
-    )
-    for premise, hypothesis, label in steps(batches):
+    model = compiled(Checkpointed(n_embd=96))
+    optim = torch.optim.Adam(model.parameters(), lr=1e-4)
+    data = torch.randint(256, (2 * STEPS, 16, 65))
+    for i in steps(range(STEPS)):
         model.train()
-        opt.zero_grad()
-        answer = model(premise, hypothesis)
-        loss = criterion(answer, label)
-        loss.backward()
-        opt.step()
-        log(loss, (answer.argmax(1) == label).float().mean())
+        for part in data[2 * i : 2 * i + 2]:
+            _, loss = model(part[:, :-1], part[:, 1:].contiguous())
+            (loss / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optim.step()
+        optim.zero_grad()
+        log(loss)
+        if i % 3 == 2:
+            model.eval()
+            with torch.no_grad():
+                log(model(data[0][:, :-1], data[0][:, 1:].contiguous())[1])
 
 
 @script("wolfecameron/nanoMoE", "mixture of experts: top-k routing, auxiliary losses, capacity")
@@ -354,127 +272,3 @@ def mixture_of_experts() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         log(loss)
-
-
-@script("huggingface/transformers: run_glue_no_trainer", "accelerate, accumulation, batches padded to other lengths, evaluation")
-def glue_accelerate() -> None:
-    from accelerate import Accelerator
-    from transformers import BertConfig, BertForSequenceClassification, get_scheduler
-
-    config = BertConfig(
-        vocab_size=400, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_labels=2
-    )
-    model = BertForSequenceClassification(config)
-
-    def make_batch(length: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(3, 400, (16, length))
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(2, (16,))}
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
-    lr_scheduler = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=0, num_training_steps=STEPS)
-    model, optimizer, lr_scheduler = accelerator.prepare(model, optimizer, lr_scheduler)
-    model = compiled(model, in_place=True)
-    model.train()
-    for batch in steps(make_batch(n) for n in (96, 96, 80, 80, 96, 96)):
-        with accelerator.accumulate(model):
-            outputs = model(**batch)
-            loss = outputs.loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            lr_scheduler.step()
-            optimizer.zero_grad()
-            log(loss)
-    model.eval()
-    with torch.no_grad():
-        log(model(**make_batch(96)).loss)
-
-
-@script("huggingface/transformers: run_clm", "transformers.Trainer, accumulation, evaluation at the end")
-def clm_trainer() -> None:
-    import tempfile
-
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    from .alignment import tiny_gpt2
-
-    class Progress(TrainerCallback):
-        def on_step_begin(self, *_: object, **__: object) -> None:
-            next(marks)
-
-        def on_log(self, _arguments: object, _state: object, _control: object, logs: dict[str, float], **_: object) -> None:
-            log(*(logs[key] for key in ("loss", "eval_loss") if key in logs))
-
-    marks = iter(steps(range(STEPS)))
-    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 384, (8 * 2 * STEPS, 96))]
-    model = compiled(tiny_gpt2(), in_place=True)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=2,
-            max_steps=STEPS,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=0,
-        )
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:16], callbacks=[Progress()])
-        trainer.train()
-        trainer.evaluate()
-
-
-@script("huggingface/transformers: T5 for summarization", "Adafactor, labels padded to other lengths, clipping")
-def t5_summarization() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-    from transformers.optimization import Adafactor
-
-    config = T5Config(
-        vocab_size=400, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_decoder_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    model = compiled(T5ForConditionalGeneration(config))
-    optimizer = Adafactor(model.parameters(), lr=1e-3, scale_parameter=False, relative_step=False)
-    model.train()
-    for length in steps((48, 48, 32, 48, 32, 48)):
-        ids, labels = torch.randint(3, 400, (8, 2 * length)), torch.randint(3, 400, (8, length))
-        labels[:, -4:] = -100
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        log(loss)
-
-
-@script("lucidrains/x-transformers: enwik8", "torch.utils.checkpoint around each block, accumulation, validation in between")
-def checkpointed_blocks() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(GPT):
-        def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-            x = self.drop(self.wte(idx) + self.wpe(torch.arange(idx.size(1))))
-            for block in self.h:
-                x = checkpoint(block, x, use_reentrant=False)
-            logits = self.lm_head(self.ln_f(x))
-            return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-
-    model = compiled(Checkpointed(n_embd=96))
-    optim = torch.optim.Adam(model.parameters(), lr=1e-4)
-    data = torch.randint(256, (2 * STEPS, 16, 65))
-    for i in steps(range(STEPS)):
-        model.train()
-        for part in data[2 * i : 2 * i + 2]:
-            _, loss = model(part[:, :-1], part[:, 1:].contiguous())
-            (loss / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optim.step()
-        optim.zero_grad()
-        log(loss)
-        if i % 3 == 2:
-            model.eval()
-            with torch.no_grad():
-                log(model(data[0][:, :-1], data[0][:, 1:].contiguous())[1])

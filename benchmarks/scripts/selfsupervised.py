@@ -1,4 +1,4 @@
-"""Training scripts of self-supervised learning, in the shape of their sources; models are small, weights and data random."""
+"""Training scripts of self-supervised learning, in the shape of their sources; models are small and random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of public training scripts: what it counts, and how it classes a run. `benchmarks/torch_scripts.py` runs them all."""
+"""The benchmark of public training scripts, `benchmarks/torch_scripts.py`: what it counts, and how it classes a run."""
 
 from __future__ import annotations
 
