@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
+@cache
 def counting_allocator() -> Any:
     """The built module: `install()`, then `live()` and `peak()` in bytes; `reset()` lowers the peak to what is live."""
     import torch

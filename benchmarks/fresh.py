@@ -35,22 +35,20 @@ class ChildError(RuntimeError):
     """A part of a benchmark did not give an answer."""
 
 
-def child(script: str, *arguments: str, timeout_s: float | None = None, **environment: str) -> Any:
+def child(script: str, *arguments: str, **environment: str) -> Any:
     """What ``script --child arguments`` answers in a fresh process on one thread.
 
     Args:
         script: File of the benchmark.
         arguments: What its child is given.
-        timeout_s: Seconds after which it is killed.
         environment: Settings of the process beside those for one thread.
 
     Raises:
         ChildError: It failed; why is on the terminal.
-        subprocess.TimeoutExpired: It did not end in time.
     """
     command = [sys.executable, "-W", "ignore", script, "--child", *arguments]
     settings = {**os.environ, **_ONE_THREAD, **environment}
-    done = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True, check=False, timeout=timeout_s)
+    done = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode or not found:
         raise ChildError(f"{' '.join(arguments)} ended with status {done.returncode}")

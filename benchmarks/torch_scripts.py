@@ -4,7 +4,8 @@
     python benchmarks/torch_scripts.py [--scripts mnist nanogpt] [--time-limit 5]
 
 For every script in `benchmarks/scripts`: eager, "100%", "60%" and a budget in bytes of 80 % of the highest peak of eager, each in
-a fresh process with an empty cache, six steps. An allocator counts every byte that PyTorch allocates on the CPU from before the
+a fresh process with an empty cache, six steps. Such a process is forked from one that has imported the packages and has run
+nothing. An allocator counts every byte that PyTorch allocates on the CPU from before the
 model is built: tracing, measuring and planning are in the peak of the step that they are in, as are the optimizer, an evaluation
 and everything else of the loop. The outcomes of a run with a budget are
 
@@ -24,18 +25,20 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import ChildError, answer, child, digest, earlier_models, hardware, mib, publish, ran_on, versions
+from fresh import digest, earlier_models, hardware, mib, publish, ran_on, versions
 
 SHARE = 0.8
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning")
@@ -45,21 +48,23 @@ TOLERANCE = 1e-3  # of losses between eager code and the graphs of AOTAutograd, 
 
 
 def main() -> int:
-    """Run the benchmark, or one child of it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", default=None)
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
     parser.add_argument("--print-only", action="store_true", help="keep no results")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        name, mode, limit = options.child
-        answer(run(name, mode, float(limit)))
-        return 0
+    import transformers  # noqa: F401 - once, before the processes are forked
+    from counting_allocator import counting_allocator
     from scripts import SCRIPTS
 
-    rows = earlier_models(__file__)
+    import checkmate.torch  # noqa: F401
+    from checkmate.solvers.evict.starts import load_kernels
+
+    counting_allocator()
+    load_kernels()
+    rows = {} if options.print_only else earlier_models(__file__)
     for name in options.scripts or SCRIPTS:
         rows[name] = measured(name, options.time_limit, options.timeout)
         print("\n".join(lines(name, rows[name])), flush=True)
@@ -81,14 +86,19 @@ def measured(name: str, limit: float, timeout: float) -> dict[str, Any]:
     """All runs of a script, and the outcome of each budget."""
 
     def once(mode: str) -> dict[str, Any]:
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
         with tempfile.TemporaryDirectory() as cache:
-            settings = {"CHECKMATE_CACHE": cache, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
+            process = context.Process(target=_child, args=(sender, cache, name, mode, limit))
+            process.start()
+            sender.close()
             try:
-                return child(__file__, name, mode, str(limit), timeout_s=timeout, **settings)
-            except subprocess.TimeoutExpired:
-                return {"hang": timeout}
-            except ChildError as error:
-                return {"error": str(error)}
+                return receiver.recv() if receiver.poll(timeout) else {"hang": timeout}
+            except EOFError:
+                return {"error": "the process ended without an answer"}
+            finally:
+                process.kill()
+                process.join()
 
     row: dict[str, Any] = {"eager": once("eager"), "100%": once("100%")}
     if not row["eager"].get("steps") or "error" in row["eager"]:
@@ -104,8 +114,15 @@ def measured(name: str, limit: float, timeout: float) -> dict[str, Any]:
     return row
 
 
+def _child(sender: Connection, cache: str, name: str, mode: str, time_limit_s: float) -> None:
+    """Run a script in a separate process."""
+    os.environ["CHECKMATE_CACHE"] = cache
+    warnings.simplefilter("ignore")
+    sender.send(run(name, mode, time_limit_s))
+
+
 def run(name: str, mode: str, time_limit_s: float) -> dict[str, Any]:
-    """Child: a script, and what it took."""
+    """A script, and what it took. It changes the allocator of this process for good."""
     import random
 
     import numpy
@@ -390,5 +407,6 @@ def table(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="1")
     sys.exit(main())
