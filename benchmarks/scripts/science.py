@@ -14,11 +14,11 @@ def time_sequence() -> None:
     class Sequence(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm1, self.lstm2, self.linear = nn.LSTMCell(1, 32), nn.LSTMCell(32, 32), nn.Linear(32, 1)
+            self.lstm1, self.lstm2, self.linear = nn.LSTMCell(1, 51), nn.LSTMCell(51, 51), nn.Linear(51, 1)
 
         def forward(self, series: torch.Tensor, future: int = 0) -> torch.Tensor:
             outputs = []
-            h_t, c_t, h_t2, c_t2 = (torch.zeros(series.size(0), 32, dtype=torch.double) for _ in range(4))
+            h_t, c_t, h_t2, c_t2 = (torch.zeros(series.size(0), 51, dtype=torch.double) for _ in range(4))
             for input_t in series.split(1, dim=1):
                 h_t, c_t = self.lstm1(input_t, (h_t, c_t))
                 h_t2, c_t2 = self.lstm2(h_t, (h_t2, c_t2))
@@ -32,7 +32,7 @@ def time_sequence() -> None:
             return torch.cat(outputs, dim=1)
 
     shift = torch.randint(-80, 80, (97, 1))
-    data = torch.sin((torch.arange(33)[None] + shift) / 20.0).double()
+    data = torch.sin((torch.arange(17)[None] + shift) / 20.0).double()
     inputs, target = data[3:, :-1], data[3:, 1:]
     test_input, test_target = data[:3, :-1], data[:3, 1:]
     seq = compiled(Sequence().double())
@@ -50,7 +50,7 @@ def time_sequence() -> None:
 
         optimizer.step(closure)
         with torch.no_grad():
-            future = 8
+            future = 4
             pred = seq(test_input, future=future)
             log(criterion(pred[:, :-future], test_target))
 
