@@ -45,12 +45,14 @@ REFUSAL = {"budget_bytes": 80, "floor_bytes": 85, "smallest_bytes": 90, "message
         (a_run(90, 80, warnings=[[2, "a step may take up to 90 B"]]), "silent"),  # said after it
         (a_run(80, parameters="another"), "wrong bits"),
         (a_run(80, losses=[[1, 0.25]]), "wrong bits"),
-        (a_run(refused=REFUSAL, at_smallest=a_run(90, 90)), "refused"),
-        (a_run(refused=REFUSAL, at_smallest=a_run(91, 90)), "silent"),
-        (a_run(refused=REFUSAL, at_smallest={"refused": REFUSAL}), "false refusal"),
-        (a_run(refused={**REFUSAL, "smallest_bytes": 101}, at_smallest=a_run(101)), "false refusal"),  # eager takes less
-        (a_run(refused={**REFUSAL, "smallest_bytes": None}), "false refusal"),
-        (a_run(80, 80, 80, refused=REFUSAL, at_smallest=a_run(90)), "late refusal"),
+        (a_run(refused=REFUSAL, retries=[a_run(90, 90)]), "refused"),
+        (a_run(refused=REFUSAL, retries=[a_run(91, 90)]), "silent"),
+        (a_run(81, refused=REFUSAL, retries=[a_run(90, 90)]), "silent"),
+        (a_run(refused=REFUSAL, retries=[{**a_run(), "refused": {**REFUSAL, "smallest_bytes": 95}}, a_run(95)]), "refused"),
+        (a_run(refused=REFUSAL, retries=[a_run(refused=REFUSAL)]), "false refusal"),
+        (a_run(refused={**REFUSAL, "smallest_bytes": 101}, retries=[a_run(101)]), "false refusal"),  # eager takes less
+        (a_run(refused={**REFUSAL, "smallest_bytes": None}, retries=[]), "false refusal"),
+        (a_run(80, 80, 80, refused=REFUSAL, retries=[a_run(90)]), "late refusal"),
         (a_run(error="KeyError: 7"), "crash"),
         ({"hang": 300.0}, "hang"),
     ],
