@@ -14,7 +14,7 @@ def tiny_gpt2(**changed: float) -> nn.Module:
     """A GPT-2 of three layers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    settings = {"vocab_size": 384, "n_positions": 128, "n_embd": 64, "n_layer": 3, "n_head": 4, "bos_token_id": 0}
+    settings = {"vocab_size": 384, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(**{**settings, "eos_token_id": 1, "pad_token_id": 2, **changed}))
 
 
@@ -23,7 +23,7 @@ def llama_checkpointing() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
     config = LlamaConfig(
-        vocab_size=512, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, attention_dropout=0.1
+        vocab_size=512, hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, attention_dropout=0.1
     )
     model = LlamaForCausalLM(config)
     model.gradient_checkpointing_enable()
@@ -49,7 +49,7 @@ def glue_accelerate() -> None:
     from transformers import BertConfig, BertForSequenceClassification, get_scheduler
 
     config = BertConfig(
-        vocab_size=400, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_labels=2
+        vocab_size=400, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_labels=2
     )
     model = BertForSequenceClassification(config)
 

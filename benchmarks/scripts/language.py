@@ -45,7 +45,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT that returns logits and, given targets, the loss."""
 
-    def __init__(self, vocab: int = 256, block: int = 64, n_layer: int = 4, n_embd: int = 64, dropout: float = 0.1) -> None:
+    def __init__(self, vocab: int = 256, block: int = 64, n_layer: int = 2, n_embd: int = 64, dropout: float = 0.1) -> None:
         super().__init__()
         self.wte, self.wpe, self.drop = nn.Embedding(vocab, n_embd), nn.Embedding(block, n_embd), nn.Dropout(dropout)
         self.h = nn.ModuleList([Block(n_embd, 4, dropout) for _ in range(n_layer)])
@@ -128,7 +128,7 @@ def nanogpt() -> None:
 
 @script("karpathy/minGPT", "trainer with a while loop, gradients set to None before the backward, clipping")
 def mingpt() -> None:
-    model = GPT(vocab=64, n_layer=3, n_embd=96)
+    model = GPT(vocab=64, n_embd=96)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95))
     model = compiled(model)
     model.train()

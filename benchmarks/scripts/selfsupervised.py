@@ -23,13 +23,13 @@ def mae() -> None:
             self.pos_embed = nn.Parameter(torch.randn(1, 64, dim) * 0.02, requires_grad=False)
             self.blocks = nn.TransformerEncoder(
                 nn.TransformerEncoderLayer(dim, 4, 2 * dim, 0.0, F.gelu, batch_first=True, norm_first=True),
-                3,
+                2,
                 enable_nested_tensor=False,
             )
             self.decoder_embed, self.mask_token = nn.Linear(dim, decoder_dim), nn.Parameter(torch.zeros(1, 1, decoder_dim))
             self.decoder_blocks = nn.TransformerEncoder(
                 nn.TransformerEncoderLayer(decoder_dim, 4, 2 * decoder_dim, 0.0, F.gelu, batch_first=True, norm_first=True),
-                2,
+                1,
                 enable_nested_tensor=False,
             )
             self.decoder_pred = nn.Linear(decoder_dim, 3 * patch**2)
@@ -212,7 +212,7 @@ def dino() -> None:
                 self.center = self.center * 0.9 + teacher_output.mean(dim=0, keepdim=True) * 0.1
             return total_loss / n_loss_terms
 
-    student = Backbone(depth=3, classes=128)
+    student = Backbone(depth=2, classes=128)
     teacher = copy.deepcopy(student).requires_grad_(False)
     student, teacher = compiled(student), compiled(teacher)
     dino_loss = DINOLoss()
@@ -244,7 +244,7 @@ def clip() -> None:
     class CLIP(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.visual = VisionTransformer(depth=3, classes=64)
+            self.visual = VisionTransformer(depth=2, classes=64)
             self.token_embedding, self.positional = nn.Embedding(256, 64), nn.Parameter(torch.randn(24, 64) * 0.01)
             layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, F.gelu, batch_first=True, norm_first=True)
             self.transformer = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

@@ -117,7 +117,7 @@ def imagenet() -> None:
 class VisionTransformer(nn.Module):
     """Patches, a class token and an encoder."""
 
-    def __init__(self, image: int = 32, patch: int = 4, dim: int = 64, depth: int = 4, classes: int = 10) -> None:
+    def __init__(self, image: int = 32, patch: int = 4, dim: int = 64, depth: int = 2, classes: int = 10) -> None:
         super().__init__()
         self.to_patch_embedding = nn.Conv2d(3, dim, patch, patch)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
