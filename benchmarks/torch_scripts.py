@@ -122,6 +122,7 @@ def _child(sender: Connection, cache: str, name: str, mode: str, time_limit_s: f
     """Run a script in a separate process."""
     os.environ["CHECKMATE_CACHE"] = cache
     warnings.simplefilter("ignore")
+    os.dup2(2, 1)  # what trainers print
     sender.send(run(name, mode, time_limit_s))
 
 
