@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from checkmate.solvers.session import Session
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.compilation.program import GraphInterface
+from checkmate.torch.measure.device_memory import device_memory
 from checkmate.torch.options import Options
 
 Planned = list[tuple[GraphInterface, Result]]
@@ -130,6 +132,12 @@ def recomputes(planned: Planned) -> int:
     plan = planned[-1][1].plan
     assert plan is not None
     return len(plan.order) - len(set(plan.order))
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that exist now."""
+    gc.collect()
+    return device_memory(torch.device("cpu")).total_bytes
 
 
 def close(measured: int, planned: int) -> bool:

@@ -60,6 +60,11 @@ class Budget:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether it is the share of 100 %: a step without any plan keeps it too."""
+        return self.percentage is not None and self.percentage >= 100
+
     @classmethod
     def parse(cls, amount: Amount) -> Budget:
         """The budget that a text or a number stands for.

@@ -237,9 +237,20 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all that decides whether a plan is valid and what it holds: not of costs or names."""
+        """Hash of all that decides whether a plan is valid and what it holds: not of costs, names or resident bytes."""
+        return self._hash(resident_bytes=0)
+
+    def has_digest(self, digest: str) -> bool:
+        """Whether a digest is that of this graph; in files of before, resident bytes are part of it.
+
+        Args:
+            digest: The digest.
+        """
+        return digest == self.digest or digest == self._hash(self.resident_bytes)
+
+    def _hash(self, resident_bytes: int) -> str:
         facts = (
-            self.resident_bytes,
+            resident_bytes,
             self.order,
             [(o.inputs, o.outputs, o.workspace_bytes, o.replay_bytes, o.recomputable, o.clobbered_by, o.kind) for o in self.ops],
             [(v.size_bytes, v.base, v.kept) for v in self.values],

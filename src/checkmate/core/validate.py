@@ -67,7 +67,7 @@ def validate(
         >>> validate(chain, Plan.from_order(chain, [0, 1]), budget_bytes=5)[0].rule
         'budget'
     """
-    if plan.graph_digest not in ("", graph.digest):
+    if plan.graph_digest and not graph.has_digest(plan.graph_digest):
         return (Violation("graph", 0, "the plan was made for another graph"),)
     found: list[Violation] = []
     table = _Table(graph, found)

@@ -182,10 +182,10 @@ def _is_readable(connection: sqlite3.Connection, path: Path) -> bool:
 def _key(problem: Problem, solver: str) -> str:
     """Hash of all that decides on what a solver finds.
 
-    The digest of a graph leaves out costs and phases. Resident bytes count as what they leave of the budget: on a GPU other
-    programs of the process allocate, and the same step has a few bytes more or less that are resident in the next process.
+    The digest of a graph leaves out costs, phases and resident bytes. The latter count as what they leave of the budget: the
+    process allocates other tensors too, and the same step has a few bytes more or less that are resident in the next process.
     """
-    graph = msgspec.structs.replace(problem.graph, resident_bytes=0)
+    graph = problem.graph
     facts: Sequence[object] = (
         __version__,
         solver,

@@ -111,7 +111,7 @@ def compile_graph(
     hooks = Hooks() if hooks is None else hooks
     bound_dynamic_shapes(example_inputs)
     inline_regions(gm)
-    compilation = Compilation(example_inputs, options, hooks)
+    compilation = Compilation(gm.graph, example_inputs, options, hooks)
     try:
         with progress.shown("capturing"), broadcasting_failures(compilation.ranks):
             if hooks.target is not None:
@@ -119,7 +119,7 @@ def compile_graph(
             run = None if options.compiler == "eager" else _by_inductor(gm, example_inputs, compilation)
             if run is None:
                 if options.compiler != "eager":
-                    compilation = _op_by_op(example_inputs, compilation)
+                    compilation = _op_by_op(gm.graph, example_inputs, compilation)
                 run = _as_planned(gm, example_inputs, compilation)
             compilation.agree_to_run()
             return run
@@ -130,10 +130,10 @@ def compile_graph(
         raise DynamoTransparentError(error) from error
 
 
-def _op_by_op(example_inputs: Sequence[Any], compilation: Compilation) -> Compilation:
+def _op_by_op(graph: fx.Graph, example_inputs: Sequence[Any], compilation: Compilation) -> Compilation:
     """The compilation of the same graph by ``compiler="eager"``, which may run other regions piece by piece."""
     options = dataclasses.replace(compilation.options, compiler="eager", mode="default", inductor_options={})
-    eager = Compilation(example_inputs, options, compilation.hooks)
+    eager = Compilation(graph, example_inputs, options, compilation.hooks)
     eager.least_fused_bytes = compilation.least_fused_bytes
     return eager
 
@@ -181,7 +181,8 @@ def _without_backward(module: fx.GraphModule, compilation: Compilation) -> Boxed
     if compilation.hooks.whole:
         return compilation.forward(boxed(plan_whole_step(module, compilation.task)))
     compilation.refuse_inference()
-    return boxed(module)
+    task = compilation.task_without_backward
+    return boxed(module) if task is None else compilation.forward(boxed(plan_whole_step(module, task)))
 
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:

@@ -18,7 +18,6 @@ from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanNotFou
 from checkmate.core.units import parse_bytes
 from checkmate.torch import measure_peak
 from checkmate.torch.chunking import choose, variants
-from checkmate.torch.measure.errors import ProfilerBusyError
 
 TOKENS, WIDTH, VOCABULARY = 256, 16, 1024
 
@@ -259,18 +258,6 @@ def test_a_refusal_names_what_is_enough_in_pieces(chunking: Any) -> None:
     between = (parse_bytes(enough[1]) + refused.value.floor_bytes) // 2
     with pytest.raises(InfeasibleBudgetError, match="this budget is enough"):
         checkmate.torch.compile(Language(), example=batch(), budget=between, chunking=chunking)
-
-
-@pytest.mark.parametrize("chunking", ["off", "exact"])
-def test_a_profiler_of_the_user_hides_no_refusal(chunking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops in pieces cannot be measured then, and the user has asked for none."""
-
-    def busy(*args: Any) -> Any:
-        raise ProfilerBusyError("another torch profiler is active")
-
-    monkeypatch.setattr(variants.Variants, "_capture", busy)
-    with pytest.raises(InfeasibleBudgetError, match='chunking="auto" may need less'):
-        checkmate.torch.compile(Language(), example=batch(), budget=1, chunking=chunking)
 
 
 def test_a_refusal_names_chunking_without_bytes_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from checkmate.torch.compilation.accumulation import Accumulation
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.recorder import StepRecorder
 from tests.torch.networks import mlp
-from tests.torch.steps import compiled
+from tests.torch.steps import compiled, live_bytes
 
 QUICK = {"time_limit_s": 1.0, "chunking": "off"}  # whose search for regions allocates in the second step, as costs decide
 WIDTH, WORDS = 64, 128
@@ -101,12 +101,12 @@ class Accumulated:
             self.planned: list[int] = []
             for x, y in micro_batches():
                 before = {id(p): p.grad.data_ptr() for p in parameters if p.grad is not None}
-                resident = sum(p.nbytes * (1 + (p.grad is not None)) for p in parameters)
+                resident = live_bytes()
                 if step < 2:
                     micro(x, y)
                 else:
                     self.peaks.append(measure_peak(lambda x=x, y=y: micro(x, y)))  # type: ignore[misc]
-                    self.planned.append((COORDINATOR.step_bytes or 0) - resident - x.nbytes - y.nbytes)
+                    self.planned.append((COORDINATOR.step_bytes or 0) - resident)
                 assert all(p.grad.data_ptr() == before.get(id(p), p.grad.data_ptr()) for p in parameters if p.grad is not None)
         self.gradients = [p.grad.clone() for p in parameters if p.grad is not None]
         model.zero_grad(set_to_none=True)

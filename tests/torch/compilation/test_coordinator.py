@@ -22,7 +22,7 @@ from checkmate.frontend import solved_plans
 from checkmate.torch import LateGradientError, measure_peak
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from tests.torch.networks import input_of, mlp
-from tests.torch.steps import close, compiled, observe, planned_bytes
+from tests.torch.steps import close, compiled, live_bytes, observe, planned_bytes
 
 # The second step plans. Where costs as measured make regions worth looking for, it compares the bits of whole arrays too.
 QUICK = {"time_limit_s": 1.0, "chunking": "off"}
@@ -36,10 +36,6 @@ def _nothing_in_flight() -> None:
     assert COORDINATOR.held_bytes() == 0
 
 
-def resident_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:
-    return sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
-
-
 class Ran:
     """Steps of a model compiled with ``torch.compile(..., backend="checkmate")``, as a user's script runs them.
 
@@ -50,7 +46,7 @@ class Ran:
     """
 
     def __init__(
-        self, model: nn.Module, step: Callable[[Callable[..., Any]], torch.Tensor], budget: object, resident: int, steps: int = 3
+        self, model: nn.Module, step: Callable[[Callable[..., Any]], torch.Tensor], budget: object, steps: int = 3
     ) -> None:
         torch._dynamo.reset()
         COORDINATOR.forget_steps()
@@ -67,7 +63,7 @@ class Ran:
         for i in range(steps):
             model.zero_grad(set_to_none=True)
             if i:
-                self.peaks.append(resident + measure_peak(once))
+                self.peaks.append(live_bytes() + measure_peak(once))
             else:
                 once()
         self.gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -99,13 +95,12 @@ class Classifier(nn.Module):
 def test_a_loss_outside_of_the_compiled_model_is_part_of_the_step(share: int) -> None:
     """What eager code allocates between forward and backward counts, and the peak is the planned one."""
     model, x, y = Classifier(), torch.randn(512, 64), torch.randint(256, (512,))
-    resident = resident_bytes(model, x, y)
 
     def step(run: Callable[..., Any]) -> torch.Tensor:
         return F.cross_entropy(run(x), y)
 
-    everything = Ran(model, step, "100%", resident)
-    ran = Ran(model, step, f"{share}%", resident)
+    everything = Ran(model, step, "100%")
+    ran = Ran(model, step, f"{share}%")
     plan = COORDINATOR.step
     assert plan is not None
     assert max(ran.peaks) <= plan.result.budget_bytes < max(everything.peaks)
@@ -144,9 +139,8 @@ def test_graphs_of_a_step_are_planned_as_one(parts: int) -> None:
     whole = Broken(parts, broken=False)
     whole.load_state_dict(broken.state_dict())
     x = torch.randn(512, 64)
-    resident = resident_bytes(broken, x)
-    everything = Ran(broken, lambda run: run(x), "100%", resident)
-    ran = Ran(broken, lambda run: run(x), "55%", resident)
+    everything = Ran(broken, lambda run: run(x), "100%")
+    ran = Ran(broken, lambda run: run(x), "55%")
     plan = COORDINATOR.step
     assert plan is not None
     assert len(plan.graphs) == parts
@@ -178,7 +172,7 @@ def test_the_time_limit_is_one_for_all_graphs_of_a_step(monkeypatch: pytest.Monk
     monkeypatch.setattr(planners, "quick_peak", quick)
     monkeypatch.setattr(planners, "solve", slow)
     model, x = Broken(3), torch.randn(512, 64)
-    Ran(model, lambda run: run(x), "80%", resident_bytes(model, x), steps=2)
+    Ran(model, lambda run: run(x), "80%", steps=2)
     assert len(given) == 4  # three graphs and the step
     assert sum(given) == pytest.approx(QUICK["time_limit_s"])
     assert given[-1] >= QUICK["time_limit_s"] / 2
@@ -203,11 +197,11 @@ def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.Mon
         monkeypatch.setattr(planners, name, counted(name))
     torch.manual_seed(0)
     model, x = Broken(2), torch.randn(512, 64)
-    first = Ran(model, lambda run: run(x), "55%", resident_bytes(model, x), steps=2)
+    first = Ran(model, lambda run: run(x), "55%", steps=2)
     plan = COORDINATOR.step
     assert plan is not None and searches == ["quick_peak", "quick_peak", "solve"]
     searches.clear()
-    second = Ran(model, lambda run: run(x), "55%", resident_bytes(model, x), steps=2)
+    second = Ran(model, lambda run: run(x), "55%", steps=2)
     again = COORDINATOR.step
     assert again is not None and not searches
     assert again.result.plan == plan.result.plan
@@ -217,13 +211,12 @@ def test_a_second_process_searches_for_no_plan_of_a_step(monkeypatch: pytest.Mon
 def test_one_graph_that_runs_twice_has_a_plan_for_each_place() -> None:
     """Two forwards before one backward: the second is not the first."""
     model, x = mlp(6), input_of("dropout", 1024)
-    resident = resident_bytes(model, x)
 
     def step(run: Callable[..., Any]) -> torch.Tensor:
         return run(x).mean() + run(x).mean()
 
-    everything = Ran(model, step, "100%", resident)
-    ran = Ran(model, step, "60%", resident)
+    everything = Ran(model, step, "100%")
+    ran = Ran(model, step, "60%")
     plan = COORDINATOR.step
     assert plan is not None
     assert len(plan.graphs) == 2
@@ -247,7 +240,7 @@ class TwoOutputs(nn.Module):
 def test_a_gradient_that_is_not_defined_costs_nothing() -> None:
     """Logits that come back beside the loss, and are held: the peak is that of the loss alone and of the logits."""
     model, x, y = TwoOutputs(), torch.randn(256, 64), torch.randint(512, (256,))
-    resident = resident_bytes(model, x, y)
+    resident = live_bytes()
     held: list[torch.Tensor] = []
 
     def step(run: Callable[..., Any]) -> torch.Tensor:
@@ -256,7 +249,7 @@ def test_a_gradient_that_is_not_defined_costs_nothing() -> None:
         held.append(logits)
         return loss
 
-    ran = Ran(model, step, "100%", resident)
+    ran = Ran(model, step, "100%")
     plan = COORDINATOR.step
     assert plan is not None
     assert plan.programs[0].undefined == {1}
@@ -329,7 +322,7 @@ def test_two_networks_one_of_which_is_only_run_forward() -> None:
         for module in (generator, discriminator):
             module.zero_grad(set_to_none=True)
         step()
-    resident = resident_bytes(generator, *discriminator.parameters(), x, z)
+    resident = live_bytes()
     for step, graphs in ((of_discriminator, 2), (of_generator, 2)):
         for module in (generator, discriminator):
             module.zero_grad(set_to_none=True)
@@ -337,13 +330,13 @@ def test_two_networks_one_of_which_is_only_run_forward() -> None:
         plan = COORDINATOR.step
         assert plan is not None
         assert sum(program is not None for program in plan.programs) == graphs
-        assert peak + resident - (x.nbytes if step is of_generator else 0) <= plan.result.budget_bytes
+        assert peak + resident <= plan.result.budget_bytes
 
 
 def test_gradients_that_exist_are_planned_for() -> None:
     """A script that never clears its gradients is planned again, and keeps its budget."""
     model, x = mlp(8, width=128, dropout=0.0), torch.randn(1024, 128)
-    resident = resident_bytes(model, x)
+    resident = live_bytes()
     peak = resident + measure_peak(lambda: model(x).square().mean().backward())
     size = sum(p.nbytes for p in model.parameters())
     model.zero_grad(set_to_none=True)
@@ -374,7 +367,7 @@ def test_a_step_without_a_plan_is_refused_before_it_begins() -> None:
     COORDINATOR.forget_steps()
     run = torch.compile(lambda: model(x).mean(), backend="checkmate", options={"budget": budget, **QUICK})
     step(run)
-    assert resident_bytes(model, x) + measure_peak(lambda: step(run)) <= parse_bytes(budget)
+    assert live_bytes() + measure_peak(lambda: step(run)) <= parse_bytes(budget)
 
 
 def test_a_refusal_by_one_graph_of_a_step_does_not_promise_that_its_own_peak_is_enough() -> None:

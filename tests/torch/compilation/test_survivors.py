@@ -12,8 +12,8 @@ from torch import nn
 
 from checkmate.torch import measure_peak
 from checkmate.torch.compilation.coordinator import COORDINATOR
-from tests.torch.compilation.test_coordinator import QUICK, Classifier, Ran, resident_bytes
-from tests.torch.steps import close
+from tests.torch.compilation.test_coordinator import QUICK, Classifier, Ran
+from tests.torch.steps import close, live_bytes
 
 
 class WithUnused(Classifier):
@@ -33,12 +33,11 @@ class WithUnused(Classifier):
 @pytest.mark.parametrize("loss", [True, False], ids=["one graph", "loss outside"])
 def test_parameters_that_no_graph_reads_are_resident(loss: bool) -> None:
     model, x = WithUnused(loss=loss), torch.randn(512, 64)
-    resident = resident_bytes(model, x)
 
     def step(run: Callable[..., Any]) -> torch.Tensor:
         return run(x) if loss else run(x).square().mean()
 
-    ran = Ran(model, step, "60%", resident)
+    ran = Ran(model, step, "60%")
     result = COORDINATOR.result
     assert result is not None
     assert max(ran.peaks) <= result.budget_bytes
@@ -75,13 +74,11 @@ def test_held_outputs_of_eager_code_are_in_the_budget() -> None:
         held[:] = run(x, y)
         held[0].backward()
 
-    resident = resident_bytes(model, x, y)
     step()
     held.clear()  # the profiler does not see a tensor freed whose allocation it has not seen
     for _ in range(3):
         model.zero_grad(set_to_none=True)
-        before = resident + sum(t.nbytes for t in held)
-        peak, plan = before + measure_peak(step), COORDINATOR.step
+        peak, plan = live_bytes() + measure_peak(step), COORDINATOR.step
         assert plan is not None
         assert close(peak, plan.result.peak_bytes)
         assert peak <= plan.result.budget_bytes
@@ -107,7 +104,7 @@ def test_outputs_that_are_held_until_the_next_step_is_over(caplog: pytest.LogCap
         step()
         model.zero_grad(set_to_none=True)
     assert caplog.text.count("outputs of the step before were held until this step was over") == 1
-    peak, plan = resident_bytes(model, x) + held[0].nbytes + measure_peak(step), COORDINATOR.step
+    peak, plan = live_bytes() + measure_peak(step), COORDINATOR.step
     assert plan is not None
     assert close(peak, plan.result.peak_bytes)
     assert peak <= plan.result.budget_bytes
@@ -136,11 +133,11 @@ def test_a_graph_that_is_compiled_again_has_the_plan_of_the_step() -> None:
         graphs.append(COORDINATOR.step)
         return loss
 
-    ran = Ran(model, step, "50%", resident_bytes(model, x))
+    ran = Ran(model, step, "50%")
     assert [plan is not None for plan in graphs] == [False, True, True]
     assert max(ran.peaks) <= graphs[1].result.budget_bytes
     model.kind = None
-    assert ran.same(Ran(model, step, "100%", 0))
+    assert ran.same(Ran(model, step, "100%"))
 
 
 class ManyOutputs(Classifier):
@@ -156,7 +153,6 @@ class ManyOutputs(Classifier):
 def test_a_first_step_that_may_exceed_its_share_is_announced(caplog: pytest.LogCaptureFixture) -> None:
     """The share is of what the step takes without the gradients that do not exist, and smaller than it seems at first."""
     model, x = ManyOutputs(6, classes=16), torch.randn(512, 64)
-    resident = resident_bytes(model, x)
     torch._dynamo.reset()
     COORDINATOR.forget_steps()
     run = torch.compile(model, backend="checkmate", options={"budget": "30%", **QUICK})
@@ -172,7 +168,7 @@ def test_a_first_step_that_may_exceed_its_share_is_announced(caplog: pytest.LogC
     assert planned is not None
     COORDINATOR.forget_steps()
     caplog.clear()
-    assert resident + measure_peak(step) > planned.result.budget_bytes
+    assert live_bytes() + measure_peak(step) > planned.result.budget_bytes
     assert "a first step may take up to" in caplog.text
 
 

@@ -11,11 +11,10 @@ from torch import fx
 
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
+from checkmate.torch.compilation.coordinator import Coordinator
 from checkmate.torch.integrations import PeakCallback
 from checkmate.torch.measure import profiler as profile
-from checkmate.torch.measure.resident import other_allocated_bytes
 from checkmate.torch.measure.trial_step import _measured_on_cuda, measure_step
-from checkmate.torch.options import Options
 
 GRANULE, HAS = 512, 2**20
 
@@ -128,8 +127,7 @@ def test_what_else_is_allocated_counts(cuda: Device) -> None:
     parameter = torch.ones(128, requires_grad=True)
     cuda.alloc(512)  # the parameter
     cuda.alloc(4096)
-    assert other_allocated_bytes([parameter], Options(device="cuda")) == 4096
-    assert other_allocated_bytes([parameter], Options(device="cpu")) == 0
+    assert Coordinator().outside_bytes([parameter], torch.device("cuda")) == 4096
 
 
 def test_garbage_is_not_resident(cuda: Device) -> None:
@@ -145,7 +143,7 @@ def test_garbage_is_not_resident(cuda: Device) -> None:
 
     Model()
     assert cuda.held == 4096
-    assert other_allocated_bytes([torch.ones(4)], Options(device="cuda")) == 0
+    assert Coordinator().outside_bytes([torch.ones(4)], torch.device("cuda")) == 0
 
 
 def test_workspace_and_time_of_an_op(cuda: Device) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "detect_fake_mode",
+    "dispatches_in_python",
     "fake_tensor_on",
     "invoke_subgraph",
     "no_dispatch",
@@ -49,6 +50,12 @@ def no_modes() -> Iterator[None]:
 
 top_mode = _get_current_dispatch_mode
 """The ``TorchDispatchMode`` that was begun last, or None."""
+
+
+def dispatches_in_python(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that handles its ops in Python, and wraps other tensors or none."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+
 
 WATCHES_COMPILED_CODE = hasattr(TorchDispatchMode, "ignore_compile_internals")
 """Whether Dynamo can compile while a dispatch mode is on."""

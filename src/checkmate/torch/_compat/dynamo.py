@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._dynamo.eval_frame as eval_frame
 import torch._dynamo.utils as dynamo_utils
-from torch import nn
+from torch import fx, nn
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import callback_handler
@@ -30,12 +30,14 @@ __all__ = [
     "TorchDynamoException",
     "Unsupported",
     "autograd_nodes",
+    "batch_inputs",
     "dynamo_config",
     "enter_around_calls",
     "patched_settings",
     "recompile_current_frame",
     "recurrent_layers_outside",
     "runs_eagerly_on_request",
+    "takes_gradients",
     "watch_compilations",
 ]
 
@@ -77,6 +79,18 @@ def recompile_current_frame() -> Callable[[], None] | None:
     except AttributeError:
         return None
     return lambda: reset_code(code)
+
+
+def batch_inputs(graph: fx.Graph) -> frozenset[int]:
+    """Inputs of a graph that Dynamo traced which are neither parameters nor buffers of modules, by their position."""
+    nodes = graph.find_nodes(op="placeholder")
+    return frozenset(k for k, n in enumerate(nodes) if "_dynamo_static_input_type" not in (n.meta.get("tensor_dict") or {}))
+
+
+def takes_gradients(graph: fx.Graph) -> bool:
+    """Whether a graph that Dynamo traced takes gradients itself: by `torch.func`, or `torch.autograd.grad`."""
+    names = {getattr(n.target, "__name__", "") for n in graph.nodes if n.op == "call_function"}
+    return not names.isdisjoint(("_grad_increment_nesting", "grad"))
 
 
 CallContext = Callable[[], AbstractContextManager[Any]]

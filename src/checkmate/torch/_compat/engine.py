@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-__all__ = ["before_accumulation", "current_backward", "grad_accumulators", "keeps_graph", "queue_after_backward"]
+__all__ = [
+    "before_accumulation",
+    "current_backward",
+    "grad_accumulators",
+    "keeps_graph",
+    "queue_after_backward",
+    "saved_by_autograd",
+    "saved_tensors_packer",
+]
 
 
 def queue_after_backward(function: Callable[[], None]) -> None:
     """Have the autograd engine call a function when the backward that is running now is over."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def saved_tensors_packer() -> Callable[[torch.Tensor], Any] | None:
+    """The function that packs what autograd saves now, of `torch.autograd.graph.saved_tensors_hooks`; None without hooks."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def saved_by_autograd(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that autograd has saved for the backwards of some tensors, but for those that hooks have packed.
+
+    Args:
+        tensors: Tensors, of which some have a graph.
+    """
+    todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen, found = set(todo), list[torch.Tensor]()
+    while todo:
+        node = todo.pop()
+        for name in _saved_names(type(node)):
+            try:
+                saved = getattr(node, name)
+            except RuntimeError:  # freed by a backward
+                continue
+            for one in saved if isinstance(saved, (list, tuple)) else (saved,):
+                data = getattr(one, "data", None)
+                if isinstance(data, torch.Tensor):
+                    found.append(data)
+        new = {n for n, _ in node.next_functions if n is not None} - seen  # type: ignore[union-attr]
+        seen |= new
+        todo += new
+    return found
+
+
+@functools.cache
+def _saved_names(node_type: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved"))
 
 
 def keeps_graph() -> bool:

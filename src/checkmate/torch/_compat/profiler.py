@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-__all__ = ["MemoryTrace", "keep_busy", "memory_trace", "profiler_running"]
+__all__ = ["MemoryTrace", "keep_busy", "memory_trace", "outside_of_profilers", "profiler_running"]
+
+ResultT = TypeVar("ResultT")
 
 keep_busy = torch.cuda._sleep
 """Keeps the current stream of the GPU busy for so many cycles of its clock."""
 
 
 def profiler_running() -> bool:
-    """Whether a torch profiler is active in this process; profilers cannot be nested."""
+    """Whether a torch profiler is active in this thread; profilers of one thread cannot be nested."""
     return torch.autograd._profiler_enabled()
+
+
+def outside_of_profilers(run: Callable[[], ResultT]) -> ResultT:
+    """The result of a function that is called where no profiler is active: in another thread if there is one in this thread.
+
+    A profiler of the user sees nothing of it, and does not change what `memory_trace` measures.
+    """
+    if not profiler_running():
+        return run()
+    with ThreadPoolExecutor(1, "measure") as other:
+        return other.submit(copy_context().run, run).result()
 
 
 @dataclass(slots=True)

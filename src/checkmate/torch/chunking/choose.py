@@ -27,7 +27,6 @@ from checkmate.frontend.planner import near_smallest
 from checkmate.torch.chunking.kinds import Kind
 from checkmate.torch.chunking.program import NotChunkable
 from checkmate.torch.chunking.variants import LEAST_GAIN, SMALLEST_S, CapturedT, ChunkableStep, Chunks, Variants
-from checkmate.torch.measure.errors import ProfilerBusyError
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -215,7 +214,7 @@ def _offered_bytes(step: ChunkableStep[CapturedT], chunks: Chunks) -> int | None
     try:
         variants = Variants(step, chunks, until)
         return near_smallest(variants.captured(variants.smallest()).graph, SMALLEST_S).peak_bytes
-    except (TimeoutError, ProfilerBusyError):
+    except TimeoutError:
         return None
 
 

@@ -19,7 +19,6 @@ from checkmate.torch.chunking.kinds import Kind, kinds_of
 from checkmate.torch.chunking.program import NotChunkable
 from checkmate.torch.chunking.replace import with_regions
 from checkmate.torch.graph.copy import copy_graph
-from checkmate.torch.measure.errors import ProfilerBusyError
 from checkmate.torch.passes.loss_picks import make_ones_without_input, pick_before_reducing
 
 _log = logging.getLogger("checkmate.torch")
@@ -113,18 +112,12 @@ class Variants(Generic[CapturedT]):
         """The step with some kinds in pieces.
 
         Raises:
-            NotChunkable: Regions of these kinds wait for each other, or exact ones cannot be measured now.
-            ProfilerBusyError: Their ops have to be measured, and another torch profiler is active.
+            NotChunkable: Regions of these kinds wait for each other.
         """
         if self._until is not None and time.perf_counter() > self._until:
             raise TimeoutError
         if frozenset(kinds) not in self._known:
-            try:
-                self._known[frozenset(kinds)] = self._capture(kinds)
-            except ProfilerBusyError as error:
-                if not self._chunks.exact:
-                    raise
-                raise NotChunkable(error.message) from error  # the user asked for no pieces
+            self._known[frozenset(kinds)] = self._capture(kinds)
         return self._known[frozenset(kinds)]
 
     def _capture(self, kinds: tuple[Kind, ...]) -> CapturedT:

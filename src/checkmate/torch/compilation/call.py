@@ -104,7 +104,7 @@ class CompiledCalls:
         where = f"Dynamo compiled no graph of it. {listed(places)}" if places else "Dynamo traced no function of it"
         message = f"nothing of this call is planned, so that the budget of {self.options.budget} is not kept: {where}"
         hint = hints(places) or "call torch._dynamo.reset() if another backend has compiled the function before"
-        if self.options.unplanned == "error":
+        if self.options.unplanned == "error" and not _keeps_everything(self.options):
             raise NothingPlannedError(message, hint=f"{hint}; or set the option unplanned='warn' to run without a plan")
         if not self._told.issuperset(places) or not self._told:
             self._told.update(places or [Place("", "", 0, "")])
@@ -146,6 +146,11 @@ class CompiledCalls:
         if places:
             self._told.update(places)
             _log.info("this call is planned in several graphs. %s", listed(places))
+
+
+def _keeps_everything(options: Options) -> bool:
+    budget = options.planning.budget
+    return budget is not None and budget.keeps_everything
 
 
 def _users(places: list[Place]) -> list[Place]:
@@ -231,6 +236,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+# Dynamo calls these while it holds the lock of its callbacks. In a backward inside of a compiled function its frame hook is on:
+# it would compile them, and wait for that lock.
+@torch.compiler.disable
 def _compile_began(_: Any) -> None:
     if _thread.call is not None:
         _thread.call.compile_began = autograd_nodes()
@@ -238,6 +246,7 @@ def _compile_began(_: Any) -> None:
         COORDINATOR.compiling(True)
 
 
+@torch.compiler.disable
 def _compile_ended(_: Any) -> None:
     call = _thread.call
     if call is not None and call.compile_began is not None:

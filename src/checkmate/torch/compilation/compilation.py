@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -12,22 +13,22 @@ import msgspec
 import torch
 from torch import fx
 
-from checkmate.core.budget import Budget, ResidentMemory
+from checkmate.core.budget import Budget, ResidentMemory, keep_all_bytes
 from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes, parse_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
-from checkmate.frontend.planner import GivenPlan, near_smallest, planner_for, result_of_order
+from checkmate.frontend.planner import GivenPlan, keep_everything, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
-from checkmate.torch._compat.dynamo import recompile_current_frame
+from checkmate.torch._compat.dynamo import batch_inputs, recompile_current_frame, takes_gradients
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
 from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.compilation.program import GraphInterface, PlannedGraph, Program, Share
+from checkmate.torch.compilation.program import GraphInterface, PlannedGraph, Program, Share, weakly
 from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
@@ -35,9 +36,11 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
+from checkmate.torch.joint.part import part_of, reads_of_batch
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
+from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.measure.resident import cuda_device, gradient_bytes, other_allocated_bytes, unread_storages
+from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.measure.warm_up import warm_up
 from checkmate.torch.options import Options
@@ -73,7 +76,8 @@ class Compilation:
     """The compilation of one Dynamo graph.
 
     Args:
-        example_inputs: Inputs of the graph.
+        graph: The graph.
+        example_inputs: Its inputs.
         options: The user's options.
         hooks: Callbacks and settings of the caller.
 
@@ -88,28 +92,33 @@ class Compilation:
         least_fused_bytes: Where no step compiled by Inductor kept the budget, the least budget that one of them would keep.
     """
 
-    def __init__(self, example_inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
+    def __init__(self, graph: fx.Graph, example_inputs: Sequence[Any], options: Options, hooks: Hooks) -> None:
         self.options = options
         self.hooks = hooks
         self.budget = options.planning.budget
-        warm_up(device := cuda_device(example_inputs, options))
-        counted = None if self.budget is None or hooks.target is not None else counted_memory(options.budget_of, device)
+        warm_up(cuda := cuda_device(example_inputs, options))
+        counted = None if self.budget is None or hooks.target is not None else counted_memory(options.budget_of, cuda)
         self.planning = replace(options.planning, counted=counted)
         self.ranks = job_ranks() if options.ranks == "together" and self.budget is not None and hooks.captured is None else None
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
-        # On CUDA the allocator's count includes what graphs in flight and wrappers hold.
-        known = COORDINATOR.held_bytes() + self._wrapped.held_bytes
-        self._unread = unread_storages(example_inputs, options)
-        self._unread_bytes = sum(s.nbytes() for storage in self._unread.values() if (s := storage()) is not None)
-        self.resident = ResidentMemory(
-            gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
-            wrappers_bytes=self._wrapped.held_bytes,
-            reserve_bytes=options.reserve_bytes,
-            other_bytes=max(0, other_allocated_bytes(example_inputs, options) - known) + self._unread_bytes,
-        )
-        self._num_inputs = len(example_inputs)
         tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
         self._device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        # In a traced step nothing exists yet; without a budget nothing has to be left room for.
+        looks = self.budget is not None and hooks.captured is None and hooks.target is None
+        device = cuda or torch.device("cpu")
+        trained = [t for t in tensors if t.is_leaf and t.requires_grad]
+        self._counted_bytes = self._wrapped.counted_bytes(device)
+        self.resident = ResidentMemory(
+            gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
+            optimizer_bytes=state_to_come_bytes(trained, device) if looks and trained else 0,
+            wrappers_bytes=self._wrapped.held_bytes,
+            reserve_bytes=options.reserve_bytes,
+            other_bytes=max(0, COORDINATOR.outside_bytes(tensors, device) - self._counted_bytes) if looks else 0,
+        )
+        self._num_inputs = len(example_inputs)
+        self._takes_gradients = takes_gradients(graph)
+        self._inputs = [weakly(a) for a in example_inputs]
+        self._batch = batch_inputs(graph) - {k for k, t in enumerate(example_inputs) if any(t is leaf for leaf in trained)}
         self._accumulated = self._accumulating(example_inputs)
         self.planned: PlannedGraph | None = None
         self._recompile = recompile_current_frame()
@@ -117,13 +126,15 @@ class Compilation:
         self._runs = 0
         self._budget_bytes: int | None = None
         self.least_fused_bytes: int | None = None
+        self._whole: Result | None = None  # of a graph that the coordinator does not run
+        self._look, self._announced, self._count_device = LookDue(), False, device
 
     @functools.cached_property
     def task(self) -> Task:
         """How the graph is planned and partitioned."""
         options, target = self.options, self.hooks.target
         task = Task(
-            costs=costs_of(options),
+            costs=costs_of(options, self._inputs),
             plan=self._plan,
             hold_outputs=options.outputs == "held",
             split_convolutions=options.split_convolutions,
@@ -133,11 +144,50 @@ class Compilation:
             # AOTAutograd merges inputs that are equal, and then their positions are others.
             accumulated=lambda count: self._accumulated if count == self._num_inputs else frozenset(),
             on_planned=self._planned,
+            on_unplannable=self._unplannable,
+            room=self._room,
         )
         if target is None:
             return task
         resident = task.extra_resident_bytes + target.device.blas_workspace_bytes
         return replace(task, costs=target.costs, relabel=target.relabel, extra_resident_bytes=resident)
+
+    @property
+    def task_without_backward(self) -> Task | None:
+        """How a graph is planned that has no backward; None where nothing is promised for it.
+
+        A function that takes its gradients itself, such as by `torch.func.grad`, is a whole step. Any other is an evaluation,
+        which may take what its training step may: a share is known when that has been planned.
+        """
+        if self.budget is None or self.options.plan is not None:
+            return None
+        if self._takes_gradients:
+            return self.task
+        known = COORDINATOR.budget_bytes(self.budget)
+        if known is None:
+            return None
+        budget = Budget(str(self.budget), total_bytes=max(0, known - COORDINATOR.held_bytes()))
+        return replace(
+            self.task,
+            costs=estimated_costs,
+            plan=lambda capture, recapture: (capture, self._plan_evaluation(capture.graph, budget)),
+            on_planned=lambda joint, result: None,
+        )
+
+    def _plan_evaluation(self, graph: Graph, budget: Budget) -> Result:
+        """A plan within a budget, or one of nearly the smallest peak, with a warning."""
+        if keep_all_bytes(graph) <= budget.resolve(graph):
+            return keep_everything(graph)
+        try:
+            return planner_for(replace(self.planning, budget=budget))(graph)
+        except (InfeasibleBudgetError, PlanNotFoundError):
+            smallest = near_smallest(graph, _SMALLEST.most_s)
+        _log.warning(
+            "a call without gradients takes up to %s, more than its budget of %s",
+            format_bytes(smallest.peak_bytes),
+            self.budget,
+        )
+        return smallest
 
     def forward(self, run: BoxedRun, module: fx.GraphModule | None = None) -> BoxedRun:
         """A compiled forward that the coordinator runs.
@@ -161,9 +211,28 @@ class Compilation:
                 self._runs += 1
             if self.ranks is not None:
                 self.ranks.record_forward()
+            if self._whole is not None and self.budget is not None and self.budget.total_bytes is not None and self._look:
+                self._announce_growth(self._whole, args)
             return run(args) if planned is None else COORDINATOR.forward(planned, args)
 
         return as_boxed(guarded)
+
+    def _announce_growth(self, result: Result, args: Sequence[Any]) -> None:
+        """Warn before a whole step runs that leaves too little room for what was made after it was compiled."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        outside = max(0, COORDINATOR.outside_bytes(tensors, self._count_device) - self._counted_bytes)
+        self._look.looked(outside)
+        room = result.budget_bytes - result.peak_bytes + self.options.reserve_bytes
+        excess = outside - self.resident.other_bytes - self.resident.optimizer_bytes - room
+        if excess > 0 and not self._announced:
+            self._announced = True
+            _log.warning(
+                "tensors that were made after the step was compiled take %s more than its budget of %s leaves: the step may "
+                "exceed the budget by as much\nhint: compile the step when they exist, or set reserve=%r",
+                format_bytes(excess),
+                self.budget,
+                format_at_least(self.options.reserve_bytes + excess),
+            )
 
     def backward(self, run: BoxedRun) -> BoxedRun:
         """A compiled backward that the coordinator runs.
@@ -175,7 +244,8 @@ class Compilation:
         if planned is None:
             return run
         planned.own.backward = run
-        return as_boxed(functools.partial(COORDINATOR.backward, planned))
+        # In a backward inside of a compiled function Dynamo's frame hook is on.
+        return as_boxed(torch.compiler.disable(functools.partial(COORDINATOR.backward, planned)))
 
     def differentiable(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph, whose backward is told into which of its outputs no gradient flows.
@@ -223,8 +293,9 @@ class Compilation:
             options=self.planning,
             resident=self.resident,
             planned_gradient_bytes=gradients,
-            unread=self._unread,
-            unread_bytes=self._unread_bytes,
+            outside_bytes=self.resident.optimizer_bytes + self.resident.other_bytes,
+            counted_bytes=self._counted_bytes,
+            device=self._device,
             ranks=self.ranks,
             recompile=self._recompile,
             searched_s=self._searched_s,
@@ -296,7 +367,11 @@ class Compilation:
                     capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None).captured
                 elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                     return chosen
-            graph, result = self.agreed(capture.graph, self._plan_graph)
+            batch = frozenset[int]()
+            # AOTAutograd merges inputs that are equal, and then their positions are others.
+            if not self.alone(capture.graph) and len((part := part_of(capture)).readers) == self._num_inputs:
+                batch = reads_of_batch(part, self._batch)
+            graph, result = self.agreed(capture.graph, lambda graph: self._plan_graph(graph, batch))
         except InfeasibleBudgetError as error:
             # Where what stays at the end sets the floor, no op is too large.
             if error.binding_op and self._offered is not None:
@@ -357,8 +432,12 @@ class Compilation:
 
         return choose_chunks(step, chunks, budget_bytes, options.time_limit_s, solve)
 
-    def _plan_graph(self, graph: Graph) -> Result:
+    def _plan_graph(self, graph: Graph, batch: frozenset[int]) -> Result:
         """A plan for the budget if the graph is a step by itself; otherwise one of nearly the smallest peak.
+
+        Args:
+            graph: The graph.
+            batch: Ops that are computed in the forward only, see `reads_of_batch`.
 
         Raises:
             InfeasibleBudgetError: No plan keeps the budget, which is proven.
@@ -373,7 +452,9 @@ class Compilation:
         total = self.budget.total_bytes
         if total is not None and floor(part := _part_of_a_step(graph)).peak_bytes > total:
             return self._refused(part)
-        smallest = near_smallest(graph, _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total)
+        smallest = near_smallest(
+            _in_forward(graph, batch), _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total
+        )
         self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)
 
@@ -418,9 +499,29 @@ class Compilation:
         apart = self.ranks is None and self.options.plan is None and not inside
         return apart and COORDINATOR.steps.begin_as_compiled and not COORDINATOR.in_flight()
 
+    def _room(self, graph: Graph) -> int:
+        """Bytes that the budget leaves for measurements: beside what exists, graphs in flight too."""
+        if self.budget is None or self.hooks.captured is not None or self.hooks.target is not None:
+            return sys.maxsize
+        return self.budget.resolve(graph) - graph.resident_bytes - COORDINATOR.held_bytes()
+
+    def _unplannable(self, error: GraphError) -> None:
+        """Have a graph that cannot be planned run as it is, where keeping everything keeps the budget.
+
+        Raises:
+            GraphError: It need not.
+        """
+        inside = self.hooks.whole or self.hooks.captured is not None or self.options.plan is not None
+        if inside or (self.budget is not None and not self.budget.keeps_everything):
+            raise error
+        _log.warning("this graph runs without a plan: %s", error.message)
+
     def _planned(self, joint: CapturedJoint, result: Result) -> None:
         # A graph without a boundary is a whole step: when it returns, nothing of it is in flight.
         interface, graph = GraphInterface.of(joint), joint.capture.graph
+        if self.budget is not None and graph.boundary is None:
+            self._whole = result
+            self._look.looked(self.resident.other_bytes)
         if self.budget is not None and graph.boundary is not None:
             memory = StepMemory.of(graph, result.plan, self._wrapped.transient_gradient_bytes)
             self.guard(interface, joint, result, memory, replaceable=True)
@@ -469,11 +570,26 @@ def _part_of_a_step(graph: Graph) -> Graph:
     return msgspec.structs.replace(graph, values=tuple(msgspec.structs.replace(v, kept=False) for v in graph.values))
 
 
+def _in_forward(graph: Graph, single: Set[int]) -> Graph:
+    """A graph in which some ops are never computed after its boundary."""
+    if not single:
+        return graph
+    assert graph.boundary is not None
+    late = (graph.boundary,)
+    ops = (msgspec.structs.replace(op, clobbered_by=late) if o in single else op for o, op in enumerate(graph.ops))
+    return msgspec.structs.replace(graph, ops=tuple(ops))
+
+
 def _part(capture: Capture) -> Capture:
     """A capture with the graph of `_part_of_a_step`."""
     return replace(capture, graph=_part_of_a_step(capture.graph))
 
 
-def costs_of(options: Options) -> Costs:
-    """The source of the costs of ops that the options name: measurements, or estimates."""
-    return Profiler() if options.costs == "measured" else estimated_costs
+def costs_of(options: Options, inputs: Sequence[Callable[[], Any]] = ()) -> Costs:
+    """The source of the costs of ops that the options name: measurements, or estimates.
+
+    Args:
+        options: The options.
+        inputs: Functions that return the inputs of the graph, which ops may read while they are measured.
+    """
+    return Profiler(inputs=inputs) if options.costs == "measured" else estimated_costs

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from checkmate.core.budget import Budget
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
-from checkmate.torch._compat.engine import keeps_graph, queue_after_backward
+from checkmate.torch._compat.engine import keeps_graph, queue_after_backward, saved_tensors_packer
 from checkmate.torch.compilation.accumulation import Accumulation
 from checkmate.torch.compilation.eager_watch import EagerWatch
 from checkmate.torch.compilation.known_steps import KnownSteps
@@ -35,7 +37,8 @@ from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, r
 from checkmate.torch.compilation.recorder import Run, StepRecorder
 from checkmate.torch.compilation.step_plan import StepPlan
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
-from checkmate.torch.graph.storages import storage_bytes, storage_key
+from checkmate.torch.graph.storages import current_bytes, storage_bytes, storage_key, strided_parts
+from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -58,9 +61,11 @@ class Coordinator:
         self._position = 0  # of the next forward in the plan
         self._updated = False  # whether an optimizer has run since the step began
         self._plan: StepPlan | None = None
-        self._warned: set[tuple[int, bool]] = set()  # graphs, and whether in a first step
+        self._warned: set[tuple[int, bool | None]] = set()  # graphs, and whether in a first step; None for hooks
         self._watch: EagerWatch | None = None
         self._watches = True  # whether the next step is one whose eager code has not been seen
+        self._memory: DeviceMemory | None = None  # as it was when the first graph of the step was compiled
+        self._complete = True  # whether all of the eager code that was seen was measured
 
     def forget_steps(self) -> None:
         """Return to the state of a new process: the next step is a first one."""
@@ -112,6 +117,7 @@ class Coordinator:
                 took=lambda size: self._recorder.took(size),
             )
             self._watch.__enter__()
+            self._complete = True
             self._end_hook = register_optimizer_step_pre_hook(lambda *_: self._end_watch())
 
     def end_call(self) -> None:
@@ -138,6 +144,7 @@ class Coordinator:
     def _end_watch(self) -> None:
         """Take the watch off where its step is over: when the optimizer begins, or the next call. Autograd undoes it before."""
         if self._watch is not None and (self._recorder.over or not self._pending) and self._watch.end():
+            self._complete = self._watch.complete
             self._watch = None
             self._end_hook.remove()
 
@@ -162,10 +169,37 @@ class Coordinator:
         with self._lock:
             return self._recorder.searched_s if self._pending else 0.0
 
+    def budget_bytes(self, budget: Budget) -> int | None:
+        """Bytes of a budget; None for a share of which no step has been planned yet.
+
+        Args:
+            budget: The budget.
+        """
+        if budget.total_bytes is not None:
+            return budget.total_bytes
+        forwards = self._recorder.forwards
+        same = bool(forwards) and forwards[0].planned.budget == budget
+        return self.result.budget_bytes if same and self.result is not None else None
+
     def held_bytes(self) -> int:
         """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
         with self._lock:
             return sum(_union(self._pending).values())
+
+    def outside_bytes(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
+        """Bytes on a device that belong neither to a graph nor to the step that is under way.
+
+        Args:
+            inputs: Inputs of the graph. Their gradients are counted elsewhere as well.
+            device: The device.
+        """
+        with self._lock:
+            known = self._recorder.present() | _union(self._pending) if self._pending else {}
+            if device.type == "cuda" or self._memory is None or not self._pending:
+                gc.collect()  # compilation leaves cycles, and with them models of before
+                self._memory = device_memory(device)
+        parts = [p for t in inputs for each in (t, t.grad) if each is not None for p in strided_parts(each)]
+        return self._memory.besides(known | {storage_key(p): current_bytes(p) for p in parts})
 
     def forward(self, planned: PlannedGraph, args: list[Any]) -> Any:
         """Run the forward of a planned graph.
@@ -178,6 +212,10 @@ class Coordinator:
             InfeasibleBudgetError: A step is planned before it begins, and no plan of it keeps the budget.
             PlanNotFoundError: No plan of the step was found in time.
         """
+        packer = saved_tensors_packer()
+        if packer is not None:
+            self._warn_of_hooks(planned, packer)
+            return self._forward_through_hooks(planned, args)
         transient = fsdp_unsharded_bytes()
         with self._lock:
             forwards = self._recorder.forwards
@@ -217,6 +255,34 @@ class Coordinator:
         weakref.finalize(token.untyped_storage(), self._drop, key).atexit = False
         return results
 
+    def _forward_through_hooks(self, planned: PlannedGraph, args: list[Any]) -> list[Any]:
+        """Run a forward whose saved tensors go through hooks: what exists until its backward is known to the hooks alone.
+
+        It runs the same program each time, so that what is saved does not depend on the budget, and is the same where
+        ``torch.utils.checkpoint`` runs the forward again. Its backward finds no flight, since the hooks may copy the token.
+        """
+        program = planned.keeping_everything
+        assert program.forward is not None
+        with self._planned_code():
+            results = list(program.forward(args))
+        results.insert(planned.num_outputs, torch.empty(0, dtype=torch.uint8))
+        return results
+
+    def _warn_of_hooks(self, planned: PlannedGraph, packer: Callable[..., Any]) -> None:
+        if (id(planned), None) in self._warned:
+            return
+        self._warned.add((id(planned), None))
+        name = f"{packer.__module__}.{packer.__qualname__}" if hasattr(packer, "__qualname__") else repr(packer)
+        _log.warning(
+            "torch.autograd.graph.saved_tensors_hooks are active around a compiled graph: everything is saved and passes through "
+            "%s, and the budget of %s is not kept for it\nhint: %s",
+            name,
+            planned.budget,
+            "compile the function that calls torch.utils.checkpoint instead of what is inside of it"
+            if packer.__module__ == "torch.utils.checkpoint"
+            else "call the compiled function outside of the context",
+        )
+
     def backward(self, planned: PlannedGraph, args: list[Any]) -> Any:
         """Run the backward of a planned graph; its forward is then no longer in flight.
 
@@ -225,7 +291,13 @@ class Coordinator:
             args: Its arguments, saved tensors among them; the program clears the list.
         """
         token = args.pop(planned.num_symbols)  # when it is freed its flight is forgotten
-        flight = self._flights[storage_key(token)]
+        flight = self._flights.get(storage_key(token))
+        if flight is None:
+            program, first = planned.keeping_everything, len(args) - len(planned.tangents)
+            assert program.backward is not None
+            with self._planned_code(), Accumulation({}, frozenset(), self.steps.origins):
+                args[first:] = planned.materialized(args[first:])
+                return program.backward(args)
         args[: planned.num_symbols] = flight.symbols
         first = len(args) - len(planned.tangents)
         with self._lock:
@@ -305,7 +377,7 @@ class Coordinator:
         with self._lock:
             if not self._pending and not self._recorder.over and self._recorder.complete:
                 seen = self.steps.add(self._recorder)
-                self._watches = not seen
+                self._watches = not seen or not self._complete
 
     def _warn_if_over(self, flight: Flight) -> None:
         """Warn before a step that was not planned as a whole exceeds its budget.
@@ -317,7 +389,7 @@ class Coordinator:
         alone = planned.alone and (not self._pending or not planned.replaceable or planned.options.plan is not None)
         if (id(planned), first) in self._warned or (alone and not self._recorder.watched):
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
-        counted = _union([*self._pending, flight]) | {key: s.nbytes() for key, s in planned.unread_now().items()}
+        counted = _union([*self._pending, flight])
         eager_bytes = self._recorder.eager_bytes(counted)
         share = None if planned.replaceable else self.steps.share(planned.interface.whole, planned.budget)
         if alone and share is not None and share.eager_bytes is not None and eager_bytes <= share.eager_bytes:
@@ -325,7 +397,7 @@ class Coordinator:
         if alone:
             needed, total = own.result.peak_bytes + eager_bytes, own.result.budget_bytes
         else:
-            resident = planned.resident.total_bytes - planned.unread_bytes
+            resident = planned.resident.total_bytes
             peak = max(own.memory.forward_peak_bytes, own.memory.backward_peak_bytes)
             needed = sum(counted.values()) + resident + eager_bytes + peak
             total = planned.budget.total_bytes or self._total_so_far(flight, resident, counted)
@@ -341,7 +413,7 @@ class Coordinator:
     def _total_so_far(self, flight: Flight, resident_bytes: int, counted: Mapping[int, int]) -> int:
         """The total of a share, which is known when the step is: until then it is taken of the graphs that have begun."""
         flights = [*self._pending, flight]
-        unchanged = flight.planned.unread.keys() | {key for f in flights for key in f.inputs}
+        unchanged = {key for f in flights for key in f.inputs}
         fixed = resident_bytes + sum(size for key, size in counted.items() if key in unchanged)
         keep_all = fixed + sum(f.planned.keep_all_bytes for f in flights)
         return flight.planned.budget.within(fixed_bytes=fixed, keep_all_bytes=keep_all)

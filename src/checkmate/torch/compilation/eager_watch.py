@@ -13,7 +13,7 @@ from checkmate.torch._compat.dispatch import TorchDispatchMode, top_mode
 from checkmate.torch._compat.distributed import wrapper_runs
 from checkmate.torch._compat.engine import current_backward
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
-from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.graph.storages import storage_key, strided_parts
 
 
 class EagerWatch(TorchDispatchMode):
@@ -33,6 +33,7 @@ class EagerWatch(TorchDispatchMode):
 
     Attributes:
         paused: Whether nothing is reported: a planned graph runs, or Dynamo compiles.
+        complete: Whether scratch memory was measured for all ops: it cannot be where a profiler of the user is active.
     """
 
     supports_higher_order_operators = True
@@ -50,6 +51,7 @@ class EagerWatch(TorchDispatchMode):
         self._exchanged = exchanged
         self._took = took
         self.paused = False
+        self.complete = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -61,22 +63,22 @@ class EagerWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or wrapper_runs(sys._getframe()):
             return func(*args, **kwargs)
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = _parts((args, kwargs))
         exchange = func.namespace == "c10d" and current_backward() >= 0
         for tensor in given:
-            if _plain(tensor):
-                self._read(tensor)
-                if exchange:
-                    self._exchanged(tensor)
+            self._read(tensor)
+            if exchange:
+                self._exchanged(tensor)
         if profiler_running():
+            self.complete = False
             results = func(*args, **kwargs)
         else:
             with memory_trace() as trace:  # 10 us
                 results = func(*args, **kwargs)
             self._took(trace.peak())
         known = {storage_key(t) for t in given}
-        for tensor in pytree.tree_leaves(results):
-            if _plain(tensor) and storage_key(tensor) not in known:
+        for tensor in _parts(results):
+            if storage_key(tensor) not in known:
                 self._made(tensor)
         return results
 
@@ -88,6 +90,7 @@ class EagerWatch(TorchDispatchMode):
         return True
 
 
-def _plain(value: object) -> bool:
-    """Whether a value is a tensor of no subclass; the tensors inside of a wrapper are seen when its ops are."""
-    return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
+def _parts(values: object) -> list[torch.Tensor]:
+    """Tensors with a storage among nested values. Those inside of a subclass that wraps them are seen when its ops are."""
+    plain = [v for v in pytree.tree_leaves(values) if type(v) is torch.Tensor or type(v) is torch.nn.Parameter]
+    return [part for tensor in plain for part in strided_parts(tensor)]

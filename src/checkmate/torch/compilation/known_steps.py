@@ -21,7 +21,16 @@ from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.compilation.step_plan import StepPlan, plan_step
 from checkmate.torch.compilation.survivors import Survivors
 from checkmate.torch.distributed.consensus import Ranks
-from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES, storage_bytes, storage_key, strided_parts
+from checkmate.torch.graph.storages import (
+    CUDA_ALIGNMENT_BYTES,
+    SCALAR_TANGENT_BYTES,
+    current_bytes,
+    storage_bytes,
+    storage_key,
+    strided_parts,
+    unique_bytes,
+)
+from checkmate.torch.measure.device_memory import LookDue, device_memory, state_to_come_bytes
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -74,10 +83,14 @@ class _KnownStep:
     Attributes:
         recorder: The record.
         plans: Plans by the gradients that exist before the step.
+        look: Whether the tensors of the process have to be looked up when the step begins.
+        outside_bytes: Tensors that belong to no step that was seen, and the state that optimizers will make.
     """
 
     recorder: StepRecorder
     plans: dict[_Gradients, _Planned] = field(default_factory=dict)
+    look: LookDue = field(default_factory=LookDue)
+    outside_bytes: int = 0
 
     def gradients(self, origins: Origins, existing: Set[tuple[int, int]] | None = None) -> _Gradients:
         """The gradients before the step.
@@ -198,7 +211,7 @@ class KnownSteps:
             OptionError: Inductor compiled several graphs for sizes that change.
         """
         known = self._known.get(id(first)) or self._compiled_before(first, args)
-        return self._plan_of(self._followed.get((id(self._newest), id(first)), known[-1])) if known else None
+        return self._plan_of(self._followed.get((id(self._newest), id(first)), known[-1]), args) if known else None
 
     @property
     def begin_as_compiled(self) -> bool:
@@ -217,13 +230,19 @@ class KnownSteps:
         known = [(step, step.recorder.forwards[0]) for steps in self._known.values() for step in steps]
         return [step for step, run in known if run.planned.key == first.key and {id(leaf()) for _, leaf in run.leaves} == leaves]
 
-    def _plan_of(self, step: _KnownStep) -> StepPlan | None:
+    def _plan_of(self, step: _KnownStep, args: Sequence[Any]) -> StepPlan | None:
         gradients = step.gradients(self.origins)
         storages = step.gradient_storages()
         before, ignored_bytes = step.plans.get(gradients), _FEW_SCALARS * step.scalar_bytes
-        carried = self._carried(step, storages)
-        if any(carried) and (before is None or not before.leaves_room(carried, ignored_bytes)):
+        due = step.recorder.runs[0].planned.device.type == "cpu" and bool(step.look)
+        if not due:
+            if step.recorder.runs[0].planned.device.type == "cuda":
+                self._look(step, storages, args)
+            carried = self._carried(step, storages)
+            due = any(carried) and (before is None or not before.leaves_room(carried, ignored_bytes))
+        if due:
             gc.collect()  # compilation leaves cycles of frames, which hold outputs of the first step
+            self._look(step, storages, args)
             carried = self._carried(step, storages)
         if before is None:
             step.plans[gradients] = self._first_plan(step, gradients, storages, carried)
@@ -239,7 +258,7 @@ class KnownSteps:
         try:
             return self._planned(step, gradients, gradient_bytes, carried)
         except (InfeasibleBudgetError, PlanNotFoundError):
-            freed = self._survivors.carried(step.recorder, storages, held=False)
+            freed = self._carried(step, storages, held=False)
             if freed == carried or step.ranks is not None:
                 raise
             planned = self._planned(step, gradients, gradient_bytes, freed)
@@ -251,10 +270,27 @@ class KnownSteps:
             )
             return replace(planned, carried=carried)
 
-    def _carried(self, step: _KnownStep, gradients: dict[int, int]) -> tuple[int, ...]:
-        carried = self._survivors.carried(step.recorder, gradients)
+    def _look(self, step: _KnownStep, gradients: dict[int, int], args: Sequence[Any]) -> None:
+        """Find out what exists besides a step that is about to begin: optimizer state, copies, data, other models.
+
+        The inputs of the step are taken to exist already, and to be as large as they were when it was recorded.
+        """
+        record, first = step.recorder, step.recorder.runs[0].planned
+        memory = device_memory(first.device)
+        step.look.looked(memory.total_bytes)
+        known = gradients | self._survivors.alive(record, gradients)
+        inputs = record.input_bytes
+        if first.dynamic:  # recorded with the most bytes that they can have
+            now = [a for a in args if isinstance(a, torch.Tensor)]
+            inputs += unique_bytes(now, current_bytes) - sum(record.sizes[s] for s in {*record.runs[0].given} if s is not None)
+        outside = memory.besides(known) - inputs - first.counted_bytes - self._survivors.unseen_bytes(record)
+        trained = [t for run in record.runs for _, leaf in run.leaves if (t := leaf()) is not None]
+        step.outside_bytes = max(0, outside) + state_to_come_bytes(trained, first.device)
+
+    def _carried(self, step: _KnownStep, gradients: dict[int, int], *, held: bool = True) -> tuple[int, ...]:
+        carried = [step.outside_bytes + size for size in self._survivors.carried(step.recorder, gradients, held=held)]
         # Ranks agree on resident bytes, and stop if their graphs differ.
-        return carried if step.ranks is None else (max(carried),) * len(carried)
+        return tuple(carried) if step.ranks is None else (max(carried),) * len(carried)
 
     def _planned_beside(
         self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int, carried: tuple[int, ...], before: _Planned
@@ -269,8 +305,9 @@ class KnownSteps:
                 return replace(self._planned(step, gradients, gradient_bytes, room), grown=before.grown + 1)
         self._warn_once(
             step,
-            "tensors of earlier steps, such as outputs that are held, take %s more than when the step was planned, and no "
-            "plan was found that keeps the budget of %s beside them: the plan before is used, and may exceed it by as much",
+            "tensors besides the step, such as optimizer state, copies of the model or outputs that are held, take %s more than "
+            "when the step was planned, and no plan was found that keeps the budget of %s beside them: the plan before is used, "
+            "and may exceed it by as much",
             format_bytes(more),
             step.recorder.runs[0].planned.budget,
         )
@@ -354,7 +391,7 @@ class KnownSteps:
     def _compile_again(self, step: _KnownStep) -> None:
         """Plan a step now: those of its graphs that have to be compiled again are so when they are called next."""
         gradients = step.gradients(self.origins, step.recorder.existing)
-        nothing = (0,) * (len(step.recorder.windows) + 1)
+        nothing = (step.recorder.runs[0].planned.outside_bytes,) * (len(step.recorder.windows) + 1)
         with contextlib.suppress(CheckmateError):  # raised when the step begins again
             step.plans[gradients] = self._planned(step, gradients, step.recorder.gradient_bytes, nothing)
 
@@ -369,7 +406,7 @@ def _free_bytes(step: _KnownStep) -> int:
         free = own.result.budget_bytes - planned.interface.graph.resident_bytes
     eager_bytes = _eager_bytes(step)
     free -= eager_bytes if eager_bytes > _LOSS_SCALARS * step.scalar_bytes else 0
-    return free + planned.unread_bytes  # which are carried, and in the peak of the plan
+    return free + planned.outside_bytes  # which are carried, and in the peak of the plan
 
 
 def _eager_bytes(step: _KnownStep) -> int:

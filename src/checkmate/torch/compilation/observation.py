@@ -46,14 +46,12 @@ def observed_step(
         gradient = record.runs[r].gradients[k]
         if gradient is not None:
             storages[gradient] = replace(storages[gradient], last=count)
-    given = {s for run in (*record.runs, *record.abandoned) for s in run.given if s is not None}
-    inputs = {s for s in given | record.eager_inputs if record.sources[s] is None and s not in record.eager}
     return ObservedStep(
         parts=tuple(parts),
         windows=tuple(windows),
         storages=storages,
         eager_bytes=_transient(record, count, spans, released),
-        resident_bytes=sum(record.sizes[s] for s in inputs) + carried[count] + extra_resident_bytes,
+        resident_bytes=record.input_bytes + carried[count] + extra_resident_bytes,
         accumulated=freed_gradients,
     )
 

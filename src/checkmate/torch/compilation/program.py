@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import content_inputs, random_op
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import is_scalar_tangent, storage_bytes
-from checkmate.torch.measure.resident import WeakStorage
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.passes.accumulation import accumulating
 from checkmate.torch.passes.undefined_tangents import without_tangents
@@ -117,8 +116,10 @@ class PlannedGraph:
         options: Budget, solver and time limit.
         resident: Memory besides the graph's inputs when it was compiled.
         planned_gradient_bytes: Gradients that the own plan counts as resident.
-        unread: Storages of the parameters and buffers of the model that the graph does not read, by key.
-        unread_bytes: Their bytes, which are among the resident ones.
+        outside_bytes: Those of the resident bytes that are looked up again when a step begins: all tensors that are neither inputs
+            nor gradients, and the state that optimizers will make.
+        counted_bytes: Those of the wrappers that a count of the device's tensors includes.
+        device: Where it runs.
         ranks: The ranks that plan together, or None.
         recompile: Makes Dynamo compile the graph again at its next call; None where Dynamo did not compile it.
         searched_s: Seconds of the search for a plan of nearly the smallest peak, which count towards the time limit of the step.
@@ -137,8 +138,9 @@ class PlannedGraph:
     planned_gradient_bytes: int
     ranks: Ranks | None
     recompile: Callable[[], None] | None
-    unread: Mapping[int, WeakStorage] = field(default_factory=dict)
-    unread_bytes: int = 0
+    outside_bytes: int = 0
+    counted_bytes: int = 0
+    device: torch.device = torch.device("cpu")
     searched_s: float = 0.0
     replaceable: bool = True
     num_symbols: int = 0
@@ -152,10 +154,6 @@ class PlannedGraph:
         """The budget as the user gave it."""
         assert self.options.budget is not None
         return self.options.budget
-
-    def unread_now(self) -> dict[int, torch.UntypedStorage]:
-        """The storages in `unread` that still exist, by key."""
-        return {key: storage for key, weak in self.unread.items() if (storage := weak()) is not None}
 
     @functools.cached_property
     def key(self) -> str:
@@ -224,6 +222,14 @@ class PlannedGraph:
                 boxed(backward),
             )
         return self._programs[key]
+
+    @functools.cached_property
+    def keeping_everything(self) -> Program:
+        """The program that saves what the plain step saves; the own one where no other can take its place."""
+        if not self.replaceable or self.dynamic:
+            return self.own
+        joint = self.captured(frozenset(), frozenset())
+        return self.program(frozenset(), frozenset(), range(len(joint.capture.graph.ops)), joint)
 
     @property
     def num_outputs(self) -> int:
@@ -411,7 +417,7 @@ class Flight:
 
 def key_of(graph: Graph, budget: Budget) -> str:
     """Key of a graph and the budget that was asked for; resident bytes are ignored."""
-    return f"{budget} {msgspec.structs.replace(graph, resident_bytes=0).digest}"
+    return f"{budget} {graph.digest}"
 
 
 def weakly(argument: Any) -> Callable[[], Any]:

@@ -133,6 +133,16 @@ class StepRecorder:
         """
         return sum(self.sizes[s] for key, s in self._present.items() if s in self.eager and key not in besides)
 
+    def present(self) -> dict[int, int]:
+        """Bytes of each storage of the step that is alive, by its key."""
+        return {key: self.sizes[s] for key, s in self._present.items()}
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the storages that existed before the step, that windows are given or eager code reads."""
+        given = {s for run in (*self.runs, *self.abandoned) for s in run.given if s is not None}
+        return sum(self.sizes[s] for s in given | self.eager_inputs if self.sources[s] is None and s not in self.eager)
+
     def _begin(self, window: tuple[int, bool]) -> None:
         self._note_eager()
         for storage, tensor, version in self._versions:

@@ -26,6 +26,7 @@ from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.measure.allocator import ReservedMemory
+from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.split import CapturedJoint
 
 _log = logging.getLogger("checkmate.torch")
@@ -95,7 +96,7 @@ def plan_step(
         gradient_bytes: Gradients that exist before it.
         existing: Run and input of the leaves that have a gradient before it.
         accumulated: Inputs to whose gradients the backward adds, for each run.
-        carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and what no graph reads.
+        carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and all others.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -104,8 +105,7 @@ def plan_step(
     """
     graphs = tuple(run.planned for run in recorder.runs)
     first = max(graphs, key=lambda g: g.budget.total_bytes or 0)
-    # What a graph does not read another one may: those that none reads are among `carried`.
-    extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.unread_bytes for g in graphs)
+    extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.outside_bytes for g in graphs)  # `carried` has the latter
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
     whole = [run.planned.captured(run.undefined, added) for run, added in zip(recorder.runs, accumulated, strict=True)]
 
@@ -117,8 +117,11 @@ def plan_step(
     spent_s = recorder.searched_s
     as_it_is = captured(whole)
     chunkable = _chunkable(as_it_is, captured)
+    room = resolved_budget(first.budget, as_it_is.graph, first.options.counted) - as_it_is.graph.resident_bytes
+    room -= max(carried, default=0) - min(carried, default=0)  # the rest is freed in the step
     try:
-        step, result = _in_pieces(first, chunkable, spent_s) or _agreed(first, as_it_is, spent_s)
+        with within_room(room):
+            step, result = _in_pieces(first, chunkable, spent_s) or _agreed(first, as_it_is, spent_s)
     except InfeasibleBudgetError as error:
         if error.binding_op and first.offered is not None:
             raise with_offer(error, chunkable, first.offered) from None

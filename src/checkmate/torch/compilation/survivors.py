@@ -109,10 +109,21 @@ class Survivors:
         known = self._found.get(key)
         return known is not None and known.storage() is storage()
 
-    def carried(self, recorder: StepRecorder, gradients: Collection[int], *, held: bool = True) -> tuple[int, ...]:
-        """Bytes that are expected to be alive at each gap of a step, besides what the step is given and makes.
+    def alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, int]:
+        """Bytes of the storages of earlier steps that are alive and that the step is not given, by their keys.
 
-        They are those of earlier steps, and of parameters and buffers that no graph of the step reads.
+        Args:
+            recorder: An earlier step of the same kind.
+            gradients: Keys of the storages of gradients, which are counted elsewhere.
+        """
+        return {key: survivor.size_bytes for key, survivor in self._alive(recorder, gradients).items()}
+
+    def unseen_bytes(self, recorder: StepRecorder) -> int:
+        """Bytes that eager code of the step before is expected to have left, although it was not seen."""
+        return sum(left.size_bytes for left in self._unseen.get(recorder.sequence, ()))
+
+    def carried(self, recorder: StepRecorder, gradients: Collection[int], *, held: bool = True) -> tuple[int, ...]:
+        """Bytes of earlier steps that are expected to be alive at each gap of a step, besides what the step is given and makes.
 
         Args:
             recorder: An earlier step of the same kind.
@@ -121,28 +132,22 @@ class Survivors:
         """
         count = len(recorder.windows)
         sequence = recorder.sequence
-        alive: list[_Survivor] = []
-        for key, survivor in list(self._found.items()):
-            storage = survivor.storage()
-            if storage is None:
-                del self._found[key]
-            elif key not in gradients and not recorder.is_given(key, storage):
-                alive.append(survivor)
+        alive = self._alive(recorder, gradients).values()
         newest = self._newest.get(sequence)
         older = (held and sequence in self._held) or any(s.sequence == sequence and s.number != newest for s in alive)
         freed = [0] * (count + 1)  # by the last gap at which a storage is alive
-        freed[count] = sum(self._unread(recorder, gradients).values())
         for left in self._unseen.get(sequence, ()):
             freed[left.last] += left.size_bytes
         for survivor in alive:
             freed[survivor.last if survivor.sequence == sequence and not older else count] += survivor.size_bytes
         return tuple(sum(freed[gap:]) for gap in range(count + 1))
 
-    def _unread(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, int]:
-        """Bytes of the parameters and buffers that no graph of a step reads and no earlier step was given, by their keys."""
-        unread = {key: storage for run in recorder.runs for key, storage in run.planned.unread_now().items()}
-        return {
-            key: s.nbytes()
-            for key, s in unread.items()
-            if key not in self._found and key not in gradients and not recorder.is_given(key, s)
-        }
+    def _alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, _Survivor]:
+        alive: dict[int, _Survivor] = {}
+        for key, survivor in list(self._found.items()):
+            storage = survivor.storage()
+            if storage is None:
+                del self._found[key]
+            elif key not in gradients and not recorder.is_given(key, storage):
+                alive[key] = survivor
+        return alive

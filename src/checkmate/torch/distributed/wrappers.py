@@ -25,11 +25,21 @@ class WrapperMemory:
             gathered, and the buffers of one all-gather and one reduce-scatter. Inputs of the graph itself are not included.
         bucket_view_bytes: Part of the buckets of which the gradients of the graph's parameters are views.
         transient_gradient_bytes: Gradients of the graph that its backward frees: reduce-scatter keeps one shard of each.
+        sharded: Whether the wrapper is FSDP, whose shards Python holds; the buckets of DDP are held by C++ alone.
     """
 
     held_bytes: int = 0
     bucket_view_bytes: int = 0
     transient_gradient_bytes: int = 0
+    sharded: bool = False
+
+    def counted_bytes(self, device: torch.device) -> int:
+        """What a count of the tensors on a device includes of ``held_bytes``.
+
+        Args:
+            device: The device.
+        """
+        return self.held_bytes if self.sharded or device.type == "cuda" else 0
 
 
 def wrapper_memory(example_inputs: Sequence[Any], accumulate: bool) -> WrapperMemory:
@@ -51,7 +61,7 @@ def wrapper_memory(example_inputs: Sequence[Any], accumulate: bool) -> WrapperMe
         trained = sum(size for key, size in gathered.items() if mine[key])
         own += sum(gathered.values())
         passing += trained - trained // group.shards
-    return WrapperMemory(held + _sharded_bytes(groups, accumulate) - own, views, passing)
+    return WrapperMemory(held + _sharded_bytes(groups, accumulate) - own, views, passing, sharded=True)
 
 
 def fsdp_unsharded_bytes() -> dict[int, int]:

@@ -61,7 +61,17 @@ def current_bytes(tensor: torch.Tensor) -> int:
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors that have a tensor's storages: itself, or the indices and values of a sparse one."""
-    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _BY_ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return (tensor.ccol_indices(), tensor.row_indices(), tensor.values()) if tensor.layout in _BY_COLUMNS else ()
+
+
+_BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor], size_of: Callable[[torch.Tensor], int] = storage_bytes) -> int:

@@ -44,7 +44,6 @@ from checkmate.torch._compat.inductor import (
     use_inductor_choices,
     writes_over_what_dies,
 )
-from checkmate.torch._compat.profiler import profiler_running
 from checkmate.torch._compat.symbolic import guards_against_upper_bounds
 from checkmate.torch.compilation.compilation import Compilation
 from checkmate.torch.compilation.program import GraphInterface
@@ -246,9 +245,7 @@ def compile_by_inductor(
         if search.next_candidate():
             continue
         chosen = search.best()
-        # While another profiler runs nothing can be measured; the count is what a measurement would confirm.
-        busy = compilation.ranks is None and profiler_running()
-        while chosen is not None and not search.trials[chosen].measured and not busy:
+        while chosen is not None and not search.trials[chosen].measured:
             search.correct(chosen, _measure(compilations[chosen], example_inputs, traced, task))
             chosen = search.best()
         if chosen is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from torch import fx
 
 from checkmate.frontend.step_graph import Part
@@ -37,6 +39,23 @@ def part_of(capture: Capture) -> Part:
         tangents=tuple(capture.value_of.get(n) for n in placeholders if is_tangent(n)),
         gradients=tuple(_value(capture, out) for out in capture.backward_outputs),
     )
+
+
+def reads_of_batch(part: Part, batch: Set[int]) -> frozenset[int]:
+    """Ops of a forward that read inputs which the backward of the plain step does not read.
+
+    Until a step has shown that the caller leaves these inputs as they are, no such op may be computed again in the backward.
+
+    Args:
+        part: The graph.
+        batch: Inputs that the caller may overwrite between forward and backward.
+    """
+    readers = {k: set(part.readers[k]) for k in batch}
+    for o, op in enumerate(part.graph.ops):
+        for k in {part.views[v] for v in op.inputs if v in part.views} & batch:
+            readers[k].add(o)
+    early = [ops for ops in readers.values() if max(ops, default=0) < part.boundary]
+    return frozenset(o for ops in early for o in ops)
 
 
 def _value(capture: Capture, output: object) -> int | None:

@@ -24,13 +24,14 @@ def state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int:
         optimizer: The optimizer.
         alignment: Granularity of the device's allocator in bytes.
     """
-    existing = unique_bytes(t for state in optimizer.state.values() for t in leaves(state))
-    missing = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and not optimizer.state.get(parameter):
-                missing += _uninitialised_state_bytes(optimizer, group, parameter, alignment)
-    return existing + missing
+    missing = missing_state_bytes(optimizer, alignment)
+    if missing is None:
+        _log.warning(
+            "the state that %s allocates at its first step is unknown and not reserved: pass its size as `reserve`, or run one "
+            "step before compiling",
+            type(optimizer).__name__,
+        )
+    return unique_bytes(t for state in optimizer.state.values() for t in leaves(state)) + (missing or 0)
 
 
 def state_is_known(optimizer: optim.Optimizer) -> bool:
@@ -55,15 +56,25 @@ def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
     return sum(sizes) if kind == "cuda" else max(sizes, default=0)
 
 
-def _uninitialised_state_bytes(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, alignment: int) -> int:
-    """State that the first step allocates for a parameter, on its device: step counters may be in host memory."""
-    if not updates_parameters_separately(optimizer):
-        _log.warning(
-            "the state that %s allocates at its first step is unknown and not reserved: pass its size as `reserve`, or run one "
-            "step before compiling",
-            type(optimizer).__name__,
-        )
+def missing_state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int | None:
+    """Bytes of the state that an optimizer has yet to allocate; None where that is not known before its first step.
+
+    Args:
+        optimizer: The optimizer.
+        alignment: Granularity of the device's allocator in bytes.
+    """
+    missing = [
+        (group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)
+    ]
+    if not missing:
         return 0
+    if not updates_parameters_separately(optimizer):
+        return None
+    return sum(_first_state_bytes(optimizer, group, p, alignment) for group, p in missing)
+
+
+def _first_state_bytes(optimizer: optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, alignment: int) -> int:
+    """State that the first step allocates for a parameter, on its device: step counters may be in host memory."""
     state = initial_state(optimizer, group, torch.empty_like(parameter, device="meta"))
     tensors = [t for t in state.values() if isinstance(t, torch.Tensor)]
     on_device = [t for t in tensors if t.is_meta or alignment == 1]

@@ -6,23 +6,37 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx
 
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
-from checkmate.torch._compat.dispatch import OpOverload, no_dispatch, no_modes, run_and_save_rng_state, run_with_rng_state
-from checkmate.torch._compat.profiler import keep_busy, memory_trace, profiler_running
+from checkmate.torch._compat.aot import is_tangent
+from checkmate.torch._compat.dispatch import (
+    OpOverload,
+    dispatches_in_python,
+    no_dispatch,
+    no_modes,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
+from checkmate.torch._compat.profiler import keep_busy, memory_trace, outside_of_profilers
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
 from checkmate.torch.graph.op_properties import is_collective, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
-from checkmate.torch.measure.errors import ProfilerBusyError
+from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
+from checkmate.torch.measure.resident import free_bytes
 from checkmate.torch.measure.roofline import estimate_ns
 from checkmate.torch.measure.timing import EFFORT, LeastTimes
 
@@ -40,14 +54,40 @@ class Profiler:
 
     Args:
         store: Where measured costs are kept; the user's cost cache by default.
+        inputs: Functions that return the inputs of the graph, which are not kept alive. Ops read the inputs where they are, since
+            a budget may leave no room for copies.
     """
 
-    def __init__(self, store: CostStore | None = None) -> None:
+    def __init__(self, store: CostStore | None = None, inputs: Sequence[Callable[[], Any]] = ()) -> None:
         self._costs = MeasuredCosts(signature=signature, measure=measure_nodes, estimate=_without_running, store=store)
+        self._inputs = inputs
 
     def __call__(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
         """Cost of each node; nodes with the same `signature` share one measurement."""
-        return self._costs(nodes)
+        token = _INPUTS.set(self._by_storage(nodes))
+        try:
+            return self._costs(nodes)
+        finally:
+            _INPUTS.reset(token)
+
+    def _by_storage(self, nodes: Sequence[fx.Node]) -> dict[int, torch.Tensor]:
+        """The inputs, by the key of the storage of the traced tensor."""
+        placeholders = [n for n in nodes[0].graph.find_nodes(op="placeholder") if not is_tangent(n)] if nodes else []
+        if len(placeholders) != len(self._inputs):  # AOTAutograd merges inputs that are equal
+            return {}
+        pairs = [(n.meta.get("val"), real()) for n, real in zip(placeholders, self._inputs, strict=True)]
+        return {
+            storage_key(traced): real
+            for traced, real in pairs
+            if isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor) and _has_plain_storage(real)
+        }
+
+
+_INPUTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("inputs", default=MappingProxyType({}))
+
+
+def _has_plain_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not dispatches_in_python(tensor) and not tensor.is_meta
 
 
 def _without_running(node: fx.Node) -> OpCost:
@@ -55,8 +95,9 @@ def _without_running(node: fx.Node) -> OpCost:
 
     A collective on the CPU runs in gloo, which copies the result once.
     """
-    copied = is_collective(node) and not _on_cuda(node)
-    return OpCost(estimate_ns(node), sum(map(storage_bytes, leaves(node.meta.get("val")))) if copied else 0)
+    if is_collective(node):
+        return OpCost(estimate_ns(node), 0 if _on_cuda(node) else sum(map(storage_bytes, leaves(node.meta.get("val")))))
+    return OpCost(estimate_ns(node), estimated_workspace_bytes(node) if isinstance(node.target, OpOverload) else 0)
 
 
 def signature(node: fx.Node) -> str | None:
@@ -85,21 +126,20 @@ def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Nod
 
     Returns:
         Signature to cost. Nodes that fail are logged and left out.
-
-    Raises:
-        ProfilerBusyError: Another torch profiler is active.
     """
-    if profiler_running():
-        raise ProfilerBusyError(
-            f"the workspace of {len(nodes)} ops has to be measured, and another torch profiler is active",
-            hint="call the compiled function once before you start the profiler: measurements are stored",
-        )
+    return outside_of_profilers(lambda: _measure_nodes(nodes, known))
+
+
+def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]]) -> dict[str, OpCost]:
     with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
-        other = torch.ones(EFFORT.between_bytes, dtype=torch.uint8, device="cpu")
+        other = _other_memory()
         times = {key: LeastTimes(node) for key, node in nodes.items()}
         costs: dict[str, OpCost | None] = {}
         for key, node in progress.counted([*nodes.items()], "measuring costs"):
-            costs[key] = _measured_or_warned(node, other, times[key])
+            fits = _needed_bytes(node) <= free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu"))
+            costs[key] = _measured_or_warned(node, other, times[key]) if fits else None
+            if not fits:
+                _log.info("%s (%s) is estimated: the budget leaves no room to measure it", node.name, node.target)
         found = {k: cost for k, cost in costs.items() if cost is not None}
         again = {k: nodes[k] for k, cost in found.items() if _is_measured_again(nodes[k], cost)}
         beside = {k: known[k][0] for k in _references(known)} if sum(found[k].cost_ns for k in again) >= EFFORT.matters_ns else {}
@@ -116,9 +156,18 @@ def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Nod
     return found
 
 
-def _repeat(
-    nodes: Mapping[str, fx.Node], beside: Mapping[str, fx.Node], times: Mapping[str, LeastTimes], other: torch.Tensor
-) -> None:
+Memory = npt.NDArray[np.uint8]
+
+
+def _other_memory() -> Memory:
+    """Memory to read between runs: a part of the file of PyTorch's library, since a budget may leave no room for a tensor."""
+    files = [path for path in (Path(torch.__file__).parent / "lib").iterdir() if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    size = min(EFFORT.between_bytes, largest.stat().st_size)
+    return np.asarray(np.memmap(largest, np.uint8, "r", shape=(size,)))
+
+
+def _repeat(nodes: Mapping[str, fx.Node], beside: Mapping[str, fx.Node], times: Mapping[str, LeastTimes], other: Memory) -> None:
     """Measure nodes that were measured once in further passes, and others beside them."""
     began = time.perf_counter()
     for number in itertools.count(2):
@@ -176,15 +225,18 @@ def _on_cuda(node: fx.Node) -> bool:
     return any(t.device.type == "cuda" for t in leaves(node.meta.get("val")))
 
 
-def _materialised(value: Any, *, fill: bool = True) -> Any:
+def _materialised(value: Any, *, fill: bool = True, given: Mapping[int, torch.Tensor] = MappingProxyType({})) -> Any:
     """A real tensor with the shape and strides of a traced one (expanded dimensions stay expanded), or a plain number.
 
     Args:
         value: The traced value.
         fill: Whether the content of a tensor is read.
+        given: Tensors to use, by the key of the storage of a traced one.
     """
     if isinstance(value, torch.Tensor):
         shape, stride = _layout(value)
+        if storage_key(value) in given and (real := _view(given[storage_key(value)], value, shape, stride)) is not None:
+            return real
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
         flat = torch.empty(extent, dtype=value.dtype, device=value.device)
         # Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, so that they are
@@ -200,8 +252,24 @@ def _materialised(value: Any, *, fill: bool = True) -> Any:
         largest = value_at_upper_bounds(value)
         return value.node.hint if largest is None else largest
     if isinstance(value, (list, tuple)):
-        return type(value)(_materialised(v, fill=fill) for v in value)
+        return type(value)(_materialised(v, fill=fill, given=given) for v in value)
     return value
+
+
+def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor | None:
+    """The part of an input that a traced tensor is a view of; None where it is seen as another type, or is smaller now."""
+    offset = concrete(traced.storage_offset())
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
+    if real.dtype is not traced.dtype or (offset + extent) * real.element_size() > real.untyped_storage().nbytes():
+        return None
+    return real.detach().as_strided(shape, stride, offset)
+
+
+def _needed_bytes(node: fx.Node) -> int:
+    """Bytes of the tensors that have to be made to run an op, and of its results."""
+    given = _INPUTS.get()
+    made = {storage_key(t): storage_bytes(t) for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
+    return sum(size for key, size in made.items() if key not in given)
 
 
 def _fill(flat: torch.Tensor) -> None:
@@ -215,7 +283,8 @@ def _ready_to_run(node: fx.Node) -> Callable[[], Iterator[Any]]:
     """A function that runs an op: it yields at the end of each part of it, see `LeastTimes`, and the results at last."""
     target, args, kwargs = _call(node)
     fill = not makes_views(node)
-    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val"), fill=fill))
+    given = _INPUTS.get() if isinstance(target, OpOverload) and not target._schema.is_mutable else {}
+    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val"), fill=fill, given=given))
     if target is UPDATE:
         parameter, gradient, optimizer, which = real_args
         update = updates_of(optimizer).clone_for_measurement(which, parameter)
@@ -231,19 +300,17 @@ def _in_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any
     yield call(*args, **kwargs)
 
 
-def _measured_or_warned(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> OpCost | None:
+def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCost | None:
     try:
         time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other, times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
-        _log.warning(
-            "%s (%s) could not be measured; its time is estimated and its workspace taken as 0: %s", node.name, node.target, error
-        )
+        _log.warning("%s (%s) could not be measured; its time and its workspace are estimated: %s", node.name, node.target, error)
         return None
     return OpCost(quantise(time_ns), workspace_bytes)
 
 
-def _cpu_cost(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> tuple[int, int]:
-    """Nanoseconds and workspace of an op on the CPU; the other tensor is read between runs, which are added to the times."""
+def _cpu_cost(node: fx.Node, other: Memory, times: LeastTimes) -> tuple[int, int]:
+    """Nanoseconds and workspace of an op on the CPU; other memory is read between runs, which are added to the times."""
     run = _ready_to_run(node)
     slow = max(EFFORT.slow_factor * estimate_ns(node), EFFORT.slow_ns)
     other.max()
@@ -272,12 +339,12 @@ def _is_measured_again(node: fx.Node, known: OpCost) -> bool:
     return EFFORT.again_ns <= known.cost_ns <= EFFORT.once_ns and not _on_cuda(node)
 
 
-def run_again(node: fx.Node, other: torch.Tensor, times: LeastTimes) -> None:
+def run_again(node: fx.Node, other: Memory, times: LeastTimes) -> None:
     """Run an op on the CPU in a later pass.
 
     Args:
         node: The op.
-        other: A tensor that is read before each run.
+        other: Memory that is read before each run.
         times: What the runs are added to.
     """
     run = _ready_to_run(node)

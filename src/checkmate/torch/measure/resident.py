@@ -1,20 +1,17 @@
-"""Resident bytes that a graph does not show: gradients, parameters that others read, and other allocations on a CUDA device."""
+"""Gradients that exist while a graph runs, the device that it runs on, and the bytes that are free there."""
 
 from __future__ import annotations
 
-import gc
-import inspect
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
-from checkmate.torch.graph.storages import current_bytes, storage_key, strided_parts, unique_bytes
+from checkmate.torch.graph.storages import unique_bytes
 from checkmate.torch.options import Options
 
 
@@ -30,31 +27,33 @@ def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:
     return unique_bytes(t.grad for t in leaf if t.grad is not None) + unique_bytes(coming)
 
 
-def other_allocated_bytes(example_inputs: Sequence[Any], options: Options) -> int:
-    """Bytes on the device that are neither inputs of a graph nor their gradients.
+_ROOM: ContextVar[int] = ContextVar("room", default=sys.maxsize)
+
+
+@contextmanager
+def within_room(size_bytes: int) -> Generator[None]:
+    """Context in which measurements take no more memory than a budget leaves.
 
     Args:
-        example_inputs: Inputs of the graph.
-        options: Options of the backend; ``device`` names the device, by default that of the inputs.
-
-    Returns:
-        Bytes, from the CUDA allocator's count; 0 on a CPU, whose allocator keeps none.
+        size_bytes: What it leaves.
     """
-    tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
-    device = cuda_device(tensors, options)
-    if device is None:
-        return 0
-    gc.collect()  # compilation leaves cycles, and with them models of before, which would be taken for resident
-    seen = unique_bytes(tensors, current_bytes) + gradient_bytes(example_inputs, accumulate=False)
-    return max(0, torch.cuda.memory_allocated(device) - seen)
+    token = _ROOM.set(size_bytes)
+    try:
+        yield
+    finally:
+        _ROOM.reset(token)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on a device now; unlimited where the system does not tell."""
+    """Bytes that can be allocated on a device now: those that the budget leaves, and that the system has.
+
+    Args:
+        device: The device.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(_available_bytes(), _left_in_container_bytes())
+        return min(_ROOM.get(), free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return min(_ROOM.get(), _available_bytes(), _left_in_container_bytes())
 
 
 def _available_bytes() -> int:
@@ -84,61 +83,3 @@ def cuda_device(inputs: Sequence[Any], options: Options) -> torch.device | None:
         device = torch.device(options.device)
         return device if device.type == "cuda" else None
     return next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda"), None)
-
-
-WeakStorage = Callable[[], torch.UntypedStorage | None]
-"""A storage that is not kept alive."""
-
-
-def unread_storages(example_inputs: Sequence[Any], options: Options) -> dict[int, WeakStorage]:
-    """Parameters and buffers of the modules that are running now which a graph does not read.
-
-    A CPU has no count of allocated bytes. A model takes them all, although other graphs, eager code or none may read some.
-
-    Args:
-        example_inputs: Inputs of the graph.
-        options: Options of the backend; ``device`` names the device, by default that of the inputs.
-
-    Returns:
-        Storages by their keys; none on CUDA, where `other_allocated_bytes` counts them.
-    """
-    inputs = [t for t in example_inputs if isinstance(t, torch.Tensor)]
-    if cuda_device(inputs, options) is not None:
-        return {}
-    read = {storage_key(part) for t in inputs for part in strided_parts(t)}
-    tensors = {id(t): t for module in _running_modules() for t in (*module.parameters(), *module.buffers())}
-    parts = [p for t in tensors.values() if type(t) in _PLAIN for p in strided_parts(t) if p.device.type == "cpu"]
-    return {key: weakref.ref(part.untyped_storage()) for part in parts if (key := storage_key(part)) not in read}
-
-
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-"""Types of tensors that hold their own storage. A DTensor of FSDP2 does not: its shards belong to the memory of the wrappers."""
-
-
-def _running_modules() -> Iterator[nn.Module]:
-    """Modules one of whose methods is on the stack of this thread."""
-    frame = sys._getframe()
-    while frame is not None:
-        module = _local_of(frame, "self")
-        if isinstance(module, nn.Module):
-            yield module
-        frame = frame.f_back
-
-
-def _local_of(frame: FrameType, name: str) -> Any:
-    """A local variable of a running function, or None.
-
-    Before Python 3.13 (PEP 667) ``f_locals`` of a function is a dict with all its variables that the frame keeps until the
-    function returns. A training loop then held its first batch until its end. The dict is emptied, unless it is also the result
-    of a call of `locals`, which is the same one.
-    """
-    variables = frame.f_locals
-    value = variables.get(name)
-    function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
-    if function and isinstance(variables, dict) and sys.getrefcount(variables) == _REFERENCES:
-        variables.clear()
-    return value
-
-
-_REFERENCES = 3
-"""Those of the frame, of a local variable and of the argument of `sys.getrefcount`."""

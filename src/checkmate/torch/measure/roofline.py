@@ -18,7 +18,7 @@ from checkmate.cost.store import OpCost
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
-from checkmate.torch.measure.piece_memory import pieces_workspace_bytes
+from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
 
 _log = logging.getLogger("checkmate.torch")
 _VIEW_NS = 100
@@ -27,11 +27,8 @@ _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 
 
 def estimated_costs(nodes: Sequence[fx.Node]) -> list[OpCost]:
-    """Estimated costs of nodes on the ``"CPU"`` device profile, without running any.
-
-    Their workspace counts as zero; the temporary tensors of an op that runs piece by piece count.
-    """
-    return [OpCost(estimate_ns(n), pieces_workspace_bytes(n) if PIECES in n.meta else 0) for n in nodes]
+    """Estimated costs of nodes on the ``"CPU"`` device profile, without running any; their workspace is an upper estimate."""
+    return [OpCost(estimate_ns(n), estimated_workspace_bytes(n)) for n in nodes]
 
 
 def estimate_ns(node: fx.Node, device: Device | None = None) -> int:

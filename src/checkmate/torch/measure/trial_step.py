@@ -13,10 +13,9 @@ import torch
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import overwritten_inputs
 from checkmate.torch._compat.dispatch import no_modes
-from checkmate.torch._compat.profiler import memory_trace, profiler_running
+from checkmate.torch._compat.profiler import memory_trace, outside_of_profilers
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key, unique_bytes
-from checkmate.torch.measure.errors import ProfilerBusyError
 from checkmate.torch.measure.peak import measure_peak
 from checkmate.torch.measure.timing import clock
 
@@ -37,11 +36,11 @@ def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs
 
     Returns:
         Memory of the second step. If a step runs out of memory, all of the CUDA device's: more than any budget.
-
-    Raises:
-        ProfilerBusyError: The inputs are on the CPU and another torch profiler is active.
     """
-    _refuse_profiler()
+    return outside_of_profilers(lambda: _measure_step(run, inputs, hold_outputs))
+
+
+def _measure_step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool) -> StepMemory:
     with _put_back(inputs), no_modes(), torch.enable_grad():
         try:
             _step(run, inputs, hold_outputs)
@@ -81,11 +80,11 @@ def measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMe
 
     Returns:
         Memory of the second step. If a step runs out of memory, all of the CUDA device's: more than any budget.
-
-    Raises:
-        ProfilerBusyError: The inputs are on the CPU and another torch profiler is active.
     """
-    _refuse_profiler()
+    return outside_of_profilers(lambda: _measure_whole_step(run, inputs))
+
+
+def _measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMemory:
     # AOTAutograd's metadata does not name parameters: updates were marks when it traced the step.
     with _put_back(inputs, everything=True), no_modes(), torch.enable_grad():
         try:
@@ -99,14 +98,6 @@ def measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMe
 def _device(inputs: Sequence[Any]) -> torch.device:
     found = (t.device for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "cuda")
     return next(found, torch.device("cpu"))
-
-
-def _refuse_profiler() -> None:
-    if profiler_running():
-        raise ProfilerBusyError(
-            "a compiled step has to be measured, and another torch profiler is active",
-            hint="call the compiled function once before you start the profiler",
-        )
 
 
 def _whole_device() -> StepMemory:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from checkmate.core.errors import GraphError
+from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
+from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import default_partition, is_tangent
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
+from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
 from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
 from checkmate.torch.passes.accumulation import accumulating
@@ -63,8 +67,10 @@ class Task:
         honours_checkpoints: Whether checkpointed regions are recomputed, and never held.
         no_recompute: Names of ops that must run once.
         extra_resident_bytes: Resident bytes besides the graph's inputs.
+        room: Bytes that are free to measure the costs of a graph that is captured without costs.
         accumulated: Inputs to whose gradients the backward adds, of a graph with a given number of inputs.
         on_planned: Called with the captured joint graph and its plan before anything runs.
+        on_unplannable: Called with the reason why a graph cannot be planned. It raises, or the graph runs as PyTorch runs it.
         relabel: Moves the fake tensors of a graph to another device, in place.
         layout_pass: Returns a graph whose tensors have other layouts.
     """
@@ -77,9 +83,24 @@ class Task:
     no_recompute: frozenset[str]
     extra_resident_bytes: int
     on_planned: Callable[[CapturedJoint, Result], None]
+    on_unplannable: Callable[[GraphError], None]
+    room: Callable[[Graph], int] = lambda graph: sys.maxsize
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()
     relabel: Callable[[fx.Graph], None] = lambda graph: None
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
+
+    def planned(self, module: fx.GraphModule, num_fwd_outputs: int | None) -> tuple[Capture, Capture, Result]:
+        """A module as it was captured, the capture that is planned, and the plan; what is measured takes no more than `room`.
+
+        Args:
+            module: The prepared module.
+            num_fwd_outputs: How many outputs of the module are outputs of the forward; None for whole steps.
+        """
+        bare = replace(self, costs=lambda nodes: [OpCost(0, 0)] * len(nodes)).captured(num_fwd_outputs)(module)
+        with within_room(self.room(bare.graph)):
+            recapture = self.captured(num_fwd_outputs)
+            whole = recapture(module)
+            return whole, *self.plan(whole, recapture)
 
     def captured(self, num_fwd_outputs: int | None) -> Recapture:
         """A function that captures joint modules.
@@ -118,10 +139,20 @@ def partition(
         The forward module and the backward module.
 
     Raises:
-        GraphError: The graph is the body of a higher-order op.
+        GraphError: The graph cannot be planned, such as the body of a higher-order op, and the task does not allow that.
         SplitError: The modules would take more memory than planned.
         CheckmateError: No plan was found.
     """
+    try:
+        return _partition(joint, joint_inputs, num_fwd_outputs, task, rest)
+    except GraphError as error:
+        task.on_unplannable(error)
+        return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+
+
+def _partition(
+    joint: fx.GraphModule, joint_inputs: Sequence[Any], num_fwd_outputs: int, task: Task, rest: Mapping[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     if not joint_inputs:
         raise GraphError(
             "the step has a higher-order op whose body AOTAutograd differentiates by itself, which cannot be planned",
@@ -138,9 +169,9 @@ def partition(
     task.relabel(prepared.graph)
     inputs = [n for n in prepared.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
     accumulated = task.accumulated(len(inputs))
-    recapture = task.captured(num_fwd_outputs)
-    whole = recapture(accumulating(prepared, num_fwd_outputs, accumulated) if accumulated else prepared)
-    capture, result = task.plan(whole, recapture)
+    if accumulated:
+        prepared = accumulating(prepared, num_fwd_outputs, accumulated)
+    whole, capture, result = task.planned(prepared, num_fwd_outputs)
     planned = CapturedJoint(capture, whole, task, rest)
     forward, backward = planned.split(result)
     task.on_planned(planned, result)
@@ -215,9 +246,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     prepared = prepare(module, split_convolutions=task.split_convolutions, layout_pass=task.layout_pass)
     apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
-    recapture = task.captured(None)
-    whole = recapture(prepared)
-    capture, result = task.plan(whole, recapture)
+    whole, capture, result = task.planned(prepared, None)
     imposed = apply_plan(capture, result.plan)
     _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))
     task.on_planned(CapturedJoint(capture, whole, task, {}), result)

@@ -27,8 +27,9 @@ def apply_optimizer_in_backward(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     markers = graph.find_nodes(op="call_function", target=GRADIENT_READY)
-    loss = [out for out in graph.output_node().args[0] if out not in markers][-1]  # type: ignore[union-attr]
+    results = [out for out in graph.output_node().args[0] if out not in markers]  # type: ignore[union-attr]
     for marker in markers:
+        loss = results[-1]
         with graph.inserting_before(marker):
             update = graph.call_function(UPDATE, marker.args, {})
         update.meta = {k: v for k, v in marker.meta.items() if k != "val"}

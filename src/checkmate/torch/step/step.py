@@ -196,7 +196,7 @@ def compile(  # noqa: A001 - named like torch.compile
         time_limit_s=time_limit_s,
         plan=plan,
         outputs=outputs,
-        reserve=_with_state(reserve, optimizer),
+        reserve=reserve,
         accumulate=accumulate,
         checkpoints=checkpoints,
         costs=costs,

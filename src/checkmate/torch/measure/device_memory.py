@@ -1,0 +1,150 @@
+"""Bytes that all tensors on a device take, and the optimizers whose state is among them or will be.
+
+On CUDA the caching allocator counts them. PyTorch has no such count on a CPU: there a look at all objects that Python's garbage
+collector tracks finds them, which takes a tenth of a second and more. So the C library's count of allocated memory, 40
+microseconds, tells whether a look is due (`LookDue`). Tensors that C++ alone holds, such as those which autograd has saved for an
+eager graph, are found through the graphs of the tensors that Python holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import optim
+
+from checkmate.torch._compat.dispatch import dispatches_in_python
+from checkmate.torch._compat.engine import saved_by_autograd
+from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
+from checkmate.torch.measure.optimizer_state import missing_state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The tensors on a device at some moment.
+
+    Attributes:
+        total_bytes: What they take, each storage once.
+        storages: Bytes of each storage, by its key; None on CUDA, where the allocator only has the total.
+    """
+
+    total_bytes: int
+    storages: Mapping[int, int] | None
+
+    def besides(self, known: Mapping[int, int]) -> int:
+        """Bytes that are not those of some storages.
+
+        Args:
+            known: Bytes of each storage to leave out, by its key.
+        """
+        if self.storages is None:
+            return max(0, self.total_bytes - sum(known.values()))
+        return self.total_bytes - sum(size for key, size in self.storages.items() if key in known)
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """The tensors on a device now.
+
+    Args:
+        device: A CUDA device, or the CPU.
+    """
+    if device.type == "cuda":
+        return DeviceMemory(torch.cuda.memory_allocated(device), None)
+    held = [t for t in _instances(torch.Tensor) if not dispatches_in_python(t)]  # tensors inside of others are found themselves
+    storages: dict[int, int] = {}
+    for tensor in itertools.chain(held, saved_by_autograd(held)):
+        if tensor.dtype is torch.uint8 and tensor.numel() == _STATE_BYTES:
+            continue  # the state of a generator, which Dynamo keeps while it compiles
+        try:
+            storages.update((storage_key(p), storage_bytes(p)) for p in strided_parts(tensor) if p.device.type == "cpu")
+        except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as those of functorch and of lazy modules
+            continue
+    return DeviceMemory(sum(storages.values()), storages)
+
+
+_STATE_BYTES = torch.get_rng_state().numel()
+
+
+def _instances(kind: type) -> Iterator[Any]:
+    objects = gc.get_objects()
+    kinds = {t for t in set(map(type, objects)) if issubclass(t, kind)}
+    return (o for o in objects if type(o) in kinds)
+
+
+def state_to_come_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Bytes of the state that the optimizers of some parameters have yet to make in their first step.
+
+    Args:
+        parameters: The parameters.
+        device: Where they are.
+    """
+    trained = {id(p) for p in parameters}
+    owners = [o for o in _instances(optim.Optimizer) if any(id(p) in trained for g in o.param_groups for p in g["params"])]
+    alignment = 512 if device.type == "cuda" else 1
+    return sum(missing_state_bytes(optimizer, alignment) or 0 for optimizer in owners if not optimizer.state)
+
+
+_LEAST_GROWTH_BYTES = 1 << 15
+"""Growth of allocated memory that is no reason for a look. What Python itself allocates from step to step is below a kilobyte."""
+
+
+@dataclass(slots=True)
+class LookDue:
+    """Whether the process has allocated so much since the last look that another one is due.
+
+    Attributes:
+        heap_bytes: Allocated memory at the last look.
+        growth_bytes: The least growth that makes one due: twice as much after each look that found no more tensors.
+        steps: Steps since the beginning, where the C library has no count: then the first looks are in steps 1, 2, 4, 8 and so on.
+    """
+
+    heap_bytes: int = -_LEAST_GROWTH_BYTES
+    growth_bytes: int = _LEAST_GROWTH_BYTES
+    steps: int = 0
+    _total_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether one is due; called once in each step."""
+        self.steps += 1
+        now = allocated_bytes()
+        return self.steps & (self.steps - 1) == 0 if now is None else now >= self.heap_bytes + self.growth_bytes
+
+    def looked(self, total_bytes: int) -> None:
+        """Note the outcome of a look.
+
+        Args:
+            total_bytes: Bytes of all tensors.
+        """
+        self.growth_bytes = _LEAST_GROWTH_BYTES if total_bytes > self._total_bytes else 2 * self.growth_bytes
+        self.heap_bytes, self._total_bytes = allocated_bytes() or 0, total_bytes
+
+
+def allocated_bytes() -> int | None:
+    """Bytes that this process has allocated from the C library, which PyTorch's CPU allocator calls; None if it has no count."""
+    count = _mallinfo()
+    if count is None:
+        return None
+    found = count()
+    return found.uordblks + found.hblkhd
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )]  # fmt: skip
+
+
+@functools.cache
+def _mallinfo() -> Callable[[], Any] | None:
+    try:
+        function = ctypes.CDLL(None).mallinfo2  # since glibc 2.33
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.restype = _MallInfo
+    return function
