@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fresh import digest, earlier_models, hardware, mib, publish, ran_on, versions
 
 SHARE = 0.8
+BUDGETS = ("60%", "80% of eager")
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning")
 KEPT = ("holds", "announced", "refused")
 RETRIES = 3  # a graph is known before its step, and a step before another kind of step
@@ -67,8 +68,11 @@ def main() -> int:
     counting_allocator()
     load_kernels()
     rows = {} if options.print_only else earlier_models(__file__)
+    for row in rows.values():
+        classify(row)
     for name in options.scripts or SCRIPTS:
         rows[name] = measured(name, options.time_limit, options.timeout)
+        classify(rows[name])
         print("\n".join(lines(name, rows[name])), flush=True)
         if not options.print_only:
             report = {
@@ -105,16 +109,13 @@ def measured(name: str, limit: float, timeout: float) -> dict[str, Any]:
     row: dict[str, Any] = {"eager": once("eager"), "100%": once("100%")}
     if not row["eager"].get("steps") or "error" in row["eager"]:
         return row
-    budgets = {"60%": "60%", "80% of eager": str(int(SHARE * highest(row["eager"])))}
-    for label, mode in budgets.items():
+    for label, mode in zip(BUDGETS, ("60%", str(int(SHARE * highest(row["eager"])))), strict=True):
         found = once(mode)
         found["retries"], last = [], found
         while "refused" in last and last["refused"]["smallest_bytes"] and len(found["retries"]) < RETRIES:
             last = once(str(last["refused"]["smallest_bytes"]))
             found["retries"].append(last)
         row[label] = found
-    for label in budgets:
-        row[label]["outcome"], row[label]["why"] = outcome(row[label], row)
     return row
 
 
@@ -260,9 +261,19 @@ def _lasts(text: str) -> bool:
 def _announced(text: str, limit: int) -> int:
     """The bytes that a warning says may be taken; 0 if it says none."""
     units = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    besides = "exceed it by" in text or "exceeded by" in text
+    if besides:
+        text = re.sub(r"budget of [\d.]+ ?\w+", "", text)
     amounts = re.findall(r"([\d.,]*\d) ?(B|bytes|KiB|MiB|GiB)\b", text)
     most = max((math.ceil((float(n.replace(",", "")) + 0.005) * units[unit]) for n, unit in amounts), default=0)
-    return limit + most if "exceeded by" in text else most
+    return limit + most if besides else most
+
+
+def classify(row: dict[str, Any]) -> None:
+    """Note the class of each run of a script with a budget, and the reason in words."""
+    for label in BUDGETS:
+        if label in row:
+            row[label]["outcome"], row[label]["why"] = outcome(row[label], row)
 
 
 def outcome(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:

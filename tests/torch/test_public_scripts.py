@@ -42,6 +42,10 @@ REFUSAL = {"budget_bytes": 80, "floor_bytes": 85, "smallest_bytes": 90, "message
         (a_run(95, 80, warnings=[[1, "a first step may take up to 90 B, more than its budget of 80 B"]]), "understated"),
         (a_run(90, 90, warnings=[[1, "a first step may take up to 90 B, more than its budget of 80 B"]]), "silent"),
         (a_run(80, 90, 90, warnings=[[2, "no plan keeps the budget of 80 B: it may be exceeded by 10 B"]]), "announced"),
+        (
+            a_run(80, 90, warnings=[[2, "tensors take 5 B more, no plan keeps the budget of 80 B: may exceed it by as much"]]),
+            "understated",
+        ),
         (a_run(90, 80, warnings=[[2, "a step may take up to 90 B"]]), "silent"),  # said after it
         (a_run(80, parameters="another"), "wrong bits"),
         (a_run(80, losses=[[1, 0.25]]), "wrong bits"),
