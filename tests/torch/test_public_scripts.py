@@ -67,6 +67,21 @@ def test_a_run_is_classed_by_what_a_user_was_told(found: dict[str, Any], expecte
     assert classed(copy.deepcopy(found), label) == expected
 
 
+def test_a_script_that_pytorch_does_not_compile_is_not_counted() -> None:
+    """Its own backend raises the same error."""
+    found = a_run(error="RuntimeError: double backward")
+    row = {
+        "eager": a_run(100),
+        "100%": copy.copy(found),
+        "aot_eager": copy.copy(found),
+        "60%": found,
+        "80% of eager": copy.copy(found),
+    }
+    torch_scripts.classify(row)
+    assert found["outcome"] == "not compiled"
+    assert torch_scripts.counted({"pinn": row}) == {}
+
+
 def test_a_share_is_compared_with_the_budget_of_the_whole_step() -> None:
     """Until the step is planned as a whole its graphs have budgets for themselves."""
     found = a_run(70, 70)
