@@ -22,7 +22,7 @@ def naive_bytes(graph: Graph, plan: Plan) -> list[int]:
         extra = 0
         if isinstance(what, Compute):
             op, old = graph.ops[what.op], dict(newest)
-            for v in sorted(op.outputs, key=lambda v: graph.values[v].base is not None):
+            for v in sorted(op.outputs, key=lambda v: _depth(graph, v)):
                 base = graph.values[v].base
                 if base is None:
                     newest[v] = (v, step)
@@ -40,6 +40,12 @@ def naive_bytes(graph: Graph, plan: Plan) -> list[int]:
         )
         held.append(graph.resident_bytes + sum(graph.values[s[0]].size_bytes for s in set(newest.values())) + extra + replays)
     return held
+
+
+def _depth(graph: Graph, v: int) -> int:
+    """Number of values that a value is a view through."""
+    base = graph.values[v].base
+    return 0 if base is None else 1 + _depth(graph, base)
 
 
 def naive_host_bytes(graph: Graph, plan: Plan) -> list[int]:

@@ -72,6 +72,25 @@ def random_graph(
     )
 
 
+def with_views_of_views(rng: random.Random, graph: Graph) -> Graph:
+    """The graph with more outputs of its ops, which are views of their outputs and of each other, listed in any order.
+
+    Args:
+        rng: Source of randomness.
+        graph: The graph.
+    """
+    values = list(graph.values)
+    ops: list[Op] = []
+    for op in graph.ops:
+        outputs = list(op.outputs)
+        for _ in range(rng.choice([0, 1, 2, 3])):
+            values.append(Value(f"v{len(values)}", 0, rng.choice(outputs)))
+            outputs.append(len(values) - 1)
+        rng.shuffle(outputs)
+        ops.append(msgspec.structs.replace(op, outputs=tuple(outputs)))
+    return msgspec.structs.replace(graph, ops=tuple(ops), values=tuple(values))
+
+
 def with_more_kept(rng: random.Random, graph: Graph, chance: float) -> Graph:
     """The graph with some more of its values kept.
 

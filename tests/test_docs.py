@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+OWN = "https://github.com/checkmate-remat/checkmate"
 COMMANDS = [
     'pip install -c constraints.txt -e ".[demo]" && checkmate demo',
     'pip install -c constraints.txt -e ".[dev]" && pytest',
@@ -39,8 +40,9 @@ def test_internal_links_resolve(page):
     """A link to a file in the repository names a file that is there."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
-    broken = [t for t in targets if "://" not in t and not t.startswith("mailto:") and not (page.parent / t).exists()]
-    assert broken == []
+    here = [(page.parent, t) for t in targets if "://" not in t and not t.startswith("mailto:")]
+    here += [(ROOT, found[1]) for t in targets if (found := re.fullmatch(rf"{OWN}/(?:blob|raw|tree)/main/(.+)", t))]
+    assert [target for folder, target in here if not (folder / target).exists()] == []
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>> " in p.read_text()], ids=page_id)

@@ -43,7 +43,7 @@ HOSTILE = (
     "../../../../etc/passwd",
     "x" * 5000,
 )
-ODD = (None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**40, 0.5, 1e308, "", "0", "\ud83d\ude00", [], [0], {}, [[[[]]]], *HOSTILE)
+ODD = (None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 0.5, 1e308, "", "0", "\ud83d\ude00", [], [0], {}, [[[[]]]], *HOSTILE)
 LIMIT_S = 60
 """Seconds of one case, after which it fails."""
 

@@ -27,6 +27,13 @@ CASES = {
     "budget-unreadable": (("plan", "chain.graph.json", "--budget", "lots"), "cannot read 'lots'"),
     "budget-unknown-unit": (("plan", "chain.graph.json", "--budget", "8GB8"), "8GB8"),
     "budget-infinite": (("plan", "chain.graph.json", "--budget", "1e400"), "too much"),
+    "budget-infinite-with-unit": (("plan", "chain.graph.json", "--budget", "1e308GiB"), "too much"),
+    "budget-share-infinite": (("plan", "chain.graph.json", "--budget", "1e308%"), "more than 100000%"),
+    "budget-a-half": (("plan", "chain.graph.json", "--budget", "0.5"), "did you mean '50%'?"),
+    "host-infinite": ((*PLAN, "--host", "1e308GiB", "--device", "H100"), "too much"),
+    "oom-infinite": (("oom", "infinite.log"), "no out-of-memory error of PyTorch"),
+    "oom-limit-infinite": (("oom", "snapshot.pickle", "--limit", "1e308GiB"), "too much"),
+    "verify-budget-infinite": (("verify", "chain.graph.json", "plan.json", "--budget", "1e308TiB"), "too much"),
     "budget-negative": (("plan", "chain.graph.json", "--budget=-5"), "-5"),
     "solver-unknown": ((*PLAN, "--solver", "autoo"), "there is no solver 'autoo'"),
     "time-zero": ((*PLAN, "--time-limit", "0"), "time_s=0.0"),
@@ -45,6 +52,9 @@ CASES = {
     "capture-no-such-function": (("capture", "model.py:biuld"), "has no function 'biuld'"),
     "capture-raises": (("capture", "model.py:broken"), "raised KeyError at"),
     "capture-wrong-shape": (("capture", "model.py:two"), "returned a tuple of 2"),
+    "plan-without-budget": (("plan", "chain.graph.json"), "--budget is missing, such as --budget 50%"),
+    "fits-without-device": (("fits", "model.py:two"), "--device is missing, such as --device H100"),
+    "plan-without-graph": (("plan",), "GRAPH is missing"),
     "capture-batch-not-taken": (("capture", "model.py:two", "--batch", "3"), "TypeError"),
     "min-budget-time": (("min-budget", "chain.graph.json", "--time-limit", "-1"), "time_s=-1.0"),
     "min-budget-no-graph": (("min-budget", "plan.json"), "holds a plan, not a graph"),
@@ -105,6 +115,7 @@ CASES = {
 def files(tmp_path):
     (tmp_path / "truncated.json").write_text('{"format": "checkmate.graph/1", "ops": [')
     (tmp_path / "hostile.pickle").write_bytes(b"\x80\x02cposix\nsystem\nX\x05\x00\x00\x00sleep\x85R.")
+    (tmp_path / "infinite.log").write_text("CUDA out of memory. Tried to allocate 1e308 GiB. GPU 0 has")
     (tmp_path / "list.pickle").write_bytes(pickle.dumps([1, 2]))
     failed_run().dump(tmp_path / "snapshot.pickle")
     checkmate.write(network(4), tmp_path / "layers.graph.json")

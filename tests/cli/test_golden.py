@@ -21,7 +21,7 @@ def both(outcome):
 
 
 VERBS = ("demo", "capture", "plan", "verify", "min-budget", "pareto", "max-batch", "explain", "diff", "report", "solvers")
-VERBS += ("completion", "fits", "devices", "oom", "regions", "doctor")
+VERBS += ("completion", "fits", "devices", "oom", "regions", "doctor", "run")
 
 
 @pytest.fixture

@@ -96,6 +96,41 @@ def test_verify_reads_results_too(run):
     assert run("verify", "chain.graph.json", "result.json", "--budget", BUDGET).code == 0
 
 
+@pytest.mark.parametrize("budget", ["60%", "60 %", "5.5 MiB", "5.5M"])
+def test_commands_in_hints_can_be_pasted_into_a_shell(run, tmp_path, budget):
+    """A budget and the name of a file may have spaces; a shell splits at them."""
+    (tmp_path / "my model.graph.json").write_bytes((tmp_path / "chain.graph.json").read_bytes())
+    words = ["plan", "my model.graph.json", "--budget", budget]
+    for _ in range(2):  # the plan, its check, and what they hint at
+        outcome = run(*words)
+        assert outcome.code == 0, outcome
+        for command in re.findall(r"`checkmate ([^`]+)`", outcome.out + outcome.err):
+            words = shlex.split(command)
+            assert run(*words).code == 0, words
+
+
+@pytest.mark.parametrize("verb", ["plan", "verify"])
+def test_a_share_is_told_as_itself(run, verb):
+    """No user who asked for a half knows 4.62 MiB again."""
+    assert run("plan", "chain.graph.json", "--budget", "50 %", "--out", "p.json").code == 0
+    words = ["plan", "chain.graph.json"] if verb == "plan" else ["verify", "chain.graph.json", "p.json"]
+    said = run(*words, "--budget", "50 %").out
+    (line,) = [line for line in said.splitlines() if line.startswith("budget")]
+    assert re.fullmatch(r"budget +50 % of what can be given up: \S+ MiB of 7.50 MiB in all", line), line
+
+
+def test_a_share_that_is_refused_is_not_asked_for_its_unit(run, tmp_path):
+    """A share of a small graph is a few bytes; that no unit was forgotten shows in its sign."""
+    chain = checkmate.Graph.from_dag(cost=[1] * 4, size_bytes=[100] * 4, edges=[(0, 1), (1, 2), (2, 3)])
+    checkmate.write(chain, tmp_path / "small.graph.json")
+    outcome = run("plan", "small.graph.json", "--budget", "1%")
+    assert outcome.code == 1, outcome
+    said = " ".join(outcome.err.split())
+    assert "budget 1% of what can be given up: 2 B of 200 B in all, is below the smallest possible peak" in said
+    assert "did you mean" not in said
+    assert "did you mean '4%' or '4MiB'?" in " ".join(run("plan", "small.graph.json", "--budget", "4").err.split())
+
+
 def test_solvers_are_those_of_the_registry(run):
     """What is listed can be chosen."""
     said = run("solvers", "--json").json["solvers"]

@@ -41,6 +41,29 @@ def test_a_budget_of_neither_or_both_is_refused(both):
     assert caught.value.hint == "use Budget.parse('8GiB') or Budget.parse('70%')"
 
 
+@pytest.mark.parametrize(
+    ("amount", "words", "has_no_unit"),
+    [
+        ("50%", "50% of what can be given up: 14 B of 16 B in all", False),
+        ("50 %", "50 % of what can be given up: 14 B of 16 B in all", False),
+        (" 14 B ", "14 B", False),
+        ("14", "14 B", True),
+        (14, "14 B", True),
+        (14.0, "14 B", True),
+        ("8GiB", "8.00 GiB", False),
+        ("8G", "8.00 GiB", False),
+    ],
+    ids=repr,
+)
+def test_a_share_is_told_as_itself_and_a_number_alone_has_no_unit(amount, words, has_no_unit):
+    """No user who wrote "50%" knows 14 bytes again, or forgot their unit; what is known of it in bytes is told beside it."""
+    budget = Budget.parse(amount)
+    assert budget.describe(budget.resolve(chain()), 16) == words
+    assert budget.has_no_unit == has_no_unit
+    known = Budget(budget.text, total_bytes=budget.resolve(chain()))
+    assert (known.describe(budget.resolve(chain()), 16), known.has_no_unit) == (words, has_no_unit)
+
+
 def test_a_share_is_rounded_down_between_what_is_fixed_and_the_peak():
     """A total needs neither amount."""
     assert (fixed_bytes(chain()), keep_all_bytes(chain())) == (12, 16)

@@ -269,3 +269,21 @@ def test_the_published_schema_is_the_code(name):
     """The JSON Schema in the docs changes only with the version of the format."""
     path = SCHEMAS / f"{name.replace('/', '.').removeprefix('checkmate.')}.json"
     assert json.loads(path.read_text()) == json.loads(json.dumps(schema(name)))
+
+
+@pytest.mark.parametrize("figure", [10**400, 2**63, -1], ids=["huge", "2**63", "-1"])
+@pytest.mark.parametrize("name", ["budget_bytes", "peak_bytes", "cost", "floor_bytes"])
+def test_figures_of_results_and_curves_are_amounts(tmp_path, name, figure):
+    """What cannot be a number of bytes or a cost is not drawn: a float does not hold it."""
+    graph = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
+    for content in (solve(Problem(graph, "100%")), checkmate.pareto(graph, points=2)):
+        path = tmp_path / "x.json"
+        checkmate.write(content, path)
+        document = json.loads(path.read_text())
+        holder = document["points"][-1] if "points" in document and name != "floor_bytes" else document
+        if name not in holder:
+            continue
+        holder[name] = figure
+        path.write_text(json.dumps(document))
+        with pytest.raises(FileFormatError):
+            checkmate.read(path)

@@ -107,3 +107,14 @@ def test_only_a_share_needs_the_peak_of_keeping_everything(monkeypatch):
     assert Problem(chain(), 12).budget_bytes == 12
     with pytest.raises(TypeError):
         Problem(chain(), "50%")
+
+
+def test_a_problem_tells_its_budget_as_it_was_written():
+    """Other budgets of the same question are called by the same words; the words make no other problem."""
+    asked = Problem(chain(), "50%")
+    assert asked.describe_budget() == "50% of what can be given up: 14 B of 18 B in all"
+    assert asked.replace_budget(13).describe_budget() == "50% of what can be given up: 13 B of 18 B in all"
+    assert asked.without_host().budget.text == "50%"
+    assert asked == Problem(chain(), 14)
+    assert hash(asked) == hash(Problem(chain(), 14))
+    assert Problem(chain(), "14 B").describe_budget() == Problem(chain(), 14).describe_budget() == "14 B"

@@ -18,6 +18,7 @@ HINT = "\n\nhint: write an amount such as '8GiB', '512 MB' or '70%', or give an 
 UNITS = {
     "": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4,
     "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4,
+    "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4,
 }  # fmt: skip
 
 
@@ -25,7 +26,7 @@ UNITS = {
     st.integers(0, 999), st.sampled_from(sorted(UNITS)), st.sampled_from([str, str.lower, str.upper]), st.sampled_from(["", " "])
 )
 def test_a_number_and_its_unit_multiply(number, unit, case, space):
-    """Binary and decimal units differ by their i; case and a space say nothing."""
+    """Only a B without an i makes a unit decimal; case and a space say nothing. "8G" is what Slurm and Docker take it for."""
     assert parse_bytes(f" {number}{space}{case(unit)} ") == number * UNITS[unit]
 
 
@@ -74,6 +75,12 @@ def test_amounts_as_people_write_them(amount, size):
         (None, "None is not a whole number of bytes"),
         (float("nan"), "nan is not a whole number of bytes"),
         (float("inf"), "inf is not a whole number of bytes"),
+        ("1.5", "'1.5' is not a whole number of bytes"),
+        ("1e308GiB", "'1e308GiB' is too much to be an amount of memory"),
+        ("9999999999TiB", "'9999999999TiB' is too much to be an amount of memory"),
+        ("1e300", "'1e300' is too much to be an amount of memory"),
+        (1e300, "1e+300 is too much to be an amount of memory"),
+        (2**62 + 1, f"{2**62 + 1} is too much to be an amount of memory"),
     ],
     ids=repr,
 )
@@ -82,6 +89,26 @@ def test_amounts_that_cannot_be_read_are_refused_with_a_hint(amount, says):
     with pytest.raises(UnitError) as caught:
         parse_bytes(amount)
     assert str(caught.value) == says + HINT
+
+
+@pytest.mark.parametrize(
+    ("amount", "share"), [(0.5, "50%"), ("0.5", "50%"), (" .75 ", "75%"), ("1e-3", "0.1%"), (0.999, "99.9%")], ids=repr
+)
+def test_a_fraction_of_a_byte_is_taken_for_a_share_that_was_meant(amount, share):
+    """PyTorch's own memory budget is a number from 0 to 1; as bytes it would be none, and refused for another reason."""
+    with pytest.raises(UnitError) as caught:
+        Budget.parse(amount)
+    assert caught.value.message == f"{amount!r} means 0 bytes"
+    assert caught.value.hint.startswith(f"did you mean {share!r}? Otherwise write an amount such as '8GiB'")
+
+
+@pytest.mark.parametrize("percent", ["1e308", "1e9", "9" * 100])
+def test_a_share_without_measure_is_refused(percent):
+    """It would be more bytes than 64 bits count."""
+    with pytest.raises(UnitError) as caught:
+        Budget.parse(f"{percent}%")
+    assert caught.value.message == f"'{percent}%' is more than 100000%"
+    assert Budget.parse("100000%").within(fixed_bytes=0, keep_all_bytes=2**60) == 2**62
 
 
 @given(st.integers(0, 10**6), st.integers(0, 2**40), st.integers(0, 100))

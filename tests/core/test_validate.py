@@ -7,7 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from checkmate import Compute, Free, Graph, Op, Plan, PlanError, Value, Violation, WrongGraphError, simulate, validate
-from tests.strategies import graphs, graphs_and_orders
+from checkmate.studies.lifetimes import by_category
+from tests.oracle import naive_bytes
+from tests.strategies import graphs, graphs_and_orders, random_order, with_views_of_views
 
 
 @given(graphs_and_orders(), st.sampled_from(["never", "earliest", "some"]), st.randoms())
@@ -24,6 +26,18 @@ def test_validate_draws_the_line_where_simulate_does(drawn, frees, rng):
     assume(peak > 0)
     violations = validate(graph, plan, peak - 1)
     assert [(violation.rule, violation.step) for violation in violations] == [("budget", timeline.peak_step)]
+
+
+@given(graphs(), st.randoms(use_true_random=False), st.randoms())
+def test_all_accounts_agree_on_views_that_are_listed_before_their_bases(graph, rng, frees):
+    """An op lists its outputs in any order: a view may come before the view of the same op that it is of."""
+    graph = with_views_of_views(rng, graph)
+    plan = Plan.from_order(graph, random_order(rng, graph))
+    plan = Plan(tuple(step for step in plan.steps if isinstance(step, Compute) or frees.random() < 0.7))
+    timeline = simulate(graph, plan)
+    assert timeline.bytes.tolist() == naive_bytes(graph, plan) == by_category(graph, plan).sum(axis=0).tolist()
+    assert validate(graph, plan, timeline.peak_bytes, cost=timeline.cost) == ()
+    assert not timeline.peak_bytes or validate(graph, plan, timeline.peak_bytes - 1)
 
 
 @given(graphs_and_orders(), st.randoms())

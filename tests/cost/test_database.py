@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sqlite3
@@ -15,6 +16,7 @@ import pytest
 from checkmate.core.errors import OptionError
 from checkmate.cost import CostStore, OpCost, cache_folder
 from checkmate.cost import database as databases
+from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.step_memory import StepMemory
 
@@ -90,6 +92,93 @@ def test_a_lock_is_waited_for_once(tmp_path, monkeypatch):
     monkeypatch.setattr(databases, "_locked", set())
     CostStore(path).add(MEASURED)
     assert CostStore(path).get(["mm"]) == MEASURED
+
+
+@pytest.mark.parametrize("name", ["BUSY", "LOCKED", "PROTOCOL", "BUSY_SNAPSHOT", "IOERR_LOCK", "IOERR_SHMLOCK", "IOERR_RDLOCK"])
+def test_a_lock_of_any_kind_is_waited_for_once(name, tmp_path, monkeypatch, caplog):
+    """A network file system that gives no lock of the log, or none at all, is told by other codes, after ten seconds each."""
+    tries = []
+
+    def waits(*_: object, **__: object) -> sqlite3.Connection:
+        tries.append(1)
+        error = sqlite3.OperationalError("locking protocol")
+        error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{name}")
+        raise error
+
+    monkeypatch.setattr(databases, "_locked", set())
+    monkeypatch.setattr(sqlite3, "connect", waits)
+    path = tmp_path / "op_costs.sqlite"
+    for _ in range(3):
+        assert CostStore(path).get(["mm"]) == {}
+        CostStore(path).add(MEASURED)
+    assert len(tries) == 1
+    (warning,) = caplog.messages
+    assert f"{path} cannot be used (locking protocol): costs of ops are measured again in every process" in warning
+    assert warning.endswith("; end the process that keeps it locked, or set CHECKMATE_CACHE to another folder")
+
+
+WRONG = [math.inf, -math.inf, 1e300, -1, 2**62, 1.5, "garbage", b"\x00"]
+"""Numbers that SQLite keeps in a column of integers, and no measurement gives; it keeps NaN as NULL, which the schema refuses."""
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("column", ["cost_ns", "workspace_bytes"])
+def test_a_number_that_cannot_be_right_names_the_file_and_is_measured_again(column, wrong, tmp_path, caplog):
+    """A plan made of an infinite or a negative cost is worse than none; what else is in the file is right."""
+    path = tmp_path / "op_costs.sqlite"
+    CostStore(path).add({**MEASURED, "add": OpCost(7, 0)})
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"UPDATE measures SET {column} = ? WHERE key = 'mm'", (wrong,))
+    connection.close()
+    for _ in range(2):
+        costs = MeasuredCosts(
+            signature=str,
+            measure=lambda ops, _known: dict.fromkeys(ops, OpCost(1000, 8)),
+            estimate=lambda _op: OpCost(1, 0),
+            store=CostStore(path),
+        )
+        assert costs(["mm", "add"]) == [OpCost(1000, 8), OpCost(7, 0)]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert str(path) in warning
+    assert "which cannot be right and is not used: costs of ops are measured again" in warning
+    assert "remove the file, or set CHECKMATE_CACHE" in warning
+
+
+def test_costs_that_no_file_can_keep_are_no_error(tmp_path, caplog):
+    """SQLite counts in 64 bits."""
+    store = CostStore(tmp_path / "op_costs.sqlite")
+    store.add({"mm": OpCost(2**70, 0)})
+    assert store.get(["mm"]) == {}
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_answers_that_cannot_be_right_bound_no_peak(wrong, tmp_path, caplog):
+    """A negative or an infinite peak of an earlier answer would refuse every plan."""
+    path = tmp_path / "plans.sqlite"
+    plans = PlanStore("graph", path)
+    plans.record_answer(10, 4)
+    plans.record_answer(30, 20)
+    for budget in (9, 31):
+        plans.record_answer(budget, 5)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE answers SET peak_bytes = ? WHERE budget_bytes IN (9, 31)", (wrong,))
+    connection.close()
+    assert PlanStore("graph", path).monotone_bounds(25) == (4, 20)
+    (warning,) = caplog.messages
+    assert str(path) in warning
+
+
+@pytest.mark.parametrize("plan", ["[0, -1]", "[0, 1e400]", '[0, "x"]', "[0, NaN]", "{}", "7", "[" * 10_000])
+def test_measured_plans_that_cannot_be_right_are_not_used(plan, tmp_path, caplog):
+    """Their ops are indices."""
+    path = tmp_path / "plans.sqlite"
+    PlanStore("graph", path).add(MeasuredPlan((0, 1), FOUR_BYTES))
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE steps SET plan = ?", (plan,))
+    connection.close()
+    assert [p for p in PlanStore("graph", path).all() if p.order] == []
+    assert len(caplog.messages) <= 1
 
 
 @pytest.mark.parametrize("fault", ["a-file", "cannot-be-made", "no-home"])

@@ -122,3 +122,13 @@ def test_an_op_takes_its_launch_and_the_longer_of_arithmetic_and_traffic() -> No
 def test_devices_are_public() -> None:
     """Planning for a device begins with its profile."""
     assert checkmate.load_device("H100").name == "H100"
+
+
+@pytest.mark.parametrize("name", ["memory_bytes", "bytes_per_s", "launch_ns", "peak_flop_per_s", "pcie_bytes_per_s"])
+def test_figures_of_a_profile_are_amounts(name, tmp_path):
+    """A figure of a hundred digits ended with an internal error where it was printed."""
+    profile = msgspec.structs.asdict(load_device("H100"))
+    profile[name] = {"float32": 10**400} if name == "peak_flop_per_s" else 10**400
+    (tmp_path / "device.json").write_text(json.dumps({"format": "checkmate.device/1", **profile}))
+    with pytest.raises(FileFormatError, match="is more than the"):
+        load_device(tmp_path / "device.json")

@@ -54,6 +54,25 @@ def test_the_version_of_torch(installed, verdict, cure):
     assert cure in check.cure
 
 
+def test_a_package_that_takes_the_name_is_found(tmp_path, monkeypatch):
+    """Others install the same import name and the same command: files of two packages in one folder are neither of them."""
+    assert versions.check_name(versions.other_owners()).verdict == "ok"
+    for name, files in {
+        "checkmate": {"top_level.txt": "checkmate\n"},
+        "chess_tools": {"entry_points.txt": "[console_scripts]\ncheckmate = chess:main\n"},
+        "innocent": {"entry_points.txt": "[console_scripts]\nmate = chess:main\n", "top_level.txt": "chess\n"},
+    }.items():
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        for file, text in {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", **files}.items():
+            (folder / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    check = versions.check_name(versions.other_owners())
+    assert check.verdict == "failed"
+    assert "checkmate and chess_tools also installs" in check.detail
+    assert "pip uninstall checkmate chess_tools" in check.cure and "checkmate-remat" in check.cure
+
+
 def test_versions_are_those_of_the_project():
     """The floor and the newest tested version are stated elsewhere too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -287,3 +287,24 @@ def test_ctrl_c_is_not_lost(graph: Graph) -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_given_plan_runs_where_only_the_process_differs(graph: Graph) -> None:
+    """Workspace depends on the number of threads, resident bytes on the optimizer: a plan that names the structure of its graph
+    holds where these are others, and its figures are those of the graph at hand. Where it names none it is refused."""
+    plan = Plan.from_order(graph, RECOMPUTED)
+    named = msgspec.structs.replace(plan, graph_digest=f"{graph.digest}+{graph.structure}")
+    assert GivenPlan(named)(graph).peak_bytes == GivenPlan(plan)(graph).peak_bytes
+    other = msgspec.structs.replace(
+        graph,
+        resident_bytes=7,
+        ops=tuple(msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + 1) for op in graph.ops),
+    )
+    found = GivenPlan(named)(other)
+    assert found.peak_bytes == GivenPlan(Plan.from_order(other, RECOMPUTED))(other).peak_bytes > GivenPlan(plan)(graph).peak_bytes
+    assert found.plan.graph_digest == other.digest
+    with pytest.raises(WrongGraphError):
+        GivenPlan(plan)(other)
+    resized = Graph.from_dag(cost=[1], size_bytes=[4], edges=[], kept=[0])
+    with pytest.raises(WrongGraphError):
+        GivenPlan(named)(resized)

@@ -9,6 +9,8 @@ import pytest
 
 import checkmate
 import checkmate.jax as cj
+from checkmate.jax.measure import profiler
+from checkmate.jax.measure.profiler import environment
 from tests.jax.networks import mlp, mlp_loss, transformer, transformer_loss
 
 CHANNELS_LAST = ("NHWC", "HWIO", "NHWC")
@@ -174,3 +176,13 @@ def test_a_step_inside_a_transformation_is_refused():
     """Its arguments are tracers there."""
     with pytest.raises(checkmate.GraphError, match="inside a transformation"):
         jax.jit(lambda x: cj.capture(jnp.sin, x).cost)(jnp.ones(3))
+
+
+def test_costs_are_kept_for_the_kernels_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder is shared by machines, and a cache by programs with other settings."""
+    before = environment()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert environment() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(profiler, "processor", lambda: "Another Processor")
+    assert environment() != before

@@ -10,8 +10,9 @@ import pytest
 from checkmate import FileFormatError, OptionError, parse_bytes, simulate
 from checkmate.oom import OutOfMemory, of_snapshot, of_text, read_oom, read_snapshot, stacks
 from checkmate.oom.replay import moment_of
-from checkmate.oom.snapshot import frames_of
+from checkmate.oom.snapshot import Event, Segment, Snapshot, frames_of
 from checkmate.report import memory_snapshot
+from tests.growth import MOST, growth
 from tests.oom.recording import BASE, FORWARD, MIB, OPTIMIZER, PARAMETERS, TORCH, Recording, failed_run, stack
 from tests.plot.graphs import AGAIN, chain, plan
 
@@ -157,6 +158,66 @@ def test_expandable_segments_grow_and_shrink(tmp_path):
     assert not any("expandable_segments:True" in sentence for sentence in found.advice())
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_expandable_segments_at_the_error_are_what_was_mapped_then(seed, tmp_path):
+    """Pages are mapped and unmapped anywhere, before and after; neighbours are one segment."""
+    chance = random.Random(seed)
+    recording, pages = Recording(), set[int]()
+
+    def act() -> None:
+        first, count = chance.randrange(40), chance.randint(1, 12)
+        wanted = set(range(first, first + count))
+        mapping = chance.random() < 0.6
+        while wanted:  # as PyTorch does it: only what is not mapped is mapped, only what is mapped is unmapped
+            at = min(wanted)
+            end = next(k for k in range(at, first + count + 1) if k not in wanted or (k in pages) != (at in pages))
+            if (at in pages) != mapping:
+                recording.note("segment_map" if mapping else "segment_unmap", (end - at) * MIB, [], addr=BASE + at * MIB)
+                (pages.update if mapping else pages.difference_update)(range(at, end))
+            wanted -= set(range(at, end))
+
+    def runs() -> dict[int, int]:
+        starts = [k for k in sorted(pages) if k - 1 not in pages]
+        ends = [k + 1 for k in sorted(pages) if k + 1 not in pages]
+        return {BASE + a * MIB: (b - a) * MIB for a, b in zip(starts, ends, strict=True)}
+
+    for _ in range(15):
+        act()
+    recording.fail(100 * MIB, 3)
+    at_error = runs()
+    for _ in range(chance.choice([0, 1, 15])):
+        act()
+    recording.segments = runs()
+    snapshot = recording.snapshot()
+    for segment in snapshot["segments"]:
+        segment["is_expandable"] = True
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(snapshot))
+    assert dict(moment_of(read_snapshot(tmp_path / "s.pickle")).segments) == at_error
+
+
+def test_reading_expandable_segments_takes_time_in_proportion_to_the_events():
+    """A snapshot of a megabyte has ten thousand segments and as many events."""
+
+    def made(n: int) -> Snapshot:
+        events = [Event(action="oom", size=1)]
+        events += [Event(action=f"segment_{'un' * (k % 2)}map", addr=10**9 + 16 * k, size=8) for k in range(n)]
+        segments = [Segment(address=16 * k, total_size=8, blocks=[], is_expandable=True) for k in range(n)]
+        return Snapshot(segments=segments, device_traces=[events])
+
+    assert growth(made, moment_of, 1500) < MOST
+
+
+def test_one_long_name_is_not_written_for_each_block(tmp_path):
+    """A file shares the text of a name among its blocks; the answer has it once for each line of the code."""
+    name, recording = "f" * 100_000, Recording()
+    for line in range(1000):
+        recording.allocate(MIB, stack((f"/x/{name}.py", name, line)))
+    path = recording.dump(tmp_path / "s.pickle")
+    found = of_snapshot(read_snapshot(path))
+    assert len(found.holders) == 1000
+    assert sum(len(holder.place) for holder in found.holders) < path.stat().st_size
+
+
 def test_the_device_is_that_of_the_error(tmp_path):
     """Several devices: the one that failed, or the one asked for."""
     failed, other = failed_run().snapshot(), Recording()
@@ -202,6 +263,18 @@ def test_the_text_of_an_error():
     assert of_text("CUDA out of memory. Tried to allocate 20.00 MiB.").cause == "not known"
     with pytest.raises(FileFormatError, match="no out-of-memory error"):
         of_text("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("amount", ["1e308 GiB", "1e999 GiB", f"{'9' * 400} bytes", "9999999999999 GiB"])
+def test_an_amount_that_cannot_be_one_is_not_known(amount):
+    """A log may have anything: the error before counts, and figures beside are left out."""
+    broken = NEW.replace("2.00 GiB", amount)
+    with pytest.raises(FileFormatError, match="no out-of-memory error"):
+        of_text(broken)
+    assert of_text(f"{OLD}\n{broken}").requested_bytes == 512 * MIB
+    found = of_text(NEW.replace("79.15 GiB", amount).replace("1.00 GiB is free", f"{amount} is free"))
+    assert (found.requested_bytes, found.total_bytes, found.device_free_bytes) == (2 << 30, None, None)
+    assert found.render()
 
 
 def test_error_and_snapshot_together(tmp_path):

@@ -36,7 +36,7 @@ from checkmate import (
     Value,
     solve,
 )
-from checkmate.core.budget import keep_all_bytes
+from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.registry import GROUP, available, by_name
 from tests.solvers.generators import transformer
@@ -149,6 +149,24 @@ def test_a_budget_without_a_unit_is_asked_for_one(budget, asks):
     with pytest.raises(InfeasibleBudgetError) as caught:
         solve(Problem(transformer(1), budget))
     assert caught.value.hint.startswith(asks)
+
+
+def test_the_unit_that_is_asked_about_makes_a_budget_that_works():
+    """Half a hundred mebibytes are too little for a step of gibibytes."""
+    sizes = [2**30, 2**30, 2**30]
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solve(Problem(Graph.from_dag(cost=[1, 1, 1], size_bytes=sizes, edges=[(0, 1), (1, 2)]), 50))
+    assert caught.value.hint.startswith("50 is 50 bytes; did you mean '50%' or '50GiB'? Otherwise raise")
+
+
+@pytest.mark.parametrize("budget", ["1%", "100 B", Budget("1%", total_bytes=100)])
+def test_a_budget_with_a_unit_is_not_asked_for_one(budget):
+    """The share of a small step is a few bytes, too; it is told as it was written."""
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solve(Problem(chain(), budget))
+    assert caught.value.hint.startswith("raise the budget to at least ")
+    share = "1% of what can be given up: 10" in caught.value.message
+    assert share == (str(budget) == "1%")
 
 
 @dataclass(frozen=True)
@@ -322,6 +340,58 @@ def test_a_plug_in_that_cannot_be_imported_spoils_no_other(monkeypatch, caplog):
     assert by_name("auto") == Auto()
     with pytest.raises(OptionError, match="cannot be imported from no_such_module"):
         by_name("broken")
+
+
+@pytest.mark.parametrize(
+    "way", ["sys.exit()", "sys.exit(3)", "raise SystemExit('no licence')", "raise GeneratorExit", "Solver = 3"]
+)
+def test_a_plug_in_that_ends_the_program_is_named_and_spoils_no_other(way, monkeypatch, caplog, tmp_path):
+    """A program that lists its solvers must not end, in silence, with the code of a plug-in."""
+    (tmp_path / "plug_in_that_exits.py").write_text(f"import sys\n{way}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "plug_in_that_exits", raising=False)
+    good = EntryPoint("auto", "checkmate.solvers.auto:Auto", GROUP)
+    broken = EntryPoint("broken", "plug_in_that_exits:Solver", GROUP)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [broken, good])
+    assert available() == {"auto": Auto}
+    assert "solver 'broken' cannot be imported from plug_in_that_exits:Solver" in caplog.text
+    with pytest.raises(OptionError, match="cannot be imported from plug_in_that_exits") as caught:
+        by_name("broken")
+    assert "uninstall the package" in caught.value.hint
+
+
+class ExitsWhenMade:
+    """A plug-in that finds no licence."""
+
+    def __init__(self):
+        raise SystemExit("no licence")
+
+
+class IsNoSolver:
+    """A plug-in whose entry point names the wrong class."""
+
+
+class ExitsWhenRun:
+    """A plug-in that was a program before."""
+
+    def run(self, problem, session):
+        """End the program."""
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize(("kind", "said"), [(ExitsWhenMade, "no licence"), (IsNoSolver, "it has no method `run`")])
+def test_a_plug_in_that_cannot_be_made_is_named(kind, said, monkeypatch):
+    """The same as one that cannot be imported."""
+    entry = EntryPoint("plug-in", f"{__name__}:{kind.__name__}", GROUP)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
+    with pytest.raises(OptionError, match=f"solver 'plug-in' cannot be made: .*{said}"):
+        by_name("plug-in")
+
+
+def test_a_plug_in_that_ends_the_program_while_it_solves_is_an_error():
+    """The program that called it goes on, and knows that there is no plan."""
+    with pytest.raises(SolverError, match=r"ExitsWhenRun.* ended the program: SystemExit\(0\)"):
+        solve(Problem(chain(), "100%"), ExitsWhenRun())
 
 
 @pytest.mark.parametrize("limits", [{"time_s": 0}, {"time_s": -1.0}, {"gap": 1.0}, {"gap": -0.1}, {"threads": 0}])

@@ -13,6 +13,8 @@ from keras import layers
 
 import checkmate
 from checkmate.allocators.tensorflow import Bfc
+from checkmate.tf2.measure import profiler
+from checkmate.tf2.measure.profiler import environment
 from tests.tf2.steps import differing, observe
 
 X = np.random.default_rng(0).normal(size=(32, 64)).astype("float32")
@@ -107,3 +109,13 @@ def test_a_heap_takes_back_what_it_hands_out(sizes, rng):
     assert heap.in_use == 0
     again = heap.allocate(max(sizes))  # everything has grown together again
     assert again.size < 2 * max(256, -(-max(sizes) // 256) * 256)
+
+
+def test_costs_are_kept_for_the_kernels_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder is shared by machines, and a cache by programs with other settings."""
+    before = environment()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert environment() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(profiler, "processor", lambda: "Another Processor")
+    assert environment() != before

@@ -12,6 +12,8 @@ import gc
 import hashlib
 import json
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ import torch
 import torch._inductor
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +35,7 @@ from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.program import GraphInterface
+from checkmate.torch.distributed.consensus import RankError, job_ranks
 from checkmate.torch.partition import split as partition
 from tests.torch.networks import mlp
 
@@ -379,6 +383,18 @@ def step(rank: int) -> dict[str, Any]:
     return {"same": all(map(torch.equal, kept, left)), "budget": budget, "peak": held + peak, "whole": whole}
 
 
+def stopped(rank: int) -> dict[str, Any]:
+    """Rank 0, which holds the store, is stopped while it decides; what the others say after the timeout of the process group."""
+    distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=3))
+    began, ranks = time.monotonic(), job_ranks()
+    assert ranks is not None
+    with pytest.raises(RankError) as raised:
+        ranks.decide("a plan", b"", lambda said: os.kill(os.getpid(), signal.SIGSTOP) or b"")
+    sys.stdout.write(json.dumps({"message": str(raised.value), "seconds": time.monotonic() - began}) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # gloo waits for rank 0
+
+
 def main() -> None:
     """Run a case."""
     case, rank, count, port, *rest = sys.argv[1:]
@@ -397,7 +413,7 @@ def main() -> None:
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    each.__name__: each for each in (equal, accumulating, fused, failing, lone, alone, step)
+    each.__name__: each for each in (equal, accumulating, fused, failing, lone, alone, step, stopped)
 }
 
 if __name__ == "__main__":

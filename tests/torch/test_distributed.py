@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 30.0  # far less than the two minutes that the process groups of the tests wait
 
 
-def ranks(case: str, *arguments: str, count: int = 2) -> list[dict[str, Any]]:
-    """What each rank of a job finds."""
+def ranks(case: str, *arguments: str, count: int = 2, first: int = 0) -> list[dict[str, Any]]:
+    """What each rank of a job finds, from one on: those before do not end by themselves."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -34,11 +34,13 @@ def ranks(case: str, *arguments: str, count: int = 2) -> list[dict[str, Any]]:
         for rank in range(count)
     ]
     try:
-        done = [process.communicate(timeout=600) for process in running]
+        done = [process.communicate(timeout=600) for process in running[first:]]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0] * count, "".join(err[-3000:] for _, err in done)
+        for process in running[:first]:
+            process.communicate()
+    assert [process.returncode for process in running[first:]] == [0] * (count - first), "".join(err[-3000:] for _, err in done)
     return [json.loads(out.splitlines()[-1]) for out, _ in done]
 
 
@@ -85,6 +87,14 @@ def test_a_rank_that_cannot_plan_stops_all() -> None:
         assert reason.removeprefix("rank 1 stops: RuntimeError: ") in second[name]["message"], second[name]
         assert max(first[name]["seconds"], second[name]["seconds"]) < SECONDS
     assert first["then"]["error"] == second["then"]["error"] == ""
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_is_stopped_stops_all() -> None:
+    """By a debugger, or where its machine is full: with it the store is stopped that it holds, and no call of that returns."""
+    (second,) = ranks("stopped", first=1)
+    assert "the store at which the ranks met has not answered for 0:00:03" in second["message"]
+    assert second["seconds"] < SECONDS
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import HostMemory
@@ -41,8 +42,20 @@ def describe_graph(graph: Graph, path: object) -> str:
     return f"{path}  {len(graph.ops)} ops, {len(graph.values)} values, sha256 {digest}"
 
 
-def describe_budget(budget_bytes: int, keep_all_bytes: int) -> str:
-    """Describe a budget in one line, relative to the peak of keeping everything."""
+def one_word(budget: str) -> str:
+    """A budget without its spaces, as a shell takes it and `Budget.parse` reads it.
+
+    Examples:
+        >>> one_word("8 GiB"), one_word(" 50 % ")
+        ('8GiB', '50%')
+    """
+    return "".join(budget.split())
+
+
+def describe_budget(budget_bytes: int, keep_all_bytes: int, asked: Budget | None = None) -> str:
+    """Describe a budget in one line, relative to the peak of keeping everything; a share that was asked for as itself."""
+    if asked is not None and asked.is_share:
+        return asked.describe(budget_bytes, keep_all_bytes)
     budget, keep_all = format_bytes(budget_bytes), format_bytes(keep_all_bytes)
     if budget_bytes > keep_all_bytes:
         return f"{budget}, more than the {keep_all} that keeping everything needs"

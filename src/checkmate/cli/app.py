@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, MissingArgumentError
 from cyclopts.help import DefaultFormatter, PanelSpec
 from rich.box import Box
 
@@ -31,12 +31,17 @@ from checkmate.cli import (
     terminal,
     verify,
 )
+from checkmate.cli.run import arranged
+from checkmate.cli.run import run as run_script
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, SolverError
 
 _NO_BOX = Box("    \n" * 8)
+_SUCH_AS = {"--budget": "50%", "--device": "H100", "--batch": "8"}
+"""A value of each option that a verb needs."""
 OK, NO_PLAN, BAD_INPUT, INTERNAL = 0, 1, 2, 3
 _VERBS = (
     demo.demo,
+    run_script,
     doctor.doctor,
     capture.capture,
     plan.plan,
@@ -74,10 +79,18 @@ def application() -> App:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    as_json = "--json" in argv
+    if argv[:1] == ["run"]:
+        argv = ["run", *arranged(argv[1:])]
+    as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     try:
         with signals.stopping_as_interrupts():
             code = application()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
+    except MissingArgumentError as error:
+        name = "an argument" if error.argument is None else error.argument.name
+        such_as = f"{name} {_SUCH_AS[name]}" if name in _SUCH_AS else ""
+        message = f"{name} is missing{f', such as {such_as}' if such_as else ''}"
+        hint = f"add {such_as}" if such_as else f"run `checkmate {' '.join(error.command_chain or ())} --help` to see the usage"
+        return _fail(BAD_INPUT, type(error).__name__, message, hint, as_json)
     except CycloptsError as error:
         return _fail(BAD_INPUT, type(error).__name__, str(error), "run `checkmate --help` to see the usage", as_json)
     except (InfeasibleBudgetError, PlanNotFoundError) as error:

@@ -65,7 +65,7 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         terminal.emit({**outcome, "report": str(report)})
     else:
         _show(trained, checks, outcome)
-        terminal.closing([report], "plan your own model: `checkmate capture FILE.py:FUNCTION`, see examples/gpt2.py")
+        terminal.closing([report], "plan your own model: `checkmate capture FILE.py:FUNCTION`, see examples/language_model.py")
     return 0 if outcome["holds"] else 1
 
 

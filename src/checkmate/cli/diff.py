@@ -33,7 +33,7 @@ def diff(graph: Path, first: Path, second: Path, /, *, most: int = 5, json: term
         return 0
     terminal.facts([("graph", amounts.describe_graph(target, graph)), ("first", str(first)), ("second", str(second))])
     terminal.say("", *found.render(most).split("\n"))
-    terminal.closing([], f"draw both with `checkmate report {graph} {second} --against {first}`")
+    terminal.closing([], f"draw both with {terminal.command('report', graph, second, '--against', first)}")
     return 0
 
 

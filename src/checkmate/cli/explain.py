@@ -36,7 +36,7 @@ def explain(graph: Path, plan: Path, /, *, curve: Path | None = None, most: int 
         return 0
     terminal.facts([("graph", amounts.describe_graph(target, graph))])
     terminal.say("", *found.render(most).split("\n"))
-    terminal.closing([], f"draw the plan with `checkmate report {graph} {plan}`")
+    terminal.closing([], f"draw the plan with {terminal.command('report', graph, plan)}")
     return 0
 
 

@@ -8,16 +8,20 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from checkmate.cli import files, targets, terminal
+from checkmate.cli.configurations import causal_model
 from checkmate.cli.extras import needs
 from checkmate.cli.progress import drawn
+from checkmate.core.errors import OptionError
 from checkmate.cost.device import load_device
 
 
 def fits(
-    target: str,
+    target: str = "",
     /,
     *,
     device: str,
+    config: str | None = None,
+    seq: int | None = None,
     optimizer: str | None = None,
     batch: int | None = None,
     whole: Annotated[bool, Parameter(negative="--plain-loop")] = True,
@@ -34,11 +38,15 @@ def fits(
     """Tell whether a training step fits a device that need not be present: exact in bytes, approximate in time.
 
     Args:
-        target: FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example) and example is (x, y). It is
-            called with fake tensors, which have shapes but no memory, and again with real ones if it needs values.
+        target: FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example) or (model, loss, optimizer,
+            example), and example is (x, y). It is called with fake tensors, which have shapes but no memory, and again with real
+            ones if it needs values.
         device: Name of a device, as listed by `checkmate devices`, or path of a profile.
-        optimizer: sgd, momentum, adam or adamw; none by default.
-        batch: Call FUNCTION(batch) instead of FUNCTION().
+        config: Configuration of a language model of Hugging Face, in place of FUNCTION: its config.json, the folder of it, or a
+            name on the hub. The model is made without memory, in the type that the configuration names.
+        seq: Tokens of each sequence, with --config; the longest that the model has positions for by default.
+        optimizer: sgd, momentum, adam or adamw; by default that of FUNCTION, if it returns one.
+        batch: Call FUNCTION(batch) instead of FUNCTION(); with --config, sequences of a batch, one by default.
         whole: Whether each parameter is updated as soon as its gradient is computed; a plain loop updates after the backward.
         autocast: Type of a torch.autocast region around model and loss, with the device's rules; none by default.
         memory: Memory of the device, such as 24GiB, instead of the figure in its profile.
@@ -59,18 +67,28 @@ def fits(
 
     import checkmate.torch
 
-    function = targets.resolve(target)
-    outputs = files.Outputs(targets.source(target), Path(device) if device.endswith(".json") else None)
-    outputs.check(out)
-    call = function if batch is None else lambda: function(batch)
-    model, loss, example = targets.without_memory(target, call)
+    if (config is None) == (not target) or (seq is not None and config is None):
+        raise OptionError(
+            "give either a function or --config; --seq belongs to --config",
+            hint="give FILE.py:FUNCTION, or a configuration such as --config config.json --seq 2048",
+        )
+    source = Path(config) if config is not None and Path(config).is_file() else None
+    outputs = files.Outputs(Path(device) if device.endswith(".json") else None, source)
+    if config is not None:
+        outputs.check(out)
+        built, target = causal_model(config, 1 if batch is None else batch, seq), f"--config {config}"
+    else:
+        function = targets.resolve(target)
+        outputs = files.Outputs(targets.source(target), Path(device) if device.endswith(".json") else None)
+        outputs.check(out)
+        built = targets.without_memory(target, function if batch is None else lambda: function(batch))
     with drawn("tracing the step and looking for plans"), targets.tracing(target):
         answer = checkmate.torch.fits(
-            model,
-            loss,
-            example=example,
+            built.model,
+            built.loss,
+            example=built.example,
             device=device,
-            optimizer=optimizer,
+            optimizer=optimizer or built.optimizer,
             whole=None if whole else False,
             autocast=None if autocast is None else getattr(torch, autocast),
             memory=memory,

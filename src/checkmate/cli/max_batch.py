@@ -105,7 +105,7 @@ def max_batch(
     terminal.table(header, [[*row, f"{found.elapsed_s:.1f} s"]])
     exact = "this is the largest" if found.batch == found.upper_bound else f"none above {found.upper_bound} is possible"
     terminal.say(f"{exact}: {found.why}")
-    terminal.closing([graph_path, plan_path], f"draw the plan with `checkmate report {graph_path} {plan_path}`")
+    terminal.closing([graph_path, plan_path], f"draw the plan with {terminal.command('report', graph_path, plan_path)}")
     return 0
 
 

@@ -78,5 +78,6 @@ def min_budget(
         "no plan in any order needs less" if result.proven else "the smallest possible peak lies between the floor and this one"
     )
     terminal.say("", proven)
-    terminal.closing([where], f"find the cheapest plan within it with `checkmate plan {graph} --budget {format_at_least(peak)}`")
+    next_verb = terminal.command("plan", graph, "--budget", format_at_least(peak))
+    terminal.closing([where], f"find the cheapest plan within it with {next_verb}")
     return 0

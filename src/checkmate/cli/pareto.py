@@ -89,7 +89,8 @@ def pareto(
     terminal.table(header, [_row(target, point) for point in curve.points])
     middle = curve.points[len(curve.points) // 2].budget_bytes
     terminal.closing(
-        [where], f"draw the curve with `checkmate report {graph} PLAN --curve {where}`; make PLAN with --budget {middle}"
+        [where],
+        f"draw the curve with {terminal.command('report', graph, 'PLAN', '--curve', where)}; make PLAN with --budget {middle}",
     )
     return 0
 

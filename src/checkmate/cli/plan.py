@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from msgspec import structs
 
 from checkmate.cli import amounts, files, terminal
 from checkmate.cli.progress import solve_drawn
@@ -61,7 +62,7 @@ def plan(
     target = files.load(graph, Graph)
     problem = Problem(target, budget, recompute, reorder, amounts.host_memory(host, device))
     chosen = solver_named(solver)
-    where = out or files.beside(graph, f"-{budget.replace(' ', '').replace('%', 'pct')}.plan.json")
+    where = out or files.beside(graph, f"-{amounts.one_word(budget).replace('%', 'pct')}.plan.json")
     outputs = files.Outputs(graph)
     outputs.check(where, result)
     limits = Limits(time_s=time_limit, gap=gap, seed=seed, threads=threads)
@@ -69,7 +70,8 @@ def plan(
     found = solved.plan
     if found is None:
         raise CheckmateError("the solve ended without a plan and without an error")
-    outputs.save((found, where), *([] if result is None else [(solved, result)]))
+    found = structs.replace(found, graph_digest=f"{target.digest}+{target.structure}")
+    outputs.save((found, where), *([] if result is None else [(structs.replace(solved, plan=found), result)]))
     keep_all = simulate(target, Plan.from_order(target, range(len(target.ops))))
     if json:
         terminal.emit(_as_json(target, graph, keep_all, solved, where))
@@ -78,7 +80,7 @@ def plan(
     terminal.facts(
         [
             ("graph", amounts.describe_graph(target, graph)),
-            ("budget", amounts.describe_budget(problem.budget_bytes, keep_all.peak_bytes)),
+            ("budget", amounts.describe_budget(problem.budget_bytes, keep_all.peak_bytes, problem.budget)),
             ("solver", f"{name}, {time_limit:g} s limit, stops at a gap of {amounts.format_share(gap)}"),
         ]
     )
@@ -88,8 +90,8 @@ def plan(
     if problem.host is not None:
         _tell_copies(target, solved)
     wrote = [where] if result is None else [where, result]
-    next_verb = f"checkmate verify {graph} {where} --budget {budget}"
-    terminal.closing(wrote, f"check the plan with `{next_verb}`, draw it with `checkmate report {graph} {wrote[-1]}`")
+    check = terminal.command("verify", graph, where, "--budget", amounts.one_word(budget))
+    terminal.closing(wrote, f"check the plan with {check}, draw it with {terminal.command('report', graph, wrote[-1])}")
     return 0
 
 

@@ -69,6 +69,7 @@ def regions(
     if json:
         terminal.emit({**policy.as_dict(), "graph": str(graph), "out": None if out is None else str(out)})
         return 0
-    terminal.facts([("graph", amounts.describe_graph(target, graph)), *policy.rows()])
+    rows = [(name, problem.describe_budget() if name == "budget" else text) for name, text in policy.rows()]
+    terminal.facts([("graph", amounts.describe_graph(target, graph)), *rows])
     terminal.closing([] if out is None else [out])
     return 0

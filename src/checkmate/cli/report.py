@@ -56,14 +56,18 @@ def report(
         target = msgspec.structs.replace(target, name=printable(graph.name.partition(".")[0]))
     steps, result = files.load_planned(plan)
     other = None if against is None else files.load_plan(against)
+    problem = None if budget is None else Problem(target, budget)
+    facts = [["file", "", *(printable(str(path)) for path in (plan, against) if path is not None)]]
+    if problem is not None and problem.budget.is_share:
+        facts.append(["budget as asked for", "", problem.describe_budget()])
     page = html_report(
         target,
         steps,
         against=other,
         result=result,
         curve=None if curve is None else files.load(curve, Curve),
-        budget_bytes=None if budget is None else Problem(target, budget).budget_bytes,
-        facts=[["file", "", *(printable(str(path)) for path in (plan, against) if path is not None)]],
+        budget_bytes=None if problem is None else problem.budget_bytes,
+        facts=facts,
         graph_file=printable(str(graph)),
         plan_file=printable(str(plan)),
     ).encode()

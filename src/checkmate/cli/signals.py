@@ -41,6 +41,21 @@ def stopping_as_interrupts() -> Iterator[None]:
 
 
 @contextmanager
+def as_in_python() -> Iterator[None]:
+    """Let the signals end the program during a block that runs another program's code, as they do without this package."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    taken = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in taken}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def ignored() -> Iterator[None]:
     """Ignore the signals during a block that writes the results: the verb ends after it anyway.
 

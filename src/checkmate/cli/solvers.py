@@ -7,7 +7,7 @@ import difflib
 
 from checkmate.cli import terminal
 from checkmate.core.errors import OptionError
-from checkmate.solvers.registry import available
+from checkmate.solvers.registry import available, made
 from checkmate.solvers.session import Solver
 
 
@@ -42,7 +42,7 @@ def solver_named(name: str) -> Solver:
         near = difflib.get_close_matches(name.lower(), kinds, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise OptionError(f"there is no solver {name!r}", hint=f"{hint}choose one of {', '.join(sorted(kinds))}")
-    return kind()
+    return made(name, kind)
 
 
 def _about(kind: type) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import logging
 import re
 import sys
@@ -11,11 +13,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 from checkmate.core.errors import CheckmateError, OptionError
 
-SHAPE = "give FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns (model, loss, example)"
+_RETURNED = "(model, loss, example) or (model, loss, optimizer, example)"
+SHAPE = f"give FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns {_RETURNED}"
 
 _TRACERS = ("torch.", "jax.")
 """Packages whose errors are errors of the traced program."""
@@ -42,7 +45,23 @@ def source(target: str) -> Path | None:
     return None if file is None else Path(file)
 
 
-def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
+class Built(NamedTuple):
+    """A training step of PyTorch as a function returned it.
+
+    Attributes:
+        model: The model.
+        loss: The loss.
+        example: A batch.
+        optimizer: The optimizer, or None.
+    """
+
+    model: Any
+    loss: Any
+    example: Any
+    optimizer: Any = None
+
+
+def built(target: str, function: Callable[[], object]) -> Built:
     """Call the function for its model, loss and example.
 
     Raises:
@@ -52,21 +71,75 @@ def built(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
 
 
 def returned(what: str, function: Callable[[], Any]) -> Any:
-    """Call the user's code.
+    """Call the user's code, as a program without arguments whose prints go to stderr: stdout is for the verb's data.
 
     Args:
         what: The target, file or module, for the error.
         function: The code.
 
     Raises:
-        OptionError: It raises; the message has the file and line.
+        OptionError: It raises; the message has the file and line of the user's code.
     """
+    file = what.rpartition(":")[0] or what
+    argv, sys.argv = sys.argv, [file]
+    said = io.StringIO()
     try:
-        return function()
+        with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(_Copied(sys.stderr, said)):
+            return function()
+    except SystemExit as stop:
+        why = (said.getvalue().strip().splitlines() or [""])[-1]
+        raise OptionError(
+            f"{what} ended the program with exit code {stop.code!r}{f': {why}' if why else ''}",
+            hint='put what parses arguments or trains under `if __name__ == "__main__":`, so that the file can be imported',
+        ) from stop
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if frame.filename == __file__ else f" at {frame.filename}:{frame.lineno}"
-        raise OptionError(f"{what} raised {type(error).__name__}{place}: {' '.join(str(error).split())}", hint=SHAPE) from error
+        raise OptionError(
+            f"{what} raised {type(error).__name__}{_place(error, file)}: {' '.join(str(error).split())}", hint=_cure(error, file)
+        ) from error
+    finally:
+        sys.argv = argv
+
+
+class _Copied(io.TextIOBase):
+    """A stream whose text is written to another one too."""
+
+    def __init__(self, stream: TextIO, copy: TextIO) -> None:
+        self._stream, self._copy = stream, copy
+
+    def write(self, text: str, /) -> int:
+        """Write text to both."""
+        self._copy.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._stream.flush()
+
+
+def _place(error: Exception, file: str) -> str:
+    """The line of the user's code that failed: the innermost one in the user's file, or the one that cannot be parsed."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" at {error.filename}:{error.lineno}"
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and not f.filename.startswith("<frozen")
+    ]
+    users = [f for f in frames if Path(f.filename).name == Path(file).name] or frames
+    return f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+
+
+def _cure(error: Exception, file: str) -> str:
+    """An imperative for an error of the user's code."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{file}.".startswith(f"{error.name}."):
+        return SHAPE if not Path(f"{file}.py").is_file() else f"give the file with its ending: {file}.py:FUNCTION"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"pip install {error.name.partition('.')[0]}"
+    if isinstance(error, (RuntimeError, AssertionError)) and re.search(r"cuda|nvidia", str(error), re.IGNORECASE):
+        return (
+            'build the model and the batch on the CPU, or in `with torch.device("meta"):`; --device names a GPU that is not here'
+        )
+    if isinstance(error, SyntaxError):
+        return f"correct the line; `python {file}` shows it"
+    return f"correct the function: it has to run without Checkmate, and to return {_RETURNED}"
 
 
 def is_jax_step(found: object) -> bool:
@@ -74,22 +147,39 @@ def is_jax_step(found: object) -> bool:
     return isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], tuple)
 
 
-def checked(target: str, found: object) -> tuple[Any, Any, Any]:
-    """The model, loss and example that a function returned.
+def checked(target: str, found: object) -> Built:
+    """The model, loss, example and optimizer that a function returned.
 
     Raises:
         OptionError: It is something else.
     """
     import torch
 
-    if not isinstance(found, tuple) or len(found) != 3:
-        raise OptionError(f"{target} returned {_describe(found)}, not (model, loss, example)", hint=SHAPE)
-    if not isinstance(found[0], torch.nn.Module):
-        raise OptionError(f"{target} returned {_describe(found[0])} for the model, not a torch.nn.Module", hint=SHAPE)
-    return found
+    if not isinstance(found, tuple) or len(found) not in (3, 4):
+        raise OptionError(f"{target} returned {_describe(found)}, not {_RETURNED}", hint=SHAPE)
+    model, loss, *optimizer, example = found
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"{target} returned {_describe(model)} for the model, not a torch.nn.Module", hint=SHAPE)
+    if optimizer and not isinstance(optimizer[0], torch.optim.Optimizer):
+        raise OptionError(
+            f"{target} returned {_describe(optimizer[0])} for the optimizer, not a torch.optim.Optimizer",
+            hint=f"return {_RETURNED}",
+        )
+    return Built(model, loss, example, *optimizer)
 
 
-def without_memory(target: str, function: Callable[[], object]) -> tuple[Any, Any, Any]:
+def optimizer_named(name: str, model: Any) -> Any:
+    """An optimizer of a model's parameters.
+
+    Raises:
+        OptionError: No optimizer of that name is known.
+    """
+    from checkmate.torch.forecast.tracer import optimizer_class
+
+    return optimizer_class(name)([p for p in model.parameters() if p.requires_grad])
+
+
+def without_memory(target: str, function: Callable[[], object]) -> Built:
     """As `built`, with fake tensors (shapes without memory) if the function works with them.
 
     Raises:

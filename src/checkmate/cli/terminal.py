@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Annotated, Any, Final, TextIO, cast
@@ -169,3 +170,13 @@ def closing(wrote: Iterable[object], hint: str = "") -> None:
     if hint:
         console.print()
         console.print(Text.assemble(("hint", "bold"), f": {printable(hint)}"), soft_wrap=True)
+
+
+def command(verb: str, *words: object) -> str:
+    """A command line of Checkmate in backquotes, with the quotes that a shell needs around names of files.
+
+    Examples:
+        >>> command("plan", "my model.json", "--budget", "50%")
+        "`checkmate plan 'my model.json' --budget 50%`"
+    """
+    return f"`{shlex.join(('checkmate', verb, *map(str, words)))}`"

@@ -46,7 +46,8 @@ def verify(
         The exit code.
     """
     target, steps = files.load(graph, Graph), files.load_plan(plan)
-    budget_bytes = None if budget is None else Problem(target, budget, recompute, reorder).budget_bytes
+    problem = None if budget is None else Problem(target, budget, recompute, reorder)
+    budget_bytes = None if problem is None else problem.budget_bytes
     timeline = _timeline(target, steps)
     cost = None if timeline is None else timeline.cost
     broken = list(validate(target, steps, budget_bytes, recompute=recompute, reorder=reorder, cost=cost))
@@ -70,8 +71,8 @@ def verify(
         )
         return 1 if broken else 0
     rows = [("graph", amounts.describe_graph(target, graph)), ("plan", f"{plan}  {_describe(target, steps)}")]
-    if budget_bytes is not None:
-        rows.append(("budget", amounts.describe_budget(budget_bytes, keep_all_bytes(target))))
+    if problem is not None:
+        rows.append(("budget", amounts.describe_budget(problem.budget_bytes, keep_all_bytes(target), problem.budget)))
     if timeline is not None:
         rows.append(("peak", f"{format_bytes(timeline.peak_bytes)}, at step {timeline.peak_step}"))
         rows.append(("cost", f"{format_cost(timeline.cost, target.cost_unit)}, {overhead or 1.0:.3f}x"))
@@ -81,7 +82,9 @@ def verify(
         terminal.table([("step", True), ("rule", False), ("violation", False)], shown)
         rest = f", of which {_SHOWN} are shown" if len(broken) > _SHOWN else ""
         terminal.say(f"does not hold: {len(broken)} violation{'s' * (len(broken) > 1)}{rest}")
-        terminal.closing([], f"find a valid plan with `checkmate plan {graph} --budget {budget or '8GiB'}`")
+        terminal.closing(
+            [], f"find a valid plan with {terminal.command('plan', graph, '--budget', amounts.one_word(budget or '50%'))}"
+        )
         return 1
     terminal.say("", "holds" if budget_bytes is None else "holds, within the budget at every step")
     return 0

@@ -8,7 +8,7 @@ from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.simulate import simulate
-from checkmate.core.units import Amount, format_bytes, parse_bytes, parse_percentage
+from checkmate.core.units import MOST_BYTES, Amount, format_bytes, parse_bytes, parse_percentage
 
 
 def keep_all_bytes(graph: Graph) -> int:
@@ -81,6 +81,32 @@ class Budget:
         total = parse_bytes(amount)
         return cls(amount.strip() if isinstance(amount, str) else f"{total} bytes", total_bytes=total)
 
+    @property
+    def is_share(self) -> bool:
+        """Whether it was written as a share, though its total may be known by now."""
+        return self.text.endswith("%")
+
+    @property
+    def has_no_unit(self) -> bool:
+        """Whether it is a number of bytes that was written without a unit, which may have been forgotten."""
+        return self.text.removesuffix(" bytes")[-1:].isdigit()
+
+    def describe(self, budget_bytes: int, keep_all_bytes: int) -> str:
+        """The budget in words: a total in the unit that reads best, a share as itself.
+
+        Args:
+            budget_bytes: The budget as `resolve` gave it.
+            keep_all_bytes: Peak of keeping everything, resident bytes included.
+
+        Examples:
+            >>> Budget.parse("50%").describe(6 * 2**30, 9 * 2**30), Budget.parse("8 GiB").describe(8 * 2**30, 9 * 2**30)
+            ('50% of what can be given up: 6.00 GiB of 9.00 GiB in all', '8.00 GiB')
+        """
+        budget = format_bytes(budget_bytes)
+        if not self.is_share:
+            return budget
+        return f"{self.text} of what can be given up: {budget} of {format_bytes(keep_all_bytes)} in all"
+
     def resolve(self, graph: Graph) -> int:
         """Bytes of the budget for a graph, resident bytes included; a share is rounded down."""
         if self.total_bytes is not None:
@@ -101,7 +127,7 @@ class Budget:
         if self.total_bytes is not None:
             return self.total_bytes
         assert self.percentage is not None
-        return fixed_bytes + int((keep_all_bytes - fixed_bytes) * self.percentage / 100)
+        return min(fixed_bytes + int((keep_all_bytes - fixed_bytes) * self.percentage / 100), MOST_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

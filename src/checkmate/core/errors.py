@@ -119,3 +119,21 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """As `printable`, for text of several lines, which stay lines."""
     return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def shortened(text: str, most: int = 256) -> str:
+    """The two ends of a text that is too long, itself otherwise.
+
+    Reports, traces and messages have a name as often as a plan computes its op, or an allocator the line that it stands for: one
+    long name in a small file would fill a disk.
+
+    Args:
+        text: A name that a file or a user's program gave.
+        most: Letters to keep.
+
+    Examples:
+        >>> shortened("conv1"), shortened("0123456789", most=5)
+        ('conv1', '01…89')
+    """
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"

@@ -8,6 +8,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import PlanError, WrongGraphError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Result, Termination
 from checkmate.core.simulate import simulate
 from checkmate.core.units import Amount, format_at_least, format_bytes
@@ -36,7 +37,7 @@ def evaluate(graph: Graph, plan: Plan, budget: Amount | Budget | None = None) ->
         ((0, 0, 1, 2), 4, 8, 1024)
     """
     began = time.perf_counter()
-    if plan.graph_digest and not graph.has_digest(plan.graph_digest):
+    if not plan.is_for(graph):
         raise WrongGraphError(
             f"the plan was made for another graph ({plan.graph_digest[:15]}, not {graph.digest[:15]}): other shapes, "
             "another model, other options or another version of the framework",
@@ -53,9 +54,9 @@ def evaluate(graph: Graph, plan: Plan, budget: Amount | Budget | None = None) ->
     if isinstance(budget, (int, float, str)):
         budget = Budget.parse(budget)
     limit = peak if budget is None else budget.resolve(graph)
-    if peak > limit:
+    if budget is not None and peak > limit:
         raise PlanError(
-            f"the plan needs {format_bytes(peak)}, and the budget is {format_bytes(limit)}",
+            f"the plan needs {format_bytes(peak)}, and the budget is {Problem(graph, budget).describe_budget()}",
             hint=f"raise the budget to at least {format_at_least(peak)}, or leave out the plan to have one made",
         )
     return Result(

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from checkmate.core.errors import CheckmateError, FileFormatError
+from checkmate.core.errors import CheckmateError, FileFormatError, shortened
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Curve, Result
+from checkmate.core.units import MOST_BYTES
 
 Content = Graph | Plan | Result | Curve
 _FORMATS: dict[str, type[Content]] = {
@@ -67,6 +68,7 @@ def read(path: str | os.PathLike[str]) -> Content:
         value = msgspec.convert(body, type=content)
         if _has_copies(value) > header.format.endswith("/2"):
             raise FileFormatError(f"a file of format {header.format!r} has no copies to the host", hint="change its format to /2")
+        _check_figures(value)
         return value
     except (msgspec.ValidationError, CheckmateError, ValueError, OverflowError, RecursionError) as error:
         raise FileFormatError(f"{os.fspath(path)}: {error}") from None
@@ -116,6 +118,17 @@ def _has_copies(value: Content) -> bool:
     if isinstance(value, Curve):
         plans = [point.plan for point in value.points]
     return any(plan.host is not None for plan in plans)
+
+
+def _check_figures(value: Content) -> None:
+    """Refuse figures of results and curves that are no amounts; those of graphs are checked with the graph."""
+    points = value.points if isinstance(value, Curve) else [value] if isinstance(value, Result) else []
+    figures = [(name, getattr(point, name)) for point in points for name in ("budget_bytes", "peak_bytes", "cost")]
+    if isinstance(value, Curve):
+        figures.append(("floor_bytes", value.floor_bytes))
+    for name, figure in figures:
+        if not 0 <= figure <= MOST_BYTES:
+            raise FileFormatError(f"{name} {shortened(str(figure))} is not between 0 and {MOST_BYTES}")
 
 
 def write_bytes(path: Path, data: bytes) -> None:

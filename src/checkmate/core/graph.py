@@ -10,9 +10,10 @@ from typing import Literal, get_args
 
 import msgspec
 
-from checkmate.core.errors import GraphError
+from checkmate.core.errors import GraphError, shortened
 
 _MOST = 2**60
+_ON_PATH = -2
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 BOUNDARY = "boundary"
@@ -50,6 +51,8 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     source: str = ""
 
     def __post_init__(self) -> None:
+        for field in ("name", "kind", "source"):
+            msgspec.structs.force_setattr(self, field, shortened(getattr(self, field)))
         for field in ("inputs", "outputs", "clobbered_by"):
             _set_indices(self, field)
         for field in ("cost", "workspace_bytes", "replay_bytes"):
@@ -74,6 +77,7 @@ class Value(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     kept: bool = False
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "name", shortened(self.name))
         _set_amount(self, "size_bytes")
         if self.base is not None:
             msgspec.structs.force_setattr(self, "base", operator.index(self.base))
@@ -115,6 +119,8 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     name: str = ""
 
     def __post_init__(self) -> None:
+        for field in ("cost_unit", "name"):
+            msgspec.structs.force_setattr(self, field, shortened(getattr(self, field)))
         for field in ("ops", "values"):
             msgspec.structs.force_setattr(self, field, tuple(getattr(self, field)))
         msgspec.structs.force_setattr(self, "order", tuple((operator.index(a), operator.index(b)) for a, b in self.order))
@@ -196,10 +202,51 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     @cached_property
     def root(self) -> tuple[int, ...]:
         """Value that owns the storage of each value: itself unless it is a view. Shape ``[value]``."""
-        roots: list[int] = []
-        for v, value in enumerate(self.values):
-            roots.append(v if value.base is None else self._root_of(v))
+        roots = [-1] * len(self.values)
+        for v in range(len(roots)):
+            path: list[int] = []
+            u = v
+            while roots[u] == -1:
+                roots[u] = _ON_PATH
+                path.append(u)
+                base = self.values[u].base
+                if base is None:
+                    roots[u] = u
+                elif not 0 <= base < len(roots) or roots[base] == _ON_PATH:
+                    raise GraphError(f"value {v} ({self.values[v].name!r}) is a view of value {base}, which is no other value")
+                else:
+                    u = base
+            for w in path:
+                roots[w] = roots[u]
         return tuple(roots)
+
+    @cached_property
+    def storage_from(self) -> tuple[int, ...]:
+        """Value whose storage instance a new instance of each value shares: itself unless it is a view. Shape ``[value]``.
+
+        Its op reads that value, or makes it with a storage. It is the base of a view if its op reads the base or makes it, else
+        the first value with the same storage that its op reads: a view of a view may name the owner of the storage as its
+        base. Where the op makes the base as a view too, in whichever order it lists them, it is the one of the base.
+        """
+        found = list(range(len(self.values)))
+        for o, op in enumerate(self.ops):
+            left = {v for v in op.outputs if self.values[v].base is not None}
+            inputs = set(op.inputs) if left else ()
+            read = {self.root[v]: v for v in reversed(op.inputs)} if left else {}
+            for v in op.outputs:
+                path: list[int] = []
+                u = v
+                while u in left:
+                    left.discard(u)
+                    path.append(u)
+                    base = self.values[u].base
+                    assert base is not None
+                    u = base
+                if path:
+                    source = found[u] if self.producer[u] == o else u if u in inputs else read[self.root[u]]
+                    for view in path:
+                        found[view] = source
+        return tuple(found)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -257,31 +304,17 @@ class Graph(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         )
         return "sha256:" + hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
 
+    @cached_property
+    def structure(self) -> str:
+        """Hash of what `digest` covers, without resident bytes and workspace, which depend on the process."""
+        ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) for op in self.ops)
+        return msgspec.structs.replace(self, ops=ops, resident_bytes=0).digest
+
     def _only_views(self, op: Op) -> bool:
         if not op.inputs or not op.outputs or not op.recomputable or op.clobbered_by or op.workspace_bytes or op.replay_bytes:
             return False
         one_storage = len({self.root[v] for v in (*op.inputs, *op.outputs)}) == 1
         return one_storage and all(self.values[v].base is not None for v in op.outputs)
-
-    def _root_of(self, v: int) -> int:
-        while (base := self.values[v].base) is not None:
-            v = base
-        return v
-
-
-def view_source(graph: Graph, v: int) -> int:
-    """Value whose storage instance a new instance of view ``v`` shares.
-
-    That is its base if its op reads or writes the base itself, else the first value with the same
-    storage that its op reads: a view of a view names the storage's owner as its base.
-    """
-    base = graph.values[v].base
-    assert base is not None
-    op = graph.ops[graph.producer[v]]
-    if base in op.inputs or base in op.outputs:
-        return base
-    root = graph.root[v]
-    return next(u for u in op.inputs if graph.root[u] == root)
 
 
 def _set_indices(owner: Op, field: str) -> None:
@@ -350,26 +383,17 @@ def _check_ops(graph: Graph) -> None:
 
 
 def _check_views(graph: Graph) -> None:
-    for v, value in enumerate(graph.values):
-        if value.base is None:
-            continue
-        seen = {v}
-        u: int | None = value.base
-        while u is not None:
-            if not 0 <= u < len(graph.values) or u in seen:
-                raise GraphError(f"value {v} ({value.name!r}) is a view of value {u}, which is no other value")
-            seen.add(u)
-            u = graph.values[u].base
     roots = graph.root
-    for v, value in enumerate(graph.values):
-        if value.base is None:
-            continue
-        op = graph.ops[graph.producer[v]]
-        if value.base not in op.outputs and all(roots[u] != roots[v] for u in op.inputs):
-            raise GraphError(
-                f"value {v} ({value.name!r}) is a view of value {value.base}, whose storage its op {op.name!r} does not read",
-                hint="let the op of a view read its base or another view of it",
-            )
+    for o, op in enumerate(graph.ops):
+        views = [v for v in op.outputs if graph.values[v].base is not None]
+        read = {roots[u] for u in op.inputs} if views else ()
+        for v in views:
+            name, base = graph.values[v].name, graph.values[v].base
+            if base is not None and graph.producer[base] != o and roots[v] not in read:
+                raise GraphError(
+                    f"value {v} ({name!r}) is a view of value {base}, whose storage its op {op.name!r} does not read",
+                    hint="let the op of a view read its base or another view of it",
+                )
 
 
 def _check_order(graph: Graph) -> None:

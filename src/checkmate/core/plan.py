@@ -15,6 +15,11 @@ from checkmate.core.units import parse_bytes
 
 BoolMatrix = npt.NDArray[np.bool_]
 
+_FEW_VALUES = 100_000
+"""Values read and written that are replayed in a moment, whatever the files."""
+_MOST_VALUES = 64
+"""Values that a step may read and write on average, those of each op once left out."""
+
 
 class Compute(msgspec.Struct, frozen=True, tag_field="step", tag="compute", forbid_unknown_fields=True):
     """Run an op: every output gets a new instance.
@@ -154,6 +159,30 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     def order(self) -> tuple[int, ...]:
         """Ops in the order in which they are computed, repetitions included."""
         return tuple(step.op for step in self.steps if isinstance(step, Compute))
+
+    def excess(self, graph: Graph) -> str:
+        """Why the plan is too much work to be replayed, in words; ``""`` if it is not.
+
+        An op with thousands of inputs and outputs, computed thousands of times, fits in a small file and takes hours. In plans of
+        training steps the ops that are computed often have a few of them each.
+
+        Args:
+            graph: The graph of the plan.
+        """
+        sizes = [len(op.inputs) + len(op.outputs) for op in graph.ops]
+        work = sum(sizes[o] for o in self.order if 0 <= o < len(sizes))
+        if work <= _FEW_VALUES + _MOST_VALUES * (len(self.steps) + sum(sizes)):
+            return ""
+        return f"the {len(self.steps)} steps of the plan read and write {work} values: more than is replayed"
+
+    def is_for(self, graph: Graph) -> bool:
+        """Whether it was made for a graph, or names none."""
+        digest = self.graph_digest.partition("+")[0]
+        return not digest or graph.has_digest(digest)
+
+    def is_for_structure_of(self, graph: Graph) -> bool:
+        """Whether a graph has the structure that it was made for. `checkmate plan` writes `Graph.structure` behind a plus."""
+        return self.graph_digest.partition("+")[2] == graph.structure
 
     @classmethod
     def from_order(cls, graph: Graph, order: Iterable[int]) -> Plan:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from checkmate.core.budget import Budget
+from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import HostMemory
-from checkmate.core.units import Amount, parse_bytes
+from checkmate.core.units import Amount
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -23,6 +23,7 @@ class Problem:
         reorder: False makes first computations follow the graph's own order; only `Graph.view_ops` may move.
         host: Memory of the host to which values may be copied and from which they may be fetched, or None. The cost of a plan is
             then the time at which the step ends.
+        budget: The budget as it was written, for messages: problems that differ in nothing else are equal.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
@@ -35,6 +36,7 @@ class Problem:
     recompute: Literal["all", "forward"]
     reorder: bool
     host: HostMemory | None
+    budget: Budget = field(compare=False, repr=False)
 
     def __init__(
         self,
@@ -65,17 +67,19 @@ class Problem:
                 f"copies to the host take nanoseconds, and the costs of graph {graph.name!r} are in {graph.cost_unit!r}",
                 hint="measure or estimate the costs in nanoseconds (cost_unit='ns'), or leave out the host",
             )
-        if isinstance(budget_bytes, str):
-            budget_bytes = Budget.parse(budget_bytes)
-        resolved = budget_bytes.resolve(graph) if isinstance(budget_bytes, Budget) else parse_bytes(budget_bytes)
-        rules = (("recompute", recompute), ("reorder", bool(reorder)), ("host", host))
-        for name, value in (("graph", graph), ("budget_bytes", resolved), *rules):
+        budget = budget_bytes if isinstance(budget_bytes, Budget) else Budget.parse(budget_bytes)
+        rules = (("recompute", recompute), ("reorder", bool(reorder)), ("host", host), ("budget", budget))
+        for name, value in (("graph", graph), ("budget_bytes", budget.resolve(graph)), *rules):
             object.__setattr__(self, name, value)
 
+    def describe_budget(self) -> str:
+        """The budget in words, a share as itself; see `Budget.describe`."""
+        return self.budget.describe(self.budget_bytes, keep_all_bytes(self.graph) if self.budget.is_share else 0)
+
     def replace_budget(self, budget_bytes: int) -> Problem:
-        """The same question with another budget."""
-        return Problem(self.graph, budget_bytes, self.recompute, self.reorder, self.host)
+        """The same question with another budget, which messages call by the words of this one."""
+        return Problem(self.graph, Budget(self.budget.text, total_bytes=budget_bytes), self.recompute, self.reorder, self.host)
 
     def without_host(self) -> Problem:
         """The same question where nothing may be copied to the host."""
-        return Problem(self.graph, self.budget_bytes, self.recompute, self.reorder)
+        return Problem(self.graph, Budget(self.budget.text, total_bytes=self.budget_bytes), self.recompute, self.reorder)

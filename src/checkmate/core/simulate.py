@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate.core.errors import PlanError, WrongGraphError
-from checkmate.core.graph import Graph, view_source
+from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Discard, Fetch, Free, HostMemory, Offload, Plan
 
 
@@ -135,7 +135,7 @@ def simulate(graph: Graph, plan: Plan, host: HostMemory | None = None) -> Timeli
         >>> timeline.bytes, timeline.cost
         (array([4, 6, 2]), 3)
     """
-    if plan.graph_digest and not graph.has_digest(plan.graph_digest):
+    if not plan.is_for(graph):
         raise WrongGraphError(
             f"the plan was made for another graph ({plan.graph_digest[:15]}, not {graph.digest[:15]})",
             hint="plan this graph again, or pass the graph that the plan was made for",
@@ -145,6 +145,8 @@ def simulate(graph: Graph, plan: Plan, host: HostMemory | None = None) -> Timeli
             f"the plan has copies, whose times are in nanoseconds, and the costs of the graph are in {graph.cost_unit!r}",
             hint="use a graph with cost_unit='ns', or a plan without copies",
         )
+    if excess := plan.excess(graph):
+        raise PlanError(excess, hint="make a plan that computes the ops with the most inputs and outputs less often")
     ledger = _Ledger(graph, plan, host)
     count = len(plan.steps)
     held, on_host = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -272,17 +274,14 @@ class _Ledger:
         return tuple(sorted(self.storage.values(), key=lambda r: (-r.size_bytes, r.value)))
 
     def _make(self, position: int, outputs: tuple[int, ...]) -> None:
-        views = [v for v in outputs if self.graph.values[v].base is not None]
-        shared = {v: self.storage_of.get(view_source(self.graph, v)) for v in views}
         for v in outputs:
-            if v not in shared:
+            if self.graph.values[v].base is None:
                 self._allocate(position, v)
-        for v in views:
-            source = view_source(self.graph, v)
-            instance = self.storage_of[source] if source in outputs else shared[v]
-            assert instance is not None
-            self.storage_of[v] = instance
-            self.users[instance] += 1
+        for v in outputs:
+            if self.graph.values[v].base is not None:
+                instance = self.storage_of[self.graph.storage_from[v]]
+                self.storage_of[v] = instance
+                self.users[instance] += 1
 
     def _allocate(self, position: int, v: int) -> int:
         instance = len(self.users)

@@ -6,10 +6,14 @@ import math
 import operator
 import re
 
-from checkmate.core.errors import UnitError
+from checkmate.core.errors import UnitError, shortened
 
-_BINARY = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_PREFIXES = ("", "k", "m", "g", "t")
+_BINARY = {prefix + end: 1024**power for power, prefix in enumerate(_PREFIXES) if power for end in ("", "i", "ib")}
+_UNITS = {**_BINARY, **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES)}}
+MOST_BYTES = 2**62
+"""Most bytes of an amount: sums of two still fit in 64 bits."""
+_MOST_PERCENT = 100_000
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 _HINT = "write an amount such as '8GiB', '512 MB' or '70%', or give an integer number of bytes"
@@ -21,29 +25,35 @@ Amount = int | float | str
 def parse_bytes(amount: Amount) -> int:
     """Bytes of an amount: ``"8GiB"`` is 8 * 2**30, ``"8GB"`` is 8 * 10**9, a number is bytes.
 
+    ``"8G"`` and ``"8Gi"`` are ``"8GiB"``: Slurm, Docker, Kubernetes, Java and the GNU tools count memory so.
+
     Raises:
-        UnitError: The text cannot be read, or the amount is negative or not whole.
+        UnitError: The text cannot be read, or the amount is negative, not whole, or more than 2**62 bytes.
 
     Examples:
-        >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(7)
-        (1536, 2000000000, 7)
+        >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes("2G"), parse_bytes(7)
+        (1536, 2000000000, 2147483648, 7)
     """
-    if isinstance(amount, str):
-        number, unit = _split(amount)
-        if unit == "%":
-            raise UnitError(f"{amount!r} is a share, and an amount in bytes is needed here", hint=_HINT)
-        scale = {**_BINARY, **_DECIMAL}.get(unit.lower())
-        if scale is None:
-            raise UnitError(f"unknown unit {unit!r} in {amount!r}", hint=_HINT)
-        return round(number * scale)
-    return _whole(amount)
+    if not isinstance(amount, str):
+        return _whole(amount)
+    number, unit = _split(amount)
+    if unit == "%":
+        raise UnitError(f"{amount!r} is a share, and an amount in bytes is needed here", hint=_HINT)
+    if not unit:
+        return _whole(number, amount)
+    scale = _UNITS.get(unit.lower())
+    if scale is None:
+        raise UnitError(f"unknown unit {unit!r} in {amount!r}", hint=_HINT)
+    if number * scale > MOST_BYTES:
+        raise _too_much(amount)
+    return round(number * scale)
 
 
 def parse_percentage(text: str) -> float:
     """Per cent of a share: 70.0 for ``"70%"``.
 
     Raises:
-        UnitError: The text cannot be read as a share.
+        UnitError: The text cannot be read as a share, or is more than 100,000 %.
 
     Examples:
         >>> parse_percentage("70%")
@@ -52,6 +62,8 @@ def parse_percentage(text: str) -> float:
     number, unit = _split(text)
     if unit != "%":
         raise UnitError(f"cannot read {text!r} as a share", hint=_HINT)
+    if number > _MOST_PERCENT:
+        raise UnitError(f"{text!r} is more than {_MOST_PERCENT}%", hint="give 100%, which keeps everything, or less")
     return number
 
 
@@ -109,11 +121,18 @@ def _split(text: str) -> tuple[float, str]:
         raise UnitError(f"cannot read {text!r} as an amount of memory", hint=_HINT)
     number = float(match[1])
     if math.isinf(number):
-        raise UnitError(f"{text!r} is too much to be an amount of memory", hint=_HINT)
+        raise _too_much(text)
     return number, match[2]
 
 
-def _whole(amount: int | float) -> int:
+def _whole(amount: int | float, written: Amount | None = None) -> int:
+    """Bytes of a number without a unit.
+
+    Args:
+        amount: The number.
+        written: As the user wrote it, if that was another way.
+    """
+    written = amount if written is None else written
     if isinstance(amount, bool):
         raise UnitError(f"{amount!r} is not an amount of memory", hint=_HINT)
     if isinstance(amount, float) and amount.is_integer():
@@ -121,7 +140,18 @@ def _whole(amount: int | float) -> int:
     try:
         whole = operator.index(amount)  # type: ignore[arg-type]
     except TypeError:
-        raise UnitError(f"{amount!r} is not a whole number of bytes", hint=_HINT) from None
+        if isinstance(amount, float) and 0 < amount < 1:
+            share = f"{100 * amount:g}%"
+            raise UnitError(
+                f"{written!r} means 0 bytes", hint=f"did you mean {share!r}? Otherwise write an amount such as '8GiB'"
+            ) from None
+        raise UnitError(f"{written!r} is not a whole number of bytes", hint=_HINT) from None
     if whole < 0:
         raise UnitError(f"{amount} bytes is negative", hint=_HINT)
+    if whole > MOST_BYTES:
+        raise _too_much(written)
     return whole
+
+
+def _too_much(amount: Amount) -> UnitError:
+    return UnitError(f"{shortened(repr(amount))} is too much to be an amount of memory", hint=_HINT)

@@ -9,6 +9,8 @@ The time of a plan with copies is derived as a longest path: computations and co
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -18,7 +20,7 @@ from checkmate.core.units import format_bytes
 
 Rule = Literal[
     "graph", "index", "read", "free", "once", "missing", "kept", "order", "clobber", "budget", "phase", "reorder",
-    "offload", "fetch", "discard", "host", "cost",
+    "offload", "fetch", "discard", "host", "cost", "size",
 ]  # fmt: skip
 
 
@@ -67,8 +69,11 @@ def validate(
         >>> validate(chain, Plan.from_order(chain, [0, 1]), budget_bytes=5)[0].rule
         'budget'
     """
-    if plan.graph_digest and not graph.has_digest(plan.graph_digest):
+    digest = plan.graph_digest.partition("+")[0]
+    if digest and not graph.has_digest(digest):
         return (Violation("graph", 0, "the plan was made for another graph"),)
+    if excess := plan.excess(graph):
+        return (Violation("size", 0, excess),)
     found: list[Violation] = []
     table = _Table(graph, found)
     for step_index, step in enumerate(plan.steps):
@@ -108,6 +113,8 @@ class _Table:
         self.current: dict[int, int] = {}  # value -> storage number
         self.sharers: list[int] = []  # storage number -> live values that name it
         self.runs: dict[int, list[int]] = {}  # op -> steps that compute it
+        self.owner = _owners(graph)
+        self.views: dict[int, list[tuple[int, int]]] = {}  # op -> its views, each with the value whose storage it shares
         self.copied: dict[int, list[int]] = {}  # value -> steps of the copies to and from the host copy that it has
         self.on_host: list[tuple[int, int, int]] = []  # value, first step, step that discards it
         self.moves: dict[int, list[int]] = {}  # storage number -> steps of its copies
@@ -127,17 +134,17 @@ class _Table:
             elif self.current[v] in self.fetched:
                 self.reads.setdefault(step, []).append(self.fetched[self.current[v]])
         self.runs.setdefault(o, []).append(step)
-        before = {v: self.current[v] for v in (*op.inputs, *op.outputs) if v in self.current}
         for v in op.outputs:
             if self.graph.values[v].base is None:
                 self.names[len(self.names)] = [v, step, -1]
                 self.sharers.append(0)
                 self._point(v, len(self.names) - 1, step)
-        for v in op.outputs:
-            if self.graph.values[v].base is not None:
-                shared = self._shared(o, v, before)
-                if shared is not None:
-                    self._point(v, shared, step)
+        if o not in self.views:
+            self.views[o] = list(_shared(self.graph, o, self.owner))
+        for v, source in self.views[o]:
+            shared = self.current.get(source)
+            if shared is not None:
+                self._point(v, shared, step)
 
     def free(self, step: int, v: int) -> None:
         if v not in self.current:
@@ -184,23 +191,6 @@ class _Table:
                 life[2] = end
         self.on_host += [(v, copies[0], end) for v, copies in self.copied.items()]
 
-    def _shared(self, o: int, v: int, before: dict[int, int]) -> int | None:
-        """Storage that a new view shares: its base's, or that of another view of it that the op reads."""
-        op, owner = self.graph.ops[o], self._owner(v)
-        base = self.graph.values[v].base
-        if base in op.outputs:
-            return self.current.get(base)
-        if base in op.inputs:
-            return before.get(base)
-        for u in op.inputs:
-            if self._owner(u) == owner:
-                return before.get(u)
-        return None
-
-    def _owner(self, v: int) -> int:
-        base = self.graph.values[v].base
-        return v if base is None else self._owner(base)
-
     def _point(self, v: int, storage: int, step: int) -> None:
         """Let a value name another storage; the one it named counts to the end of this step."""
         self.sharers[storage] += 1
@@ -216,6 +206,48 @@ class _Table:
                 self.waits.setdefault(step, []).extend(self.moves[storage])
 
 
+def _owners(graph: Graph) -> list[int]:
+    """Value that owns the storage of each value, found from the owners on, level by level of views of views."""
+    owner = list(range(len(graph.values)))
+    views_of: dict[int, list[int]] = {}
+    level: list[int] = []
+    for v, value in enumerate(graph.values):
+        if value.base is None:
+            level.append(v)
+        else:
+            views_of.setdefault(value.base, []).append(v)
+    for v in level:
+        for view in views_of.get(v, ()):
+            owner[view] = owner[v]
+            level.append(view)
+    return owner
+
+
+def _shared(graph: Graph, o: int, owner: list[int]) -> Iterator[tuple[int, int]]:
+    """Views that an op makes, a base before its views, each with the value whose storage it shares.
+
+    That is its base, where the op reads or makes it, or else another view of the same storage that the op reads.
+    """
+    op = graph.ops[o]
+    waiting: dict[int, list[int]] = {}  # view that the op makes -> views of it that the op makes
+    ready: list[tuple[int, int]] = []
+    made, read = set(op.outputs), set(op.inputs)
+    another: dict[int, int] = {}
+    for u in op.inputs:
+        another.setdefault(owner[u], u)
+    for v in op.outputs:
+        base = graph.values[v].base
+        if base is None:
+            continue
+        if base in made and graph.values[base].base is not None:
+            waiting.setdefault(base, []).append(v)
+        else:
+            ready.append((v, base if base in made or base in read else another[owner[v]]))
+    for v, source in ready:
+        yield v, source
+        ready += [(view, v) for view in waiting.get(v, ())]
+
+
 def _check_counts(graph: Graph, runs: dict[int, list[int]], end: int, found: list[Violation], recompute: str) -> None:
     for o, op in enumerate(graph.ops):
         steps = runs.get(o, [])
@@ -227,9 +259,11 @@ def _check_counts(graph: Graph, runs: dict[int, list[int]], end: int, found: lis
             found.append(Violation("phase", steps[1], f"op {o} ({op.name!r}) is not a forward op and is computed again"))
         for c in op.clobbered_by:
             done = runs.get(c, [end])[0]
-            late = next((s for s in steps if s > done), None)
-            if late is not None:
-                found.append(Violation("clobber", late, f"op {o} ({op.name!r}) is computed after op {c} overwrote what it reads"))
+            after = bisect_right(steps, done)
+            if after < len(steps):
+                found.append(
+                    Violation("clobber", steps[after], f"op {o} ({op.name!r}) is computed after op {c} overwrote what it reads")
+                )
 
 
 def _check_sequence(graph: Graph, runs: dict[int, list[int]], found: list[Violation], reorder: bool) -> None:

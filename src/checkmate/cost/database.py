@@ -20,15 +20,28 @@ T = TypeVar("T")
 _WAIT_S: Final = 10
 """Seconds that a process waits for another one's write: writes take milliseconds, unless a network file system is slow."""
 
+_LOCKS: Final = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PROTOCOL,  # the lock of the log of changes, which some network file systems do not give
+    sqlite3.SQLITE_IOERR_LOCK,
+    sqlite3.SQLITE_IOERR_RDLOCK,
+    sqlite3.SQLITE_IOERR_SHMLOCK,
+    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
+)
+"""SQLite's codes of a lock that was not had."""
+
 _CURES: Final = {
-    sqlite3.SQLITE_BUSY: "end the process that keeps it locked",
-    sqlite3.SQLITE_LOCKED: "end the process that keeps it locked",
+    **dict.fromkeys(_LOCKS, "end the process that keeps it locked"),
     sqlite3.SQLITE_FULL: "free space on its disk",
     sqlite3.SQLITE_IOERR: "free space on its disk",
     sqlite3.SQLITE_READONLY: "make it writable",
     sqlite3.SQLITE_CANTOPEN: "make it writable",
 }
 """Cures of faults by SQLite's error code; a file with any other fault is to be removed."""
+
+_FAULTS: Final = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, RecursionError)
+"""Errors of a file that is damaged, whatever it has in place of numbers and JSON."""
 
 _warned: set[str] = set()
 """Places that this process has warned of."""
@@ -85,9 +98,19 @@ class Database:
         try:
             with closing(self._connect(path)) as connection, connection:
                 return work(connection)
-        except (sqlite3.Error, OSError, ValueError, TypeError) as error:
+        except _FAULTS as error:
             self._explain(path, error)
             return otherwise
+
+    def disbelieve(self, what: str) -> None:
+        """Warn, once, that the file has a number that cannot be right and is not used.
+
+        Args:
+            what: The number and its name.
+        """
+        path = str(self._locate())
+        text = f"{path} has {what}, which cannot be right and is not used: {self._without}; remove the file"
+        self._warn(path, f"{text}, or set CHECKMATE_CACHE to another folder")
 
     def fault(self) -> Fault | None:
         """The fault of the file, of which every page is read; None if it can be read and written."""
@@ -106,7 +129,7 @@ class Database:
                         raise sqlite3.DatabaseError("its tables have other columns")
                 connection.execute("BEGIN IMMEDIATE")  # a file that can only be read is refused here
                 connection.rollback()
-        except (sqlite3.Error, OSError, ValueError, TypeError) as error:
+        except _FAULTS as error:
             return _fault(path, error)
         return None
 
@@ -135,7 +158,7 @@ class Database:
         return connection
 
     def _explain(self, path: Path, error: Exception) -> None:
-        if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if _code(error) in _LOCKS:
             _locked.add(path)
         place, reason, cure, used = _fault(path, error)
         self._warn(
@@ -159,8 +182,9 @@ def _fault(path: Path, error: Exception) -> Fault:
 
 
 def _code(error: Exception) -> int:
-    """SQLite's error code: the low byte is the kind of error, the others are details."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+    """SQLite's error code: the low byte is the kind of error, the others are details, which matter where a lock is one."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code if code in _LOCKS else code & 0xFF
 
 
 def _columns(connection: sqlite3.Connection) -> set[tuple[str, str]]:

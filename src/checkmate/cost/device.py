@@ -14,7 +14,7 @@ import msgspec
 from checkmate.core.errors import FileFormatError, OptionError
 from checkmate.core.files import schema_of
 from checkmate.core.plan import HostMemory
-from checkmate.core.units import parse_bytes
+from checkmate.core.units import MOST_BYTES, parse_bytes
 
 FORMAT = "checkmate.device/1"
 
@@ -69,6 +69,14 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("`peak_flop_per_s` has no `float32`, which stands for every type that is not listed")
         if self.context_bytes >= self.memory_bytes:
             raise ValueError("`context_bytes` leaves nothing of `memory_bytes`")
+        numbers = {
+            **msgspec.structs.asdict(self),
+            **self.peak_flop_per_s,
+            "compute_capability": max(self.compute_capability or (0,)),
+        }
+        for name, number in numbers.items():
+            if isinstance(number, int) and number > MOST_BYTES:
+                raise ValueError(f"`{name}` is more than the {MOST_BYTES} that are counted exactly")
 
     def flop_per_s(self, dtype: str) -> int:
         """Peak for a type; that of float32 for one that is not listed."""

@@ -8,11 +8,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from checkmate.core.errors import shortened
 from checkmate.cost.database import Database, cache_folder
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS measures (key TEXT PRIMARY KEY, cost_ns INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL)"
 _BATCH: Final = 500
 """Keys in one statement. SQLite's limit on its variables was 999 before version 3.32."""
+
+
+MOST_BYTES: Final = 2**47
+"""Bytes that a process can address: no op takes more."""
+_MOST: Final = (86_400 * 10**9, MOST_BYTES)
+"""Most nanoseconds of an op, those of a day, and most bytes."""
 
 
 class OpCost(NamedTuple):
@@ -30,7 +37,8 @@ class OpCost(NamedTuple):
 class CostStore:
     """Measures by key; the first one written stays, so that all processes plan with the same costs.
 
-    A file that cannot be used is told in a warning; nothing is then found in it or kept.
+    A file that cannot be used is told in a warning; nothing is then found in it or kept. So is one with a number that cannot be
+    right, such as a negative or an infinite cost; that op is measured again.
 
     Args:
         path: The file; ``op_costs.sqlite`` in the user's cache folder by default.
@@ -64,10 +72,16 @@ class CostStore:
                 batch = wanted[start : start + _BATCH]
                 marks = ",".join("?" * len(batch))
                 rows = connection.execute(f"SELECT key, cost_ns, workspace_bytes FROM measures WHERE key IN ({marks})", batch)
-                found.update((key, OpCost(int(cost), int(workspace))) for key, cost, workspace in rows)
+                found.update((key, OpCost(cost, workspace)) for key, cost, workspace in rows)
             return found
 
-        return self.database.run(read, {})
+        found = self.database.run(read, {})
+        for key, cost in list(found.items()):
+            for number, name, most in zip(cost, ("a cost of {} ns", "a workspace of {} bytes"), _MOST, strict=True):
+                if not (isinstance(number, int) and 0 <= number <= most):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    self.database.disbelieve(name.format(shortened(repr(number))))
+                    found.pop(key, None)
+        return found
 
     def add(self, measures: Mapping[str, OpCost]) -> None:
         """Store measures whose keys are new; others stay as they are.

@@ -52,7 +52,7 @@ def examine(
     with _warnings_collected() as warnings:
         on_start("versions and compilers")
         installed = versions.installed_versions()
-        add(versions.check_python())
+        add(versions.check_python(), guarded("name", lambda: versions.check_name(versions.other_owners())))
         torch_check = versions.check_torch(installed.get("torch"))
         add(torch_check, *versions.check_packages(installed, versions.requirements()))
         usable = torch_check.verdict != "failed"

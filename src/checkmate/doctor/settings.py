@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from checkmate.core.units import format_bytes
+from checkmate.cost.processor import processor
 from checkmate.doctor.caches import check_folder
 from checkmate.doctor.check import Check
 from checkmate.torch._compat.aot_cache import inductor_cache_folder
@@ -24,7 +24,7 @@ def machine(device: str) -> dict[str, Any]:
         device: Type of the device.
     """
     found: dict[str, Any] = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -57,7 +57,7 @@ def check_device(device: str) -> Check:
     """
     if device != "cuda":
         threads = torch.get_num_threads()
-        return Check(name="device", verdict="ok", detail=f"CPU, {_processor()}, {threads} thread{'s' * (threads > 1)}")
+        return Check(name="device", verdict="ok", detail=f"CPU, {processor()}, {threads} thread{'s' * (threads > 1)}")
     if not torch.cuda.is_available():
         if torch.version.cuda is None and torch.version.hip is None:
             cure = "install a build of PyTorch with CUDA: https://pytorch.org/get-started"
@@ -144,11 +144,3 @@ def check_inductor_cache() -> Check:
     """The folder in which Inductor keeps the code that it builds."""
     other = "set TORCHINDUCTOR_CACHE_DIR to another one"
     return check_folder("Inductor cache", inductor_cache_folder(), other)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -6,12 +6,13 @@ import importlib.metadata
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from checkmate.doctor.check import Check
 
 DISTRIBUTION: Final = "checkmate-remat"
+_NAME: Final = "checkmate"
 
 TESTED: Final = {"torch": (2, 13)}
 """The newest minor version with which the private names that Checkmate uses were tested."""
@@ -83,6 +84,31 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
     if version < (3, 11):
         return Check(name="python", verdict="failed", detail=f"{text} is older than 3.11", cure="use Python 3.11 or newer")
     return Check(name="python", verdict="ok", detail=f"{text} on {platform.system()} {platform.machine()}")
+
+
+def other_owners() -> list[str]:
+    """Names of other distributions that install the import name or the command of this package, sorted."""
+    imports = importlib.metadata.packages_distributions().get(_NAME, [])
+    commands = importlib.metadata.entry_points(group="console_scripts", name=_NAME)
+    named = [*imports, *(point.dist.name for point in commands if point.dist is not None)]
+    return sorted({name for name in named if re.sub(r"[-_.]+", "-", name).lower() != DISTRIBUTION})
+
+
+def check_name(others: Sequence[str]) -> Check:
+    """Whether the import name and the command are those of this package.
+
+    Args:
+        others: Other distributions that install one of them.
+    """
+    if not others:
+        return Check(name="name", verdict="ok", detail=f"no other package installs {_NAME!r}")
+    shown = " and ".join(others)
+    return Check(
+        name="name",
+        verdict="failed",
+        detail=f"{shown} also installs the import name or the command {_NAME!r}: files of both are mixed, or one hides the other",
+        cure=f"run `pip uninstall {' '.join(others)}`, then `pip install --force-reinstall --no-deps {DISTRIBUTION}`",
+    )
 
 
 def check_torch(installed: str | None, floor: str = "2.11") -> Check:

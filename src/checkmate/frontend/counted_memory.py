@@ -62,7 +62,7 @@ def cheapest_counted(problem: Problem, counted: Counted, solve: Callable[[Proble
             break
         spent_s += result.elapsed_s
     raise PlanNotFoundError(
-        f"no plan was found that keeps {format_bytes(budget_bytes)} with what the allocator adds: the plans found take at least "
+        f"no plan was found that keeps {problem.describe_budget()} with what the allocator adds: the plans found take at least "
         f"{format_bytes(least)}",
         hint=f"raise the budget to at least {format_at_least(least)}, or lower the batch size",
     )

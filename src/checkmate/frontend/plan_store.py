@@ -12,15 +12,17 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import checkmate
+from checkmate.core.errors import shortened
 from checkmate.cost.database import Database, cache_folder
+from checkmate.cost.store import MOST_BYTES
 from checkmate.frontend.step_memory import StepMemory
 
 _SCHEMA = """
@@ -86,7 +88,11 @@ class PlanStore:
             rows = connection.execute(query, (self.key,))
             return [MeasuredPlan(tuple(json.loads(plan)), msgspec.json.decode(memory, type=StepMemory)) for plan, memory in rows]
 
-        return self.database.run(read, [])
+        found = self.database.run(read, [])
+        wrong = [plan for plan in found if not (_are_counts(plan.order) and _are_counts(astuple(plan.memory)))]
+        if wrong:
+            self.database.disbelieve(f"a plan of {shortened(repr(wrong[0]))}")
+        return [plan for plan in found if plan not in wrong] if wrong else found
 
     def add(self, plan: MeasuredPlan) -> None:
         """Store a plan; what was measured earlier for the same plan is replaced."""
@@ -113,6 +119,10 @@ class PlanStore:
         """
         query = "SELECT budget_bytes, peak_bytes FROM answers WHERE key = ? AND budget_bytes != ?"
         rows = self._rows(query, (self.key, budget_bytes))
+        wrong = [row for row in rows if not _are_counts(row)]
+        if wrong:
+            self.database.disbelieve(f"a budget and a peak of {shortened(repr(wrong[0]))}")
+            rows = [row for row in rows if _are_counts(row)]
         least = max((peak for budget, peak in rows if budget < budget_bytes), default=0)
         return least, min([budget_bytes, *(peak for budget, peak in rows if budget > budget_bytes)])
 
@@ -154,6 +164,11 @@ class CompilerChoices:
             lambda connection: connection.execute("INSERT OR IGNORE INTO compilers VALUES (?, ?, ?)", (key, compiler, reason)),
             None,
         )
+
+
+def _are_counts(numbers: Iterable[object]) -> bool:
+    """Whether all are whole numbers that can be a size or an index."""
+    return all(isinstance(number, int) and 0 <= number <= MOST_BYTES for number in numbers)
 
 
 def _text(order: Sequence[int]) -> str:

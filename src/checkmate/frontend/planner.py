@@ -102,7 +102,8 @@ class CheapestWithin:
             KeyboardInterrupt: The user interrupted the search.
             PlanNotFoundError: No plan was found of which what counts keeps the budget.
         """
-        problem = Problem(graph, resolved_budget(self.budget, graph, self.counted), host=self.host)
+        total = resolved_budget(self.budget, graph, self.counted)
+        problem = Problem(graph, Budget(self.budget.text, total_bytes=total), host=self.host)
         limits = Limits(time_s=self.time_limit_s)
         if self.counted is None:
             return cheapest(problem, self.solver, limits, self.spent_s)
@@ -154,14 +155,14 @@ def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[
     plans = SolvedPlans.of_user() if problem.host is None else None
     known = plans.get(problem, repr(solver), limits) if plans is not None else None
     if known is not None and known[1]:
-        log_planned(problem.graph, known[0])
+        log_planned(problem, known[0])
         return known[0]
     with interrupts_kept():
         result = search(None if known is None else known[0].plan)
         if plans is not None:
             interrupted = result.termination.limit == "interrupt"  # it had less time than it was given
             plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
-        log_planned(problem.graph, result)
+        log_planned(problem, result)
         raise_interrupt(result)
     return result
 
@@ -218,6 +219,9 @@ def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Ca
 class GivenPlan:
     """A planner that returns a plan exactly as it was given, or refuses it.
 
+    Workspace and resident bytes may differ from those that the plan was made with, if it names the structure of its graph: they
+    depend on the process. The figures of the result are those of the graph at hand.
+
     Attributes:
         plan: The plan.
         budget: The budget that it has to keep, if any.
@@ -239,9 +243,13 @@ class GivenPlan:
                 "the plan copies values to the host, which this program does not",
                 hint="run it with checkmate.torch.compile(model, loss, optimizer, example=..., plan=...), or plan without a host",
             )
-        result = evaluate(graph, self.plan, self.budget)
-        if self.plan.host is None:  # with copies, the peak of the program that runs is compared with the plan's
-            refuse_unexecutable(graph, self.plan)
+        plan = self.plan
+        if not plan.is_for(graph) and plan.is_for_structure_of(graph):
+            _log.info("the plan was made where ops took other workspace, or other memory was resident: its peak is counted again")
+            plan = msgspec.structs.replace(plan, graph_digest=graph.digest)
+        result = evaluate(graph, plan, self.budget)
+        if plan.host is None:  # with copies, the peak of the program that runs is compared with the plan's
+            refuse_unexecutable(graph, plan)
         return result
 
 
@@ -371,17 +379,17 @@ def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
     return [(op, frozenset(freed)) for op, freed in groups]
 
 
-def log_planned(graph: Graph, result: Result) -> None:
+def log_planned(problem: Problem, result: Result) -> None:
     """Log what a solve found."""
-    progress.planned(graph, result)
+    progress.planned(problem.graph, result)
     before = " before:" if result.termination.detail == PLANNED_BEFORE else ""
     _log.info(
         "planned%s %d ops in %.1f s: peak %s of %s, overhead %.4f, gap %.2f %%",
         before,
-        len(graph.ops),
+        len(problem.graph.ops),
         result.elapsed_s,
         format_bytes(result.peak_bytes),
-        format_bytes(result.budget_bytes),
+        problem.describe_budget(),
         result.overhead,
         100 * result.gap,
     )

@@ -110,12 +110,12 @@ class SolvedPlans:
         graph = problem.graph
         try:
             result = evaluate(graph, Plan.from_order(graph, row.order))
-        except (CheckmateError, IndexError) as error:
-            _log.warning("a stored plan does not hold for its graph and is not used: %s", error)
+        except (CheckmateError, IndexError, OverflowError) as error:
+            _log.warning("a stored plan of %s does not hold for its graph and is not used: %s", self._locate(), error)
             return None
         bound = max(result.bound, row.bound)
         if result.peak_bytes > problem.budget_bytes or bound > result.cost:
-            _log.warning("a stored plan does not keep its budget, or costs less than its bound, and is not used")
+            _log.warning("a stored plan of %s does not keep its budget or costs less than its bound: not used", self._locate())
             return None
         gap = (result.cost - bound) / result.cost if result.cost else 0.0
         result = msgspec.structs.replace(

@@ -80,7 +80,8 @@ class Storage:
         first: Window before which eager code allocated it; None for a storage that a window made or that is resident.
         last: Last window before which eager code saw it alive; the number of windows if it outlives the last one.
         overwritten: First window at whose end its content had changed; None if it never did.
-        released: Whether it is freed before eager code allocates there, such as outputs of the step before when a call returns.
+        released: Whether it is freed before the last of its windows begins, such as outputs of the step before when a call
+            returns. What eager code allocates there before counts among the bytes that it took.
     """
 
     size_bytes: int
@@ -278,7 +279,8 @@ class _Stitcher:
         reads = {a.value: None for a in self.alive.values() if a.first == w or w <= a.last < len(windows)}
         if w and not windows[w - 1].backward:  # a result that shares the storage of another one has no other reader
             before = windows[w - 1].part
-            reads.update((self.value_of[before][v], None) for v in self.step.parts[before].returned if v is not None)
+            results = [self.value_of[before][v] for v in self.step.parts[before].returned if v is not None]
+            reads.update((v, None) for v in results if self._root(v) not in released)
         if released:
             self.order.append((len(self.ops), len(self.ops) + 1))
             self._emit_gap(w, f"release {w}", (*reads, *released))

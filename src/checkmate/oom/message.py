@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from checkmate.core.errors import FileFormatError
+from checkmate.core.errors import FileFormatError, UnitError
 from checkmate.core.units import parse_bytes
 
 _AMOUNT = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?) (bytes|[KMGT]i?B)"
@@ -48,7 +48,7 @@ class ErrorText:
 
 
 def parse_error(text: str) -> ErrorText:
-    """Read the last out-of-memory error in a text, such as a log.
+    """Read the last out-of-memory error in a text, such as a log. An amount that cannot be one is as good as not there.
 
     The forms of PyTorch 1.12 to 2.13 are known, of CUDA, ROCm and XPU devices.
 
@@ -60,13 +60,13 @@ def parse_error(text: str) -> ErrorText:
         >>> found.requested_bytes, found.device, found.total_bytes
         (20971520, 0, 8589934592)
     """
-    errors = list(_ASKED.finditer(text))
+    errors = [(match.start(), requested) for match in _ASKED.finditer(text) if (requested := _bytes(match)) is not None]
     if not errors:
         raise FileFormatError(
             "no out-of-memory error of PyTorch is in the text",
             hint="give a memory snapshot, the log of the run, or the caught torch.OutOfMemoryError",
         )
-    start = errors[-1].start()
+    start, requested = errors[-1]
     said = " ".join(text[start : start + 2000].split())
     figures = {name: _first(said, patterns) for name, patterns in _FIGURES.items()}
     unallocated = figures.pop("unallocated_bytes")
@@ -74,7 +74,7 @@ def parse_error(text: str) -> ErrorText:
     if allocated is not None and unallocated is not None:
         figures["reserved_bytes"] = allocated + unallocated
     device = _DEVICE.search(said)
-    return ErrorText(requested_bytes=_bytes(errors[-1]), device=None if device is None else int(device[1]), **figures)
+    return ErrorText(requested_bytes=requested, device=None if device is None else int(device[1]), **figures)
 
 
 def _first(text: str, patterns: tuple[str, ...]) -> int | None:
@@ -82,5 +82,8 @@ def _first(text: str, patterns: tuple[str, ...]) -> int | None:
     return None if found is None else _bytes(found)
 
 
-def _bytes(match: re.Match[str]) -> int:
-    return parse_bytes(f"{match[1]}{'B' if match[2] == 'bytes' else match[2]}")
+def _bytes(match: re.Match[str]) -> int | None:
+    try:
+        return parse_bytes(f"{match[1]}{'B' if match[2] == 'bytes' else match[2]}")
+    except UnitError:
+        return None

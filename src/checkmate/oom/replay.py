@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from checkmate.core.errors import OptionError
@@ -96,9 +97,8 @@ def moment_of(snapshot: Snapshot, device: int | None = None) -> Moment:
         until, name, error = 0, "when the snapshot was taken (no events were recorded)", None
     for event in reversed(trace[until:]):
         state.undo(event)
-    return Moment(
-        device=at, name=name, error=error, held=state.held(trace[:until]), segments=tuple(sorted(state.segments.items()))
-    )
+    segments = tuple(sorted((*state.segments.items(), *_mapped(state.expandable, trace[until:]))))
+    return Moment(device=at, name=name, error=error, held=state.held(trace[:until]), segments=segments)
 
 
 def _device(snapshot: Snapshot, device: int | None) -> int:
@@ -131,16 +131,56 @@ def _peak(trace: list[Event], left_bytes: int) -> int:
     return found
 
 
+def _mapped(segments: list[tuple[int, int]], events: list[Event]) -> list[tuple[int, int]]:
+    """Address and bytes of each expandable segment before the events, from those after them; neighbours are joined.
+
+    Between two neighbouring ends of all ranges, the first event there tells what was before: mapped memory if it unmaps.
+    """
+    maps = [(e.addr, e.addr + e.size, e.action) for e in events if e.action in ("segment_map", "segment_unmap")]
+    ranges = [(start, start + size) for start, size in segments]
+    ends = sorted({end for start, stop, *_ in (*ranges, *maps) for end in (start, stop)})
+    at = {end: k for k, end in enumerate(ends)}
+    change = [0] * (len(ends) + 1)
+    for start, stop in ranges:
+        change[at[start]] += 1
+        change[at[stop]] -= 1
+    mapped = [covers > 0 for covers in accumulate(change)]
+    unknown = list(range(len(ends) + 1))  # of each range, itself or one nearer to the next of which no event has told
+
+    def next_unknown(k: int) -> int:
+        while unknown[k] != k:
+            unknown[k] = unknown[unknown[k]]
+            k = unknown[k]
+        return k
+
+    for start, stop, action in maps:
+        k = next_unknown(at[start])
+        while k < at[stop]:
+            mapped[k], unknown[k] = action == "segment_unmap", k + 1
+            k = next_unknown(k)
+    found: list[tuple[int, int]] = []
+    for (k, start), stop in zip(enumerate(ends), ends[1:], strict=False):
+        if mapped[k] and found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], stop - found[-1][0])
+        elif mapped[k]:
+            found.append((start, stop - start))
+    return found
+
+
 class _State:
-    """Blocks in use and segments, as of the snapshot, from which events are undone."""
+    """Blocks in use and segments, as of the snapshot, from which events are undone; expandable segments stay as they are."""
 
     def __init__(self, snapshot: Snapshot, device: int) -> None:
         self.segments: dict[int, int] = {}
+        self.expandable: list[tuple[int, int]] = []
         self.blocks: dict[int, tuple[int, Any]] = {}
         for segment in snapshot.segments:
             if segment.device != device:
                 continue
-            self.segments[segment.address] = segment.total_size
+            if segment.is_expandable:
+                self.expandable.append((segment.address, segment.total_size))
+            else:
+                self.segments[segment.address] = segment.total_size
             address = segment.address
             for block in segment.blocks:
                 address = block.address if block.address >= 0 else address
@@ -161,10 +201,6 @@ class _State:
             self.segments[event.addr] = event.size
         elif event.action == "segment_alloc":
             self.segments.pop(event.addr, None)
-        elif event.action == "segment_unmap":
-            self._map(event.addr, event.size)
-        elif event.action == "segment_map":
-            self._unmap(event.addr, event.size)
 
     def held(self, before: list[Event]) -> tuple[BlockInUse, ...]:
         """Blocks with the stacks of their allocations, which are among the events before the moment."""
@@ -182,23 +218,3 @@ class _State:
             BlockInUse(address=address, size_bytes=size, frames=allocated.get(address, frames), awaits_stream=address in awaits)
             for address, (size, frames) in self.blocks.items()
         )
-
-    def _map(self, address: int, size: int) -> None:
-        """Add memory to an expandable segment: it is joined to what is mapped next to it."""
-        if address + size in self.segments:
-            size += self.segments.pop(address + size)
-        before = next((a for a, s in self.segments.items() if a + s == address), None)
-        if before is None:
-            self.segments[address] = size
-        else:
-            self.segments[before] += size
-
-    def _unmap(self, address: int, size: int) -> None:
-        end = address + size
-        for start, length in list(self.segments.items()):
-            if start < end and address < start + length:
-                del self.segments[start]
-                if start < address:
-                    self.segments[start] = address - start
-                if start + length > end:
-                    self.segments[end] = start + length - end

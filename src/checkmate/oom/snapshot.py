@@ -9,12 +9,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from checkmate.core.errors import FileFormatError, OptionError
+from checkmate.core.errors import FileFormatError, OptionError, shortened
 from checkmate.core.units import format_bytes
 from checkmate.oom import plain_pickle
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 """A size or an address."""
+
+_MOST_LETTERS = 1024
+"""Letters of a path that are kept: those of a build system are longer than other names."""
 
 LIMIT_BYTES = 2 << 30
 """Largest file that is read by default. In memory it takes about ten times as much."""
@@ -190,7 +193,7 @@ def _frame(frame: Any) -> Frame:
     if isinstance(frame, dict):
         name, filename, line = frame.get("name"), frame.get("filename"), frame.get("line")
         if isinstance(name, str) and isinstance(filename, str) and isinstance(line, int) and abs(line) < 1 << 31:
-            return Frame(name, filename, line)
+            return Frame(shortened(name), shortened(filename, _MOST_LETTERS), line)
     raise FileFormatError("not a memory snapshot: an entry of a stack without name, filename and line")
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from checkmate.core.errors import printable
+from checkmate.core.errors import printable, shortened
 from checkmate.oom.snapshot import Frame
 
 BACKWARD = "backward: gradients and temporaries"
@@ -62,10 +62,12 @@ def origin_of(frames: Sequence[Frame]) -> Origin:
     python = [frame for frame in frames if not _NOT_PYTHON.search(_path(frame))]
     user = next((frame for frame in python if not _TORCH.search(_path(frame))), python[0] if python else None)
     if user is None:
-        place = "" if not frames or frames[0].filename else frames[0].name  # a value of a plan has a name and no file
+        # A value of a plan has a name and no file.
+        place = "" if not frames or frames[0].filename else shortened(printable(frames[0].name))
     else:
-        place = f"{_short(_path(user))}:{user.line} {user.name}".rstrip()
-    return Origin(printable(place), _kind(frames, bool(python)))
+        file, name = (shortened(printable(text)) for text in (_short(_path(user)), user.name))
+        place = f"{file}:{user.line} {name}".rstrip()
+    return Origin(place, _kind(frames, bool(python)))
 
 
 def _kind(frames: Sequence[Frame], has_python: bool) -> str:

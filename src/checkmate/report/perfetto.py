@@ -43,6 +43,7 @@ def perfetto_trace(graph: Graph, plan: Plan) -> dict[str, Any]:
         _name("thread_name", _FIRST, "computed first"),
         _name("thread_name", _AGAIN, "computed again"),
     ]
+    used = [(row, category) for row, category in enumerate(CATEGORIES) if held[row].any()]
     begun, seen = 0, set[int]()
     for p, step in enumerate(plan.steps):
         if not isinstance(step, Compute):
@@ -64,9 +65,7 @@ def perfetto_trace(graph: Graph, plan: Plan) -> dict[str, Any]:
                 "args": arguments,
             }
         )
-        for row, category in enumerate(CATEGORIES):
-            if held[row].any():
-                events.append(_count(f"memory: {category}", at, int(held[row, p])))
+        events += [_count(f"memory: {category}", at, int(held[row, p])) for row, category in used]
         events.append(_count("memory: all", at, int(timeline.bytes[p])))
         seen.add(step.op)
         begun += op.cost

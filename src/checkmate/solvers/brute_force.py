@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from checkmate.core.graph import view_source
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.session import Session
@@ -141,8 +140,7 @@ class _Exhaustive:
                 fresh += 1
         for v in graph.ops[o].outputs:
             if graph.values[v].base is not None:
-                source = view_source(graph, v)
-                storage[v] = storage[source] if source in graph.ops[o].outputs else state.storage[source]
+                storage[v] = storage[graph.storage_from[v]]
         return _renumbered(tuple(storage)), sum(sizes.values())
 
 

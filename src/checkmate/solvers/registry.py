@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkmate.core.errors import OptionError
 from checkmate.solvers.session import Solver
@@ -38,12 +38,34 @@ def by_name(name: str) -> Solver:
         name: Name of its entry point, such as ``"auto"``; `available` lists them.
 
     Raises:
-        OptionError: There is no such solver, or it cannot be imported.
+        OptionError: There is no such solver, or it cannot be imported or made.
     """
     entries = _entries()
     if name not in entries:
         raise OptionError(f"there is no solver {name!r}", hint=f"choose one of {', '.join(entries)}")
-    return _load(entries[name])()
+    return made(name, _load(entries[name]))
+
+
+def made(name: str, kind: type[Solver]) -> Solver:
+    """A solver of a class with its default options.
+
+    Args:
+        name: Its name.
+        kind: The class.
+
+    Raises:
+        OptionError: The class raises an error, or ends the program.
+    """
+    try:
+        solver = kind()
+        if not callable(getattr(solver, "run", None)):
+            raise TypeError("it has no method `run`")
+        return solver
+    except (Exception, SystemExit) as error:  # whatever a plug-in does
+        raise OptionError(
+            f"solver {name!r} cannot be made: {_said(error)}",
+            hint="update, reinstall or uninstall the package that provides it",
+        ) from error
 
 
 def _entries() -> dict[str, EntryPoint]:
@@ -54,9 +76,19 @@ def _entries() -> dict[str, EntryPoint]:
 
 def _load(entry: EntryPoint) -> type[Solver]:
     try:
-        return entry.load()
-    except Exception as error:  # whatever a plug-in does when it is imported
+        kind: Any = entry.load()
+        if not callable(kind):
+            raise TypeError(f"{kind!r} is no class of solvers")
+        return kind
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a plug-in does when it is imported, `sys.exit` too
         raise OptionError(
-            f"solver {entry.name!r} cannot be imported from {entry.value}: {error}",
+            f"solver {entry.name!r} cannot be imported from {entry.value}: {_said(error)}",
             hint="update, reinstall or uninstall the package that provides it",
         ) from error
+
+
+def _said(error: BaseException) -> str:
+    """An error in words; that of `sys.exit` says nothing by itself."""
+    return f"it ended the program: {error!r}" if isinstance(error, SystemExit) else str(error) or type(error).__name__

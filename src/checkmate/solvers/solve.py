@@ -7,6 +7,7 @@ from typing import Final, Literal, NoReturn, overload
 
 import msgspec
 
+from checkmate.core.budget import Budget
 from checkmate.core.errors import InfeasibleBudgetError, OptionError, PlanError, PlanNotFoundError, SolverError
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
@@ -114,6 +115,10 @@ def solve(
         if session.plan is None:
             raise
         termination = Termination(Reason.FEASIBLE, limit="interrupt", detail="interrupted; the best plan so far")
+    except SystemExit as error:  # a plug-in is no program
+        raise SolverError(
+            f"{solver!r} ended the program: {error!r}", hint="update or uninstall the package that provides the solver"
+        ) from error
     finally:
         session.close()
     if session.plan is not None:
@@ -207,11 +212,12 @@ def _limit_met(session: Session) -> str:
 
 
 def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
-    budget, least = format_bytes(problem.budget_bytes), format_bytes(smallest.floor_bytes)
+    budget = problem.describe_budget() + "," * problem.budget.is_share
+    least = format_bytes(smallest.floor_bytes)
     found = f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
     floor = f"no plan of any order takes less than {least}: {smallest.why}"
     at_least = format_at_least(smallest.peak_bytes)
-    hint = f"{unit_question(problem.budget_bytes)}raise the budget to at least {at_least}"
+    hint = f"{unit_question(problem.budget, problem.budget_bytes, smallest.peak_bytes)}raise the budget to at least {at_least}"
     hint += (
         ", lower the batch size, or give the search more time"
         if failure.termination.limit == "time"
@@ -254,12 +260,19 @@ def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
     return msgspec.structs.replace(found, floor_bytes=lowest.peak_bytes, why=lowest.why, binding_op=name)
 
 
-def unit_question(budget_bytes: int) -> str:
-    """Ask whether a unit was left out of a budget that no step has."""
-    if budget_bytes >= _FEWEST_BYTES:
+def unit_question(budget: Budget, budget_bytes: int, needed_bytes: int = 0) -> str:
+    """Ask whether a unit was left out of a budget that no step has.
+
+    Args:
+        budget: The budget as it was written.
+        budget_bytes: The budget in bytes.
+        needed_bytes: A budget that a plan keeps: the unit that is asked about makes at least so much of the number.
+    """
+    if budget_bytes >= _FEWEST_BYTES or not budget.has_no_unit:
         return ""
     written = budget_bytes or 50
-    meant = f"'{written}%' or '{written}MiB'" if written <= 100 else f"'{written}MiB'"
+    unit = "MiB" if written * 2**20 >= needed_bytes else "GiB"
+    meant = f"'{written}%' or '{written}{unit}'" if written <= 100 else f"'{written}{unit}'"
     return f"{budget_bytes} is {budget_bytes} bytes; did you mean {meant}? Otherwise "
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from checkmate.core.errors import WrongGraphError, printable
-from checkmate.core.graph import Graph, view_source
+from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Fetch, Free, Plan
 from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate
@@ -246,7 +246,7 @@ def _reasons(graph: Graph, plan: Plan, step: int) -> Iterator[tuple[_Instance, s
             continue
         op = graph.ops[done.op]
         read = {storage[v] for v in op.inputs}
-        before = set(storage.values())
+        before = set(storage.values()) if p == step else set[_Instance]()
         _make(graph, op.outputs, p, storage)
         if p == step:
             made = {storage[v] for v in op.outputs}
@@ -263,15 +263,12 @@ def _reasons(graph: Graph, plan: Plan, step: int) -> Iterator[tuple[_Instance, s
 
 
 def _make(graph: Graph, outputs: tuple[int, ...], step: int, storage: dict[int, _Instance]) -> None:
-    shared = {v: storage.get(view_source(graph, v)) for v in outputs if graph.values[v].base is not None}
     for v in outputs:
-        if v not in shared:
+        if graph.values[v].base is None:
             storage[v] = _Instance(v, step)
-    for v, old in shared.items():
-        source = view_source(graph, v)
-        new = storage[source] if source in outputs else old
-        assert new is not None  # its op has read it
-        storage[v] = new
+    for v in outputs:
+        if graph.values[v].base is not None:
+            storage[v] = storage[graph.storage_from[v]]
 
 
 def _prices(curve: Curve, peak_bytes: int, cost: int) -> tuple[float | None, float | None]:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from checkmate.core.graph import Graph, view_source
+from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Fetch, Free, Plan
 
 Category = Literal["resident", "activations", "recomputed", "gradients", "updates", "workspace"]
@@ -65,18 +65,15 @@ def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
         op = graph.ops[step.op]
         runs[step.op] = runs.get(step.op, 0) + 1
         replaced = [newest[v] for v in op.outputs if v in newest]
-        shared = {v: newest.get(view_source(graph, v)) for v in op.outputs if graph.values[v].base is not None}
         for v in op.outputs:
-            if v not in shared:
+            if graph.values[v].base is None:
                 newest[v] = len(made)
                 made.append((v, p, _category(op.phase, runs[step.op])))
                 sharers.append(1)
-        for v, old in shared.items():
-            source = view_source(graph, v)
-            storage = newest[source] if source in op.outputs else old
-            assert storage is not None  # its op has read it
-            newest[v] = storage
-            sharers[storage] += 1
+        for v in op.outputs:
+            if graph.values[v].base is not None:
+                newest[v] = newest[graph.storage_from[v]]
+                sharers[newest[v]] += 1
         for storage in replaced:
             leave(storage, p + 1)
     never = len(plan.steps) + 1

@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_determinism
 
 _lock = threading.Lock()
+
+
+def op_determinism() -> bool:
+    """Whether `tf.config.experimental.enable_op_determinism` was called."""
+    return bool(_pywrap_determinism.is_enabled())
 
 
 class TraceEvent(NamedTuple):

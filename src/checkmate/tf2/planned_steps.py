@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from checkmate.core.budget import keep_all_bytes
+from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
 from checkmate.frontend.options import PlanningOptions
@@ -86,13 +86,15 @@ class PlannedSteps:
             elif options.budget is not None:
                 if self.budget_bytes is None:
                     self.budget_bytes = options.budget.resolve(graph)
-                planned = calibrate(captured, self.budget_bytes, Replanner(graph, options, _PARAMETERS.time_shares), batch)
+                budget = Budget(options.budget.text, total_bytes=self.budget_bytes)
+                planned = calibrate(captured, budget, Replanner(graph, options, _PARAMETERS.time_shares), batch)
             else:
                 device_bytes = graph.resident_bytes + available_bytes(default_device())
                 if keep_all_bytes(graph) <= _PARAMETERS.ample_share * device_bytes:
                     planned = without_calibration(captured, keep_everything(graph))
                 else:
-                    planned = calibrate(captured, device_bytes, Replanner(graph, options, _PARAMETERS.time_shares), batch)
+                    budget = Budget.parse(device_bytes)
+                    planned = calibrate(captured, budget, Replanner(graph, options, _PARAMETERS.time_shares), batch)
         if planned.measured_bytes is not None:
             self._unmonitored = _PARAMETERS.monitored_steps
         self.planned[key] = planned

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import fx
 
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, WrongGraphError
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
-from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config
+from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config, regions_as_hints
 from checkmate.torch._compat.aot_cache import aot_cache_disabled
 from checkmate.torch._compat.dynamo import DynamoTransparentError, enter_around_calls
 from checkmate.torch.compilation.call import CompiledCalls, RefusedCalls, counted
@@ -126,8 +126,19 @@ def compile_graph(
     except (InfeasibleBudgetError, PlanNotFoundError) as error:
         least = compilation.least_fused_bytes
         raise DynamoTransparentError(error if least is None else _beside_fused(error, least)) from error
+    except WrongGraphError as error:
+        raise DynamoTransparentError(_with_command(error, hooks)) from error
     except CheckmateError as error:
         raise DynamoTransparentError(error) from error
+
+
+def _with_command(error: WrongGraphError, hooks: Hooks) -> WrongGraphError:
+    """The refusal of a plan of another graph, with the command that captures this one."""
+    kind = " --optimizer adamw" if hooks.whole else " --plain-loop" if hooks.inference else ""
+    return WrongGraphError(
+        error.message,
+        hint=f"plan the graph that is compiled here, as `checkmate capture FILE.py:build{kind}` captures it; or give a budget",
+    )
 
 
 def _op_by_op(graph: fx.Graph, example_inputs: Sequence[Any], compilation: Compilation) -> Compilation:
@@ -172,7 +183,7 @@ def _as_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
         keep_inference_input_mutations=True,
     )
     # Another plan may take the place of this one, with other buffers, and no buffer is reused anyway.
-    with functorch_config.patch(donated_buffer=False), aot_cache_disabled():
+    with functorch_config.patch(donated_buffer=False), regions_as_hints(), aot_cache_disabled():
         return compilation.differentiable(compile_with_aot(gm, example_inputs))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 from collections.abc import Callable
 
@@ -94,6 +95,55 @@ def test_one_that_does_not_come_is_named(job: Callable[[int], list[Ranks]]) -> N
     ranks_module.job_store().set_timeout(datetime.timedelta(seconds=0.3))
     with pytest.raises(RankError, match="rank 1 did not come to decide on a plan within"):
         members[0].decide("a plan", b"", lambda said: b"")
+
+
+def test_no_rank_waits_for_one_that_died_while_it_decided(job: Callable[[int], list[Ranks]]) -> None:
+    """Where the store is that of a launcher it outlives rank 0, and has only the sign that rank 0 had begun."""
+    members = job(2)
+    store = ranks_module.job_store()
+    store.set_timeout(datetime.timedelta(seconds=0.5))
+    store.set("0/begun", "3")
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 began to decide on a plan, and has given no sign of life"):
+        members[1].decide("a plan", b"", lambda said: b"")
+    assert time.monotonic() - began > 0.5
+
+
+@pytest.mark.parametrize("call", ["check", "get", "set"])
+def test_no_rank_waits_for_a_store_that_is_stopped(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """It is held by rank 0 as a rule, and a call of a stopped one has no limit."""
+    over = threading.Event()
+
+    class Stopped:
+        """A store that never returns from a call."""
+
+        timeout = datetime.timedelta(seconds=0.3)
+
+        def __init__(self) -> None:
+            self.content = {"0/begun": b"1", "0/answer": b"1"}
+
+        def check(self, keys: list[str]) -> bool:
+            self.called("check")
+            return keys[0] in self.content
+
+        def get(self, key: str) -> bytes:
+            self.called("get")
+            return self.content[key]
+
+        def set(self, key: str, value: bytes) -> None:
+            self.called("set")
+
+        def called(self, name: str) -> None:
+            if name == call:
+                over.wait()
+
+    store = Stopped()
+    monkeypatch.setattr(ranks_module, "job_store", lambda: store)
+    try:
+        with pytest.raises(RankError, match="the store at which the ranks met has not answered"):
+            Ranks(1, 2).decide("a plan", b"", lambda said: b"")
+    finally:
+        over.set()
 
 
 def test_rank_0_may_think_longer_than_a_collective_may_take(job: Callable[[int], list[Ranks]]) -> None:

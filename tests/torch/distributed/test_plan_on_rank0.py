@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from checkmate import Graph, Op, Result, Value
 from checkmate.frontend.planner import keep_everything
 from checkmate.torch.distributed.consensus import RankError, Ranks
@@ -30,6 +32,15 @@ def test_the_plan_is_for_the_most_that_any_rank_takes(job: Callable[[int], list[
     assert found[0].graph.ops[0].workspace_bytes == 20
     assert found[0].graph.ops[0].cost == 5
     assert found[1].result.plan.graph_digest == found[1].graph.digest
+
+
+def test_an_op_is_computed_again_only_where_it_may_be_on_every_rank(job: Callable[[int], list[Ranks]]) -> None:
+    """Whether a custom op repeats its results is tried out, and an op of which that is said may differ once in a while."""
+    once = graph()
+    once = msgspec.structs.replace(once, ops=(msgspec.structs.replace(once.ops[0], recomputable=False), once.ops[1]))
+    graphs = [graph(), once]
+    found = at_once(*[lambda r=r: plan_on_rank0(r, graphs[r.rank], "a budget of 70%", keep) for r in job(2)])
+    assert [[op.recomputable for op in each.graph.ops] for each in found] == [[False, True]] * 2
 
 
 def test_different_graphs_are_refused_on_every_rank(job: Callable[[int], list[Ranks]]) -> None:

@@ -296,3 +296,69 @@ def _users(node: fx.Node) -> list[fx.Node]:
         elif user.op == "output" or "backward" not in str(user.meta.get("partitioner_tag")):
             found.append(user)
     return found
+
+
+class Checkpointed(nn.Module):
+    """Blocks with dropout, each under `torch.utils.checkpoint` unless nothing is asked for."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.parts, self.how = blocks(), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, **self.how) if self.how else part(x)
+        return x.square().mean()
+
+
+def whole_step(budget: str, compiler: str = "eager", **how: Any) -> tuple[list[torch.Tensor], checkmate.Result]:
+    """Losses, parameters and generator after three steps, and the plan."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Checkpointed(**how), torch.randn(512, 64)
+    options: dict[str, Any] = {} if compiler == "inductor" else {"chunking": "off"}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = checkmate.torch.compile(
+        model, None, optimizer, example=(x,), budget=budget, whole=True, compiler=compiler, time_limit_s=1, **options
+    )
+    losses = [step(x)[1].clone() for _ in range(3)]
+    return [*losses, *(p.detach().clone() for p in model.parameters()), torch.get_rng_state()], step.result
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"use_reentrant": False},
+        {"use_reentrant": True},
+        {"use_reentrant": False, "preserve_rng_state": False},
+    ],
+)
+def test_regions_are_hints_in_a_whole_step(how: dict[str, Any]) -> None:
+    """PyTorch would recompute them before they are planned, and refuses those with dropout: a switch that users had on before."""
+    plain, planned = whole_step("60%")
+    found, result = whole_step("60%", **how)
+    assert all(map(torch.equal, plain, found))
+    assert result.plan.graph_digest == planned.plan.graph_digest
+
+
+def test_dropout_in_a_region_of_a_whole_step_is_that_of_eager_code() -> None:
+    """The masks of the backward are those of the forward, which are those that the generator gives."""
+    torch.manual_seed(0)
+    model, x = Checkpointed(use_reentrant=False), torch.randn(512, 64)
+    optimizer, left = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(3):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        left.append(loss.detach())
+    left += [*(p.detach() for p in model.parameters()), torch.get_rng_state()]
+    assert all(map(torch.equal, left, whole_step("50%", use_reentrant=False)[0]))
+
+
+@pytest.mark.slow
+def test_regions_are_hints_in_a_whole_step_that_inductor_compiles() -> None:
+    """It compiles the same graph."""
+    plain, _ = whole_step("60%", "inductor")
+    found, _ = whole_step("60%", "inductor", use_reentrant=False)
+    assert all(map(torch.equal, plain, found))

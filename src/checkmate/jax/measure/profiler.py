@@ -19,6 +19,7 @@ from jax.extend.core import Literal
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.device import load_device
+from checkmate.cost.processor import library_variables, processor
 from checkmate.cost.roofline import roofline_ns
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
@@ -117,7 +118,10 @@ def estimate(chain: Chain, device: str = "CPU") -> OpCost:
 def environment() -> str:
     """Device, versions and settings on which the time of an op depends."""
     device = jax.devices()[0]
-    return f"{device.platform} {device.device_kind} jax={jax.__version__} flags={os.environ.get('XLA_FLAGS', '')}"
+    kind = processor() if device.platform == "cpu" else device.device_kind
+    precision: Any = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    flags = f"flags={os.environ.get('XLA_FLAGS', '')} {precision} {library_variables()}"
+    return f"{device.platform} {kind} jax={jax.__version__} {flags}"
 
 
 def signature(chain: Chain) -> str:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
+from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.problem import Problem
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
@@ -98,7 +100,7 @@ class _TrialRun:
     measured_bytes: int | None
 
 
-def calibrate(capture: Capture, budget_bytes: int, replan: Replan, batch: Sequence[tf.Tensor] | None = None) -> PlannedFunction:
+def calibrate(capture: Capture, budget: Budget, replan: Replan, batch: Sequence[tf.Tensor] | None = None) -> PlannedFunction:
     """The cheapest plan found whose measured peak keeps a budget.
 
     TensorFlow allocates other bytes than the live bytes of a plan: fewer where buffers are forwarded, more where chunks are
@@ -106,14 +108,15 @@ def calibrate(capture: Capture, budget_bytes: int, replan: Replan, batch: Sequen
 
     Args:
         capture: The captured step.
-        budget_bytes: Largest allowed peak, resident bytes included.
+        budget: Largest allowed peak as it was written, with its total, resident bytes included.
         replan: Makes the cheapest plan within an amount of live bytes.
         batch: The flat tensors to run on; synthetic ones by default.
 
     Raises:
         InfeasibleBudgetError: No plan was measured to keep the budget.
     """
-    search = _Search(capture, budget_bytes, replan, synthetic_batch(capture.trace.arguments) if batch is None else batch)
+    search = _Search(capture, budget, replan, synthetic_batch(capture.trace.arguments) if batch is None else batch)
+    budget_bytes = search.budget_bytes
     for _ in range(_EFFORT.final_trials):
         best = search.run()
         if best is None:
@@ -166,14 +169,15 @@ class _Search:
 
     Args:
         capture: The captured step.
-        budget_bytes: Largest allowed peak, resident bytes included.
+        budget: Largest allowed peak as it was written, with its total, resident bytes included.
         replan: Makes the cheapest plan within an amount of live bytes.
         batch: The flat tensors to run on.
     """
 
-    def __init__(self, capture: Capture, budget_bytes: int, replan: Replan, batch: Sequence[tf.Tensor]) -> None:
+    def __init__(self, capture: Capture, budget: Budget, replan: Replan, batch: Sequence[tf.Tensor]) -> None:
         self.capture = capture
-        self.budget_bytes = budget_bytes
+        self.problem = Problem(capture.graph, budget)
+        self.budget_bytes = self.problem.budget_bytes
         self.replan = replan
         self.batch = batch
         self.policy = Offset(resident_bytes=capture.graph.resident_bytes)
@@ -214,7 +218,8 @@ class _Search:
         """The error to raise where no plan keeps the budget; a budget as its hint says is kept by the smallest plan."""
         needed, resident = self.smallest.needed_bytes, self.capture.graph.resident_bytes
         enough = needed + math.ceil(_EFFORT.hint_share * max(0, needed - resident))
-        budget, question = format_bytes(self.budget_bytes), unit_question(self.budget_bytes)
+        budget = self.problem.describe_budget() + "," * self.problem.budget.is_share
+        question = unit_question(self.problem.budget, self.budget_bytes, needed)
         why = "" if self._error is None else f"; planning within fewer live bytes failed: {self._error.message}"
         return InfeasibleBudgetError(
             f"no plan was found that keeps the budget of {budget} in TensorFlow's allocator: the smallest plan needs "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.core.errors import OptionError
+from checkmate.cost.processor import library_variables, processor
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
-from checkmate.tf2._compat import trace_events
+from checkmate.tf2._compat import op_determinism, trace_events
 from checkmate.tf2.graph.op_properties import (
     CALLS,
     CONTROL_FLOW,
@@ -49,6 +49,9 @@ class TimingEffort:
 
 
 _EFFORT = TimingEffort()
+
+_VARIABLES = ("TF_ENABLE_", "TF_CUDNN_", "TF_DETERMINISTIC_", "TF_XLA_FLAGS", "XLA_FLAGS")
+"""How names of environment variables begin by which TensorFlow chooses kernels, such as ``TF_ENABLE_ONEDNN_OPTS``."""
 
 
 class Profiler:
@@ -134,9 +137,10 @@ def environment() -> str:
     if device.startswith("GPU"):
         found = tf.config.list_physical_devices("GPU")[0]
         model = tf.config.experimental.get_device_details(found).get("device_name", "")
-    onednn = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "")
     threads = tf.config.threading.get_intra_op_parallelism_threads()
-    return f"{device} {model} tf={tf.__version__} threads={threads} onednn={onednn} counted={has_memory_stats(device)}"
+    settings = op_determinism(), tf.config.experimental.tensor_float_32_execution_enabled(), library_variables(*_VARIABLES)
+    counted = has_memory_stats(device)
+    return f"{device} {model} {processor()} tf={tf.__version__} threads={threads} counted={counted} settings={settings}"
 
 
 def _attribute_text(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "is_tangent",
     "keep_undefined",
     "overwritten_inputs",
+    "regions_as_hints",
     "saved_symbols",
 ]
 
@@ -46,6 +48,15 @@ def overwritten_inputs(count: int) -> frozenset[int] | None:
     if metadata is None or len(metadata.input_info) != count:  # AOTAutograd merged inputs that alias
         return None
     return frozenset(i for i, known in enumerate(metadata.input_info) if known.mutates_data or known.mutates_metadata)
+
+
+def regions_as_hints() -> AbstractContextManager[Any]:
+    """Context in which AOTAutograd recomputes no region under ``torch.utils.checkpoint`` by itself.
+
+    In a graph with a backward in it, a whole step, it would do so before the graph is planned, and refuse regions with dropout.
+    """
+    name = "remat_using_tags_for_fwd_loss_bwd_graph"
+    return functorch_config.patch(name, False) if hasattr(functorch_config, name) else nullcontext()
 
 
 BoxedRun = Callable[[list[Any]], Any]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
@@ -23,9 +25,11 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
+    "defined_memory",
     "detect_fake_mode",
     "dispatches_in_python",
     "fake_tensor_on",
+    "innermost_transform",
     "invoke_subgraph",
     "no_dispatch",
     "no_modes",
@@ -48,8 +52,27 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def defined_memory() -> Iterator[None]:
+    """Context in which PyTorch's ops give the same bits each time, where they can, and new tensors have defined content."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_fill_uninitialized_memory(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch._C._set_deterministic_fill_uninitialized_memory(filled)
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 top_mode = _get_current_dispatch_mode
 """The ``TorchDispatchMode`` that was begun last, or None."""
+
+innermost_transform = peek_interpreter_stack
+"""The transform of ``torch.func`` (``grad``, ``vmap``) that was begun last, or None."""
 
 
 def dispatches_in_python(tensor: torch.Tensor) -> bool:

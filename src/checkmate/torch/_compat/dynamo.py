@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ import torch._dynamo.utils as dynamo_utils
 from torch import fx, nn
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import callback_handler
+from torch._dynamo import OptimizedModule, callback_handler, trace_rules
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, Unsupported
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -27,10 +28,13 @@ __all__ = [
     "DynamoTransparentError",
     "FrameRecord",
     "GraphBreak",
+    "OptimizedModule",
     "TorchDynamoException",
     "Unsupported",
     "autograd_nodes",
     "batch_inputs",
+    "call_through",
+    "called_through",
     "dynamo_config",
     "enter_around_calls",
     "patched_settings",
@@ -38,6 +42,7 @@ __all__ = [
     "recurrent_layers_outside",
     "runs_eagerly_on_request",
     "takes_gradients",
+    "traceable_call",
     "watch_compilations",
 ]
 
@@ -91,6 +96,41 @@ def takes_gradients(graph: fx.Graph) -> bool:
     """Whether a graph that Dynamo traced takes gradients itself: by `torch.func`, or `torch.autograd.grad`."""
     names = {getattr(n.target, "__name__", "") for n in graph.nodes if n.op == "call_function"}
     return not names.isdisjoint(("_grad_increment_nesting", "grad"))
+
+
+def call_through(module: nn.Module, function: Callable[..., Any] | None) -> None:
+    """Have calls of a module go through a function, as ``module.compile()`` has them go through compiled code.
+
+    Dynamo traces the module itself, and copies and files of the module do not have the function.
+
+    Args:
+        module: The module.
+        function: Called with the arguments of a call; None for the module itself.
+    """
+    module._compiled_call_impl = function  # the place of what `nn.Module.compile` compiled
+
+
+def called_through(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that calls of a module go through, such as one of ``module.compile()``; None for the module itself."""
+    return module._compiled_call_impl
+
+
+def traceable_call(module: nn.Module) -> Callable[..., Any] | None:
+    """A function that calls a module of torch itself; None for one whose forward Dynamo traces without help.
+
+    Dynamo begins no graph in a function of ``torch.nn``, so that ``nn.Sequential(...).compile()`` compiles nothing.
+
+    Args:
+        module: The module.
+    """
+    if not isinstance(module.forward, MethodType) or not trace_rules.check(module.forward):
+        return None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # With a separate code object: Dynamo counts recompilations by code object.
+    return FunctionType(call.__code__.replace(), call.__globals__, call.__name__, closure=call.__closure__)
 
 
 CallContext = Callable[[], AbstractContextManager[Any]]

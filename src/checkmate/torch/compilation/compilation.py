@@ -36,6 +36,7 @@ from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
+from checkmate.torch.joint.hidden_state import mark_hidden_state
 from checkmate.torch.joint.part import part_of, reads_of_batch
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
 from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
@@ -146,6 +147,7 @@ class Compilation:
             on_planned=self._planned,
             on_unplannable=self._unplannable,
             room=self._room,
+            examine=functools.partial(mark_hidden_state, runs=options.costs == "measured" and target is None),
         )
         if target is None:
             return task

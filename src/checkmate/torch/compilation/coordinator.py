@@ -194,11 +194,13 @@ class Coordinator:
             device: The device.
         """
         with self._lock:
-            known = self._recorder.present() | _union(self._pending) if self._pending else {}
+            known = _union(self._pending) | ({} if self._recorder.over else self._recorder.present())
             if device.type == "cuda" or self._memory is None or not self._pending:
                 gc.collect()  # compilation leaves cycles, and with them models of before
                 self._memory = device_memory(device)
-        parts = [p for t in inputs for each in (t, t.grad) if each is not None for p in strided_parts(each)]
+        parts = [
+            p for t in inputs for each in (t, t.grad if t.is_leaf else None) if each is not None for p in strided_parts(each)
+        ]
         return self._memory.besides(known | {storage_key(p): current_bytes(p) for p in parts})
 
     def forward(self, planned: PlannedGraph, args: list[Any]) -> Any:
@@ -348,7 +350,7 @@ class Coordinator:
             self._new_recorder(watched=self._watch is not None)
         self._plan, self._position, self._updated = None, 0, False
         _note_updates()
-        self._plan = self.steps.plan(planned, args)
+        self._plan = self.steps.plan(planned, args, watched=self._watch is not None)
 
     def _new_recorder(self, *, watched: bool) -> None:
         self.steps.close(self._recorder)

@@ -108,6 +108,11 @@ class _KnownStep:
         return _Gradients(frozenset(existing), of_run)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the step is one graph that is taken for a whole step."""
+        return len(self.recorder.runs) == 1 and self.recorder.runs[0].planned.alone
+
+    @property
     def ranks(self) -> Ranks | None:
         """The ranks that plan together, or None."""
         return self.recorder.runs[0].planned.ranks
@@ -195,12 +200,14 @@ class KnownSteps:
                 format_bytes(outlived),
             )
 
-    def plan(self, first: PlannedGraph, args: Sequence[Any]) -> StepPlan | None:
+    def plan(self, first: PlannedGraph, args: Sequence[Any], *, watched: bool) -> StepPlan | None:
         """The plan of the step that probably begins with a graph: the kind that followed the same step before, or the newest.
 
         Args:
             first: The graph.
             args: Its arguments.
+            watched: Whether eager code is seen in this step. One of which it was not seen before is then planned when it begins
+                again: until then nothing is known of what its eager code takes.
 
         Returns:
             The plan; None for a first step, and where the plan that the graph was compiled with is one of the step.
@@ -211,7 +218,10 @@ class KnownSteps:
             OptionError: Inductor compiled several graphs for sizes that change.
         """
         known = self._known.get(id(first)) or self._compiled_before(first, args)
-        return self._plan_of(self._followed.get((id(self._newest), id(first)), known[-1]), args) if known else None
+        step = self._followed.get((id(self._newest), id(first)), known[-1]) if known else None
+        if step is None or (watched and not step.recorder.watched and not step.is_alone):
+            return None
+        return self._plan_of(step, args)
 
     @property
     def begin_as_compiled(self) -> bool:
@@ -279,7 +289,7 @@ class KnownSteps:
         memory = device_memory(first.device)
         step.look.looked(memory.total_bytes)
         known = gradients | self._survivors.alive(record, gradients)
-        inputs = record.input_bytes
+        inputs = record.input_bytes + record.early_bytes
         if first.dynamic:  # recorded with the most bytes that they can have
             now = [a for a in args if isinstance(a, torch.Tensor)]
             inputs += unique_bytes(now, current_bytes) - sum(record.sizes[s] for s in {*record.runs[0].given} if s is not None)

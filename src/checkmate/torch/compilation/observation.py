@@ -66,6 +66,7 @@ def _storages(record: StepRecorder, windows: Iterable[Window], spans: Mapping[in
             first=spans[s][0] if s in record.eager and s in spans else None,
             last=spans[s][1] if s in spans else record.last.get(s, count),
             overwritten=record.overwritten.get(s),
+            released=_released(record, s),
         )
         for s in crossing
     }
@@ -73,11 +74,20 @@ def _storages(record: StepRecorder, windows: Iterable[Window], spans: Mapping[in
 
 def _eager_storages(record: StepRecorder, crossing: Mapping[int, Storage], spans: Mapping[int, Span]) -> list[Storage]:
     """Storages that eager code alone uses: one for each pair of gaps between which it is alive."""
-    sizes: dict[Span, int] = {}
+    sizes: dict[tuple[Span, bool], int] = {}
     for s, span in spans.items():
         if s not in crossing and s in record.eager:
-            sizes[span] = sizes.get(span, 0) + record.sizes[s]
-    return [Storage(size_bytes=size, first=first, last=last) for (first, last), size in sizes.items()]
+            kind = span, _released(record, s)
+            sizes[kind] = sizes.get(kind, 0) + record.sizes[s]
+    return [Storage(size_bytes=size, first=first, last=last, released=early) for ((first, last), early), size in sizes.items()]
+
+
+def _released(record: StepRecorder, storage: int) -> bool:
+    """Whether a storage was freed between two windows in which eager code was seen.
+
+    It may be freed before or after eager code allocates there. The most that both took at once is known (`_transient`).
+    """
+    return record.watched and storage in record.freed
 
 
 def _released_storages(released: Sequence[int]) -> list[Storage]:
@@ -103,6 +113,10 @@ def _transient(record: StepRecorder, window: int, spans: Mapping[int, Span], rel
     That is what earlier windows made, as long as it lives and at least to the gap after its window, and what eager code made.
     Outputs of an earlier step that are ``released`` there are still held while the call runs.
     """
-    listed = sum(record.sizes[s] for s, (first, last) in spans.items() if first <= window <= last)
+    listed = sum(
+        record.sizes[s]
+        for s, (first, last) in spans.items()
+        if first <= window <= last and not (last == window and _released(record, s))
+    )
     inside = record.call_peaks[window] + released[window] if window in record.call_peaks else 0
     return max(0, inside - listed, record.peaks.get(window, 0) - listed)

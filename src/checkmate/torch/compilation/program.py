@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import fx
 
@@ -116,8 +115,8 @@ class PlannedGraph:
         options: Budget, solver and time limit.
         resident: Memory besides the graph's inputs when it was compiled.
         planned_gradient_bytes: Gradients that the own plan counts as resident.
-        outside_bytes: Those of the resident bytes that are looked up again when a step begins: all tensors that are neither inputs
-            nor gradients, and the state that optimizers will make.
+        outside_bytes: Resident bytes that are looked up again when a step begins: all tensors that are neither inputs nor
+            gradients, and the state that optimizers will make.
         counted_bytes: Those of the wrappers that a count of the device's tensors includes.
         device: Where it runs.
         ranks: The ranks that plan together, or None.
@@ -140,7 +139,7 @@ class PlannedGraph:
     recompile: Callable[[], None] | None
     outside_bytes: int = 0
     counted_bytes: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     searched_s: float = 0.0
     replaceable: bool = True
     num_symbols: int = 0

@@ -67,6 +67,7 @@ class StepRecorder:
         eager_inputs: Storages that existed before the step and that eager code alone reads, such as the labels of a loss outside.
         eager: The window after each storage that eager code allocated.
         brief: Storages that eager code allocated and freed between the same two windows.
+        freed: Storages that were freed between two windows, and not while a window ran.
         peaks: The most that eager code held and windows had returned, before each window.
         call_peaks: The same until the call of the compiled function was over, where eager code took memory in it.
     """
@@ -86,6 +87,7 @@ class StepRecorder:
     eager_inputs: set[int] = field(default_factory=set)
     eager: dict[int, int] = field(default_factory=dict)
     brief: set[int] = field(default_factory=set)
+    freed: set[int] = field(default_factory=set)
     peaks: dict[int, int] = field(default_factory=dict)
     call_peaks: dict[int, int] = field(default_factory=dict)
     _running: bool = False  # whether a window runs now
@@ -142,6 +144,12 @@ class StepRecorder:
         """Bytes of the storages that existed before the step, that windows are given or eager code reads."""
         given = {s for run in (*self.runs, *self.abandoned) for s in run.given if s is not None}
         return sum(self.sizes[s] for s in given | self.eager_inputs if self.sources[s] is None and s not in self.eager)
+
+    @property
+    def early_bytes(self) -> int:
+        """Bytes of the storages that eager code allocated before the first window and that are alive when it begins."""
+        early = [s for s, window in self.eager.items() if not window and s not in self.brief]
+        return sum(self.sizes[s] for s in early if self.last.get(s, 1) > 0 or s not in self.freed)
 
     def _begin(self, window: tuple[int, bool]) -> None:
         self._note_eager()
@@ -339,8 +347,10 @@ class StepRecorder:
             del self._present[key]
         if not self.over:
             self.last[storage] = len(self.windows) - self._running
-            if not self._running and self.eager.get(storage) == len(self.windows):
-                self.brief.add(storage)
+            if not self._running:
+                self.freed.add(storage)
+                if self.eager.get(storage) == len(self.windows):
+                    self.brief.add(storage)
             if storage in self.eager:
                 self._eager_bytes -= self.sizes[storage]
             elif self.sources[storage] is not None:

@@ -3,8 +3,8 @@
 Messages are keys in the ``TCPStore`` at which the ranks of ``torch.distributed`` met. The protocol of decision ``n``:
 
 1. Every rank but 0 writes its message to ``n/<rank>`` and polls ``n/answer``.
-2. Rank 0 polls ``n/1``, ``n/2``, ... until it has them all, and writes ``n/begun``: from then on the others wait as long as
-   the decision takes, and no longer only as long as the process group's timeout.
+2. Rank 0 polls ``n/1``, ``n/2``, ... until it has them all, and counts in ``n/begun`` while it decides: the others wait as
+   long as the decision takes, but no longer than the process group's timeout after the last sign that rank 0 is alive.
 3. Rank 0 decides and writes ``n/answer``. It then deletes the keys of decision ``n - 1``: a message for ``n`` proves that its
    sender has read the answer to ``n - 1``.
 
@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -35,6 +36,9 @@ import torch.distributed as dist
 from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.distributed import job_store
 from checkmate.torch._compat.dynamo import TorchDynamoException
+from checkmate.torch.distributed.liveness import SilentStoreError, asked, content, signs_of_life
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +51,14 @@ class PollingTimes:
         check_s: Seconds between two checks whether the peer is ahead; each costs a round trip to the store.
         first_pause_s: Seconds between the first two polls; short, as most messages are already there.
         longest_pause_s: The pause doubles up to this: 20 polls a second and rank are no load for the store.
+        beat_s: Seconds between two signs that rank 0 is alive while it decides; a quarter of the timeout where that is less.
     """
 
     grace_s: float = 10.0
     check_s: float = 0.5
     first_pause_s: float = 0.001
     longest_pause_s: float = 0.05
+    beat_s: float = 5.0
 
 
 _TIMES = PollingTimes()
@@ -150,8 +156,8 @@ class Ranks:
                         hint="make every rank call the same compiled functions, in the same order",
                     )
                 gathered.append(message.body)
-            self._send(f"{at}/begun", _Message())
-            body = decider(gathered)
+            with signs_of_life(job_store(), f"{at}/begun", _TIMES.beat_s):
+                body = decider(gathered)
         except BaseException as error:
             self._send_failure(at, error)
             raise
@@ -177,11 +183,14 @@ class Ranks:
         text = error.message if known else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         # A topic marks a text that names the rank at fault already, as that of every RankError does.
         topic = "rank" if isinstance(error, RankError) else ""
+        if isinstance(error.__cause__, SilentStoreError):
+            return
         with suppress(RuntimeError):
             self._send(f"{at}/{self.rank or 'answer'}", _Message(b"", topic, text, error.hint if known else ""))
 
     def _send(self, key: str, message: _Message) -> None:
-        job_store().set(key, msgspec.msgpack.encode(message))  # type: ignore[arg-type] # the stub wants str; bytes work
+        content = msgspec.msgpack.encode(message)
+        _asked(lambda: job_store().set(key, content))  # type: ignore[arg-type] # the stub wants str; bytes work
 
     def _receive(self, key: str, rank: int, topic: str, begun: str = "") -> _Message:
         """Poll for a message.
@@ -190,22 +199,28 @@ class Ranks:
             key: The key that it will be written to.
             rank: The rank that will write it.
             topic: The decision in words.
-            begun: Key whose presence means that the sender is busy deciding, which may take longer than any timeout.
+            begun: Key that the sender changes while it is busy deciding, which may take longer than any timeout.
 
         Raises:
             RankError: The sender is ahead, so that the message will not come; or the timeout of the process group is over.
         """
         store = job_store()
-        began = looked = time.monotonic()
+        looked = heard = time.monotonic()
         ahead_since: float | None = None
         pause = _TIMES.first_pause_s
         timeout = store.timeout  # type: ignore[attr-defined] # that of the process group
+        check_s = min(_TIMES.check_s, timeout.total_seconds() / 4)
+        sign = b""
         try:
-            while not store.check([key]):
+            while not (message := _asked(lambda: content(store, key))):
                 now = time.monotonic()
-                if now - looked > _TIMES.check_s:
+                if now - looked > check_s:
                     looked = now
-                    ahead_since = (ahead_since or now) if self._is_ahead(store, rank) else None
+                    ahead = _asked(lambda: self._is_ahead(store, rank))
+                    ahead_since = (ahead_since or now) if ahead else None
+                    newest = _asked(lambda: content(store, begun)) if begun else b""
+                    if newest != sign:
+                        sign, heard = newest, now
                 if ahead_since is not None and now - ahead_since > _TIMES.grace_s:
                     raise RankError(
                         f"rank {self.rank} has to compile a graph, and rank {rank} runs on without: their batches differ in "
@@ -213,7 +228,13 @@ class Ranks:
                         hint="give every rank batches of the same shape (drop_last=True, padding), or plan on each rank "
                         "separately with the option ranks='alone'",
                     )
-                if now - began > timeout.total_seconds() and not (begun and store.check([begun])):
+                if now - heard > timeout.total_seconds() and sign:
+                    raise RankError(
+                        f"rank {rank} began to decide on {topic}, and has given no sign of life for {timeout}: it was killed or "
+                        "stopped",
+                        hint=f"look for an error in the log of rank {rank}, and whether its machine ran out of memory",
+                    )
+                if now - heard > timeout.total_seconds():
                     raise RankError(
                         f"rank {rank} did not come to decide on {topic} within {timeout}",
                         hint=f"look for an error in the log of rank {rank}; if it is only slow, give init_process_group a longer "
@@ -221,7 +242,7 @@ class Ranks:
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, _TIMES.longest_pause_s)
-            return _READ_MESSAGE.decode(store.get(key))
+            return _READ_MESSAGE.decode(message)
         except dist.DistError as error:
             raise RankError(
                 f"the connection between the ranks is lost: {error}", hint="look for an error in the log of rank 0"
@@ -231,6 +252,23 @@ class Ranks:
         """Whether a rank ran more planned forwards than this one: it already ran the one that this rank has to compile."""
         key = f"forwards/{rank}"
         return store.check([key]) and int(store.get(key)) > self._forwards
+
+
+def _asked(call: Callable[[], T]) -> T:
+    """The result of a call of the store of the job.
+
+    Raises:
+        RankError: The store does not answer within the timeout of the process group.
+    """
+    timeout = job_store().timeout  # type: ignore[attr-defined]
+    try:
+        return asked(call, timeout)
+    except SilentStoreError as error:
+        raise RankError(
+            f"the store at which the ranks met has not answered for {timeout}: the process that holds it, as a rule rank 0, "
+            "was stopped",
+            hint="look for an error in the log of rank 0, and whether its machine ran out of memory",
+        ) from error
 
 
 # The ranks of the newest job. Kept when the process group is destroyed and initialised again, since a store may outlive it:

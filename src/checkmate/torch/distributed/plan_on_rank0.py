@@ -32,15 +32,17 @@ class AgreedPlan:
 
 
 class _RankMemory(msgspec.Struct, frozen=True):
-    """Memory figures in which ranks may differ although they traced the same graph.
+    """Figures in which ranks may differ although they traced the same graph.
 
     Attributes:
         workspace_bytes: Workspace of each op. Shape ``[op]``.
         resident_bytes: Resident bytes.
+        recomputable: Whether each op may be computed again, which is tried out for custom ops. Shape ``[op]``.
     """
 
     workspace_bytes: tuple[int, ...]
     resident_bytes: int
+    recomputable: tuple[bool, ...]
 
     def applied_to(self, graph: Graph, costs: Sequence[int]) -> Graph:
         """The graph with these memory figures and costs.
@@ -50,8 +52,8 @@ class _RankMemory(msgspec.Struct, frozen=True):
             costs: Cost of each op. Shape ``[op]``.
         """
         ops = tuple(
-            msgspec.structs.replace(op, workspace_bytes=workspace, cost=cost)
-            for op, workspace, cost in zip(graph.ops, self.workspace_bytes, costs, strict=True)
+            msgspec.structs.replace(op, workspace_bytes=workspace, cost=cost, recomputable=recomputable)
+            for op, workspace, recomputable, cost in zip(graph.ops, self.workspace_bytes, self.recomputable, costs, strict=True)
         )
         return msgspec.structs.replace(graph, ops=ops, resident_bytes=self.resident_bytes)
 
@@ -90,8 +92,11 @@ def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Gr
         RankError: The ranks traced different graphs or have different objectives, or planning failed on rank 0.
         CheckmateError: No plan was found; raised on rank 0.
     """
-    memory = _RankMemory(tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes)
-    shape = _RankMemory((0,) * len(graph.ops), 0).applied_to(graph, [0] * len(graph.ops))
+    memory = _RankMemory(
+        tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes, tuple(op.recomputable for op in graph.ops)
+    )
+    none = (0,) * len(graph.ops)
+    shape = _RankMemory(none, 0, (False,) * len(graph.ops)).applied_to(graph, none)
     request = _Request(shape.digest, objective, _summary(graph), memory)
 
     def decide(gathered: Sequence[bytes]) -> bytes:
@@ -100,6 +105,7 @@ def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Gr
         most = _RankMemory(
             tuple(map(max, *(a.memory.workspace_bytes for a in requests))),
             max(a.memory.resident_bytes for a in requests),
+            tuple(map(all, zip(*(a.memory.recomputable for a in requests), strict=True))),
         )
         costs = tuple(op.cost for op in graph.ops)
         return msgspec.msgpack.encode(_Answer(most, costs, plan(most.applied_to(graph, costs))))

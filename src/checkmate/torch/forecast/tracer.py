@@ -62,6 +62,24 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 """Optimizers by name. Learning rates do not matter for memory; momentum does, since it is state."""
 
 
+def optimizer_class(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """The optimizer of a name, to be called with parameters.
+
+    Args:
+        name: Its name.
+
+    Raises:
+        OptionError: No optimizer of that name is known.
+    """
+    if name not in OPTIMIZERS:
+        near = difflib.get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.0)[0]
+        raise OptionError(
+            f"no optimizer {name!r} is known by name; the nearest known one is {near!r}",
+            hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer",
+        )
+    return OPTIMIZERS[name]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
     """A step traced for a device.
@@ -130,12 +148,8 @@ class DeviceTracer:
         until: float,
         clip_norm: float | None = None,
     ) -> None:
-        if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
-            near = difflib.get_close_matches(optimizer, OPTIMIZERS, n=1, cutoff=0.0)[0]
-            raise OptionError(
-                f"no optimizer {optimizer!r} is known by name; the nearest known one is {near!r}",
-                hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer",
-            )
+        if isinstance(optimizer, str):
+            optimizer_class(optimizer)
         self.model, self.loss, self.example = model, loss, example
         self.optimizer, self.whole, self.autocast, self.target = optimizer, whole, autocast, target
         self.clip_norm, self.until = clip_norm, until
@@ -175,7 +189,7 @@ class DeviceTracer:
             trained = [p for p in there if p.requires_grad]
             sizes = {storage_key(t): _rounded(t, granule) for t in there}
             moved = [_rounded(p, granule) for p in trained]
-            optimizer = OPTIMIZERS[self.optimizer](trained) if isinstance(self.optimizer, str) else given
+            optimizer = optimizer_class(self.optimizer)(trained) if isinstance(self.optimizer, str) else given
             state = 0 if optimizer is None else state_bytes(optimizer, granule)
             spec = spec_of_step(self.model, self.loss, optimizer, batch, self.whole, 1, self.clip_norm, self.autocast)
             options = Options(reserve=state, costs="measured" if target is None else "estimated")

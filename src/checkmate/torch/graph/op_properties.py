@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
@@ -31,7 +32,7 @@ _IGNORED_IN_TRAINING = {aten.native_batch_norm_backward.default: ((3, 4), 7)}
 Keeping the running statistics alive for an op that ignores them would hold buffers that the forward has already updated.
 """
 
-_PURE = ("aten", "prims", "checkmate")
+PURE = ("aten", "prims", "checkmate")
 """Namespaces whose schemas are complete: their ops have no effect besides the arguments marked as written."""
 
 _SEEDS = ("inductor_seed.default", "inductor_seeds.default")
@@ -78,13 +79,15 @@ def op_properties(node: torch.fx.Node) -> OpProperties:
     # Attention kernels have the tag even where dropout_p is 0, and `is_impure` believes the tag. Asking `is_impure` first
     # would pin every attention output, the largest values of a transformer.
     random = tagged and _dropout_p(node) != 0.0
-    effect = bool(mutates) or collective or (not tagged and node.is_impure())
+    hidden: Hidden | None = node.meta.get(HIDDEN)
+    random |= hidden == "random"
+    effect = bool(mutates) or collective or hidden == "state" or (not tagged and node.is_impure())
     seeds = any(str(target).endswith(name) for name in _SEEDS)
     return OpProperties(
         random=random and not seeds,
         mutates=mutates,
         effect=effect,
-        sequenced=effect and (collective or not mutates or target.namespace not in _PURE),
+        sequenced=effect and (collective or not mutates or target.namespace not in PURE),
         pinned=effect or must_save or seeds or (random and _device(node) is None),
     )
 
@@ -200,6 +203,12 @@ def _device(node: torch.fx.Node) -> object:
             return value.device
     return node.kwargs.get("device")
 
+
+Hidden = Literal["random", "state"]
+"""What the results of an op depend on besides its inputs, which its schema does not say."""
+
+HIDDEN = "checkmate_hidden"
+"""Key in a node's metadata: the op is `Hidden` random, or has a state of which nothing is known; see `joint.hidden_state`."""
 
 FORWARD_ONLY = "checkmate_forward_only"
 """Key in a node's metadata: the op must not run in the backward, since a pass already gave the backward its own copy."""

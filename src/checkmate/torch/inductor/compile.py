@@ -24,7 +24,7 @@ from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.plan_store import sources_digest
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch._compat.aot import BoxedRun, functorch_config, saved_symbols
+from checkmate.torch._compat.aot import BoxedRun, functorch_config, regions_as_hints, saved_symbols
 from checkmate.torch._compat.aot_cache import CachedCompilation, CacheEntry, aot_cache_disabled, cached_attributes
 from checkmate.torch._compat.codegen.cpp_kernels import PendingKernels
 from checkmate.torch._compat.dispatch import FakeTensor
@@ -355,6 +355,7 @@ def _generate(
     looking_up = aot_cache_disabled() if problem is None else cache.looking_up(loaded)
     with (
         early,
+        regions_as_hints(),
         choices,
         freed_between_loops(),
         one_function_for_vectors_and_scalars(),

@@ -24,6 +24,7 @@ from checkmate.frontend.plan_store import CompilerChoices, sources_digest
 from checkmate.frontend.planner import planner_for
 from checkmate.torch._compat.inductor import missing_compiler
 from checkmate.torch.compilation.compilation import Compilation
+from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.inductor.compile import Compiled, compile_by_inductor
 from checkmate.torch.inductor.largest_inputs import dynamic_dimensions, traced_values
 from checkmate.torch.measure.trial_step import time_step
@@ -119,7 +120,7 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
         return compile_by_inductor(gm, example_inputs, compilation)
     choices, key = CompilerChoices(), _key(gm, example_inputs, compilation, str(compilation.resident))
     known = choices.get(key)
-    if known is not None:
+    if known is not None and known[1].isdecimal():
         compilation.least_fused_bytes = int(known[1])
         least = format_bytes(compilation.least_fused_bytes)
         _log.warning("no plan that Inductor compiled before kept the budget; the smallest takes %s: compiled by 'eager'", least)
@@ -177,7 +178,7 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], compilation: Compilation, be
         f"{t.dtype} {tuple(t.shape)} {t.stride()} {t.device} {t.requires_grad}" if isinstance(t, torch.Tensor) else repr(t)
         for t in inputs
     ]
-    devices = sorted({torch.cuda.get_device_name(t.device) for t in inputs if isinstance(t, torch.Tensor) and t.is_cuda})
-    machine = f"{torch.__version__} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()} {devices}"
-    text = "\n".join([sources_digest(), repr(compilation.options), machine, gm.code, *described, besides])
+    devices = {torch.device("cpu"), *(t.device for t in inputs if isinstance(t, torch.Tensor))}
+    kernels = sorted({kernel_settings(device) for device in devices})
+    text = "\n".join([sources_digest(), repr(compilation.options), *kernels, gm.code, *described, besides])
     return hashlib.sha256(text.encode()).hexdigest()

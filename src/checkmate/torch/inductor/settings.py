@@ -19,6 +19,7 @@ import torch
 from checkmate.core.errors import OptionError
 from checkmate.frontend.plan_store import sources_digest
 from checkmate.torch._compat.inductor import inductor_config, stock_patches
+from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.options import Options
 
 _log = logging.getLogger("checkmate.torch")
@@ -98,11 +99,8 @@ def compiler_fingerprint(
     """Hash of everything except the graph that decides on the measured memory of a compiled plan."""
     devices = {t.device for t in inputs if isinstance(t, torch.Tensor)}
     settings = {
-        "torch": torch.__version__,
         "checkmate": sources_digest(),
-        "devices": sorted(torch.cuda.get_device_name(d) if d.type == "cuda" else d.type for d in devices),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        "kernels": sorted({kernel_settings(d) for d in (*devices, torch.device("cpu"))}),
         "outputs": options.outputs,
         "inductor": {
             k: v if isinstance(v, (int, float, str, type(None))) else repr(type(v))

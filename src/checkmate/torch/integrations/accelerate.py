@@ -6,6 +6,7 @@ from typing import Any
 
 from checkmate.core.errors import MissingExtraError
 from checkmate.core.units import Amount
+from checkmate.torch.integrations.script import budget_of_environment
 
 try:
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
@@ -23,8 +24,8 @@ class BudgetPlugin(TorchDynamoPlugin):
     moved and wrapped them. It works in scripts under ``accelerate launch``.
 
     Args:
-        budget: The memory that a training step may take: ``"8GiB"`` or a number of bytes, or a share such as ``"70%"``. None: the
-            memory of the device.
+        budget: The memory that a training step may take: ``"8GiB"`` or a number of bytes, or a share such as ``"70%"``. None:
+            that of the environment variable ``CHECKMATE_BUDGET``, or the memory of the device.
         dynamic: As in `torch.compile`. The settings of ``accelerate launch`` for other backends are not used.
         **options: Further options of the backend. ``reserve`` leaves room for the optimizer's state: twice the size of the
             parameters for AdamW.
@@ -33,9 +34,11 @@ class BudgetPlugin(TorchDynamoPlugin):
         >>> accelerator = Accelerator(dynamo_plugin=BudgetPlugin("8GiB"))  # doctest: +SKIP
     """
 
-    def __init__(self, budget: Amount | None, *, dynamic: bool | None = None, **options: Any) -> None:
+    def __init__(self, budget: Amount | None = None, *, dynamic: bool | None = None, **options: Any) -> None:
         # accelerate compares the backend with its member for "no" only; it has no member for backends that are not its own.
-        super().__init__(backend=DynamoBackend.EAGER, options={"budget": budget, **options})
+        super().__init__(
+            backend=DynamoBackend.EAGER, options={"budget": budget_of_environment() if budget is None else budget, **options}
+        )
         self.use_regional_compilation = False  # every region would get a plan and a budget alone
         self._compile = {"backend": "checkmate", "dynamic": dynamic, "options": self.options}
 

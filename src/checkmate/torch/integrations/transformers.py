@@ -14,6 +14,7 @@ from checkmate.core.units import Amount, format_bytes
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph.storages import leaves, unique_bytes
+from checkmate.torch.integrations.script import budget_of_environment
 from checkmate.torch.measure.optimizer_state import state_bytes
 
 try:
@@ -35,15 +36,15 @@ class BudgetCallback(TrainerCallback):
 
     Args:
         budget: The memory that a training step may take, optimizer state included: ``"8GiB"`` or a number of bytes, or a share
-            such as ``"70%"``. None: the memory of the device.
+            such as ``"70%"``. None: that of the environment variable ``CHECKMATE_BUDGET``, or the memory of the device.
         **options: Further options of the backend, such as ``time_limit_s``; with ``reserve`` the optimizer's state is not added.
 
     Examples:
         >>> trainer = Trainer(model, arguments, train_dataset=data, callbacks=[BudgetCallback("8GiB")])  # doctest: +SKIP
     """
 
-    def __init__(self, budget: Amount | None, **options: Any) -> None:
-        self.options = {"budget": budget, **options}
+    def __init__(self, budget: Amount | None = None, **options: Any) -> None:
+        self.options = {"budget": budget_of_environment() if budget is None else budget, **options}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compile the model in place; the Trainer has created its optimizer by now."""

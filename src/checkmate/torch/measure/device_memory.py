@@ -13,7 +13,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class LookDue:
     Attributes:
         heap_bytes: Allocated memory at the last look.
         growth_bytes: The least growth that makes one due: twice as much after each look that found no more tensors.
-        steps: Steps since the beginning, where the C library has no count: then the first looks are in steps 1, 2, 4, 8 and so on.
+        steps: Steps since the beginning. Where the C library has no count, looks are in steps 1, 2, 4, 8 and so on.
     """
 
     heap_bytes: int = -_LEAST_GROWTH_BYTES

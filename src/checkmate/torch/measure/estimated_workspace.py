@@ -1,7 +1,8 @@
 """Upper estimate of the scratch memory of an op on a CPU, where it is not measured.
 
-Rules for the kernels of PyTorch 2.13, each with what was measured for it. An op without a rule counts with its largest argument or
-all of its results, whatever is more: kernels copy an argument that is not contiguous, or compute a result in a wider type.
+Rules for the kernels of PyTorch 2.13, each with what was measured for it. An op without a rule counts with its largest
+argument or all of its results, whatever is more: kernels copy an argument that is not contiguous, or compute a result in a wider
+type.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _is_contiguous(value: torch.Tensor) -> bool:
 
 
 def _everything(node: fx.Node, given: list[int], made: list[int]) -> int:
-    """oneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up."""
+    """OneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up."""
     return 2 * (sum(given) + sum(made))
 
 

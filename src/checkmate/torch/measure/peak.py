@@ -7,8 +7,12 @@ from collections.abc import Callable
 
 import torch
 
+from checkmate.core.errors import CheckmateError
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
-from checkmate.torch.measure.errors import ProfilerBusyError
+
+
+class ProfilerBusyError(CheckmateError, RuntimeError):
+    """Memory on the CPU cannot be measured while another torch profiler is active."""
 
 
 def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -30,6 +31,7 @@ from checkmate.torch._compat.dispatch import (
 )
 from checkmate.torch._compat.profiler import keep_busy, memory_trace, outside_of_profilers
 from checkmate.torch._compat.symbolic import value_at_upper_bounds
+from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.graph.op_properties import is_collective, makes_views, unused_arguments
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.pieces import PIECES, Pieces
@@ -59,11 +61,15 @@ class Profiler:
     """
 
     def __init__(self, store: CostStore | None = None, inputs: Sequence[Callable[[], Any]] = ()) -> None:
-        self._costs = MeasuredCosts(signature=signature, measure=measure_nodes, estimate=_without_running, store=store)
+        self._settings = kernel_settings
+        self._costs = MeasuredCosts(
+            signature=lambda node: signature(node, self._settings), measure=measure_nodes, estimate=_without_running, store=store
+        )
         self._inputs = inputs
 
     def __call__(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
         """Cost of each node; nodes with the same `signature` share one measurement."""
+        self._settings = functools.cache(kernel_settings)  # read once for all nodes, and again at the next call
         token = _INPUTS.set(self._by_storage(nodes))
         try:
             return self._costs(nodes)
@@ -100,17 +106,23 @@ def _without_running(node: fx.Node) -> OpCost:
     return OpCost(estimate_ns(node), estimated_workspace_bytes(node) if isinstance(node.target, OpOverload) else 0)
 
 
-def signature(node: fx.Node) -> str | None:
-    """Text of all on which the cost of an op depends; None for an op that cannot be run in isolation."""
+def signature(node: fx.Node, settings: Callable[[torch.device], str] = kernel_settings) -> str | None:
+    """Text of all on which the cost of an op depends; None for an op that cannot be run in isolation.
+
+    Args:
+        node: The op.
+        settings: What chooses the kernels of a device, as text.
+    """
     target, args, kwargs = _call(node)
     if not isinstance(target, OpOverload) or is_collective(node):
         return None
     if target is UPDATE:
         args = (*args[:2], updates_of(args[2]).describe(args[3]))
-    parts = [str(target), _describe(args), _describe(kwargs), f"threads={torch.get_num_threads()}", f"torch={torch.__version__}"]
+    parts = [str(target), _describe(args), _describe(kwargs)]
     devices = {t.device for t in _tensors(node, args, kwargs)}
     parts += [_METHOD, *["by-piece"] * (PIECES in node.meta)] if any(d.type == "cpu" for d in devices) else []
-    parts += sorted(f"{torch.cuda.get_device_name(d)} queued" for d in devices if d.type == "cuda")
+    parts += ["queued"] * any(d.type == "cuda" for d in devices)
+    parts += sorted({settings(d) for d in devices or {torch.device("cpu")}})
     return " ".join(parts)
 
 
@@ -279,8 +291,12 @@ def _fill(flat: torch.Tensor) -> None:
         part.copy_(block[: part.numel()])
 
 
-def _ready_to_run(node: fx.Node) -> Callable[[], Iterator[Any]]:
-    """A function that runs an op: it yields at the end of each part of it, see `LeastTimes`, and the results at last."""
+def ready_to_run(node: fx.Node) -> Callable[[], Iterator[Any]]:
+    """A function that runs an op on new inputs: it yields at the end of each part, see `LeastTimes`, and the results at last.
+
+    Args:
+        node: The op.
+    """
     target, args, kwargs = _call(node)
     fill = not makes_views(node)
     given = _INPUTS.get() if isinstance(target, OpOverload) and not target._schema.is_mutable else {}
@@ -311,7 +327,7 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
 
 def _cpu_cost(node: fx.Node, other: Memory, times: LeastTimes) -> tuple[int, int]:
     """Nanoseconds and workspace of an op on the CPU; other memory is read between runs, which are added to the times."""
-    run = _ready_to_run(node)
+    run = ready_to_run(node)
     slow = max(EFFORT.slow_factor * estimate_ns(node), EFFORT.slow_ns)
     other.max()
     with memory_trace() as trace:
@@ -347,7 +363,7 @@ def run_again(node: fx.Node, other: Memory, times: LeastTimes) -> None:
         other: Memory that is read before each run.
         times: What the runs are added to.
     """
-    run = _ready_to_run(node)
+    run = ready_to_run(node)
     took: list[int] = []
     while len(took) < EFFORT.later_repeats and sum(took) <= EFFORT.limit_ns:
         other.max()
@@ -355,7 +371,7 @@ def run_again(node: fx.Node, other: Memory, times: LeastTimes) -> None:
 
 
 def _cuda_cost(node: fx.Node) -> tuple[float, int]:
-    return _cuda_time_ns(_ready_to_run(node)), int(_cuda_workspace(node))
+    return _cuda_time_ns(ready_to_run(node)), int(_cuda_workspace(node))
 
 
 def _cuda_time_ns(run: Callable[[], Iterator[Any]]) -> float:
@@ -374,7 +390,7 @@ def _cuda_time_ns(run: Callable[[], Iterator[Any]]) -> float:
 
 
 def _cuda_workspace(node: fx.Node) -> float:
-    run = _ready_to_run(node)
+    run = ready_to_run(node)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -73,6 +73,7 @@ class Task:
         on_unplannable: Called with the reason why a graph cannot be planned. It raises, or the graph runs as PyTorch runs it.
         relabel: Moves the fake tensors of a graph to another device, in place.
         layout_pass: Returns a graph whose tensors have other layouts.
+        examine: Marks ops whose results depend on more than their inputs.
     """
 
     costs: Costs
@@ -88,6 +89,7 @@ class Task:
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()
     relabel: Callable[[fx.Graph], None] = lambda graph: None
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
+    examine: Callable[[fx.Graph], None] = lambda graph: None
 
     def planned(self, module: fx.GraphModule, num_fwd_outputs: int | None) -> tuple[Capture, Capture, Result]:
         """A module as it was captured, the capture that is planned, and the plan; what is measured takes no more than `room`.
@@ -165,6 +167,7 @@ def _partition(
         honours_checkpoints=task.honours_checkpoints,
         no_recompute=task.no_recompute,
         layout_pass=task.layout_pass,
+        examine=task.examine,
     )
     task.relabel(prepared.graph)
     inputs = [n for n in prepared.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
@@ -243,7 +246,7 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
         SplitError: The module would take more memory than planned.
         CheckmateError: No plan was found.
     """
-    prepared = prepare(module, split_convolutions=task.split_convolutions, layout_pass=task.layout_pass)
+    prepared = prepare(module, split_convolutions=task.split_convolutions, layout_pass=task.layout_pass, examine=task.examine)
     apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
     whole, capture, result = task.planned(prepared, None)

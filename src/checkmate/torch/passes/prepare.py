@@ -24,6 +24,7 @@ def prepare(
     honours_checkpoints: bool = False,
     no_recompute: frozenset[str] = frozenset(),
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph,
+    examine: Callable[[fx.Graph], None] = lambda graph: None,
 ) -> fx.GraphModule:
     """A copy of a joint module with the passes applied.
 
@@ -34,8 +35,10 @@ def prepare(
         honours_checkpoints: Whether checkpointed regions are recomputed and never kept; see `honour_checkpoints`.
         no_recompute: Names of ops that must run once.
         layout_pass: Applied first; returns a graph whose tensors have other layouts.
+        examine: Applied next; marks ops in their metadata.
     """
     graph = layout_pass(copy_graph(joint.graph))
+    examine(graph)
     read_sizes_from_inputs(graph)
     if split_convolutions:
         split_convolution_backward(graph)

@@ -32,6 +32,15 @@ def forward_program(model: torch.nn.Module, loss: Loss | None) -> Program:
     return with_unique_code(forward)
 
 
+def model_program(model: torch.nn.Module) -> Callable[..., Any]:
+    """``program(args, kwargs)`` that returns what the model does."""
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return model(*args, **kwargs)
+
+    return with_unique_code(call)
+
+
 def under_autocast(program: Program, device_type: str, dtype: torch.dtype) -> Program:
     """The same program under `torch.autocast`; clipping and updates of its gradients stay outside."""
 

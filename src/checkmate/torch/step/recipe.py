@@ -15,7 +15,15 @@ from torch.utils import _pytree as pytree
 from checkmate.core.errors import OptionError
 from checkmate.torch._compat.distributed import DistributedDataParallel, inside_ddp_forward, uses_fsdp
 from checkmate.torch.graph.optimizer_ops import Updates, unsupported_reason
-from checkmate.torch.step.programs import Loss, Program, check_micro_batches, forward_program, step_program, under_autocast
+from checkmate.torch.step.programs import (
+    Loss,
+    Program,
+    check_micro_batches,
+    forward_program,
+    model_program,
+    step_program,
+    under_autocast,
+)
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -104,6 +112,20 @@ def spec_of_step(
     if optimizer is not None and whole is None:
         _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
     return StepSpec(forward, functools.partial(_finish_split, optimizer, clip_norm), whole=False, wrapped=wrapped)
+
+
+def spec_of_model(model: torch.nn.Module, inputs: Example, autocast: torch.dtype | None) -> StepSpec:
+    """The specification of what a plain loop compiles: the model alone.
+
+    Args:
+        model: The model.
+        inputs: Its inputs.
+        autocast: Type of `torch.autocast` around the model, if any.
+    """
+    program = model_program(model)
+    if autocast is not None:
+        program = under_autocast(program, _device_type(model, inputs), _half(autocast))
+    return StepSpec(program, lambda run: run(), whole=False)
 
 
 def validate_example(example: Example, loss: Loss | None) -> Example:

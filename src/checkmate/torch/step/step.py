@@ -34,7 +34,7 @@ from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
 from checkmate.torch.step.programs import Loss, check_micro_batches
-from checkmate.torch.step.recipe import Example, StepSpec, spec_of_step, validate_example
+from checkmate.torch.step.recipe import Example, StepSpec, spec_of_model, spec_of_step, validate_example
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
 
 _log = logging.getLogger("checkmate.torch")
@@ -236,6 +236,7 @@ def capture(
     costs: CostSource = "measured",
     chunking: Chunking = "off",
     device: Device | str | os.PathLike[str] | None = None,
+    plain_loop: bool = False,
 ) -> Graph:
     """The graph of a training step. Nothing runs and nothing is allocated, except to measure costs.
 
@@ -258,6 +259,8 @@ def capture(
             traced on the CPU and then changed into what that device would run: its attention kernels and its allocator's
             block sizes, each op with the least time that the device's arithmetic and memory traffic allow. Model and batch may
             be on the meta device. `fits` also reports what is not known about the device.
+        plain_loop: Whether the step is that of a loop which compiles the model alone, by `torch.compile`, and calls the loss and
+            the optimizer itself: a plan of it is for ``options={"plan": ...}`` of the backend.
 
     Raises:
         GraphBreakError: The step cannot be traced as one graph.
@@ -269,8 +272,12 @@ def capture(
     granule = 1 if target is None else target.device.granule_bytes
     options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs, chunking=chunking)
     with fake_inputs(validate_example(example, loss), model, loss, optimizer) as batch:
-        spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
-        step = trace_step(spec, batch, options, target)
+        if plain_loop:
+            inputs = batch if loss is None or isinstance(batch, Mapping) else tuple(batch)[:-1]
+            step = trace_step(spec_of_model(model, inputs, autocast), inputs, options, target)
+        else:
+            spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast)
+            step = trace_step(spec, batch, options, target)
         chunks = Chunks(exact=chunking == "exact")
         graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0).captured).graph
     return msgspec.structs.replace(graph, name=type(model).__name__)

@@ -1,0 +1,48 @@
+"""Lightning within the budget of the environment: its entry point ``lightning.pytorch.callbacks_factory`` leads here.
+
+In a separate module, since it imports lightning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info
+
+from checkmate.torch.integrations.script import TrainingReport, budget_of_environment, is_active, training_within
+
+
+def callbacks() -> list[Callback]:
+    """The callbacks for a new ``Trainer``: none if the environment has no budget, or the whole script is under one."""
+    budget = budget_of_environment()
+    return [] if budget is None or is_active() else [WithinBudget(budget)]
+
+
+class WithinBudget(Callback):
+    """Compiles what the optimizers of ``Trainer.fit`` own within a budget, and tells the plans when it is over.
+
+    Args:
+        budget: The budget.
+    """
+
+    def __init__(self, budget: str) -> None:
+        self._budget = budget
+        self._running = contextlib.ExitStack()
+        self._report: TrainingReport | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begin before the optimizers are made."""
+        if stage == "fit":
+            self._report = self._running.enter_context(training_within(self._budget))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End without a report."""
+        self._running.close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End with a report."""
+        self._running.close()
+        if self._report is not None and stage == "fit":
+            rank_zero_info("\n".join(["checkmate:", *self._report.lines()]))

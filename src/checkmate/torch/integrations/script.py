@@ -1,0 +1,339 @@
+"""Trains what a script trains within a budget, without a change of the script.
+
+A module is compiled in place when it is called with gradients for the first time, if an optimizer owns parameters of it and no
+other such module is calling it: the outermost one that the script calls, which need not be the one that the script calls its
+model. Until then calls of every module with such parameters go through a `_FirstCall`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from checkmate.core.budget import keep_all_bytes
+from checkmate.core.units import Amount, format_at_least, format_bytes
+from checkmate.torch._compat.dispatch import innermost_transform
+from checkmate.torch._compat.dynamo import OptimizedModule, call_through, called_through, traceable_call
+from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.options import Options
+
+_log = logging.getLogger("checkmate.torch")
+
+BUDGET_VARIABLE = "CHECKMATE_BUDGET"
+"""Environment variable with the budget, for trainers and for `checkmate run`."""
+
+
+def budget_of_environment() -> str | None:
+    """The budget in the environment; None where there is none."""
+    return os.environ.get(BUDGET_VARIABLE) or None
+
+
+_CHEAP, _EXPENSIVE = 1.05, 1.2
+"""Overhead up to which less memory is worth a try, and overhead from which more memory is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSteps:
+    """Optimizer steps with the same plan.
+
+    Attributes:
+        first: Number of the first one, from 1.
+        last: Number of the last one.
+        count: How many there are.
+        peak_bytes: Planned peak.
+        budget_bytes: The budget in bytes.
+        keep_all_bytes: Peak of keeping everything; None where the step was not planned as a whole.
+        overhead: Cost over the cost of computing each op once.
+        gap: Share of the cost that may be left to gain.
+    """
+
+    first: int
+    last: int
+    count: int
+    peak_bytes: int
+    budget_bytes: int
+    keep_all_bytes: int | None
+    overhead: float
+    gap: float
+
+    def __str__(self) -> str:
+        which = f"step {self.first}" if self.count == 1 else f"{self.count} of steps {self.first} to {self.last}"
+        if self.count == self.last - self.first + 1 > 1:
+            which = f"steps {self.first} to {self.last}"
+        each = "" if self.keep_all_bytes is not None else ", each graph on its own"
+        peak, budget = format_bytes(self.peak_bytes), format_bytes(self.budget_bytes)
+        return f"{which}: planned {peak} of {budget}, overhead {self.overhead:.3f}x, gap {100 * self.gap:.2f}%{each}"
+
+
+class TrainingReport:
+    """The modules that were trained within a budget, and their plans.
+
+    Attributes:
+        budget: The budget, as it was given.
+        compiled: Classes of the modules that were compiled, or names of functions, in the order of their first calls.
+        optimizers: How many optimizers were made.
+        steps: How many steps the optimizer with the most of them took.
+        planned: The plans of these steps, in the order of their first steps.
+        measured_bytes: Peak that the CUDA allocator measured; None elsewhere.
+    """
+
+    def __init__(self, budget: Amount) -> None:
+        self.budget = budget
+        self.compiled: list[str] = []
+        self.optimizers = 0
+        self.steps = 0
+        self.planned: list[PlannedSteps] = []
+        self.measured_bytes: int | None = None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and texts, for two columns."""
+        rows = [("budget", str(self.budget)), ("compiled", ", ".join(self.compiled) or "nothing")]
+        rows.append(("steps", f"{self.steps}, of which {sum(p.count for p in self.planned)} ran plans"))
+        rows += [("", str(planned)) for planned in self.planned]
+        measured = "no CUDA device was used" if self.measured_bytes is None else f"{format_bytes(self.measured_bytes)} at most"
+        return [*rows, ("measured", measured)]
+
+    def lines(self) -> list[str]:
+        """The rows and the advice as text."""
+        return [f"  {name:<10}{text}" for name, text in [*self.rows(), ("try", self.advice())]]
+
+    def advice(self) -> str:
+        """The next thing to try."""
+        if not self.compiled and not self.planned:
+            if not self.optimizers:
+                return "train with an optimizer of torch.optim: no optimizer was made, and what it owns is what is compiled"
+            return "call the model itself, not model.forward: no module of which an optimizer owns parameters was called"
+        if not self.planned:
+            return "read the warnings above, or set TORCH_LOGS=graph_breaks to see what torch.compile makes of the model"
+        whole = [planned for planned in self.planned if planned.keep_all_bytes is not None]
+        if not whole:
+            return "train for two steps or more: a step is planned as a whole when it comes for the second time"
+        largest = max(whole, key=lambda planned: planned.peak_bytes)
+        assert largest.keep_all_bytes is not None
+        if largest.peak_bytes >= largest.keep_all_bytes:
+            return f"try a larger batch, or a budget below {format_bytes(largest.keep_all_bytes)}: nothing is computed twice"
+        if largest.overhead >= _EXPENSIVE:
+            more = format_at_least((largest.peak_bytes + largest.keep_all_bytes) // 2)
+            return f"try --budget {more} for less overhead; keeping everything takes {format_bytes(largest.keep_all_bytes)}"
+        if largest.overhead <= _CHEAP:
+            return "try a larger batch or a smaller budget: what is computed twice costs little"
+        return f"compare with --budget {format_at_least(largest.keep_all_bytes)}, which keeps everything"
+
+    def note(self, step: int) -> None:
+        """Take over the plan of an optimizer step that has run.
+
+        Args:
+            step: Its number.
+        """
+        self.steps = max(self.steps, step)
+        result, whole = COORDINATOR.result, COORDINATOR.step
+        if result is None:
+            return
+        now = PlannedSteps(
+            first=step,
+            last=step,
+            count=1,
+            peak_bytes=result.peak_bytes,
+            budget_bytes=result.budget_bytes,
+            keep_all_bytes=None if whole is None else _keep_all_bytes(whole),
+            overhead=result.overhead,
+            gap=result.gap,
+        )
+        for k, known in enumerate(self.planned):
+            if replace(now, first=known.first, last=known.last, count=known.count) == known:
+                self.planned[k] = replace(known, last=step, count=known.count + (step > known.last))
+                return
+        self.planned.append(now)
+
+    def end(self) -> None:
+        """Take over what the device measured."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.measured_bytes = torch.cuda.max_memory_allocated()
+
+
+@functools.lru_cache(maxsize=16)
+def _keep_all_bytes(step: Any) -> int:
+    return keep_all_bytes(step.graph)
+
+
+_ACTIVE: list[TrainingReport] = []
+
+
+def is_active() -> bool:
+    """Whether a block of `training_within` is running, as under `checkmate run`."""
+    return bool(_ACTIVE)
+
+
+@contextlib.contextmanager
+def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]:
+    """Context in which whatever an optimizer trains is compiled within a budget.
+
+    What the code compiles itself, with another backend, is compiled within the budget instead.
+
+    Args:
+        budget: The memory that a training step may take, as in `Options`.
+        **options: Further options of the backend.
+
+    Yields:
+        The report, complete when the block is over.
+
+    Raises:
+        OptionError: An option is wrong.
+        UnitError: The budget cannot be read.
+    """
+    given = {"unplanned": "warn", **options, "budget": budget}
+    Options.of(given)
+    report = TrainingReport(budget)
+    training = _Training(given, report)
+    hook = register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: training.stepped(optimizer))
+    _ACTIVE.append(report)
+    try:
+        made = patch.object(torch.optim.Optimizer, "__init__", training.init_of_optimizers())
+        with made, patch.object(torch, "compile", training.compiles()):
+            yield report
+    finally:
+        _ACTIVE.remove(report)
+        hook.remove()
+        training.end()
+
+
+class _FirstCall:
+    """Takes the calls of a module until it is trained: the first such call compiles it.
+
+    Args:
+        module: The module.
+        options: Options of the backend.
+    """
+
+    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+        self._module = weakref.ref(module)
+        self._options = options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, and compile it before if it is called to be trained."""
+        return self._call(*args, **kwargs)
+
+    @torch.compiler.disable  # the script may call it between the graphs of a function that it compiled
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        if not torch.is_grad_enabled() or innermost_transform() is not None:
+            return module._call_impl(*args, **kwargs)
+        module.compile(backend="checkmate", options=self._options)
+        return module(*args, **kwargs)
+
+
+class _Training:
+    """The modules and optimizers of a block of `training_within`.
+
+    Args:
+        options: Options of the backend.
+        report: What happens is noted there.
+    """
+
+    def __init__(self, options: dict[str, Any], report: TrainingReport) -> None:
+        self._options = options
+        self._report = report
+        self._steps: dict[int, int] = {}  # by the identity of the optimizer
+        self._compiled: list[weakref.ref[nn.Module]] = []
+        self._said: set[str] = set()
+
+    def init_of_optimizers(self) -> Callable[..., None]:
+        """The constructor of optimizers, which also looks for the modules whose parameters an optimizer is given."""
+        original = torch.optim.Optimizer.__init__
+
+        @functools.wraps(original)
+        def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._report.optimizers += 1
+            compiled = {id(inner) for ref in self._compiled if (outer := ref()) is not None for inner in outer.modules()}
+            for module in _modules_of(optimizer):
+                if id(module) not in compiled and called_through(module) is None:
+                    call_through(module, _FirstCall(module, self._options))
+
+        return init
+
+    def compiles(self) -> Callable[..., Any]:
+        """`torch.compile` with the backend of this package."""
+        original = torch.compile
+
+        @functools.wraps(original)
+        def compiled(model: Any = None, *, backend: Any = "inductor", **settings: Any) -> Any:
+            if model is None or settings.get("disable"):
+                return original(model, backend=backend, **settings)
+            module = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+            if isinstance(module, nn.Module):
+                self._compiled.append(weakref.ref(module))
+                _release(module)
+                if model == module._call_impl:
+                    model = traceable_call(module) or model
+            self._report.compiled.append(type(module).__name__ if isinstance(module, nn.Module) else _name(model))
+            if not _is_ours(backend):
+                self._say(f"torch.compile(..., backend={_name(backend)!r}) of the script: backend 'checkmate' is used instead")
+                kept = {name: settings[name] for name in ("fullgraph", "dynamic") if name in settings}
+                backend, settings = "checkmate", {**kept, "options": self._options}
+            return original(model, backend=backend, **settings)
+
+        return compiled
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has run.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        self._report.note(step)
+
+    def end(self) -> None:
+        """Let calls of all modules go to the modules again, or to what was compiled of them."""
+        for module in _all_modules():
+            _release(module)
+        self._report.end()
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning(text)
+
+
+def _release(module: nn.Module) -> None:
+    """Let no `_FirstCall` take the calls of a module and of those in it."""
+    for inner in module.modules():
+        if isinstance(called_through(inner), _FirstCall):
+            call_through(inner, None)
+
+
+def _all_modules() -> list[nn.Module]:
+    """Every module of the process. The type is looked at, since proxies of other libraries claim to be of other classes."""
+    return [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+
+
+def _modules_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
+    """The modules with parameters that an optimizer owns, among those that Dynamo traces."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in _all_modules():
+        if not isinstance(module, (torch.jit.ScriptModule, OptimizedModule)) and any(id(p) in owned for p in module.parameters()):
+            yield module
+
+
+def _is_ours(backend: Any) -> bool:
+    """Whether a backend is the one of this package, or one that it makes for itself."""
+    function = getattr(backend, "func", backend)
+    return backend == "checkmate" or str(getattr(function, "__module__", "")).partition(".")[0] == "checkmate"
+
+
+def _name(of: Any) -> str:
+    return of if isinstance(of, str) else getattr(of, "__qualname__", None) or type(of).__name__

@@ -1,0 +1,98 @@
+"""Custom ops whose results depend on more than their inputs, and whose schemas do not say so: found by running them.
+
+An op that draws random numbers has a tag, by which PyTorch knows it. Custom ops often lack it, attention with dropout among them:
+computed again, they would give other numbers in the backward than in the forward, and wrong gradients. `torch.utils.checkpoint`
+restores the generators around a whole region and needs no tag. Here each custom op runs twice on the same inputs from the same
+state of the generators:
+
+- If a generator moved, of the device that the op runs on, its state is replayed where the op is computed again.
+- If another one moved, or the results differ, there is a state that nothing here can replay: the op runs once.
+- If the op does not run alone, or if nothing may run, nothing is known of it: it runs once as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import fx
+
+from checkmate.torch._compat.dispatch import OpOverload, defined_memory, no_dispatch, no_modes
+from checkmate.torch.graph.op_properties import HIDDEN, PURE, Hidden, is_collective
+from checkmate.torch.graph.rng import generators_restored
+from checkmate.torch.graph.storages import leaves
+from checkmate.torch.measure.profiler import ready_to_run, signature
+
+_log = logging.getLogger("checkmate.torch")
+
+_KNOWN: dict[str, Hidden | None] = {}
+"""What each op was found to be, by its signature. Not kept for other processes: code of the same name may be other code there."""
+
+
+def mark_hidden_state(graph: fx.Graph, *, runs: bool) -> None:
+    """Mark custom ops with hidden random numbers or a hidden state (`HIDDEN`), so that `op_properties` knows.
+
+    Args:
+        graph: The graph; only metadata is changed.
+        runs: Whether ops may run. Otherwise every custom op is taken for one with a state.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
+            continue
+        if node.target.namespace in PURE or is_collective(node):
+            continue
+        hidden = _hidden(node) if runs else "state"
+        if hidden is not None:
+            node.meta[HIDDEN] = hidden
+
+
+def _hidden(node: fx.Node) -> Hidden | None:
+    key = signature(node)
+    assert key is not None
+    if key not in _KNOWN:
+        _KNOWN[key] = _examined(node)
+    return _KNOWN[key]
+
+
+def _examined(node: fx.Node) -> Hidden | None:
+    devices = {t.device for t in leaves([node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)])}
+    try:
+        with generators_restored(), no_dispatch(), no_modes(), torch.no_grad(), defined_memory():
+            moved, first = _run(node)
+        with generators_restored(), no_dispatch(), no_modes(), torch.no_grad(), defined_memory():
+            _, second = _run(node)
+            same = len(first) == len(second) and all(map(_same_bits, first, second))
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
+        _log.warning("%s (%s) does not run alone, so that it is never computed again: %s", node.name, node.target, error)
+        return "state"
+    if not same or not moved <= devices:
+        _log.info("%s (%s) has a state besides its inputs, so that it is never computed again", node.name, node.target)
+        return "state"
+    return "random" if moved else None
+
+
+def _run(node: fx.Node) -> tuple[set[torch.device], list[Any]]:
+    """Run an op on new inputs: devices whose generators moved, and results."""
+    run = ready_to_run(node)
+    before = _generators()
+    *_, results = run()
+    moved = {device for device, state in _generators().items() if not torch.equal(state, before[device])}
+    return moved, list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def _generators() -> dict[torch.device, torch.Tensor]:
+    """States of the default generators."""
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    states = {torch.device("cuda", i): torch.cuda.get_rng_state(i) for i in cuda}
+    return {torch.device("cpu"): torch.get_rng_state(), **states}
+
+
+def _same_bits(first: Any, second: Any) -> bool:
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return first == second
+    return first.shape == second.shape and torch.equal(_bits(first), _bits(second))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
