@@ -1,0 +1,21 @@
+"""Training loops of public scripts, each a function that a reader of its source recognizes."""
+
+from __future__ import annotations
+
+from . import (  # noqa: F401 - each lists its scripts
+    adversarial,
+    alignment,
+    control,
+    generative,
+    huggingface,
+    images,
+    language,
+    science,
+    selfsupervised,
+    sentences,
+    tables,
+    vision,
+)
+from .loop import SCRIPTS
+
+__all__ = ["SCRIPTS"]

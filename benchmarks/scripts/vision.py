@@ -1,0 +1,269 @@
+"""Training scripts that classify and detect, in the shape of their sources; models are small and random."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from .loop import STEPS, compiled, log, script, steps
+
+
+@script("pytorch/examples: mnist", "data set in memory, Adadelta, test after the epoch")
+def mnist() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.conv2 = nn.Conv2d(1, 16, 3, 1), nn.Conv2d(16, 32, 3, 1)
+            self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+            self.fc1, self.fc2 = nn.Linear(32 * 12 * 12, 64), nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = F.relu(self.conv2(F.relu(self.conv1(x))))
+            x = torch.flatten(self.dropout1(F.max_pool2d(x, 2)), 1)
+            return F.log_softmax(self.fc2(self.dropout2(F.relu(self.fc1(x)))), dim=1)
+
+    train_set = TensorDataset(torch.randn(64 * STEPS, 1, 28, 28), torch.randint(10, (64 * STEPS,)))
+    test_set = TensorDataset(torch.randn(64, 1, 28, 28), torch.randint(10, (64,)))
+    model = compiled(Net())
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+
+    model.train()
+    for data, target in steps(DataLoader(train_set, batch_size=64, shuffle=True)):
+        optimizer.zero_grad()
+        output = model(data)
+        loss = F.nll_loss(output, target)
+        loss.backward()
+        optimizer.step()
+        log(loss)
+    scheduler.step()
+
+    model.eval()
+    test_loss, correct = 0.0, 0
+    with torch.no_grad():
+        for data, target in DataLoader(test_set, batch_size=64):
+            output = model(data)
+            test_loss += F.nll_loss(output, target, reduction="sum").item()
+            correct += output.argmax(dim=1, keepdim=True).eq(target.view_as(output.argmax(dim=1, keepdim=True))).sum().item()
+    log(test_loss / len(test_set))
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer)
+        self.conv2, self.bn2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)
+        self.downsample = None
+        if stride != 1 or inner != outer:
+            self.downsample = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        return F.relu(self.bn2(self.conv2(out)) + identity, inplace=True)
+
+
+def resnet(classes: int, width: int = 16) -> nn.Sequential:
+    """A small ResNet."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        BasicBlock(width, width, 1),
+        BasicBlock(width, width, 1),
+        BasicBlock(width, 2 * width, 2),
+        BasicBlock(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, classes),
+    )
+
+
+@script("pytorch/examples: imagenet", "ResNet, SGD with momentum, accuracy in the loop, validation in between")
+def imagenet() -> None:
+    def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
+        with torch.no_grad():
+            _, pred = output.topk(max(topk), 1, True, True)
+            correct = pred.t().eq(target.view(1, -1).expand_as(pred.t()))
+            return [correct[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / target.size(0)) for k in topk]
+
+    model = compiled(resnet(100))
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
+    for _ in range(2):
+        model.train()
+        train_loader = [(torch.randn(32, 3, 32, 32), torch.randint(100, (32,))) for _ in range(STEPS // 2)]
+        for images, target in steps(train_loader):
+            output = model(images)
+            loss = criterion(output, target)
+            top1, top5 = accuracy(output, target, topk=(1, 5))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            log(loss, top1, top5)
+        model.eval()
+        with torch.no_grad():
+            for images, target in [(torch.randn(32, 3, 32, 32), torch.randint(100, (32,)))]:
+                output = model(images)
+                log(criterion(output, target))
+        scheduler.step()
+
+
+class VisionTransformer(nn.Module):
+    """Patches, a class token and an encoder."""
+
+    def __init__(self, image: int = 32, patch: int = 4, dim: int = 64, depth: int = 2, classes: int = 10) -> None:
+        super().__init__()
+        self.to_patch_embedding = nn.Conv2d(3, dim, patch, patch)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
+        self.pos_embedding = nn.Parameter(torch.randn(1, (image // patch) ** 2 + 1, dim))
+        layer = nn.TransformerEncoderLayer(dim, 4, 2 * dim, 0.1, F.gelu, batch_first=True, norm_first=True)
+        self.transformer = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.mlp_head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, classes))
+
+    def forward(self, img: torch.Tensor) -> torch.Tensor:
+        x = self.to_patch_embedding(img).flatten(2).transpose(1, 2)
+        x = torch.cat((self.cls_token.expand(x.size(0), -1, -1), x), dim=1) + self.pos_embedding
+        return self.mlp_head(self.transformer(x)[:, 0])
+
+
+@script("pytorch/examples: vision_transformer", "scheduler, running accuracy")
+def vision_transformer() -> None:
+    model = compiled(VisionTransformer())
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    running_loss = 0.0
+    model.train()
+    for images, labels in steps((torch.randn(24, 3, 32, 32), torch.randint(10, (24,))) for _ in range(STEPS)):
+        optimizer.zero_grad()
+        outputs = model(images)
+        loss = criterion(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        running_loss += loss.item()
+        log(running_loss, (outputs.argmax(1) == labels).float().mean())
+
+
+@script("pytorch/examples: siamese_network", "two forwards of one network, Adadelta")
+def siamese() -> None:
+    class SiameseNetwork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.resnet = resnet(64, width=8)
+            self.fc = nn.Sequential(nn.Linear(128, 64), nn.ReLU(inplace=True), nn.Linear(64, 1))
+
+        def forward(self, input1: torch.Tensor, input2: torch.Tensor) -> torch.Tensor:
+            output1, output2 = self.resnet(input1), self.resnet(input2)
+            return torch.sigmoid(self.fc(torch.cat((output1.flatten(1), output2.flatten(1)), 1)))
+
+    model = compiled(SiameseNetwork())
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    criterion = nn.BCELoss()
+    batches = ((torch.rand(24, 3, 28, 28), torch.rand(24, 3, 28, 28), torch.randint(2, (24,)).float()) for _ in range(STEPS))
+    for images_1, images_2, targets in steps(batches):
+        optimizer.zero_grad()
+        outputs = model(images_1, images_2).squeeze()
+        loss = criterion(outputs, targets)
+        loss.backward()
+        optimizer.step()
+        log(loss)
+
+
+@script("pytorch/vision: references/detection", "a dictionary of losses, targets of other lengths, warm-up, SGD")
+def detection() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = resnet(1, width=12)[:7]
+            self.cls_head, self.box_head = nn.Conv2d(48, 5, 3, padding=1), nn.Conv2d(48, 4, 3, padding=1)
+
+        def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+            features = self.body(torch.stack(images))
+            logits = self.cls_head(features).flatten(2).transpose(1, 2)
+            boxes = self.box_head(features).flatten(2).transpose(1, 2).sigmoid()
+            classes, regressions = [], []
+            for logit, box, target in zip(logits, boxes, targets, strict=True):
+                matched = torch.cdist(target["boxes"], box.detach()).argmin(dim=1)
+                wanted = torch.zeros(len(box), dtype=torch.long).index_put((matched,), target["labels"])
+                classes.append(F.cross_entropy(logit, wanted))
+                regressions.append(F.smooth_l1_loss(box[matched], target["boxes"]))
+            return {"loss_classifier": torch.stack(classes).mean(), "loss_box_reg": torch.stack(regressions).mean()}
+
+    def make_batch() -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+        counts = torch.randint(1, 4, (8,)).tolist()
+        return [torch.rand(3, 48, 48) for _ in counts], [
+            {"boxes": torch.rand(n, 4), "labels": torch.randint(1, 5, (n,))} for n in counts
+        ]
+
+    model = compiled(Detector())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02, momentum=0.9, weight_decay=1e-4)
+    lr_scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.001, total_iters=STEPS)
+    model.train()
+    for images, targets in steps(make_batch() for _ in range(STEPS)):
+        loss_dict = model(images, targets)
+        losses = sum(loss_dict.values())
+        optimizer.zero_grad()
+        losses.backward()
+        optimizer.step()
+        lr_scheduler.step()
+        log(losses)
+
+
+@script("PyTorch tutorial: knowledge distillation", "teacher under no_grad, student, loss of both outside")
+def distillation() -> None:
+    teacher, student = compiled(resnet(10, width=16)), compiled(resnet(10, width=8))
+    ce_loss = nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(student.parameters(), lr=0.001)
+    teacher.eval()
+    student.train()
+    T = 2.0
+    for inputs, labels in steps((torch.rand(32, 3, 32, 32), torch.randint(10, (32,))) for _ in range(STEPS)):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            teacher_logits = teacher(inputs)
+        student_logits = student(inputs)
+        soft_targets = F.softmax(teacher_logits / T, dim=-1)
+        soft_prob = F.log_softmax(student_logits / T, dim=-1)
+        soft_targets_loss = torch.sum(soft_targets * (soft_targets.log() - soft_prob)) / soft_prob.size(0) * T**2
+        loss = 0.25 * soft_targets_loss + 0.75 * ce_loss(student_logits, labels)
+        loss.backward()
+        optimizer.step()
+        log(loss)
+
+
+@script(
+    "pytorch/vision: references/classification", "averaged model (EMA), label smoothing, mixup, clipping, evaluation of the EMA"
+)
+def classification_ema() -> None:
+    model = resnet(10)
+    model_ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
+    model = compiled(model)
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 2e-5}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    for i, (image, target) in enumerate(steps((torch.rand(32, 3, 32, 32), torch.randint(10, (32,))) for _ in range(STEPS))):
+        model.train()
+        lam = torch.distributions.Beta(0.2, 0.2).sample()
+        image = lam * image + (1 - lam) * image.roll(1, 0)
+        mixed = lam * F.one_hot(target, 10) + (1 - lam) * F.one_hot(target.roll(1, 0), 10)
+        output = model(image)
+        loss = criterion(output, mixed)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model_ema.update_parameters(model)
+        log(loss)
+        if i % 3 == 2:
+            model_ema.eval()
+            with torch.inference_mode():
+                log(criterion(model_ema(torch.rand(16, 3, 32, 32)), torch.randint(10, (16,))))

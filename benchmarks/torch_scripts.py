@@ -1,0 +1,447 @@
+"""Public training scripts with one line changed, under a budget: the peak of every step, of everything in the process.
+
+    pip install ninja trl peft datasets accelerate lightning transformers    # and a C++ compiler
+    python benchmarks/torch_scripts.py [--scripts mnist nanogpt] [--time-limit 5]
+
+For every script in `benchmarks/scripts`: eager, "100%", "60%" and a budget in bytes of 80 % of the highest peak of eager, each in
+a fresh process with an empty cache, six steps. Such a process is forked from one that has imported the packages and has run
+nothing. An allocator counts every byte that PyTorch allocates on the CPU from before the model is built: tracing, measuring and
+planning are in the peak of the step that they are in, as are the optimizer, an evaluation and everything else of the loop. The
+outcomes of a run with a budget are
+
+- holds: no step exceeds the budget; every loss and the final parameters are those of "100%" to the bit, the losses are those of
+  eager;
+- announced: as before, but a step exceeds the budget by no more than a warning said before it;
+- refused: no plan keeps the budget, said before the second step is over; the smallest budget that the error names, or that the
+  next such error names, is kept in another run and is no more than eager takes;
+- not compiled: PyTorch's own `aot_eager` raises the same error, as it does for gradients of gradients. Not counted below;
+- silent, understated, false refusal, late refusal, wrong bits, crash, hang: all others.
+
+The promises are that at least 38 of 40 scripts hold, are announced or are refused at both budgets, and none is silent or hangs.
+Exit status 1 if one breaks. Scripts that are not named keep their rows of the last run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import math
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fresh import digest, earlier_models, hardware, mib, publish, ran_on, versions
+
+SHARE = 0.8
+BUDGETS = ("60%", "80% of eager")
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning")
+KEPT = ("holds", "announced", "refused")
+RETRIES = 3  # a graph is known before its step, and a step before another kind of step
+KNOWN_BY = 2  # a step of several graphs has been seen when it begins for the second time
+TOLERANCE = 1e-3  # of losses between eager code and the graphs of AOTAutograd, which sum in another order
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", nargs="+", default=None)
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
+    parser.add_argument("--print-only", action="store_true", help="keep no results")
+    options = parser.parse_args()
+    import transformers  # noqa: F401 - once, before the processes are forked
+    from counting_allocator import counting_allocator
+    from scripts import SCRIPTS
+
+    import checkmate.torch  # noqa: F401
+    from checkmate.solvers.evict.starts import load_kernels
+
+    counting_allocator()
+    load_kernels()
+    rows = {} if options.print_only else earlier_models(__file__)
+    for row in rows.values():
+        classify(row)
+    for name in options.scripts or SCRIPTS:
+        rows[name] = measured(name, options.time_limit, options.timeout)
+        classify(rows[name])
+        print("\n".join(lines(name, rows[name])), flush=True)
+        if not options.print_only:
+            report = {
+                "hardware": hardware(),
+                "versions": versions(*PACKAGES),
+                "time_limit_s": options.time_limit,
+                "models": {n: rows[n] for n in SCRIPTS if n in rows},
+            }
+            publish(__file__, report, table(report))
+    missing = [f"{n}: not run" for n in SCRIPTS if n not in rows and not options.scripts]
+    broken = missing + broken_promises({n: rows[n] for n in SCRIPTS if n in rows})
+    print("\n".join(broken) or "all promises hold")
+    return bool(broken)
+
+
+def measured(name: str, limit: float, timeout: float) -> dict[str, Any]:
+    """All runs of a script, and the outcome of each budget."""
+
+    def once(mode: str) -> dict[str, Any]:
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        with tempfile.TemporaryDirectory() as cache:
+            process = context.Process(target=_child, args=(sender, cache, name, mode, limit))
+            process.start()
+            sender.close()
+            try:
+                return receiver.recv() if receiver.poll(timeout) else {"hang": timeout}
+            except EOFError:
+                return {"error": "the process ended without an answer"}
+            finally:
+                process.kill()
+                process.join()
+
+    row: dict[str, Any] = {"eager": once("eager"), "100%": once("100%")}
+    if "error" in row["100%"]:
+        row["aot_eager"] = once("aot_eager")
+    if not row["eager"].get("steps") or "error" in row["eager"]:
+        return row
+    for label, mode in zip(BUDGETS, ("60%", str(int(SHARE * highest(row["eager"])))), strict=True):
+        found = once(mode)
+        found["retries"], last = [], found
+        while "refused" in last and last["refused"]["smallest_bytes"] and len(found["retries"]) < RETRIES:
+            last = once(str(last["refused"]["smallest_bytes"]))
+            found["retries"].append(last)
+        row[label] = found
+    return row
+
+
+def _child(sender: Connection, cache: str, name: str, mode: str, time_limit_s: float) -> None:
+    """Run a script in a separate process."""
+    os.environ["CHECKMATE_CACHE"] = cache
+    warnings.simplefilter("ignore")
+    os.dup2(2, 1)  # what trainers print
+    sender.send(run(name, mode, time_limit_s))
+
+
+def run(name: str, mode: str, time_limit_s: float) -> dict[str, Any]:
+    """A script, and what it took. It changes the allocator of this process for good."""
+    import random
+
+    import numpy
+    import torch
+    from counting_allocator import counting_allocator
+    from scripts import SCRIPTS
+    from scripts.loop import WATCH
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    counter = counting_allocator()
+    torch.set_num_threads(1)
+    for seed in (torch.manual_seed, numpy.random.seed, random.seed):
+        seed(0)
+    row: dict[str, Any] = {"steps": [], "losses": [], "warnings": []}
+    marks: list[float] = [time.perf_counter()]
+
+    def budget() -> None:
+        if mode != "eager" and (found := _budget()) and row["steps"]:
+            now = row["steps"][-1].setdefault("budgets", [])
+            if found not in now:
+                now.append(found)
+
+    def begin_step() -> None:
+        end_step()
+        row["steps"].append({"live_bytes": counter.live()})
+
+    def end_step() -> None:
+        budget()
+        where = row["steps"][-1] if row["steps"] else row
+        where["peak_bytes"] = counter.peak()
+        where["time_s"] = time.perf_counter() - marks[-1]
+        marks.append(time.perf_counter())
+        counter.reset()
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            row["warnings"].append([len(row["steps"]), _without_folders(record.getMessage())[:600]])
+
+    collect = Collect(logging.WARNING)
+    logging.getLogger("checkmate").addHandler(collect)
+    hook = register_optimizer_step_pre_hook(lambda *_: budget())
+    WATCH.begin_step = begin_step
+    WATCH.loss = lambda loss: row["losses"].append([len(row["steps"]), float(loss)])
+    if mode != "eager":
+        options = {"budget": int(mode) if mode.isdigit() else mode, "time_limit_s": time_limit_s}
+        settings = {"backend": mode} if mode == "aot_eager" else {"backend": "checkmate", "options": options}
+
+        def compile_model(model: Any, in_place: bool) -> Any:
+            if in_place:
+                model.compile(**settings)
+                return model
+            return torch.compile(model, **settings)
+
+        WATCH.compile = compile_model
+    counter.install()
+    counter.reset()
+    try:
+        SCRIPTS[name].main()
+        end_step()
+        tensors = [t for m in WATCH.models for t in (*m.parameters(), *m.buffers())]
+        row["parameters"] = digest(*(t.float() if t.dtype == torch.bfloat16 else t for t in tensors))
+    except BaseException as error:  # noqa: BLE001 - whatever a script, Dynamo or the backend raises is a row of the table
+        traceback.print_exc()
+        end_step()
+        row.update(_failure(error))
+    finally:
+        logging.getLogger("checkmate").removeHandler(collect)
+        hook.remove()
+    return row
+
+
+def _budget() -> list[Any] | None:
+    """Bytes of the budget that the newest plan was made for, and whether it is one of the whole step."""
+    from checkmate.torch.compilation.coordinator import COORDINATOR
+
+    result = COORDINATOR.result
+    return None if result is None else [result.budget_bytes, COORDINATOR.step is not None]
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """An exception as a refusal, or as an error."""
+    from checkmate import InfeasibleBudgetError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, InfeasibleBudgetError):
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    if isinstance(cause, InfeasibleBudgetError):
+        sizes = {"budget_bytes": cause.budget_bytes, "floor_bytes": cause.floor_bytes, "smallest_bytes": cause.smallest_bytes}
+        return {"refused": {**sizes, "message": _without_folders(str(cause))[:600]}}
+    return {"error": f"{type(error).__name__}: {_without_folders(str(error))[:600]}"}
+
+
+def _without_folders(text: str) -> str:
+    """A message whose file names begin in site-packages, or in this repository."""
+    return re.sub(r"/[^\s:'\"`(]*?/(?=site-packages/|benchmarks/|src/)", "", text)
+
+
+def highest(found: dict[str, Any]) -> int:
+    """The highest peak of all steps of a run, in bytes."""
+    return max((step["peak_bytes"] for step in found["steps"]), default=0)
+
+
+def limits(found: dict[str, Any], budget_bytes: int | None) -> list[int]:
+    """The budget of each step in bytes: the one that was asked for, or what a share was taken to be in that step.
+
+    Until a step of several graphs is planned as a whole its share is not known; it is then that of the first step that is.
+    """
+    if budget_bytes is not None:
+        return [budget_bytes] * len(found["steps"])
+    known = [[total for total, _ in step.get("budgets", [])] for step in found["steps"]]
+    whole = [[total for total, whole in step.get("budgets", []) if whole] for step in found["steps"]]
+    first = next((max(w) for w in whole if w), None)
+    return [max(w or [first or max(k, default=0)]) if (w or first or k) else 0 for w, k in zip(whole, known, strict=True)]
+
+
+def excesses(found: dict[str, Any], budget_bytes: int | None) -> list[tuple[int, int, int, int]]:
+    """Step, peak, budget, and the bytes that warnings have announced before or in it, of every step over its budget."""
+    over = []
+    for number, (step, limit) in enumerate(zip(found["steps"], limits(found, budget_bytes), strict=True), 1):
+        if step["peak_bytes"] > limit:
+            said = [_announced(text, limit) for at, text in found["warnings"] if at == number or (at < number and _lasts(text))]
+            over.append((number, step["peak_bytes"], limit, max(said, default=0)))
+    return over
+
+
+def _lasts(text: str) -> bool:
+    """Whether a warning is about more than the step that begins with it."""
+    return "a first step" not in text
+
+
+def _announced(text: str, limit: int) -> int:
+    """The bytes that a warning says may be taken; 0 if it says none."""
+    units = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    besides = "exceed it by" in text or "exceeded by" in text
+    if besides:
+        text = re.sub(r"budget of [\d.]+ ?\w+", "", text)
+    amounts = re.findall(r"([\d.,]*\d) ?(B|bytes|KiB|MiB|GiB)\b", text)
+    most = max((math.ceil((float(n.replace(",", "")) + 0.005) * units[unit]) for n, unit in amounts), default=0)
+    return limit + most if besides else most
+
+
+def classify(row: dict[str, Any]) -> None:
+    """Note the class of each run of a script with a budget, and the reason in words."""
+    for label in BUDGETS:
+        if label in row:
+            row[label]["outcome"], row[label]["why"] = outcome(row[label], row)
+
+
+def outcome(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
+    """The class of a run with a budget, and the reason in words."""
+    reference, eager = row["100%"], row["eager"]
+    label = next(key for key in row if row[key] is found)
+    budget_bytes = None if label.endswith("%") else int(SHARE * highest(eager))
+    if "hang" in found:
+        return "hang", f"no end within {found['hang']:g} s"
+    if "error" in found and found["error"] == row.get("aot_eager", {}).get("error"):
+        return "not compiled", found["error"]
+    if "error" in found:
+        return "crash", f"step {len(found.get('steps', []))}: {found['error']}"
+    if "refused" in found:
+        return _refusal(found, budget_bytes, highest(eager))
+    if any(key in reference for key in ("error", "refused", "hang")):
+        return "crash", 'at "100%"'
+    unequal = _unequal(found, reference, eager)
+    if unequal:
+        return "wrong bits", unequal
+    return _over(excesses(found, budget_bytes))
+
+
+def _refusal(found: dict[str, Any], budget_bytes: int | None, eager_bytes: int) -> tuple[str, str]:
+    """The class of a run that was refused: right if the budgets that are named lead to one that is kept."""
+    runs = [found, *found["retries"]]
+    refusals = [each["refused"] for each in runs if "refused" in each]
+    smallest = [refusal["smallest_bytes"] for refusal in refusals]
+    steps = [len(each["steps"]) for each in runs if "refused" in each]
+    text = ", ".join(f"step {step}: smallest {mib(size or 0)}" for step, size in zip(steps, smallest, strict=True)) + " MiB"
+    if any(key in runs[-1] for key in ("error", "refused", "hang")):
+        last = runs[-1]["refused"]["message"] if "refused" in runs[-1] else str(runs[-1].get("error", "hang"))
+        return "false refusal", f"{text}: {last[:300]}"
+    budgets = [refusals[0]["budget_bytes"] if budget_bytes is None else budget_bytes, *smallest]
+    if any(a >= b for a, b in itertools.pairwise(budgets)) or smallest[-1] > eager_bytes:
+        return "false refusal", f"{text}, budget {mib(budgets[0])}, eager {mib(eager_bytes)} MiB"
+    name, why = _over([each for run, size in zip(runs, budgets, strict=True) for each in excesses(run, size)])
+    if name not in KEPT:
+        return name, why
+    return ("refused" if max(steps) <= KNOWN_BY else "late refusal"), text
+
+
+def _over(over: list[tuple[int, int, int, int]]) -> tuple[str, str]:
+    """The class of a run by the step over its budget that says least."""
+    if not over:
+        return "holds", ""
+    _, peak, limit, said = min(over, key=lambda step: step[3] - step[1])
+    text = "; ".join(f"step {n}: {mib(p)} of {mib(b)} MiB" + (f", said {mib(s)}" if s else "") for n, p, b, s in over)
+    return ("announced" if said >= peak else "understated" if said > limit else "silent"), text
+
+
+def _unequal(found: dict[str, Any], reference: dict[str, Any], eager: dict[str, Any]) -> str:
+    """The first difference of a run from "100%", and of its losses from those of eager; empty if there is none."""
+    if found["losses"] != reference["losses"]:
+        pairs = zip(found["losses"], reference["losses"], strict=False)
+        first = next((f"step {a[0]}: loss {a[1]!r}, not {b[1]!r}" for a, b in pairs if a != b), "other losses")
+        return f'{first} as at "100%"'
+    if found["parameters"] != reference["parameters"]:
+        return 'final parameters differ from those at "100%"'
+    if len(found["losses"]) != len(eager["losses"]):
+        return f"{len(found['losses'])} losses, eager {len(eager['losses'])}"
+    for (step, ours), (_, theirs) in zip(found["losses"], eager["losses"], strict=True):
+        if not math.isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=1e-5):
+            return f"step {step}: loss {ours!r}, eager {theirs!r}"
+    return ""
+
+
+def counted(rows: dict[str, Any]) -> dict[str, bool]:
+    """Whether a script keeps its promises at both budgets; without those that PyTorch does not compile."""
+    outcomes = {name: [row[label]["outcome"] for label in budgets_of(row)] for name, row in rows.items()}
+    return {name: bool(each) and set(each) <= set(KEPT) for name, each in outcomes.items() if "not compiled" not in each}
+
+
+def broken_promises(rows: dict[str, Any]) -> list[str]:
+    """Promises that are broken, in words."""
+    broken = [
+        f"{name} {label}: {row[label]['outcome']}: {row[label]['why']}"
+        for name, row in rows.items()
+        for label in budgets_of(row)
+        if row[label]["outcome"] in ("silent", "hang")
+    ]
+    kept = counted(rows)
+    if sum(kept.values()) < len(kept) * 38 / 40:
+        broken.append(f"{sum(kept.values())} of {len(kept)} scripts keep their budgets")
+    return broken
+
+
+def budgets_of(row: dict[str, Any]) -> list[str]:
+    """The budgets that a script was run with."""
+    return [label for label in row if "outcome" in row[label]]
+
+
+def lines(name: str, row: dict[str, Any]) -> list[str]:
+    """A script on the terminal: a line for each run."""
+    found = []
+    for label, each in row.items():
+        peaks = " ".join(mib(step["peak_bytes"]) for step in each.get("steps", []))
+        took = " ".join(f"{step.get('time_s', 0):.1f}" for step in each.get("steps", []))
+        extra = each.get("error", "") if "outcome" not in each else f"{each['outcome']}: {each['why']}"
+        limit = (
+            mib(max(limits(each, None if label.endswith("%") else int(SHARE * highest(row["eager"]))), default=0))
+            if "outcome" in each and each.get("steps")
+            else "-"
+        )
+        found.append(f"{name} {label}: before {mib(each.get('peak_bytes', 0))}, peaks {peaks} of {limit}; s {took}; {extra}")
+        if each.get("warnings"):
+            found.append("    " + " | ".join(f"[{at}] {text[:250]}" for at, text in each["warnings"][:4]))
+    return found
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    from scripts import SCRIPTS
+
+    rows = report["models"]
+    kept = counted(rows)
+    page = [
+        "# Public training scripts",
+        "",
+        "Made by `benchmarks/torch_scripts.py`; do not edit. Loops of public training scripts, in the shape of their sources,",
+        "with small models, random weights and data; the one line changed is `torch.compile(model, backend='checkmate')`. Each",
+        "run is a fresh process with an empty cache. Peaks are of everything that PyTorch allocates in the process: tracing,",
+        "measuring, planning, optimizer state and evaluations included. After a budget stand the peaks of the first, the second",
+        "and the worst later step, in MiB. *Refused*: no plan keeps the budget, and the smallest one that the error names was",
+        "kept in another run.",
+        "",
+        f"**{sum(kept.values())} of {len(kept)} scripts keep every promise at both budgets.** *Not compiled* are not among them:",
+        "PyTorch's own `aot_eager` raises the same error, as it does for gradients of gradients.",
+        "",
+        f"{ran_on(report)} Time limit {report['time_limit_s']:g} s.",
+        "",
+        "| script | source | features | eager | 60 %: budget | first | second | later | outcome "
+        "| 80 % of eager: budget | first | second | later | outcome |",
+        "|---|---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|---|",
+    ]
+    for name, row in rows.items():
+        cells = [
+            f"`{name}`",
+            SCRIPTS[name].source,
+            SCRIPTS[name].features,
+            mib(highest(row["eager"])) if row["eager"].get("steps") else "",
+        ]
+        for label in budgets_of(row):
+            found = row[label]
+            peaks = [step["peak_bytes"] for step in found.get("steps", [])]
+            asked = None if label.endswith("%") else int(SHARE * highest(row["eager"]))
+            limit = max(limits(found, asked), default=0) if peaks else 0
+            if "refused" in found:
+                limit, peaks = found["refused"]["budget_bytes"], []
+            shown = [limit, *[*peaks[:2], 0, 0][:2], max(peaks[2:], default=0)]
+            cells += [mib(each) if each else "" for each in shown]
+            cells.append(found["outcome"] if found["outcome"] in KEPT else f"**{found['outcome']}**")
+        page.append("| " + " | ".join(cells) + " |")
+    broken = [
+        f"- `{n}` at {b}: {rows[n][b]['outcome']}: {rows[n][b]['why'].splitlines()[0] if rows[n][b]['why'] else ''}"
+        for n in rows
+        for b in budgets_of(rows[n])
+        if rows[n][b]["outcome"] not in KEPT
+    ]
+    page += ["", *(["## Broken promises", "", *broken, ""] if broken else [])]
+    return "\n".join(page)
+
+
+if __name__ == "__main__":
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="1")
+    sys.exit(main())

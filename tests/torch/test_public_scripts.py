@@ -1,0 +1,145 @@
+"""The benchmark of public training scripts, `benchmarks/torch_scripts.py`: what it counts, and how it classes a run."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import torch_scripts
+from benchmarks.torch_scripts import outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what libraries of the scripts warn of is not ours
+
+
+def a_run(*peaks: int, **more: Any) -> dict[str, Any]:
+    """A run with a peak for each step, in bytes."""
+    steps = [{"peak_bytes": peak, "budgets": [[80, True]]} for peak in peaks]
+    return {"steps": steps, "losses": [[1, 0.5]], "warnings": [], "parameters": "digest", **more}
+
+
+def classed(found: dict[str, Any], label: str = "80% of eager") -> str:
+    """The class of a run beside an eager one that takes 100 bytes."""
+    return outcome(found, {"eager": a_run(90, 100), "100%": a_run(90, 100), label: found})[0]
+
+
+REFUSAL = {"budget_bytes": 80, "floor_bytes": 85, "smallest_bytes": 90, "message": ""}
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (a_run(80, 80), "holds"),
+        (a_run(81, 80), "silent"),
+        (a_run(80, 80, 81), "silent"),
+        (a_run(90, 80, warnings=[[1, "a first step may take up to 90 B, more than its budget of 80 B"]]), "announced"),
+        (a_run(95, 80, warnings=[[1, "a first step may take up to 90 B, more than its budget of 80 B"]]), "understated"),
+        (a_run(90, 90, warnings=[[1, "a first step may take up to 90 B, more than its budget of 80 B"]]), "silent"),
+        (a_run(80, 90, 90, warnings=[[2, "no plan keeps the budget of 80 B: it may be exceeded by 10 B"]]), "announced"),
+        (
+            a_run(80, 90, warnings=[[2, "tensors take 5 B more, no plan keeps the budget of 80 B: may exceed it by as much"]]),
+            "understated",
+        ),
+        (a_run(90, 80, warnings=[[2, "a step may take up to 90 B"]]), "silent"),  # said after it
+        (a_run(80, parameters="another"), "wrong bits"),
+        (a_run(80, losses=[[1, 0.25]]), "wrong bits"),
+        (a_run(refused=REFUSAL, retries=[a_run(90, 90)]), "refused"),
+        (a_run(refused=REFUSAL, retries=[a_run(91, 90)]), "silent"),
+        (a_run(81, refused=REFUSAL, retries=[a_run(90, 90)]), "silent"),
+        (a_run(refused=REFUSAL, retries=[{**a_run(), "refused": {**REFUSAL, "smallest_bytes": 95}}, a_run(95)]), "refused"),
+        (a_run(refused=REFUSAL, retries=[a_run(refused=REFUSAL)]), "false refusal"),
+        (a_run(refused={**REFUSAL, "smallest_bytes": 101}, retries=[a_run(101)]), "false refusal"),  # eager takes less
+        (a_run(refused={**REFUSAL, "smallest_bytes": None}, retries=[]), "false refusal"),
+        (a_run(80, 80, 80, refused=REFUSAL, retries=[a_run(90)]), "late refusal"),
+        (a_run(error="KeyError: 7"), "crash"),
+        ({"hang": 300.0}, "hang"),
+    ],
+)
+@pytest.mark.parametrize("label", ["60%", "80% of eager"])
+def test_a_run_is_classed_by_what_a_user_was_told(found: dict[str, Any], expected: str, label: str) -> None:
+    """A step over its budget is silent unless a warning before it named as much; a refusal is right if what it names works."""
+    assert classed(copy.deepcopy(found), label) == expected
+
+
+def test_a_script_that_pytorch_does_not_compile_is_not_counted() -> None:
+    """Its own backend raises the same error."""
+    found = a_run(error="RuntimeError: double backward")
+    row = {
+        "eager": a_run(100),
+        "100%": copy.copy(found),
+        "aot_eager": copy.copy(found),
+        "60%": found,
+        "80% of eager": copy.copy(found),
+    }
+    torch_scripts.classify(row)
+    assert found["outcome"] == "not compiled"
+    assert torch_scripts.counted({"pinn": row}) == {}
+
+
+def test_a_share_is_compared_with_the_budget_of_the_whole_step() -> None:
+    """Until the step is planned as a whole its graphs have budgets for themselves."""
+    found = a_run(70, 70)
+    found["steps"][0]["budgets"] = [[40, False]]
+    assert classed(found, "60%") == "holds"
+
+
+def test_a_script_is_watched_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch begins a step; losses and the final parameters are kept."""
+    from scripts import SCRIPTS, loop  # the folder of the benchmark is on the path since it was imported
+
+    held = torch.zeros(1)
+
+    class Counter:
+        install = reset = staticmethod(lambda: None)
+        live = peak = staticmethod(lambda: held.nbytes)
+
+    def tiny() -> None:
+        model = loop.compiled(nn.Linear(2, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for batch in loop.steps(torch.randn(4, 2) for _ in range(2)):
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.log(loss)
+
+    import counting_allocator
+
+    monkeypatch.setattr(counting_allocator, "counting_allocator", Counter)
+    monkeypatch.setattr(loop, "WATCH", loop.Watch())
+    monkeypatch.setitem(SCRIPTS, "tiny", loop.Script(source="none", features="", main=tiny))
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    try:
+        found = torch_scripts.run("tiny", "eager", 1.0)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+    assert [step["peak_bytes"] for step in found["steps"]] == [4, 4]
+    assert [step for step, _ in found["losses"]] == [1, 2]
+    assert found["losses"][0] != found["losses"][1]
+    assert len(found["parameters"]) == 64
+    assert "error" not in found
+
+
+def test_forty_scripts_have_a_source() -> None:
+    """The table names the public script that each has the shape of."""
+    from scripts import SCRIPTS
+
+    assert len(SCRIPTS) >= 40
+    assert all(script.source and script.features for script in SCRIPTS.values())
+    assert len({script.source for script in SCRIPTS.values()}) == len(SCRIPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") and shutil.which("ninja")), reason="the allocator is built with g++ and ninja")
+def test_a_public_script_keeps_its_budget() -> None:
+    """The peak of every step, of everything in the process, is within the budget; no bit differs."""
+    command = [sys.executable, torch_scripts.__file__, "--print-only", "--time-limit", "3", "--scripts", "mingpt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
