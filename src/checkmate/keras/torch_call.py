@@ -109,8 +109,7 @@ class CompiledCall:
         make_traceable(self._model, self._replaced_inside)
         GroupedUpdate(self._optimizer, self._replaced_inside)
         CheckedUpdate(self._model, lambda: self._held_bytes, self._replaced_inside)
-        options = {**self._options, "reserve": _state_bytes(self._model)}
-        return torch.compile(self._call, backend="checkmate", options=options)
+        return torch.compile(self._call, backend="checkmate", options=dict(self._options))
 
 
 @contextlib.contextmanager
@@ -127,9 +126,3 @@ def _names_unchanged() -> Generator[None]:
         if names is not None and before is not None:
             names.clear()
             names.update(before)
-
-
-def _state_bytes(model: keras.Model) -> int:
-    """Bytes of the variables of optimizer and metrics, which no graph has."""
-    held = (*model.optimizer.variables, *model.metrics_variables)
-    return sum(variable.value.nbytes for variable in held)

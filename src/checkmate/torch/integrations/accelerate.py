@@ -27,8 +27,7 @@ class BudgetPlugin(TorchDynamoPlugin):
         budget: The memory that a training step may take: ``"8GiB"`` or a number of bytes, or a share such as ``"70%"``. None:
             that of the environment variable ``CHECKMATE_BUDGET``, or the memory of the device.
         dynamic: As in `torch.compile`. The settings of ``accelerate launch`` for other backends are not used.
-        **options: Further options of the backend. ``reserve`` leaves room for the optimizer's state: twice the size of the
-            parameters for AdamW.
+        **options: Further options of the backend, such as ``time_limit_s``.
 
     Examples:
         >>> accelerator = Accelerator(dynamo_plugin=BudgetPlugin("8GiB"))  # doctest: +SKIP

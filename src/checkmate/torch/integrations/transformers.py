@@ -15,7 +15,6 @@ from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph.storages import leaves, unique_bytes
 from checkmate.torch.integrations.script import budget_of_environment
-from checkmate.torch.measure.optimizer_state import state_bytes
 
 try:
     from transformers import TrainerCallback
@@ -31,13 +30,13 @@ _log = logging.getLogger("checkmate.torch")
 class BudgetCallback(TrainerCallback):
     """Train a model within a budget with Hugging Face's ``Trainer``, whose list of compile backends is fixed.
 
-    At the beginning of a training the model is compiled in place with the backend ``"checkmate"``, and memory for the optimizer's
-    state is reserved. The model keeps its class, its state dict and its signature.
+    At the beginning of a training the model is compiled in place with the backend ``"checkmate"``. It keeps its class, its state
+    dict and its signature.
 
     Args:
         budget: The memory that a training step may take, optimizer state included: ``"8GiB"`` or a number of bytes, or a share
             such as ``"70%"``. None: that of the environment variable ``CHECKMATE_BUDGET``, or the memory of the device.
-        **options: Further options of the backend, such as ``time_limit_s``; with ``reserve`` the optimizer's state is not added.
+        **options: Further options of the backend, such as ``time_limit_s``.
 
     Examples:
         >>> trainer = Trainer(model, arguments, train_dataset=data, callbacks=[BudgetCallback("8GiB")])  # doctest: +SKIP
@@ -47,9 +46,8 @@ class BudgetCallback(TrainerCallback):
         self.options = {"budget": budget_of_environment() if budget is None else budget, **options}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compile the model in place; the Trainer has created its optimizer by now."""
-        reserve = {} if kwargs.get("optimizer") is None else {"reserve": state_bytes(_unwrapped(kwargs["optimizer"]))}
-        kwargs["model"].compile(backend="checkmate", options={**reserve, **self.options})
+        """Compile the model in place; the Trainer has created its optimizer by now, whose state counts."""
+        kwargs["model"].compile(backend="checkmate", options=self.options)
 
 
 class PeakCallback(TrainerCallback):
@@ -112,11 +110,6 @@ class PeakCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop measuring a step that did not finish."""
         self._running.close()
-
-
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _resident_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
