@@ -23,6 +23,9 @@ aten = torch.ops.aten
 _SCALARS = 64
 """Numbers that an op makes into tensors: 8 to 16 bytes were measured."""
 
+_BLOCK = 16
+"""Channels of a block, with AVX-512."""
+
 _ATTENTION_ROWS = 1 << 20
 """Bytes of each thread's tiles in attention: 74 to 131 KB were measured."""
 
@@ -75,7 +78,14 @@ def _is_contiguous(value: torch.Tensor) -> bool:
 
 def _everything(node: fx.Node, given: list[int], made: list[int]) -> int:
     """OneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up."""
-    return 2 * (sum(given) + sum(made))
+    values = {storage_key(t): t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
+    return 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t) for t in values.values())
+
+
+def _rounded(value: torch.Tensor) -> int:
+    """How many times as many channels a blocked layout has."""
+    channels = concrete(value.shape[1]) if value.dim() > 2 else _BLOCK
+    return -(-_BLOCK // channels) if 0 < channels < _BLOCK else 2 if channels % _BLOCK else 1
 
 
 def _results(node: fx.Node, given: list[int], made: list[int]) -> int:

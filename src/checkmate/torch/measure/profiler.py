@@ -281,10 +281,10 @@ def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: li
 
 
 def _needed_bytes(node: fx.Node) -> int:
-    """Bytes of the tensors that have to be made to run an op, and of its results."""
+    """Bytes that running an op takes: of the tensors that have to be made, of its results and of its workspace, as estimated."""
     given = _INPUTS.get()
     made = {storage_key(t): storage_bytes(t) for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
-    return sum(size for key, size in made.items() if key not in given)
+    return sum(size for key, size in made.items() if key not in given) + _without_running(node).workspace_bytes
 
 
 def _fill(flat: torch.Tensor) -> None:

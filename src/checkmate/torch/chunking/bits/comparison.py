@@ -29,6 +29,7 @@ from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
 from checkmate.torch.measure.resident import free_bytes
 
 _log = logging.getLogger("checkmate.torch")
@@ -106,7 +107,10 @@ def _watched(stage: Stage) -> Stage:
 
 
 def _needed_bytes(stage: Stage) -> int:
-    """Bytes of operands, and of the results in pieces and the whole tensors that exist at once; or while an operand is filled."""
+    """Bytes of operands, and of the results in pieces and the whole tensors that exist at once; or while an operand is filled.
+
+    The workspace of the ops is estimated.
+    """
     given = {storage_key(tensor(value)): size_bytes(value) for value, _ in stage.operands}
     ends = {storage_key(tensor(value)): op for op in stage.ops for value in (*inputs(op), *filter(None, outputs(op)))}
     live, most = dict[int, int](), 0
@@ -114,7 +118,8 @@ def _needed_bytes(stage: Stage) -> int:
     for op in stage.ops:
         made = [value for value in outputs(op) if value is not None]
         live.update({storage_key(tensor(value)): size_bytes(value) for value in made})
-        most = max(most, pieces + sum(size for key, size in live.items() if key not in given))
+        held = pieces + sum(size for key, size in live.items() if key not in given)
+        most = max(most, held + estimated_workspace_bytes(op))
         pieces -= sum(size_bytes(value) for value in made if value in stage.results)
         live = {key: size for key, size in live.items() if ends[key] is not op}
     return sum(given.values()) + max(most, _FILLING * max(given.values(), default=0))
