@@ -142,7 +142,9 @@ def _whole(amount: int | float, written: Amount | None = None) -> int:
     except TypeError:
         if isinstance(amount, float) and 0 < amount < 1:
             share = f"{100 * amount:g}%"
-            raise UnitError(f"{written!r} means 0 bytes", hint=f"did you mean {share!r}? Otherwise write an amount such as '8GiB'") from None
+            raise UnitError(
+                f"{written!r} means 0 bytes", hint=f"did you mean {share!r}? Otherwise write an amount such as '8GiB'"
+            ) from None
         raise UnitError(f"{written!r} is not a whole number of bytes", hint=_HINT) from None
     if whole < 0:
         raise UnitError(f"{amount} bytes is negative", hint=_HINT)
