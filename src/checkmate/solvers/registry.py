@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from checkmate.core.errors import OptionError
 from checkmate.solvers.session import Solver
@@ -77,9 +77,9 @@ def _entries() -> dict[str, EntryPoint]:
 def _load(entry: EntryPoint) -> type[Solver]:
     try:
         kind: Any = entry.load()
-        if not callable(kind):
-            raise TypeError(f"{kind!r} is no class of solvers")
-        return kind
+        if callable(kind):
+            return cast("type[Solver]", kind)
+        raise TypeError(f"{kind!r} is no class of solvers")
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a plug-in does when it is imported, `sys.exit` too
