@@ -36,7 +36,8 @@ def test_plan_in_json_is_the_result(run):
     result = checkmate.solve(checkmate.Problem(chain(), BUDGET))
     assert (said["cost"], said["bound"], said["status"]) == (result.cost, result.bound, result.termination.reason.value)
     assert said["recomputations"] == len(result.plan.order) - len(chain().ops)
-    assert checkmate.read(said["plan"]) == result.plan
+    named = f"{chain().digest}+{chain().structure}"  # of a graph in a file, which another process may capture again
+    assert checkmate.read(said["plan"]) == msgspec.structs.replace(result.plan, graph_digest=named)
 
 
 def test_plan_file_is_named_after_graph_and_budget(run):

@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from checkmate.cli import signals, terminal
 from checkmate.cli.extras import needs
 from checkmate.core.errors import CheckmateError, OptionError
+from checkmate.frontend.options import BUDGET_VARIABLE, budget_of_environment
 
 _INTERRUPTED = 130
 _HINT = "give a script and a budget, such as `checkmate run train.py --budget 20GiB`, and after them the script's arguments"
@@ -46,7 +47,7 @@ def run(
         The exit code of the script: 1 after an exception, 1 or 2 after an error of Checkmate.
     """
     needs("torch", "torch")
-    from checkmate.torch.integrations.script import BUDGET_VARIABLE, budget_of_environment, training_within
+    from checkmate.torch.integrations.script import training_within
 
     budget = budget or budget_of_environment()
     if not budget:

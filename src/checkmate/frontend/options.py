@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
@@ -71,6 +72,25 @@ class PlanningOptions:
             time_limit_s=time_limit_s,
             plan=None if plan is None else load_plan(plan),
         )
+
+
+BUDGET_VARIABLE = "CHECKMATE_BUDGET"
+"""Environment variable with the budget, for trainers and for `checkmate run`."""
+
+
+def budget_of_environment() -> str | None:
+    """The budget in the environment; None where there is none."""
+    return os.environ.get(BUDGET_VARIABLE) or None
+
+
+def lightning_callbacks() -> list[Any]:
+    """The callbacks for a new ``Trainer`` of Lightning, whose entry point this is: none if the environment has no budget.
+
+    Lightning calls it in every training, also of users who want no budget: nothing else is imported for them.
+    """
+    if budget_of_environment() is None:
+        return []
+    return importlib.import_module("checkmate.torch.integrations.lightning").callbacks()
 
 
 def parsed(budget: Amount | Budget | None) -> Budget | None:

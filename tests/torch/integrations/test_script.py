@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from checkmate.core.errors import UnitError
-from checkmate.torch.integrations.script import TrainingReport, budget_of_environment, training_within
+from checkmate.frontend.options import budget_of_environment, lightning_callbacks
+from checkmate.torch.integrations.script import TrainingReport, training_within
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo itself
 ROOT = Path(__file__).parents[3]
@@ -193,7 +194,6 @@ def test_the_environment_has_the_budget_of_trainers(monkeypatch):
 def test_lightning_finds_the_budget_of_the_environment(monkeypatch, tmp_path):
     """Its entry point makes the callbacks of every Trainer: none without a budget, none where all of the script has one."""
     lightning = pytest.importorskip("lightning", reason="needs lightning")
-    from checkmate.torch.integrations.lightning import callbacks
 
     class Task(lightning.LightningModule):
         def __init__(self):
@@ -207,13 +207,13 @@ def test_lightning_finds_the_budget_of_the_environment(monkeypatch, tmp_path):
             return torch.optim.AdamW(self.parameters(), 1e-2)
 
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lightning.pytorch.callbacks_factory"]
-    assert entry == {"checkmate": f"{callbacks.__module__}:{callbacks.__name__}"}
+    assert entry == {"checkmate": f"{lightning_callbacks.__module__}:{lightning_callbacks.__name__}"}
     monkeypatch.delenv("CHECKMATE_BUDGET", raising=False)
-    assert callbacks() == []
+    assert lightning_callbacks() == []
     monkeypatch.setenv("CHECKMATE_BUDGET", "100%")
     with training_within("70%"):
-        assert callbacks() == []
-    (callback,) = callbacks()
+        assert lightning_callbacks() == []
+    (callback,) = lightning_callbacks()
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",

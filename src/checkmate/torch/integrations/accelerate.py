@@ -6,7 +6,7 @@ from typing import Any
 
 from checkmate.core.errors import MissingExtraError
 from checkmate.core.units import Amount
-from checkmate.torch.integrations.script import budget_of_environment
+from checkmate.frontend.options import budget_of_environment
 
 try:
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin

@@ -11,7 +11,8 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
-from checkmate.torch.integrations.script import TrainingReport, budget_of_environment, is_active, training_within
+from checkmate.frontend.options import budget_of_environment
+from checkmate.torch.integrations.script import TrainingReport, is_active, training_within
 
 
 def callbacks() -> list[Callback]:

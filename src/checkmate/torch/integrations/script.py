@@ -11,7 +11,6 @@ import contextlib
 import functools
 import gc
 import logging
-import os
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -30,14 +29,6 @@ from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.options import Options
 
 _log = logging.getLogger("checkmate.torch")
-
-BUDGET_VARIABLE = "CHECKMATE_BUDGET"
-"""Environment variable with the budget, for trainers and for `checkmate run`."""
-
-
-def budget_of_environment() -> str | None:
-    """The budget in the environment; None where there is none."""
-    return os.environ.get(BUDGET_VARIABLE) or None
 
 
 _CHEAP, _EXPENSIVE = 1.05, 1.2

@@ -11,10 +11,10 @@ import torch
 
 from checkmate.core.errors import MissingExtraError
 from checkmate.core.units import Amount, format_bytes
+from checkmate.frontend.options import budget_of_environment
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph.storages import leaves, unique_bytes
-from checkmate.torch.integrations.script import budget_of_environment
 
 try:
     from transformers import TrainerCallback
