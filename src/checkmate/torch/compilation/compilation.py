@@ -19,10 +19,10 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes, parse_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
-from checkmate.frontend.larger_step import plan_of_larger, remember
 from checkmate.frontend.planner import GivenPlan, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
+from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
