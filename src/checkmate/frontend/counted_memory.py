@@ -15,7 +15,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
-from checkmate.frontend.larger_step import bytes_of_larger
+from checkmate.studies.larger_step import bytes_of_larger
 
 _log = logging.getLogger("checkmate.frontend")
 

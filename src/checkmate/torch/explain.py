@@ -35,8 +35,9 @@ def explain(step: Step | PlannedStep | Graph, plan: Plan | None = None, *, curve
     if not isinstance(step, (Step, PlannedStep, Graph)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(
             f"{type(step).__name__} cannot be explained: only a step of checkmate.torch.compile or a graph can",
-            hint="give explain the plan of checkmate.torch.last_plan() after two steps of a function that backend='checkmate' "
-            "compiled, or the graph of checkmate.torch.capture(model, loss, example=(x, y))",
+            hint="give explain the plan of checkmate.torch.last_plan() after two steps, the step of "
+            "checkmate.torch.compile(model, loss, example=(x, y), budget=...) for the same model, or the graph of "
+            "checkmate.torch.capture(model, loss, example=(x, y))",
         )
     if not isinstance(step, Graph):
         return step.explain(curve=curve)

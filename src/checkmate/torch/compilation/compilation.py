@@ -20,10 +20,10 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes, parse_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
-from checkmate.frontend.larger_step import plan_of_larger, remember
 from checkmate.frontend.planner import GivenPlan, keep_everything, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
+from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import batch_inputs, recompile_current_frame, takes_gradients
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak

@@ -15,10 +15,10 @@ from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
-from checkmate.frontend.larger_step import plan_of_larger, remember
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import planner_for, result_of_order
 from checkmate.frontend.step_graph import StepGraph, step_graph
+from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch.chunking.choose import choose_chunks, with_offer
 from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.compilation.observation import observed_step

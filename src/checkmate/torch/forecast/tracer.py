@@ -218,7 +218,7 @@ def _tensors(example: Any) -> list[torch.Tensor]:
 
 
 def _resized(example: Any, dim: int, size: int | None) -> Any:
-    """An example of another size, or of its own, in storages of its own: those of a slice of a data set are larger than it."""
+    """An example of another size, or of the same, in new storages: those of a slice of a data set are larger than it."""
     mode = FakeTensorMode()
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:

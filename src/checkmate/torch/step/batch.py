@@ -1,4 +1,4 @@
-"""What a training step is called with: its batches, compared with the example that it was made from."""
+"""Batches of a training step, compared with the example that it was made from before anything is traced."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if len(parts) == 1 or not isinstance(first, torch.Tensor) or (first.ndim == 0 and not first.is_floating_point()):
         return first
-    return torch.cat(parts) if first.ndim else functools.reduce(operator.add, [part / len(parts) for part in parts])
+    return torch.cat([*parts]) if first.ndim else functools.reduce(operator.add, [part / len(parts) for part in parts])
 
 
 def _clipped(gradients: list[torch.Tensor | None], most: float) -> list[torch.Tensor | None]:

@@ -184,7 +184,7 @@ def compile(  # noqa: A001 - named like torch.compile
         optimizer: Updates the parameters after every backward; the gradients are then cleared. None leaves them in ``.grad``.
         by_position: Refused: all other arguments are given by name.
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
-        budget: Largest number of bytes on the device during a step, everything included: ``"8GiB"``, a number of bytes, or a share
+        budget: Largest number of bytes on the device during a step, everything included: ``"8GiB"``, a number, or a share
             such as ``"70%"`` of what the step needs above what no plan can change, which stays as many bytes for smaller batches.
             None keeps everything. See `Options`, like every argument that is not described here.
         budget_of: Whether the budget is of allocated memory, or of what the CUDA allocator reserves.
@@ -204,8 +204,8 @@ def compile(  # noqa: A001 - named like torch.compile
         solver: The solver.
         time_limit_s: Seconds for the search.
         plan: A plan, or the path of a file with one, to run instead of searching.
-        outputs: ``"held"`` if the step returns the prediction, or the model's own output: it then stays in memory to the end of the
-            step, logits of a large vocabulary too. ``"released"`` for the loss alone: the step returns ``(None, loss)``.
+        outputs: ``"held"`` if the step returns the prediction, or the model's own output: it then stays in memory to the end of
+            the step, logits of a large vocabulary too. ``"released"`` for the loss alone: the step returns ``(None, loss)``.
         reserve: Memory to leave free, in addition to the optimizer's state, which is always reserved.
         accumulate: Whether gradients stay from step to step; without an optimizer they do, unless the caller clears them.
         checkpoints: Whether regions under ``torch.utils.checkpoint`` are always recomputed. ``"respected"`` is refused for a

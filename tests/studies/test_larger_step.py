@@ -9,10 +9,10 @@ import pytest
 
 from checkmate import Budget, Graph, Limits, Plan, Problem, evaluate, solve
 from checkmate.core.budget import keep_all_bytes
-from checkmate.frontend import larger_step
 from checkmate.frontend.counted_memory import resolved_budget
-from checkmate.frontend.larger_step import plan_of_larger, remember
+from checkmate.studies import larger_step
 from checkmate.studies.affine import AffineGraph
+from checkmate.studies.larger_step import plan_of_larger, remember
 
 DEEP = 6
 LARGE = AffineGraph.proportional(
