@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -44,6 +44,7 @@ __all__ = [
     "runs_eagerly_on_request",
     "takes_gradients",
     "traceable_call",
+    "untraced",
     "watch_compilations",
 ]
 
@@ -85,6 +86,20 @@ def recompile_current_frame() -> Callable[[], None] | None:
     except AttributeError:
         return None
     return lambda: reset_code(code)
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def untraced(function: FunctionT) -> FunctionT:
+    """A function that Dynamo leaves alone, with all that it calls.
+
+    In a backward inside of a compiled function Dynamo's frame hook is on: it would compile what autograd and Dynamo call back.
+
+    Args:
+        function: The function.
+    """
+    return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 def batch_inputs(graph: fx.Graph) -> frozenset[int]:

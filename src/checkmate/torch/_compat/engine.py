@@ -26,7 +26,7 @@ def queue_after_backward(function: Callable[[], None]) -> None:
 
 def saved_tensors_packer() -> Callable[[torch.Tensor], Any] | None:
     """The function that packs what autograd saves now, of `torch.autograd.graph.saved_tensors_hooks`; None without hooks."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     return None if hooks is None else hooks[0]
 
 

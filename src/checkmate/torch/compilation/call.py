@@ -24,6 +24,7 @@ from checkmate.torch._compat.dynamo import (
     dynamo_config,
     recurrent_layers_outside,
     runs_eagerly_on_request,
+    untraced,
     watch_compilations,
 )
 from checkmate.torch.compilation.coordinator import COORDINATOR
@@ -236,9 +237,8 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-# Dynamo calls these while it holds the lock of its callbacks. In a backward inside of a compiled function its frame hook is on:
-# it would compile them, and wait for that lock.
-@torch.compiler.disable
+# Dynamo calls these while it holds the lock of its callbacks, and would wait for that lock if it compiled them.
+@untraced
 def _compile_began(_: Any) -> None:
     if _thread.call is not None:
         _thread.call.compile_began = autograd_nodes()
@@ -246,7 +246,7 @@ def _compile_began(_: Any) -> None:
         COORDINATOR.compiling(True)
 
 
-@torch.compiler.disable
+@untraced
 def _compile_ended(_: Any) -> None:
     call = _thread.call
     if call is not None and call.compile_began is not None:

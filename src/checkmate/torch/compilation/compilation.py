@@ -25,7 +25,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
-from checkmate.torch._compat.dynamo import batch_inputs, recompile_current_frame, takes_gradients
+from checkmate.torch._compat.dynamo import batch_inputs, recompile_current_frame, takes_gradients, untraced
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
 from checkmate.torch.compilation.coordinator import COORDINATOR
@@ -247,8 +247,7 @@ class Compilation:
         if planned is None:
             return run
         planned.own.backward = run
-        # In a backward inside of a compiled function Dynamo's frame hook is on.
-        return as_boxed(torch.compiler.disable(functools.partial(COORDINATOR.backward, planned)))
+        return as_boxed(untraced(functools.partial(COORDINATOR.backward, planned)))
 
     def differentiable(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph, whose backward is told into which of its outputs no gradient flows.

@@ -244,13 +244,12 @@ class KnownSteps:
         gradients = step.gradients(self.origins)
         storages = step.gradient_storages()
         before, ignored_bytes = step.plans.get(gradients), _FEW_SCALARS * step.scalar_bytes
-        due = step.recorder.runs[0].planned.device.type == "cpu" and bool(step.look)
-        if not due:
-            if step.recorder.runs[0].planned.device.type == "cuda":
-                self._look(step, storages, args)
-            carried = self._carried(step, storages)
-            due = any(carried) and (before is None or not before.leaves_room(carried, ignored_bytes))
-        if due:
+        counted = step.recorder.runs[0].planned.device.type == "cuda"  # by the allocator
+        if counted:
+            self._look(step, storages, args)
+        carried = self._carried(step, storages)
+        room = before is not None and before.leaves_room(carried, ignored_bytes)
+        if (not counted and step.look) or (any(carried) and not room):
             gc.collect()  # compilation leaves cycles of frames, which hold outputs of the first step
             self._look(step, storages, args)
             carried = self._carried(step, storages)
