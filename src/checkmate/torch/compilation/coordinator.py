@@ -274,14 +274,14 @@ class Coordinator:
         if (id(planned), None) in self._warned:
             return
         self._warned.add((id(planned), None))
-        name = f"{packer.__module__}.{packer.__qualname__}" if hasattr(packer, "__qualname__") else repr(packer)
+        module, name = getattr(packer, "__module__", None), getattr(packer, "__qualname__", repr(packer))
         _log.warning(
             "torch.autograd.graph.saved_tensors_hooks are active around a compiled graph: everything is saved and passes through "
             "%s, and the budget of %s is not kept for it\nhint: %s",
-            name,
+            name if module is None else f"{module}.{name}",
             planned.budget,
             "compile the function that calls torch.utils.checkpoint instead of what is inside of it"
-            if packer.__module__ == "torch.utils.checkpoint"
+            if module == "torch.utils.checkpoint"
             else "call the compiled function outside of the context",
         )
 
