@@ -33,7 +33,6 @@ __all__ = [
     "TorchRuntimeError",
     "Unsupported",
     "autograd_nodes",
-    "batch_inputs",
     "call_through",
     "called_through",
     "dynamo_config",
@@ -100,12 +99,6 @@ def untraced(function: FunctionT) -> FunctionT:
         function: The function.
     """
     return torch.compiler.disable(function)  # type: ignore[return-value]
-
-
-def batch_inputs(graph: fx.Graph) -> frozenset[int]:
-    """Inputs of a graph that Dynamo traced which are neither parameters nor buffers of modules, by their position."""
-    nodes = graph.find_nodes(op="placeholder")
-    return frozenset(k for k, n in enumerate(nodes) if "_dynamo_static_input_type" not in (n.meta.get("tensor_dict") or {}))
 
 
 def takes_gradients(graph: fx.Graph) -> bool:

@@ -25,7 +25,7 @@ from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
 from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
-from checkmate.torch._compat.dynamo import batch_inputs, recompile_current_frame, takes_gradients, untraced
+from checkmate.torch._compat.dynamo import recompile_current_frame, takes_gradients, untraced
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
 from checkmate.torch.compilation.coordinator import COORDINATOR
@@ -38,7 +38,7 @@ from checkmate.torch.graph.op_properties import op_names
 from checkmate.torch.graph.storages import is_scalar_tangent
 from checkmate.torch.joint.capture import Capture, Costs
 from checkmate.torch.joint.hidden_state import mark_hidden_state
-from checkmate.torch.joint.part import part_of, reads_of_batch
+from checkmate.torch.joint.part import part_of, reads_of_overwritable
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
 from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
 from checkmate.torch.measure.profiler import Profiler
@@ -120,7 +120,9 @@ class Compilation:
         self._num_inputs = len(example_inputs)
         self._takes_gradients = takes_gradients(graph)
         self._inputs = [weakly(a) for a in example_inputs]
-        self._batch = batch_inputs(graph) - {k for k, t in enumerate(example_inputs) if any(t is leaf for leaf in trained)}
+        # Eager code may overwrite the batch and buffers between forward and backward, such as the queue of a momentum encoder.
+        state = {id(t) for t in (*trained, *(t for t in tensors if isinstance(t, torch.nn.Parameter)))}
+        self._overwritable = {k for k, t in enumerate(example_inputs) if id(t) not in state}
         self._accumulated = self._accumulating(example_inputs)
         self.planned: PlannedGraph | None = None
         self._recompile = recompile_current_frame()
@@ -162,7 +164,7 @@ class Compilation:
         A function that takes its gradients itself, such as by `torch.func.grad`, is a whole step. Any other is an evaluation,
         which may take what its training step may: a share is known when that has been planned.
         """
-        if self.budget is None or self.options.plan is not None:
+        if self.budget is None or self.budget.keeps_everything or self.options.plan is not None:
             return None
         if self._takes_gradients:
             return self.task
@@ -375,11 +377,11 @@ class Compilation:
                     capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None).captured
                 elif (chosen := self._in_pieces(step, self._chunks)) is not None:
                     return chosen
-            batch = frozenset[int]()
+            early = frozenset[int]()
             # AOTAutograd merges inputs that are equal, and then their positions are others.
             if not self.alone(capture.graph) and len((part := part_of(capture)).readers) == self._num_inputs:
-                batch = reads_of_batch(part, self._batch)
-            graph, result = self.agreed(capture.graph, lambda graph: self._plan_graph(graph, batch))
+                early = reads_of_overwritable(part, self._overwritable)
+            graph, result = self.agreed(capture.graph, lambda graph: self._plan_graph(graph, early))
         except InfeasibleBudgetError as error:
             # Where what stays at the end sets the floor, no op is too large.
             if error.binding_op and self._offered is not None:
@@ -443,12 +445,12 @@ class Compilation:
 
         return choose_chunks(step, chunks, budget_bytes, options.time_limit_s, solve)
 
-    def _plan_graph(self, graph: Graph, batch: frozenset[int]) -> Result:
+    def _plan_graph(self, graph: Graph, early: frozenset[int]) -> Result:
         """A plan for the budget if the graph is a step by itself; otherwise one of nearly the smallest peak.
 
         Args:
             graph: The graph.
-            batch: Ops that are computed in the forward only, see `reads_of_batch`.
+            early: Ops that are computed in the forward only, see `reads_of_overwritable`.
 
         Raises:
             InfeasibleBudgetError: No plan keeps the budget, which is proven.
@@ -465,7 +467,7 @@ class Compilation:
         if total is not None and floor(part := _part_of_a_step(graph)).peak_bytes > total:
             return self._refused(part)
         smallest = near_smallest(
-            _in_forward(graph, batch), _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total
+            _in_forward(graph, early), _SMALLEST.time_s(self.options.time_limit_s, COORDINATOR.searched_s()), total
         )
         self._searched_s = smallest.elapsed_s
         return result_of_order(graph, smallest.plan.order)

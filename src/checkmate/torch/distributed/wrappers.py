@@ -34,7 +34,7 @@ class WrapperMemory:
     sharded: bool = False
 
     def counted_bytes(self, device: torch.device) -> int:
-        """What a count of the tensors on a device includes of ``held_bytes``.
+        """The part of ``held_bytes`` that a count of the tensors on a device includes.
 
         Args:
             device: The device.

@@ -41,18 +41,18 @@ def part_of(capture: Capture) -> Part:
     )
 
 
-def reads_of_batch(part: Part, batch: Set[int]) -> frozenset[int]:
+def reads_of_overwritable(part: Part, overwritable: Set[int]) -> frozenset[int]:
     """Ops of a forward that read inputs which the backward of the plain step does not read.
 
     Until a step has shown that the caller leaves these inputs as they are, no such op may be computed again in the backward.
 
     Args:
         part: The graph.
-        batch: Inputs that the caller may overwrite between forward and backward.
+        overwritable: Inputs that the caller may overwrite between forward and backward.
     """
-    readers = {k: set(part.readers[k]) for k in batch}
+    readers = {k: set(part.readers[k]) for k in overwritable}
     for o, op in enumerate(part.graph.ops):
-        for k in {part.views[v] for v in op.inputs if v in part.views} & batch:
+        for k in {part.views[v] for v in op.inputs if v in part.views} & overwritable:
             readers[k].add(o)
     early = [ops for ops in readers.values() if max(ops, default=0) < part.boundary]
     return frozenset(o for ops in early for o in ops)
