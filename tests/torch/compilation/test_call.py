@@ -12,6 +12,7 @@ from torch import nn
 
 from checkmate import CheckmateError, OptionError
 from checkmate.torch import NothingPlannedError
+from checkmate.torch.compilation.coordinator import COORDINATOR
 
 # Dynamo looks at `.grad` of the tensor that crosses a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -357,3 +358,17 @@ def test_traced_recurrent_layers_are_planned(caplog: pytest.LogCaptureFixture) -
     """The hint for recurrent layers works."""
     compiled(Recurrent("GRU"))(batch(2, 4, 16)).backward()
     assert warnings(caplog) == []
+
+
+def test_generating_text_leaves_the_training_its_compilations() -> None:
+    """One token more in each call: Dynamo would reach its limit of compilations, and the training call get no graph."""
+    model = Whole()
+    run = torch.compile(model, backend="checkmate", options={"budget": "100%", "time_limit_s": 2})
+    with torch.no_grad():
+        for rows in range(1, torch._dynamo.config.recompile_limit + 4):
+            x = torch.ones(rows, 16)
+            assert torch.equal(run(x), model(x))
+    COORDINATOR.forget_steps()
+    for _ in range(2):
+        run(torch.ones(64, 16)).backward()
+    assert COORDINATOR.result is not None

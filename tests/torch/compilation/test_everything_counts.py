@@ -56,7 +56,9 @@ class Loop:
         planned: Planned peaks of the same steps.
     """
 
-    def __init__(self, net: Net, budget: object, *, inside: bool, steps: int = 4, between: Callable[[], Any] = lambda: None) -> None:
+    def __init__(
+        self, net: Net, budget: object, *, inside: bool, steps: int = 4, between: Callable[[], Any] = lambda: None
+    ) -> None:
         run = torch.compile(net, backend="checkmate", options={"budget": budget, **QUICK})
         optimizer = torch.optim.AdamW(net.parameters())
         self.peaks: list[int] = []

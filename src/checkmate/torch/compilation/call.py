@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -47,11 +48,13 @@ class CompiledCalls:
     Attributes:
         options: As given.
         planned: Whether a planned graph has run in any call.
+        evaluations: Calls without gradients in which Dynamo compiled.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.planned = False
+        self.evaluations = 0
         self._skipped: dict[Place, None] = {}  # where Dynamo compiled nothing of a function
         self._breaks: dict[Place, None] = {}  # where it compiled what is before and after
         self._told: set[Place] = set()
@@ -203,8 +206,11 @@ class Call:
             if torch.is_grad_enabled():
                 COORDINATOR.begin_call()
             watch_compilations(_compile_began, _compile_ended)
-            self._recurrent_layers = recurrent_layers_outside()
-            self._recurrent_layers.__enter__()
+            self._contexts = ExitStack()
+            self._contexts.enter_context(recurrent_layers_outside())
+            self._evaluates = not torch.is_grad_enabled()
+            if self._evaluates and self._calls.evaluations >= _MOST_EVALUATIONS:
+                self._contexts.enter_context(torch.compiler.set_stance("eager_on_recompile"))
             self._exception = sys.exception()
             self._log = CompileLog()
             self._nodes = autograd_nodes()
@@ -216,7 +222,8 @@ class Call:
             return
         _thread.call = None
         COORDINATOR.end_call()
-        self._recurrent_layers.__exit__(None, None, None)
+        self._contexts.close()
+        self._calls.evaluations += self.compiled and self._evaluates
         other = autograd_nodes() - self._nodes - self.planned_nodes - self.compile_nodes
         self._calls.read(self._log)
         if self.compiled:
@@ -228,6 +235,11 @@ class Call:
     def read_log(self) -> None:
         """Read Dynamo's records now: it keeps only the newest 64."""
         self._calls.read(self._log)
+
+
+_MOST_EVALUATIONS = 3
+"""Calls without gradients that are compiled, each for other shapes. Later ones run as they are where they would be compiled: a
+loop that generates text, one token longer each time, would use up Dynamo's limit of compilations, and leave none for training."""
 
 
 class _Thread(threading.local):
