@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import checkmate.torch  # noqa: F401 - registers the backend
+import checkmate.torch
 from checkmate.torch.compilation.coordinator import COORDINATOR
 
 Compile = Callable[[Any], Any]
@@ -105,7 +105,8 @@ def profiled(compiled: Compile) -> list[torch.Tensor]:
 
 
 PROGRAMS = [
-    overwritten_batch, sparse_in_eager_code, sparse_gradients, copies_of_saved_tensors, checkpoint_around_compiled_blocks, profiled,
+    overwritten_batch, sparse_in_eager_code, sparse_gradients, copies_of_saved_tensors,
+    checkpoint_around_compiled_blocks, profiled,
 ]  # fmt: skip
 
 

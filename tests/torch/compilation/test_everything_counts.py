@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad
 
-import checkmate.torch
 from checkmate import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.torch import measure_peak
 from checkmate.torch.compilation.coordinator import COORDINATOR
