@@ -39,11 +39,11 @@ from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import generators_restored
-from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
+from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key, unique_bytes
 from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
 from checkmate.torch.measure.resident import free_bytes
 from checkmate.torch.measure.roofline import estimate_ns
-from checkmate.torch.measure.timing import EFFORT, LeastTimes
+from checkmate.torch.measure.timing import EFFORT, LeastTimes, clock
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -104,6 +104,8 @@ def _without_running(node: fx.Node) -> OpCost:
 
     A collective on the CPU runs in gloo, which copies the result once.
     """
+    if _OF_SLICE in node.meta:
+        return node.meta[_OF_SLICE]
     if is_collective(node):
         return OpCost(estimate_ns(node), 0 if _on_cuda(node) else sum(map(storage_bytes, leaves(node.meta.get("val")))))
     return OpCost(estimate_ns(node), estimated_workspace_bytes(node) if isinstance(node.target, OpOverload) else 0)
@@ -151,7 +153,7 @@ def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.No
         times = {key: LeastTimes(node) for key, node in nodes.items()}
         costs: dict[str, OpCost | None] = {}
         for key, node in progress.counted([*nodes.items()], "measuring costs"):
-            fits = _needed_bytes(node) <= free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu"))
+            fits = _fits(node, other)
             costs[key] = _measured_or_warned(node, other, times[key]) if fits else None
             if not fits:
                 _log.info("%s (%s) is estimated: the budget leaves no room to measure it", node.name, node.target)
@@ -250,6 +252,9 @@ def _materialised(value: Any, *, fill: bool = True, given: Mapping[int, torch.Te
     """
     if isinstance(value, torch.Tensor):
         shape, stride = _layout(value)
+        rows, of = _ROWS.get()
+        if rows and shape and shape[0] == of:
+            shape[0] = rows
         if storage_key(value) in given and (real := _view(given[storage_key(value)], value, shape, stride)) is not None:
             return real
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
@@ -280,11 +285,50 @@ def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: li
     return real.detach().as_strided(shape, stride, offset)
 
 
-def _needed_bytes(node: fx.Node) -> int:
-    """Bytes that running an op takes: of the tensors that have to be made, of its results and of its workspace, as estimated."""
+_OF_SLICE = "cost_of_slice"
+"""Key in the metadata of a node for the cost that a slice of its batch tells."""
+
+_PARTS = 8
+"""A slice is one of so many parts of the batch."""
+
+_ROWS: ContextVar[tuple[int, int]] = ContextVar("rows", default=(0, 0))
+"""Rows that tensors are made with, and the rows of those that have others instead; zero for all as they are."""
+
+
+def _fits(node: fx.Node, other: Memory) -> bool:
+    """Whether there is room to run an op. If not, a slice of its batch may have told what it takes."""
+    room = free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu"))
     given = _INPUTS.get()
     made = {storage_key(t): storage_bytes(t) for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
-    return sum(size for key, size in made.items() if key not in given) + _without_running(node).workspace_bytes
+    needed = sum(size for key, size in made.items() if key not in given)
+    if needed + _without_running(node).workspace_bytes <= room:
+        return True
+    if needed + _without_running(node).workspace_bytes // _PARTS <= room and (cost := _cost_of_slice(node, other)) is not None:
+        node.meta[_OF_SLICE] = cost
+        return needed + cost.workspace_bytes <= room
+    return False
+
+
+def _cost_of_slice(node: fx.Node, other: Memory) -> OpCost | None:
+    """What an op is expected to take by what a slice of its batch takes; None where it takes no slice."""
+    values = [t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val")) if t.dim() > 1]
+    batch = concrete(max(values, key=storage_bytes).shape[0]) if values else 0
+    if batch < 2 * _PARTS or _on_cuda(node) or PIECES in node.meta:
+        return None
+    token = _ROWS.set((batch // _PARTS, batch))
+    try:
+        run = ready_to_run(node)
+        other.max()
+        began = clock()()
+        with memory_trace() as trace:
+            *_, results = run()
+            held = unique_bytes(leaves(results))
+        took = clock()() - began
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError):
+        return None
+    finally:
+        _ROWS.reset(token)
+    return OpCost(quantise(_PARTS * took), _PARTS * max(0, trace.peak() - held))
 
 
 def _fill(flat: torch.Tensor) -> None:
