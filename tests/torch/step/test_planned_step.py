@@ -95,7 +95,8 @@ def test_a_smaller_last_batch_is_not_searched_for(monkeypatch: pytest.MonkeyPatc
     for rows in (ROWS - 1, ROWS // 2, 2):
         prediction, _ = step(x[:rows], x[:rows])
         assert prediction.shape == (rows, 16)
-    assert all(result.peak_bytes <= step.result.budget_bytes for _, result in step._planned)
+    room = step.result.budget_bytes - step.graph.resident_bytes  # what else exists may grow
+    assert all(result.peak_bytes - graph.resident_bytes <= room for graph, result in step._planned)
     with pytest.raises(PlanNotFoundError):
         step(torch.ones(2 * ROWS, 16), torch.ones(2 * ROWS, 16))
 
@@ -115,8 +116,9 @@ def test_a_smaller_last_batch_of_a_plain_loop_is_not_searched_for(monkeypatch: p
         train(ROWS)
     large = last_plan()
     monkeypatch.setattr(planner, "solve", None)
-    for _ in range(2):
+    for _ in range(3):  # the eager code of the second one is seen
         train(ROWS - 1)
     small = last_plan()
     assert large is not None and small is not None and small is not large
-    assert small.result.peak_bytes <= small.result.budget_bytes <= large.result.budget_bytes
+    assert small.result.peak_bytes <= small.result.budget_bytes
+    assert small.result.budget_bytes - small.graph.resident_bytes <= large.result.budget_bytes - large.graph.resident_bytes

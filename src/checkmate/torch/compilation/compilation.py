@@ -525,7 +525,7 @@ class Compilation:
         Raises:
             GraphError: It need not.
         """
-        inside = self.hooks.whole or self.hooks.captured is not None or self.options.plan is not None
+        inside = self.hooks.whole or not self.hooks.inference or self.hooks.captured is not None or self.options.plan is not None
         if inside or (self.budget is not None and not self.budget.keeps_everything):
             raise error
         _log.warning("this graph runs without a plan: %s", error.message)

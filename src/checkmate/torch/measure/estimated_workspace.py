@@ -26,9 +26,6 @@ _SCALARS = 64
 _BLOCK = 16
 """Channels of a block, with AVX-512."""
 
-_ATTENTION_ROWS = 1 << 20
-"""Bytes of each thread's tiles in attention: 74 to 131 KB were measured."""
-
 
 def estimated_workspace_bytes(node: fx.Node) -> int:
     """Bytes that an op is estimated to allocate besides its results, while it runs on a CPU.
@@ -113,7 +110,13 @@ def _of_channels(node: fx.Node, given: list[int], made: list[int]) -> int:
 
 
 def _tiles(node: fx.Node, given: list[int], made: list[int]) -> int:
-    return _ATTENTION_ROWS * torch.get_num_threads() + (sum(made) if len(made) > 2 else 0)
+    """Each thread has tiles of scores and results: ``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``."""
+    backward = node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    query, key = (n.meta["val"].shape for n in node.args[backward : backward + 2])  # type: ignore[union-attr]
+    length, width, keys = concrete(query[2]), concrete(query[3]), min(512, concrete(key[2]))
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    halves = 1 + any(t.dtype in (torch.bfloat16, torch.float16) for t in leaves(node.meta.get("val")))
+    return 4 * halves * torch.get_num_threads() * rows * ((1 + backward) * keys + width + 4)
 
 
 _RULES: dict[Any, _Rule] = {
