@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -124,7 +125,12 @@ def test_training_is_the_same(train, budget):
 
     expected, given = train(lambda loss: loss), train(wrap)
     assert given[0] == pytest.approx(expected[0], rel=1e-5)
-    assert difference(expected[1], given[1]) < 1e-3
+    # A bias before a BatchNorm has no gradient but what rounding leaves, which is another on each processor.
+    close = [
+        np.allclose(a, b, rtol=1e-3, atol=1e-6)
+        for a, b in zip(jax.tree.leaves(expected[1]), jax.tree.leaves(given[1]), strict=True)
+    ]
+    assert all(close)
     assert planned[0].graph.ops
 
 

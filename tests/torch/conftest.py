@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.compilation.coordinator import COORDINATOR, Coordinator
+from checkmate.torch.compilation.known_steps import KnownSteps
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -21,6 +22,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process seems to hold what a step is given and nothing else: budgets in bytes are then those of its graph alone."""
+    monkeypatch.setattr(Coordinator, "outside_bytes", lambda *_: 0)
+    monkeypatch.setattr(KnownSteps, "_look", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,10 @@ from tests.torch.steps import ROOMY, Forgetful, close, compiled, observe, planne
 
 QUICK = {"time_limit_s": 1.5}
 # Dynamo asks a tensor between two graphs for its gradient, and torch warns of that.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("nothing_else"),
+]
 
 
 QUICKER = ("dropout", "in_place")

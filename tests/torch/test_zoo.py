@@ -7,6 +7,8 @@ import pytest
 import checkmate.torch
 from tests.torch.zoo import ZOO, check
 
+pytestmark = pytest.mark.usefixtures("nothing_else")
+
 QUICK = ("gpt2",)
 """Those that run every time."""
 

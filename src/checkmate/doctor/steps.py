@@ -23,8 +23,9 @@ from checkmate.doctor.check import Check
 from checkmate.doctor.networks import Example, attention_matrix, convolutions, transformer
 from checkmate.studies.reserved import reserved_bytes
 from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.graph.storages import current_bytes, unique_bytes
+from checkmate.torch.graph.storages import unique_bytes
 from checkmate.torch.measure.allocator import counted_memory
+from checkmate.torch.measure.device_memory import device_memory
 from checkmate.torch.options import Compiler
 
 TOLERANCE: Final = 0.01
@@ -222,7 +223,7 @@ def run(path: Path, device: str, scale: int, budget: str | int | None) -> Ran:
     copied = tuple(t.detach().clone().cpu() for t in state)
     del state
     model.zero_grad(set_to_none=True)
-    total, reserved = _measured(train, [*parameters, *model.buffers(), *_optimizer_state(optimizer), x, y], device)
+    total, reserved = _measured(train, copied if step is not None else (), device)  # a loop is planned again beside them
     result = step.result if step is not None else COORDINATOR.result
     assert result is not None
     graph = step.graph if step is not None else None if COORDINATOR.step is None else COORDINATOR.step.graph
@@ -287,22 +288,24 @@ def _floor_bytes(path: Path, device: str, scale: int) -> int:
     raise AssertionError("a budget of one byte was kept")
 
 
-def _measured(train: Callable[[], float], held: Sequence[Tensor], device: str) -> tuple[int, int | None]:
-    """Peak of the next step with everything that is allocated, and what the CUDA allocator reserves for it."""
+def _measured(train: Callable[[], float], later: Sequence[Tensor], device: str) -> tuple[int, int | None]:
+    """Peak of the next step with everything that was allocated when it was planned, and what the CUDA allocator reserves for it.
+
+    Args:
+        train: Runs a step.
+        later: Tensors that were made after it was planned.
+        device: Type of the device.
+    """
     _free()
     if device != "cuda":
-        return unique_bytes(held, current_bytes) + checkmate.torch.measure_peak(train), None
+        held = device_memory(torch.device(device)).total_bytes - unique_bytes(later)
+        return held + checkmate.torch.measure_peak(train), None
     train()  # reserve again what was given back
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     train()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    states = [] if optimizer is None else optimizer.state.values()
-    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
 def _timed(train: Callable[[], float], model: nn.Module, device: str) -> float:

@@ -63,10 +63,12 @@ class MeasuredCosts(Generic[OpT]):
             known = {k: (op, self.known[k]) for k, op in distinct.items() if k in self.known}
             measured = self._measure({k: distinct[k] for k in missing}, known)
             self.store.add(measured)
-            self.known.update({k: self._estimate(distinct[k]) for k in missing if k not in measured})
             self.known.update(measured)
             # Another process may have measured the same op meanwhile. The first entry of the store counts, so that all
             # processes plan with the same costs.
             self.known.update(self.store.get(missing))
             _log.info("measured %d ops in %.1f s", len(missing), time.perf_counter() - began)
-        return [self.known[k] if k is not None else self._estimate(op) for k, op in zip(keys, ops, strict=True)]
+        # What could not be measured now, such as for want of memory, may be another time.
+        estimated = {k: self._estimate(op) for k, op in distinct.items() if k not in self.known}
+        found = self.known | estimated
+        return [found[k] if k is not None else self._estimate(op) for k, op in zip(keys, ops, strict=True)]

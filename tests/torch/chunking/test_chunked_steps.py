@@ -19,6 +19,8 @@ from checkmate.core.units import parse_bytes
 from checkmate.torch import measure_peak
 from checkmate.torch.chunking import choose, variants
 
+pytestmark = pytest.mark.usefixtures("nothing_else")
+
 TOKENS, WIDTH, VOCABULARY = 256, 16, 1024
 
 

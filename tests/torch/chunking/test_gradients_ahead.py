@@ -68,7 +68,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for g, e in zip(got, expected, strict=True):
-        assert (g - e).norm() < 1e-6 * e.norm()
+        assert (g - e).norm() < 4e-6 * e.norm()  # sums of some hundred numbers, rounded to one part in 2**24 each
 
 
 @pytest.mark.usefixtures("always_ahead")

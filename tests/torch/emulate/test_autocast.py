@@ -27,6 +27,8 @@ from checkmate.torch.emulate.autocast import (
 )
 from tests.torch.networks import input_of, mlp
 
+pytestmark = pytest.mark.usefixtures("nothing_else")
+
 HEADER = Path(torch.__path__[0]) / "include" / "ATen" / "autocast_mode.h"
 HALF = torch.bfloat16
 

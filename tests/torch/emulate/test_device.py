@@ -77,6 +77,6 @@ def test_a_model_that_cannot_be_traced_is_given_back() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.empty(2, 5)
     before = [id(p) for p in model.parameters()]
-    with pytest.raises(Exception, match=r"shape|size"):
+    with pytest.raises(Exception, match=r"shape|size|\(2, 5\)"):
         checkmate.torch.capture(model, nn.functional.mse_loss, example=(x, x), device="A100")
     assert [id(p) for p in model.parameters()] == before

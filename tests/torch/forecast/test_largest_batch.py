@@ -19,6 +19,8 @@ from checkmate.torch.forecast.quadratic import QuadraticGraph
 from checkmate.torch.forecast.tracer import DeviceTracer, _resized
 from checkmate.torch.measure.profiler import Profiler
 
+pytestmark = pytest.mark.usefixtures("nothing_else")
+
 
 class Attention(nn.Module):
     """Attention that holds its scores, so that sizes grow with the square of the length."""

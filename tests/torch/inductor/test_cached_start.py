@@ -16,6 +16,8 @@ from checkmate.torch.inductor import compile as compiler
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import Observed, Planned, compiled, observe
 
+pytestmark = pytest.mark.usefixtures("nothing_else")
+
 ROWS = 512
 
 

@@ -24,6 +24,8 @@ from checkmate.torch.inductor.compile import compile_by_inductor
 from tests.torch.networks import NETWORKS, input_of, mlp
 from tests.torch.steps import Planned, compiled, observe, recomputes
 
+pytestmark = pytest.mark.usefixtures("nothing_else")
+
 ROWS = 512
 SHARES = {"in_place": (1.0,), "views": (1.0,), "custom_function": (0.8, 0.7)}
 """Budgets, as shares of keeping everything, of networks of which nothing keeps 65 %: one op alone takes more, or nearly."""

@@ -21,7 +21,10 @@ from checkmate.torch.inductor.largest_inputs import bound_sizes, dynamic_dimensi
 from tests.torch.networks import NETWORKS, input_of, mlp
 from tests.torch.steps import Planned, compiled, observe, recomputes
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("nothing_else"),
+]
 FUSED: dict[str, Any] = {"compiler": "inductor", "time_limit_s": 3}
 
 

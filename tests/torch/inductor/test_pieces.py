@@ -182,5 +182,8 @@ def test_what_is_written_out_computes_what_runs_in_pieces(seed: int, by_columns:
         mine, theirs = (run(step.inputs) for run in runs)
         for a, b in zip(mine, theirs, strict=True):
             a, b = a.nan_to_num(7.0), b.nan_to_num(7.0)
-            assert torch.equal(a, b) or runs[1].other_layouts or (by_columns and (a - b).norm() <= 1e-5 * b.norm())
+            # Without instructions for bfloat16, PyTorch multiplies in blocks that depend on the layout.
+            emulated = a.dtype is torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported()
+            most = 1e-2 if emulated else 1e-5 if by_columns else 0.0
+            assert torch.equal(a, b) or runs[1].other_layouts or (a - b).norm() <= most * b.norm()
     assert tried

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from torch import fx
 
 from checkmate import Graph
 from checkmate.core.budget import keep_all_bytes
@@ -36,7 +37,7 @@ def step_graph(layers: int = 8) -> Graph:
 def fitted(graph: Graph, budget: int, compiler: Compiler) -> tuple[Trial | None, int]:
     """What a budget is answered with, and after how many compilations."""
     options = Options(budget=budget, compiler="inductor", time_limit_s=1)
-    search = CalibratedSearch(Compilation((), options, Hooks()), "some compiler")
+    search = CalibratedSearch(Compilation(fx.Graph(), (), options, Hooks()), "some compiler")
     while True:
         _, result = search.plan(graph)
         peak = compiler(result.peak_bytes, result.plan.order)
@@ -52,7 +53,7 @@ def fitted(graph: Graph, budget: int, compiler: Compiler) -> tuple[Trial | None,
 def test_the_part_of_a_step_leaves_room_for_the_rest(room: int, chosen: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One order is compiled; where it takes more than its share, at any time, eager ops have to run it."""
     graph = step_graph()
-    compilation = Compilation((), Options(budget=keep_all_bytes(graph), compiler="inductor"), Hooks())
+    compilation = Compilation(fx.Graph(), (), Options(budget=keep_all_bytes(graph), compiler="inductor"), Hooks())
     order = tuple(range(len(graph.ops)))
     planned = StepMemory(forward_peak_bytes=500, saved_bytes=400, backward_peak_bytes=900, gradient_bytes=100)
     share = Share(order, planned)

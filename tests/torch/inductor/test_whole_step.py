@@ -16,6 +16,8 @@ from checkmate.torch import Step, measure_peak
 from checkmate.torch.inductor.whole.update_ops import TensorFactors
 from tests.torch.networks import Mixed, input_of, mlp
 
+pytestmark = pytest.mark.usefixtures("nothing_else")
+
 ROWS = 512
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),

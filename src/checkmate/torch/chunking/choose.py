@@ -27,6 +27,7 @@ from checkmate.frontend.planner import near_smallest
 from checkmate.torch.chunking.kinds import Kind
 from checkmate.torch.chunking.program import NotChunkable
 from checkmate.torch.chunking.variants import LEAST_GAIN, SMALLEST_S, CapturedT, ChunkableStep, Chunks, Variants
+from checkmate.torch.measure.resident import beyond_room
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -121,12 +122,14 @@ def choose_chunks(
         except PlanNotFoundError:  # its windows are too narrow for the plan
             return _Variant(of, captured, None, smallest)
 
+    whole: Result | None = None
     if chunks.exact:
         whole = planned((), _share(_CHEAP_SHARE, time_limit_s)).result
         time_limit_s = _share(1 - _CHEAP_SHARE, time_limit_s)
         if whole is not None and whole.overhead <= _CHEAP:
             return step.whole, solve(step.whole, time_limit_s)
-    kinds = variants.kinds
+    with beyond_room(whole is None):
+        kinds = variants.kinds
     if not kinds:
         return step.whole, solve(step.whole, time_limit_s)
     trial_s = _share(_TRIALS_SHARE / (1 + 2 * len(kinds)), time_limit_s)
@@ -169,7 +172,8 @@ def with_smallest_peak(step: ChunkableStep[CapturedT], chunks: Chunks, budget_by
     if chunks.exact and not _exceeds(step.whole.graph, budget_bytes):
         return InPieces(step.whole, ())
     variants = Variants(step, chunks)
-    kinds = variants.smallest()
+    with beyond_room(allowed=True):
+        kinds = variants.smallest()
     return InPieces(variants.captured(kinds), kinds)
 
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import fx
 
-from checkmate.core.budget import Budget, ResidentMemory, keep_all_bytes
+from checkmate.core.budget import Budget, ResidentMemory, fixed_bytes, keep_all_bytes
 from checkmate.core.errors import GraphError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
@@ -517,7 +517,8 @@ class Compilation:
         """Bytes that the budget leaves for measurements: beside what exists, graphs in flight too."""
         if self.budget is None or self.hooks.captured is not None or self.hooks.target is not None:
             return sys.maxsize
-        return self.budget.resolve(graph) - graph.resident_bytes - COORDINATOR.held_bytes()
+        budget_bytes = self.budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all_bytes(graph))
+        return budget_bytes - graph.resident_bytes - COORDINATOR.held_bytes()
 
     def _unplannable(self, error: GraphError) -> None:
         """Have a graph that cannot be planned run as it is, where keeping everything keeps the budget.

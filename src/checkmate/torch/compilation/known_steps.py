@@ -219,9 +219,10 @@ class KnownSteps:
         """
         known = self._known.get(id(first)) or self._compiled_before(first, args)
         step = self._followed.get((id(self._newest), id(first)), known[-1]) if known else None
-        if step is None or (watched and not step.recorder.watched and not step.is_alone):
-            return None
-        return self._plan_of(step, args)
+        if step is not None and watched and not step.recorder.watched and not step.is_alone:
+            seen = [known for known in self._compiled_before(first, args) if known.recorder.watched]
+            step = seen[-1] if seen else None
+        return None if step is None else self._plan_of(step, args)
 
     @property
     def begin_as_compiled(self) -> bool:

@@ -44,6 +44,40 @@ def within_room(size_bytes: int) -> Generator[None]:
         _ROOM.reset(token)
 
 
+_BEYOND: ContextVar[bool] = ContextVar("beyond", default=False)
+
+
+@contextmanager
+def beyond_room(allowed: bool) -> Generator[None]:
+    """Context in which bits may be compared in more memory than a budget leaves: without that there is no plan.
+
+    Args:
+        allowed: Whether they may.
+    """
+    token = _BEYOND.set(allowed)
+    try:
+        yield
+    finally:
+        _BEYOND.reset(token)
+
+
+def beyond_bytes(size_bytes: int, device: torch.device) -> int | None:
+    """How many bytes more than a budget leaves something takes; None where there is no room for it.
+
+    Args:
+        size_bytes: What it takes.
+        device: The device.
+    """
+    excess = max(0, size_bytes - _ROOM.get())
+    if excess and not _BEYOND.get():
+        return None
+    token = _ROOM.set(sys.maxsize)
+    try:
+        return excess if size_bytes <= free_bytes(device) else None
+    finally:
+        _ROOM.reset(token)
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that can be allocated on a device now: those that the budget leaves, and that the system has.
 

@@ -99,9 +99,13 @@ class Task:
             num_fwd_outputs: How many outputs of the module are outputs of the forward; None for whole steps.
         """
         bare = replace(self, costs=lambda nodes: [OpCost(0, 0)] * len(nodes)).captured(num_fwd_outputs)(module)
-        with within_room(self.room(bare.graph)):
-            recapture = self.captured(num_fwd_outputs)
+        recapture, room = self.captured(num_fwd_outputs), self.room(bare.graph)
+        with within_room(room):
             whole = recapture(module)
+        if (more := self.room(whole.graph)) > room:  # a share is one of what workspace takes too
+            with within_room(more):
+                whole = recapture(module)
+        with within_room(max(room, more)):
             return whole, *self.plan(whole, recapture)
 
     def captured(self, num_fwd_outputs: int | None) -> Recapture:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections import Counter
@@ -181,7 +180,7 @@ def test_where_all_values_fit_there_is_nothing_to_divide():
     """Or none, but then neither does the event."""
     problem, loss = dropout_chain(0)
     for budget, divides in ((140 + 5 * 40, False), (140 + 39, True), (139, False)):
-        model = CutModel(dataclasses.replace(problem, budget_bytes=budget))
+        model = CutModel(problem.replace_budget(budget))
         assert TightEvent(model, loss).divides is divides
     last = len(problem.graph.ops) - 1
     assert not TightEvent(CutModel(problem), last).divides  # no op comes after it

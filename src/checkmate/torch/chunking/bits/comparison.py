@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
 from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 from checkmate.torch._compat.sharding import Layout
@@ -30,7 +31,7 @@ from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
-from checkmate.torch.measure.resident import free_bytes
+from checkmate.torch.measure.resident import beyond_bytes
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -82,7 +83,14 @@ _KNOWN: dict[str, bool] = {}
 def _compared(stage: Stage) -> bool | None:
     """The verdict on a stage; None if there is not enough memory to reach one."""
     watched = _watched(stage)
-    if _needed_bytes(watched) > free_bytes(tensor(stage.region.seed).device):
+    excess = beyond_bytes(_needed_bytes(watched), tensor(stage.region.seed).device)
+    if excess:
+        _log.warning(
+            "the budget is kept by ops in pieces alone: comparing their bits with those of the whole ops takes %s more than it "
+            "leaves, once",
+            format_bytes(excess),
+        )
+    if excess is None:
         _log.info("not enough memory to compare the bits of %s in pieces", ", ".join(op.name for op in stage.own[:4]))
         return None
     try:
