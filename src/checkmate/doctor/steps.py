@@ -223,7 +223,8 @@ def run(path: Path, device: str, scale: int, budget: str | int | None) -> Ran:
     copied = tuple(t.detach().clone().cpu() for t in state)
     del state
     model.zero_grad(set_to_none=True)
-    total, reserved = _measured(train, copied if step is not None else (), device)  # a loop is planned again beside them
+    held = [*parameters, *model.buffers(), x, y] if step is None else None
+    total, reserved = _measured(train, held, copied, device)
     result = step.result if step is not None else COORDINATOR.result
     assert result is not None
     graph = step.graph if step is not None else None if COORDINATOR.step is None else COORDINATOR.step.graph
@@ -288,18 +289,24 @@ def _floor_bytes(path: Path, device: str, scale: int) -> int:
     raise AssertionError("a budget of one byte was kept")
 
 
-def _measured(train: Callable[[], float], later: Sequence[Tensor], device: str) -> tuple[int, int | None]:
+def _measured(
+    train: Callable[[], float], held: Sequence[Tensor] | None, later: Sequence[Tensor], device: str
+) -> tuple[int, int | None]:
     """Peak of the next step with everything that was allocated when it was planned, and what the CUDA allocator reserves for it.
 
     Args:
         train: Runs a step.
-        later: Tensors that were made after it was planned.
+        held: The tensors of the model and of the batch; None for all that exist.
+        later: Tensors that were made after it was planned, of those that exist.
         device: Type of the device.
     """
     _free()
     if device != "cuda":
-        held = device_memory(torch.device(device)).total_bytes - unique_bytes(later)
-        return held + checkmate.torch.measure_peak(train), None
+        if held is None:
+            size_bytes = device_memory(torch.device(device)).total_bytes - unique_bytes(later)
+        else:
+            size_bytes = unique_bytes(held)
+        return size_bytes + checkmate.torch.measure_peak(train), None
     train()  # reserve again what was given back
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

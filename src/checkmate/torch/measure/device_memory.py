@@ -113,7 +113,9 @@ class LookDue:
         """Whether one is due; called once in each step."""
         self.steps += 1
         now = allocated_bytes()
-        return self.steps & (self.steps - 1) == 0 if now is None else now >= self.heap_bytes + self.growth_bytes
+        if now is None:
+            return self.steps & (self.steps - 1) == 0
+        return now >= self.heap_bytes + self.growth_bytes
 
     def looked(self, total_bytes: int) -> None:
         """Note the outcome of a look.
@@ -122,7 +124,7 @@ class LookDue:
             total_bytes: Bytes of all tensors.
         """
         self.growth_bytes = _LEAST_GROWTH_BYTES if total_bytes > self._total_bytes else 2 * self.growth_bytes
-        self.heap_bytes, self._total_bytes = allocated_bytes() or 0, total_bytes
+        self.heap_bytes, self._total_bytes = allocated_bytes() or 0, max(total_bytes, self._total_bytes)
 
 
 def allocated_bytes() -> int | None:
