@@ -302,11 +302,8 @@ def _measured(
     """
     _free()
     if device != "cuda":
-        if held is None:
-            size_bytes = device_memory(torch.device(device)).total_bytes - unique_bytes(later)
-        else:
-            size_bytes = unique_bytes(held)
-        return size_bytes + checkmate.torch.measure_peak(train), None
+        existing = device_memory(torch.device(device)).total_bytes - unique_bytes(later)
+        return (existing if held is None else unique_bytes(held)) + checkmate.torch.measure_peak(train), None
     train()  # reserve again what was given back
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

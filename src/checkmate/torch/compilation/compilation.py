@@ -517,7 +517,9 @@ class Compilation:
         """Bytes that the budget leaves for measurements: beside what exists, graphs in flight too."""
         if self.budget is None or self.hooks.captured is not None or self.hooks.target is not None:
             return sys.maxsize
-        budget_bytes = self.budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all_bytes(graph))
+        # A share is one of all graphs of the step, as far as they are known.
+        keep_all = keep_all_bytes(graph) + COORDINATOR.keep_all_bytes()
+        budget_bytes = self.budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all)
         return budget_bytes - graph.resident_bytes - COORDINATOR.held_bytes()
 
     def _unplannable(self, error: GraphError) -> None:

@@ -220,8 +220,9 @@ class KnownSteps:
         known = self._known.get(id(first)) or self._compiled_before(first, args)
         step = self._followed.get((id(self._newest), id(first)), known[-1]) if known else None
         if step is not None and watched and not step.recorder.watched and not step.is_alone:
-            seen = [known for known in self._compiled_before(first, args) if known.recorder.watched]
-            step = seen[-1] if seen else None
+            kind = _kind(step.recorder)
+            before = self._compiled_before(first, args)
+            step = next((known for known in before if known.recorder.watched and _kind(known.recorder) == kind), None)
         return None if step is None else self._plan_of(step, args)
 
     @property
@@ -404,6 +405,12 @@ class KnownSteps:
         nothing = (step.recorder.runs[0].planned.outside_bytes,) * (len(step.recorder.windows) + 1)
         with contextlib.suppress(CheckmateError):  # raised when the step begins again
             step.plans[gradients] = self._planned(step, gradients, step.recorder.gradient_bytes, nothing)
+
+
+def _kind(recorder: StepRecorder) -> list[tuple[str, int, frozenset[int] | None]]:
+    """Identity of a step where graphs that are equal are the same."""
+    runs = recorder.runs
+    return [(runs[r].planned.key, r, runs[r].undefined if back else None) for r, back in recorder.windows]
 
 
 def _free_bytes(step: _KnownStep) -> int:

@@ -43,7 +43,7 @@ from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, stor
 from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
 from checkmate.torch.measure.resident import free_bytes
 from checkmate.torch.measure.roofline import estimate_ns
-from checkmate.torch.measure.timing import EFFORT, LeastTimes, clock
+from checkmate.torch.measure.timing import EFFORT, LeastTimes
 
 _log = logging.getLogger("checkmate.torch")
 
@@ -153,7 +153,7 @@ def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.No
         times = {key: LeastTimes(node) for key, node in nodes.items()}
         costs: dict[str, OpCost | None] = {}
         for key, node in progress.counted([*nodes.items()], "measuring costs"):
-            fits = _fits(node, other)
+            fits = _fits(node)
             costs[key] = _measured_or_warned(node, other, times[key]) if fits else None
             if not fits:
                 _log.info("%s (%s) is estimated: the budget leaves no room to measure it", node.name, node.target)
@@ -295,7 +295,7 @@ _ROWS: ContextVar[tuple[int, int]] = ContextVar("rows", default=(0, 0))
 """Rows that tensors are made with, and the rows of those that have others instead; zero for all as they are."""
 
 
-def _fits(node: fx.Node, other: Memory) -> bool:
+def _fits(node: fx.Node) -> bool:
     """Whether there is room to run an op. If not, a slice of its batch may have told what it takes."""
     room = free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu"))
     given = _INPUTS.get()
@@ -303,14 +303,14 @@ def _fits(node: fx.Node, other: Memory) -> bool:
     needed = sum(size for key, size in made.items() if key not in given)
     if needed + _without_running(node).workspace_bytes <= room:
         return True
-    if needed + _without_running(node).workspace_bytes // _PARTS <= room and (cost := _cost_of_slice(node, other)) is not None:
+    if needed + _without_running(node).workspace_bytes // _PARTS <= room and (cost := _cost_of_slice(node)) is not None:
         node.meta[_OF_SLICE] = cost
         return needed + cost.workspace_bytes <= room
     return False
 
 
-def _cost_of_slice(node: fx.Node, other: Memory) -> OpCost | None:
-    """What an op is expected to take by what a slice of its batch takes; None where it takes no slice."""
+def _cost_of_slice(node: fx.Node) -> OpCost | None:
+    """Estimated time of an op, and its workspace by what a slice of its batch takes; None where it takes no slice."""
     values = [t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val")) if t.dim() > 1]
     batch = concrete(max(values, key=storage_bytes).shape[0]) if values else 0
     if batch < 2 * _PARTS or _on_cuda(node) or PIECES in node.meta:
@@ -318,17 +318,15 @@ def _cost_of_slice(node: fx.Node, other: Memory) -> OpCost | None:
     token = _ROWS.set((batch // _PARTS, batch))
     try:
         run = ready_to_run(node)
-        other.max()
-        began = clock()()
         with memory_trace() as trace:
             *_, results = run()
             held = unique_bytes(leaves(results))
-        took = clock()() - began
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError):
         return None
     finally:
         _ROWS.reset(token)
-    return OpCost(quantise(_PARTS * took), _PARTS * max(0, trace.peak() - held))
+    # It is not stored: another time would make another plan in the next process.
+    return OpCost(estimate_ns(node), _PARTS * max(0, trace.peak() - held))
 
 
 def _fill(flat: torch.Tensor) -> None:
