@@ -17,6 +17,8 @@ from checkmate.torch.chunking.kinds import kinds_of
 from checkmate.torch.chunking.linear import is_linear
 from checkmate.torch.passes.loss_picks import pick_before_reducing
 
+pytestmark = pytest.mark.usefixtures("nothing_else")
+
 TOKENS, WIDTH, VOCABULARY = 256, 64, 4096
 cross_entropy = nn.functional.cross_entropy
 
