@@ -115,7 +115,9 @@ class LookDue:
         now = allocated_bytes()
         if now is None:
             return self.steps & (self.steps - 1) == 0
-        return now >= self.heap_bytes + self.growth_bytes
+        due = now >= self.heap_bytes + self.growth_bytes or self.steps == 2
+        self.heap_bytes = min(self.heap_bytes, now)  # what is freed meanwhile must not hide what is allocated
+        return due
 
     def looked(self, total_bytes: int) -> None:
         """Note the outcome of a look.
