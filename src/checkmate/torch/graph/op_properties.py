@@ -205,7 +205,7 @@ def _device(node: torch.fx.Node) -> object:
 
 
 Hidden = Literal["random", "state"]
-"""What the results of an op depend on besides its inputs, which its schema does not say."""
+"""Dependence of an op's results on more than its inputs, which its schema does not say."""
 
 HIDDEN = "checkmate_hidden"
 """Key in a node's metadata: the op is `Hidden` random, or has a state of which nothing is known; see `joint.hidden_state`."""

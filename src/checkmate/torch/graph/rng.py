@@ -22,7 +22,7 @@ _CUDA_RNG_STATE_BYTES = 16
 
 
 @functools.cache
-def _cpu_rng_state_bytes() -> int:
+def cpu_rng_state_bytes() -> int:
     """5056 bytes in torch 2.13: a Mersenne Twister and cached normal samples (``aten/src/ATen/CPUGeneratorImpl.cpp``)."""
     return torch.get_rng_state().untyped_storage().nbytes()
 
@@ -30,7 +30,7 @@ def _cpu_rng_state_bytes() -> int:
 def rng_state_bytes(node: fx.Node) -> int:
     """Bytes of the generator state that must be held to recompute a random op: 5056 on the CPU, 16 on CUDA."""
     devices = {t.device.type for t in leaves(node.meta.get("val"))}
-    return _CUDA_RNG_STATE_BYTES if "cuda" in devices else _cpu_rng_state_bytes()
+    return _CUDA_RNG_STATE_BYTES if "cuda" in devices else cpu_rng_state_bytes()
 
 
 def generators_restored() -> AbstractContextManager[None]:

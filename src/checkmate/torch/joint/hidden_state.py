@@ -27,7 +27,7 @@ from checkmate.torch.measure.profiler import ready_to_run, signature
 _log = logging.getLogger("checkmate.torch")
 
 _KNOWN: dict[str, Hidden | None] = {}
-"""What each op was found to be, by its signature. Not kept for other processes: code of the same name may be other code there."""
+"""Hidden state of each op, by its signature. Not kept for other processes: code of the same name may be other code there."""
 
 
 def mark_hidden_state(graph: fx.Graph, *, runs: bool) -> None:

@@ -21,7 +21,8 @@ from torch import optim
 
 from checkmate.torch._compat.dispatch import dispatches_in_python
 from checkmate.torch._compat.engine import saved_by_autograd
-from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
+from checkmate.torch.graph.rng import cpu_rng_state_bytes
+from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, storage_bytes, storage_key, strided_parts
 from checkmate.torch.measure.optimizer_state import missing_state_bytes
 
 
@@ -59,16 +60,13 @@ def device_memory(device: torch.device) -> DeviceMemory:
     held = [t for t in _instances(torch.Tensor) if not dispatches_in_python(t)]  # tensors inside of others are found themselves
     storages: dict[int, int] = {}
     for tensor in itertools.chain(held, saved_by_autograd(held)):
-        if tensor.dtype is torch.uint8 and tensor.numel() == _STATE_BYTES:
+        if tensor.dtype is torch.uint8 and tensor.numel() == cpu_rng_state_bytes():
             continue  # the state of a generator, which Dynamo keeps while it compiles
         try:
             storages.update((storage_key(p), storage_bytes(p)) for p in strided_parts(tensor) if p.device.type == "cpu")
         except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as those of functorch and of lazy modules
             continue
     return DeviceMemory(sum(storages.values()), storages)
-
-
-_STATE_BYTES = torch.get_rng_state().numel()
 
 
 def _instances(kind: type) -> Iterator[Any]:
@@ -86,7 +84,7 @@ def state_to_come_bytes(parameters: Iterable[torch.Tensor], device: torch.device
     """
     trained = {id(p) for p in parameters}
     owners = [o for o in _instances(optim.Optimizer) if any(id(p) in trained for g in o.param_groups for p in g["params"])]
-    alignment = 512 if device.type == "cuda" else 1
+    alignment = CUDA_ALIGNMENT_BYTES if device.type == "cuda" else 1
     return sum(missing_state_bytes(optimizer, alignment) or 0 for optimizer in owners if not optimizer.state)
 
 

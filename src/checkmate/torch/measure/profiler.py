@@ -362,7 +362,7 @@ def _in_one(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any
 
 
 _OF_TYPES = re.compile(r"\b(dtype|data ?type|scalar type)\b", re.IGNORECASE)
-"""What kernels say of types that do not fit together. Fake tensors take them."""
+"""Words of kernels for types that do not fit together. Fake tensors take them."""
 
 
 def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCost | None:

@@ -71,11 +71,7 @@ def beyond_bytes(size_bytes: int, device: torch.device) -> int | None:
     excess = max(0, size_bytes - _ROOM.get())
     if excess and not _BEYOND.get():
         return None
-    token = _ROOM.set(sys.maxsize)
-    try:
-        return excess if size_bytes <= free_bytes(device) else None
-    finally:
-        _ROOM.reset(token)
+    return excess if size_bytes <= _free_on_system_bytes(device) else None
 
 
 def free_bytes(device: torch.device) -> int:
@@ -84,10 +80,15 @@ def free_bytes(device: torch.device) -> int:
     Args:
         device: The device.
     """
+    return min(_ROOM.get(), _free_on_system_bytes(device))
+
+
+def _free_on_system_bytes(device: torch.device) -> int:
+    """Bytes that the system has free on a device; unlimited where it does not tell."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return min(_ROOM.get(), free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    return min(_ROOM.get(), _available_bytes(), _left_in_container_bytes())
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(_available_bytes(), _left_in_container_bytes())
 
 
 def _available_bytes() -> int:

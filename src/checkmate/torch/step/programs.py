@@ -81,7 +81,7 @@ def _check_loss(value: Any, hint: str = "give a loss that returns one, such as r
 
 
 NO_LOSS = "give a loss, such as loss=torch.nn.functional.mse_loss with example=(x, y), or labels in the example"
-"""What to do where a model returns no loss, and none was given."""
+"""Hint where a model returns no loss, and none was given."""
 
 
 def _detached(output: Any) -> Any:
