@@ -99,17 +99,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _freeze_what_stays() -> None:
-    """Nor look again at what earlier files left: caches of compilers, and what was imported by a call.
-
-    `measure_peak` and its like collect each time, which takes 0.5 s at the end of a run that never freezes, and 0.03 s of one
-    that does.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Golden files are written anew on request only."""
     parser.addoption("--regen", action="store_true", help="write golden files anew")

@@ -11,6 +11,7 @@ from checkmate.torch import measure_peak
 from checkmate.torch.chunking.bits import comparison
 from checkmate.torch.chunking.bits.verdicts import known_verdict, verdict_key
 from checkmate.torch.chunking.program import Part, parts_of
+from checkmate.torch.measure.resident import within_room
 from tests.torch.chunking.random_regions import region_at, step_of
 
 aten = torch.ops.aten
@@ -54,13 +55,17 @@ def test_other_settings_are_compared_for_themselves() -> None:
 
 
 def test_without_memory_there_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A region that cannot be compared now is left whole, and may be compared by a process that has the memory."""
+    """A region that cannot be compared now is left whole, and is compared once a budget leaves the memory."""
     made = part()
     monkeypatch.setattr(comparison, "_KNOWN", {})
     monkeypatch.setattr(comparison, "known_verdict", lambda key: None)
-    monkeypatch.setattr(comparison, "keep_verdict", lambda key, same: pytest.fail("it was kept"))
-    monkeypatch.setattr(comparison, "free_bytes", lambda device: 1000)
-    assert not comparison.keeps_bits(made)
+    kept = dict[str, bool]()
+    monkeypatch.setattr(comparison, "keep_verdict", kept.__setitem__)
+    with within_room(1000):
+        assert not comparison.keeps_bits(made)
+    assert not kept
+    assert comparison.keeps_bits(made)
+    assert [*kept.values()] == [True]
 
 
 def test_a_comparison_takes_the_memory_that_it_says() -> None:

@@ -1,14 +1,17 @@
-"""Looking at the tensors of a process keeps nothing alive."""
+"""Looking at the tensors of a process keeps nothing alive; memory that is free."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
+import pytest
 import torch
 
 import checkmate.torch  # noqa: F401 - registers the backend
 from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.measure import resident
 
 
 def step(net: torch.nn.Module, x: torch.Tensor) -> None:
@@ -25,3 +28,14 @@ def test_a_loop_does_not_hold_its_first_batch():
     gc.collect()
     assert first() is None
     assert COORDINATOR.step_bytes
+
+
+def test_the_cache_of_files_is_no_memory_that_a_container_has_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The kernel fills it up to the container's limit, and gives it back where a process asks for memory."""
+    monkeypatch.setattr(resident, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("990\n")
+    (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 700\nactive_file 50\n")
+    assert resident.free_bytes(torch.device("cpu")) == 710
+    (tmp_path / "memory.max").write_text("max\n")
+    assert resident.free_bytes(torch.device("cpu")) > 1000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -106,16 +105,16 @@ class Compilation:
         tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
         self._device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         # In a traced step nothing exists yet; without a budget nothing has to be left room for.
-        looks = self.budget is not None and hooks.captured is None and hooks.target is None
+        self._bounded = self.budget is not None and hooks.captured is None and hooks.target is None
         device = cuda or torch.device("cpu")
         trained = [t for t in tensors if t.is_leaf and t.requires_grad]
         self._counted_bytes = self._wrapped.counted_bytes(device)
         self.resident = ResidentMemory(
             gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
-            optimizer_bytes=state_to_come_bytes(trained, device) if looks and trained else 0,
+            optimizer_bytes=state_to_come_bytes(trained, device) if self._bounded and trained else 0,
             wrappers_bytes=self._wrapped.held_bytes,
             reserve_bytes=options.reserve_bytes,
-            other_bytes=max(0, COORDINATOR.outside_bytes(tensors, device) - self._counted_bytes) if looks else 0,
+            other_bytes=max(0, COORDINATOR.outside_bytes(tensors, device) - self._counted_bytes) if self._bounded else 0,
         )
         self._num_inputs = len(example_inputs)
         self._takes_gradients = takes_gradients(graph)
@@ -149,7 +148,7 @@ class Compilation:
             accumulated=lambda count: self._accumulated if count == self._num_inputs else frozenset(),
             on_planned=self._planned,
             on_unplannable=self._unplannable,
-            room=self._room,
+            room=self._room if self._bounded else None,
             examine=functools.partial(mark_hidden_state, runs=options.costs == "measured" and target is None),
         )
         if target is None:
@@ -515,8 +514,7 @@ class Compilation:
 
     def _room(self, graph: Graph) -> int:
         """Bytes that the budget leaves for measurements: beside what exists, graphs in flight too."""
-        if self.budget is None or self.hooks.captured is not None or self.hooks.target is not None:
-            return sys.maxsize
+        assert self.budget is not None
         # A share is one of all graphs of the step, as far as they are known.
         keep_all = keep_all_bytes(graph) + COORDINATOR.keep_all_bytes()
         budget_bytes = self.budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all)

@@ -91,6 +91,9 @@ def _free_on_system_bytes(device: torch.device) -> int:
     return min(_available_bytes(), _left_in_container_bytes())
 
 
+_CGROUP = Path("/sys/fs/cgroup")
+
+
 def _available_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -101,10 +104,11 @@ def _available_bytes() -> int:
 
 def _left_in_container_bytes() -> int:
     try:
-        most, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no cgroup, or "max"
+        most, used, stat = ((_CGROUP / name).read_text() for name in ("memory.max", "memory.current", "memory.stat"))
+        cached = next(int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file "))
+        return int(most) - int(used) + cached  # the cache of files is given back where memory is short
+    except (OSError, ValueError, StopIteration):  # no cgroup, or "max"
         return sys.maxsize
-    return most - used
 
 
 def cuda_device(inputs: Sequence[Any], options: Options) -> torch.device | None:

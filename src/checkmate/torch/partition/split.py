@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +84,7 @@ class Task:
     extra_resident_bytes: int
     on_planned: Callable[[CapturedJoint, Result], None]
     on_unplannable: Callable[[GraphError], None]
-    room: Callable[[Graph], int] = lambda graph: sys.maxsize
+    room: Callable[[Graph], int] | None = None
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()
     relabel: Callable[[fx.Graph], None] = lambda graph: None
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
@@ -98,8 +97,12 @@ class Task:
             module: The prepared module.
             num_fwd_outputs: How many outputs of the module are outputs of the forward; None for whole steps.
         """
+        recapture = self.captured(num_fwd_outputs)
+        if self.room is None:
+            whole = recapture(module)
+            return whole, *self.plan(whole, recapture)
         bare = replace(self, costs=lambda nodes: [OpCost(0, 0)] * len(nodes)).captured(num_fwd_outputs)(module)
-        recapture, room = self.captured(num_fwd_outputs), self.room(bare.graph)
+        room = self.room(bare.graph)
         with within_room(room):
             whole = recapture(module)
         if (more := self.room(whole.graph)) > room:  # a share is one of what workspace takes too

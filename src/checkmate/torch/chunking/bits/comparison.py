@@ -70,9 +70,10 @@ def keeps_bits(part: Part) -> bool:
         if verdict is None:
             with progress.shown(f"comparing the bits of {len(part.stage.own)} ops in pieces"):
                 verdict = _compared(part.stage)
-            if verdict is not None:
-                keep_verdict(key, verdict)
-        _KNOWN[key] = bool(verdict)
+            if verdict is None:
+                return False  # for now: a later budget may leave the memory
+            keep_verdict(key, verdict)
+        _KNOWN[key] = verdict
     return _KNOWN[key]
 
 
