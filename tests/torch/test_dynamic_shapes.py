@@ -88,7 +88,7 @@ def test_a_size_beyond_the_largest_is_planned_anew(caplog: pytest.LogCaptureFixt
         assert len(planned) == count
         assert measure_peak(lambda x=x: run(x).backward()) <= planned_bytes(planned) + 64
         model.zero_grad(set_to_none=True)
-    assert "each new shape costs" not in caplog.text
+    assert "each new one costs" not in caplog.text
 
 
 def test_a_size_beyond_what_was_announced_is_planned_for_itself(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +100,7 @@ def test_a_size_beyond_what_was_announced_is_planned_for_itself(caplog: pytest.L
         run(batch).backward()
         model.zero_grad(set_to_none=True)
         assert len(planned) == count
-    assert "each new shape costs another compilation" in caplog.text
+    assert "each new one costs another compilation" in caplog.text
 
 
 def test_an_impossible_largest_size_is_refused_at_the_first_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,31 @@ def test_a_first_step_that_may_exceed_its_share_is_announced(caplog: pytest.LogC
     caplog.clear()
     assert live_bytes() + measure_peak(step) > planned.result.budget_bytes
     assert "a first step may take up to" in caplog.text
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_a_first_step_whose_loss_takes_more_than_the_budget_is_announced(forwards: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The graph alone keeps the budget; what the loss outside takes is seen, and is said before most of it is taken."""
+    model, x = nn.Linear(64, 64), torch.randn(1024, 64)
+    run = torch.compile(model, backend="checkmate", options={"budget": "2MiB", **QUICK})
+
+    def step() -> None:
+        scores = [F.softmax(run(x).repeat(1, 4), 1).log().square() for _ in range(forwards)]
+        torch.stack([score.mean() for score in scores]).sum().backward()
+
+    peak = live_bytes() + measure_peak(step)
+    said = [float(amount) for amount in re.findall(r"a first step may take up to ([\d.]+) MiB", caplog.text)]
+    assert said
+    assert 2 < peak / 2**20 <= max(said) + 0.005
+    assert len(said) <= 3
+
+
+def test_a_first_step_at_100_percent_exceeds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it takes is what everything takes."""
+    model, x = nn.Linear(64, 64), torch.randn(1024, 64)
+    run = torch.compile(model, backend="checkmate", options={"budget": "100%", **QUICK})
+    F.softmax(run(x).repeat(1, 4), 1).log().square().mean().backward()
+    assert "may take" not in caplog.text
 
 
 def test_a_step_of_another_kind_is_announced(caplog: pytest.LogCaptureFixture) -> None:

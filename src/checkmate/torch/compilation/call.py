@@ -108,7 +108,8 @@ class CompiledCalls:
         where = f"Dynamo compiled no graph of it. {listed(places)}" if places else "Dynamo traced no function of it"
         message = f"nothing of this call is planned, so that the budget of {self.options.budget} is not kept: {where}"
         hint = hints(places) or "call torch._dynamo.reset() if another backend has compiled the function before"
-        if self.options.unplanned == "error" and not _keeps_everything(self.options):
+        budget = self.options.planning.budget
+        if self.options.unplanned == "error" and (budget is None or not budget.keeps_everything):
             raise NothingPlannedError(message, hint=f"{hint}; or set the option unplanned='warn' to run without a plan")
         if not self._told.issuperset(places) or not self._told:
             self._told.update(places or [Place("", "", 0, "")])
@@ -150,11 +151,6 @@ class CompiledCalls:
         if places:
             self._told.update(places)
             _log.info("this call is planned in several graphs. %s", listed(places))
-
-
-def _keeps_everything(options: Options) -> bool:
-    budget = options.planning.budget
-    return budget is not None and budget.keeps_everything
 
 
 def _users(places: list[Place]) -> list[Place]:

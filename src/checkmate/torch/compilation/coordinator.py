@@ -19,7 +19,8 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,34 @@ from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 _log = logging.getLogger("checkmate.torch")
 
 
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The budget of a step that has not been seen yet.
+
+    Attributes:
+        planned: The newest graph of the step.
+        total_bytes: The budget; None for a share, which is taken of what is known so far.
+        fixed_bytes: Bytes that the step cannot give up.
+        keep_all_bytes: What the step takes if its graphs keep everything.
+    """
+
+    planned: PlannedGraph
+    total_bytes: int | None
+    fixed_bytes: int = 0
+    keep_all_bytes: int = 0
+
+    def total(self, eager_bytes: int) -> int:
+        """The budget in bytes.
+
+        Args:
+            eager_bytes: What eager code adds if everything is kept.
+        """
+        if self.total_bytes is not None:
+            return self.total_bytes
+        keep_all_bytes = self.keep_all_bytes + eager_bytes
+        return self.planned.budget.within(fixed_bytes=self.fixed_bytes, keep_all_bytes=keep_all_bytes)
+
+
 class Coordinator:
     """The planned graphs that are in flight in this process.
 
@@ -61,7 +90,9 @@ class Coordinator:
         self._position = 0  # of the next forward in the plan
         self._updated = False  # whether an optimizer has run since the step began
         self._plan: StepPlan | None = None
-        self._warned: set[tuple[int, bool | None]] = set()  # graphs, and whether in a first step; None for hooks
+        self._warned: dict[tuple[int, bool | None], int] = {}  # bytes, by graph and whether in a first step; None for hooks
+        self._limit: _Limit | None = None  # of a step whose eager code is not known yet
+        self._besides_eager_bytes = 0  # of the step, after its newest window
         self._watch: EagerWatch | None = None
         self._watches = True  # whether the next step is one whose eager code has not been seen
         self._memory: DeviceMemory | None = None  # as it was when the first graph of the step was compiled
@@ -111,10 +142,10 @@ class Coordinator:
             if not self._pending:
                 self._new_recorder(watched=True)
             self._watch = EagerWatch(
-                made=lambda t: self._recorder.allocated(t),
+                made=self._eager_made,
                 read=self._eager_read,
                 exchanged=lambda t: self._recorder.exchanged(t),
-                took=lambda size: self._recorder.took(size),
+                took=self._eager_took,
             )
             self._watch.__enter__()
             self._complete = True
@@ -140,6 +171,22 @@ class Coordinator:
         key = storage_key(tensor)
         if not any(key in flight.held for flight in self._pending):
             self._recorder.read(tensor)
+
+    def _eager_made(self, tensor: torch.Tensor) -> None:
+        self._recorder.allocated(tensor)
+        self._warn_of_eager_code(0)
+
+    def _eager_took(self, size_bytes: int) -> None:
+        self._recorder.took(size_bytes)
+        self._warn_of_eager_code(size_bytes)
+
+    def _warn_of_eager_code(self, size_bytes: int) -> None:
+        """Warn where eager code of a first step, and an op of it that allocates so many bytes, exceed the budget."""
+        if self._limit is not None:
+            eager_bytes = self._recorder.eager_bytes
+            now = self._besides_eager_bytes + eager_bytes + size_bytes
+            # What eager code has made has gradients as large, which are still to come.
+            self._warn(self._limit, now, now + eager_bytes, 2 * eager_bytes)
 
     def _end_watch(self) -> None:
         """Take the watch off where its step is over: when the optimizer begins, or the next call. Autograd undoes it before."""
@@ -257,6 +304,7 @@ class Coordinator:
             self._flights[key] = flight
             self._runs[flight] = run
             self._pending.append(flight)
+            self._note_besides_eager()
         # A step may end without a backward: after an exception, or if its loss is dropped. Nothing is called then; that the saved
         # tensors are freed is the only sign of it. At exit there is nothing left to count.
         weakref.finalize(token.untyped_storage(), self._drop, key).atexit = False
@@ -278,7 +326,7 @@ class Coordinator:
     def _warn_of_hooks(self, planned: PlannedGraph, packer: Callable[..., Any]) -> None:
         if (id(planned), None) in self._warned:
             return
-        self._warned.add((id(planned), None))
+        self._warned[id(planned), None] = 0
         module, name = getattr(packer, "__module__", None), getattr(packer, "__qualname__", repr(packer))
         _log.warning(
             "torch.autograd.graph.saved_tensors_hooks are active around a compiled graph: everything is saved and passes through "
@@ -312,6 +360,7 @@ class Coordinator:
             recording = flight in self._pending
             if recording:
                 self._recorder.begin_backward(run, args[first:])
+                self._warn_of_backward(flight, args[first:])
         program = flight.program
         late = any(args[first + t] is not None for t in program.undefined)
         if late:
@@ -336,6 +385,7 @@ class Coordinator:
                     self._retire(flight)
                     if not self._pending:
                         queue_after_backward(self._end_step)
+                self._note_besides_eager()
         del token
         return results
 
@@ -353,7 +403,7 @@ class Coordinator:
         self._end_step()
         if self._recorder.forwards:
             self._new_recorder(watched=self._watch is not None)
-        self._plan, self._position, self._updated = None, 0, False
+        self._plan, self._position, self._updated, self._limit = None, 0, False, None
         _note_updates()
         self._plan = self.steps.plan(planned, args, watched=self._watch is not None)
 
@@ -394,36 +444,67 @@ class Coordinator:
         """
         planned, own, first = flight.planned, flight.program, self._plan is None
         alone = planned.alone and (not self._pending or not planned.replaceable or planned.options.plan is not None)
-        if (id(planned), first) in self._warned or (alone and not self._recorder.watched):
+        if alone and not self._recorder.watched:
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
         counted = _union([*self._pending, flight])
-        eager_bytes = self._recorder.eager_bytes(counted)
+        made_bytes = sum(size for key, size in self._recorder.made().items() if key not in counted)
         share = None if planned.replaceable else self.steps.share(planned.interface.whole, planned.budget)
-        if alone and share is not None and share.eager_bytes is not None and eager_bytes <= share.eager_bytes:
+        if alone and share is not None and share.eager_bytes is not None and made_bytes <= share.eager_bytes:
             return  # it was compiled to leave as much
         if alone:
-            needed, total = own.result.peak_bytes + eager_bytes, own.result.budget_bytes
+            needed, limit = own.result.peak_bytes + made_bytes, _Limit(planned, own.result.budget_bytes)
         else:
-            resident = planned.resident.total_bytes
-            peak = max(own.memory.forward_peak_bytes, own.memory.backward_peak_bytes)
-            needed = sum(counted.values()) + resident + eager_bytes + peak
-            total = planned.budget.total_bytes or self._total_so_far(flight, resident, counted)
-        if needed > total:
-            self._warned.add((id(planned), first))
-            _log.warning(
-                "%s may take up to %s, more than its budget of %s: it is planned as a whole from the next step on",
-                "a first step" if first else "a step that runs other graphs than those before",
-                format_bytes(needed),
-                format_bytes(total) if planned.budget.total_bytes is not None else planned.budget,
-            )
+            needed = sum(counted.values()) + planned.resident.total_bytes + made_bytes + own.memory.peak_bytes
+            limit = _Limit(planned, planned.budget.total_bytes, *self._known_so_far(flight, counted))
+        self._limit = limit if first and share is None else None
+        self._warn(limit, needed, needed)
 
-    def _total_so_far(self, flight: Flight, resident_bytes: int, counted: Mapping[int, int]) -> int:
-        """The total of a share, which is known when the step is: until then it is taken of the graphs that have begun."""
+    def _known_so_far(self, flight: Flight, counted: Mapping[int, int]) -> tuple[int, int]:
+        """Fixed bytes of a step, and what it takes if everything is kept, as far as its graphs are known."""
         flights = [*self._pending, flight]
         unchanged = {key for f in flights for key in f.inputs}
-        fixed = resident_bytes + sum(size for key, size in counted.items() if key in unchanged)
-        keep_all = fixed + sum(f.planned.keep_all_bytes for f in flights)
-        return flight.planned.budget.within(fixed_bytes=fixed, keep_all_bytes=keep_all)
+        fixed = flight.planned.resident.total_bytes + sum(size for key, size in counted.items() if key in unchanged)
+        return fixed, fixed + sum(f.planned.keep_all_bytes for f in flights)
+
+    def _warn_of_backward(self, flight: Flight, tangents: Sequence[Any]) -> None:
+        """Warn before a backward of a first step: what eager code and the graphs after its own hold is known now."""
+        if self._limit is None:
+            return
+        memory = flight.program.memory
+        given = {storage_key(t) for t in tangents if isinstance(t, torch.Tensor)}
+        held_bytes = self._held_bytes(self._limit.planned, given)
+        needed = held_bytes - memory.saved_bytes + memory.backward_peak_bytes
+        self._warn(self._limit, needed, needed, 2 * self._recorder.eager_bytes)
+
+    def _held_bytes(self, planned: PlannedGraph, besides: Container[int] = ()) -> int:
+        """Bytes that a step holds, and that are resident besides it."""
+        held = _union(self._pending) | self._recorder.made()
+        return planned.resident.total_bytes + sum(size for key, size in held.items() if key not in besides)
+
+    def _note_besides_eager(self) -> None:
+        if self._limit is not None:
+            self._besides_eager_bytes = self._held_bytes(self._limit.planned) - self._recorder.eager_bytes
+
+    def _warn(self, limit: _Limit, needed_bytes: int, most_bytes: int, eager_bytes: int = 0) -> None:
+        """Warn that a step may exceed its budget, and again where it takes more than was said.
+
+        Args:
+            limit: The budget.
+            needed_bytes: What the step needs at least.
+            most_bytes: What it may need.
+            eager_bytes: What eager code adds to a step that keeps everything.
+        """
+        first, budget = self._plan is None, limit.planned.budget
+        key, total_bytes = (id(limit.planned), first), limit.total(eager_bytes)
+        if budget.keeps_everything or most_bytes <= total_bytes or needed_bytes <= self._warned.get(key, 0):
+            return
+        self._warned[key] = most_bytes
+        _log.warning(
+            "%s may take up to %s, more than its budget of %s: it is planned as a whole from the next step on",
+            "a first step" if first else "a step that runs other graphs than those before",
+            format_bytes(most_bytes),
+            format_bytes(total_bytes) if budget.total_bytes is not None else budget,
+        )
 
     def optimizer_ran(self) -> None:
         """Record that an optimizer has updated parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,7 @@ class StepRecorder:
         eager_peak_bytes: The most that eager code held at any time of the step.
         eager_inputs: Storages that existed before the step and that eager code alone reads, such as the labels of a loss outside.
         eager: The window after each storage that eager code allocated.
+        eager_bytes: Bytes of those that are alive.
         brief: Storages that eager code allocated and freed between the same two windows.
         freed: Storages that were freed between two windows, and not while a window ran.
         peaks: The most that eager code held and windows had returned, before each window.
@@ -86,13 +87,13 @@ class StepRecorder:
     eager_peak_bytes: int = 0
     eager_inputs: set[int] = field(default_factory=set)
     eager: dict[int, int] = field(default_factory=dict)
+    eager_bytes: int = 0
     brief: set[int] = field(default_factory=set)
     freed: set[int] = field(default_factory=set)
     peaks: dict[int, int] = field(default_factory=dict)
     call_peaks: dict[int, int] = field(default_factory=dict)
     _running: bool = False  # whether a window runs now
     _versions: list[tuple[int, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
-    _eager_bytes: int = 0  # of those that are alive
     _returned_bytes: int = 0  # of storages that windows made and that are alive
     _returned_at: int = 0  # both when the newest window ended
     _gradients: dict[int, int] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class StepRecorder:
             return
         storage = self._storage(tensor, None, {})
         self.eager[storage] = len(self.windows)
-        self._eager_bytes += self.sizes[storage]
+        self.eager_bytes += self.sizes[storage]
         self._note_eager()
 
     def read(self, tensor: torch.Tensor) -> None:
@@ -127,13 +128,9 @@ class StepRecorder:
         given = {s for run in (*self.runs, *self.abandoned) for s in run.given}
         return sum(self.sizes[s] for s in self.eager_inputs - given)
 
-    def eager_bytes(self, besides: Container[int]) -> int:
-        """Bytes that eager code made and that are alive.
-
-        Args:
-            besides: Keys of storages that are counted elsewhere.
-        """
-        return sum(self.sizes[s] for key, s in self._present.items() if s in self.eager and key not in besides)
+    def made(self) -> dict[int, int]:
+        """Bytes of each storage that the step has made and that is alive, by its key."""
+        return {key: self.sizes[s] for key, s in self._present.items() if s in self.eager or self.sources[s] is not None}
 
     def present(self) -> dict[int, int]:
         """Bytes of each storage of the step that is alive, by its key."""
@@ -172,7 +169,7 @@ class StepRecorder:
             self.call_peaks[window] = peak
 
     def _note_eager(self, more_bytes: int = 0) -> None:
-        window, eager_bytes = len(self.windows), self._eager_bytes + more_bytes
+        window, eager_bytes = len(self.windows), self.eager_bytes + more_bytes
         self.peaks[window] = max(self.peaks.get(window, 0), eager_bytes + self._returned_bytes)
         self.eager_peak_bytes = max(self.eager_peak_bytes, eager_bytes)
 
@@ -192,7 +189,7 @@ class StepRecorder:
         leaves = tuple(
             (k, weakref.ref(a)) for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad
         )
-        run = Run(planned, given, leaves=leaves, held_bytes=self._eager_bytes + self._returned_bytes)
+        run = Run(planned, given, leaves=leaves, held_bytes=self.eager_bytes + self._returned_bytes)
         self.forwards.append(run)
         for k, leaf in leaves:
             gradient = leaf().grad  # type: ignore[union-attr]
@@ -242,7 +239,7 @@ class StepRecorder:
                 self.sources[s], self.eager[s] = None, w + 1
                 if s not in self.last:
                     self._returned_bytes -= self.sizes[s]
-                    self._eager_bytes += self.sizes[s]
+                    self.eager_bytes += self.sizes[s]
             elif source is not None and source > w:
                 self.sources[s] = source - 1
         for gaps in (self.last, self.eager):
@@ -289,7 +286,7 @@ class StepRecorder:
         self._running = False
         found = tuple(self._storage(r, here, {}) if isinstance(r, torch.Tensor) else None for r in results)
         self._returned_bytes += sum(self.sizes[known:])
-        self._returned_at = self._eager_bytes + self._returned_bytes
+        self._returned_at = self.eager_bytes + self._returned_bytes
         self._note_eager()
         return found
 
@@ -352,6 +349,6 @@ class StepRecorder:
                 if self.eager.get(storage) == len(self.windows):
                     self.brief.add(storage)
             if storage in self.eager:
-                self._eager_bytes -= self.sizes[storage]
+                self.eager_bytes -= self.sizes[storage]
             elif self.sources[storage] is not None:
                 self._returned_bytes -= self.sizes[storage]

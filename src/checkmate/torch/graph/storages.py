@@ -59,6 +59,11 @@ def current_bytes(tensor: torch.Tensor) -> int:
     return _aligned(tensor, size if isinstance(size, int) else int(size.node.hint))
 
 
+def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape and the same bytes: unlike `torch.equal`, NaN is itself."""
+    return first.shape == second.shape and torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (first, second)))
+
+
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors that have a tensor's storages: itself, or the indices and values of a sparse one."""
     if tensor.layout is torch.strided:

@@ -43,7 +43,7 @@ def bound_dynamic_shapes(example_inputs: Sequence[Any]) -> None:
             bounded[str(symbol)] = symbol.node.hint
     if guessed:
         _log.warning(
-            "shapes changed and are planned for as they are (%s): each new shape costs another compilation and solve; "
+            "sizes or numbers changed and are planned for as they are (%s): each new one costs another compilation and solve; "
             "after %d of them torch compiles no more, and the rest runs without a plan unless "
             "torch._dynamo.config.fail_on_recompile_limit_hit is set; dynamic=True, or "
             "torch._dynamo.mark_dynamic(x, dim, min=2, max=...), makes one plan for all sizes up to the largest",

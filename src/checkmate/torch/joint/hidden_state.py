@@ -21,7 +21,7 @@ from torch import fx
 from checkmate.torch._compat.dispatch import OpOverload, defined_memory, no_dispatch, no_modes
 from checkmate.torch.graph.op_properties import HIDDEN, PURE, Hidden, is_collective
 from checkmate.torch.graph.rng import generators_restored
-from checkmate.torch.graph.storages import leaves
+from checkmate.torch.graph.storages import leaves, same_bytes
 from checkmate.torch.measure.profiler import ready_to_run, signature
 
 _log = logging.getLogger("checkmate.torch")
@@ -62,7 +62,7 @@ def _examined(node: fx.Node) -> Hidden | None:
             moved, first = _run(node)
         with generators_restored(), no_dispatch(), no_modes(), torch.no_grad(), defined_memory():
             _, second = _run(node)
-            same = len(first) == len(second) and all(map(_same_bits, first, second))
+            same = len(first) == len(second) and all(map(_same, first, second))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
         _log.warning("%s (%s) does not run alone, so that it is never computed again: %s", node.name, node.target, error)
         return "state"
@@ -88,11 +88,6 @@ def _generators() -> dict[torch.device, torch.Tensor]:
     return {torch.device("cpu"): torch.get_rng_state(), **states}
 
 
-def _same_bits(first: Any, second: Any) -> bool:
-    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-        return first == second
-    return first.shape == second.shape and torch.equal(_bits(first), _bits(second))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+def _same(first: Any, second: Any) -> bool:
+    both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+    return same_bytes(first, second) if both else first == second

@@ -29,7 +29,7 @@ from checkmate.torch.chunking.rules.placements import Split
 from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.rng import generators_restored
-from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.graph.storages import same_bytes, storage_key
 from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
 from checkmate.torch.measure.resident import beyond_bytes
 
@@ -194,12 +194,7 @@ def _strides(value: torch.Tensor) -> list[int]:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return _strides(a) == _strides(b) and _same_bytes(a, b)
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # As bytes, because NaN is not equal to itself.
-    return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
+    return _strides(a) == _strides(b) and same_bytes(a, b)
 
 
 def _random(layout: Layout, fill: Fill, integers: int, constant: int | None) -> torch.Tensor:
