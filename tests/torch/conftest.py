@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkmate.torch._compat.dispatch import top_mode
 from checkmate.torch.compilation.coordinator import COORDINATOR, Coordinator
 from checkmate.torch.compilation.known_steps import KnownSteps
 
@@ -34,7 +35,8 @@ def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     torch._dynamo.reset()
-    COORDINATOR.forget_steps()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+    assert top_mode() is None, "a watch of eager code was left on"

@@ -178,6 +178,7 @@ def test_a_mask_of_one_element_does_not_hide_a_difference(monkeypatch: pytest.Mo
         assert not keeps_bits(part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "name", "count", "exact"), [(5119, "convolution_1", 4, True), (1068, "_to_copy_1", 3, False)])
 def test_half_precision_does_not_hide_another_order(
     number: int, name: str, count: int, exact: bool, monkeypatch: pytest.MonkeyPatch

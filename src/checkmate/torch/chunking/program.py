@@ -144,16 +144,38 @@ class ChunkedProgram:
             if body.buffers not in shared:
                 shared.clear()  # before the new ones are allocated
                 shared[body.buffers] = [buffer.empty() for buffer in body.buffers]
-            args = [_sliced(t, slices) for t, slices in zip(operands, piece.operands, strict=True)]
-            args += [_sliced(t, slices) for t, slices in zip(made, piece.results, strict=True) if t is not None]
             # Sums are passed once they exist; the body of the first piece makes them.
-            terms = iter(body.run(args + shared[body.buffers]))
+            targets = [sliced(t, slices) for t, slices in zip(made, piece.results, strict=True) if t is not None]
+            terms = iter(self.run_piece(piece, operands, targets, shared[body.buffers]))
             made = [next(terms) if t is None else t for t in made]
             yield None
         yield [t.to(layout.dtype) for t, layout in zip(made, self.results, strict=True)]  # type: ignore[union-attr]
 
+    def run_piece(
+        self, piece: Piece, operands: Sequence[torch.Tensor], targets: list[torch.Tensor], buffers: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Run one piece.
 
-def _sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
+        Args:
+            piece: The piece.
+            operands: The operands, whole.
+            targets: What each result of the piece is written to.
+            buffers: Memory for its temporary tensors.
+
+        Returns:
+            The first terms of sums, if it is the first piece.
+        """
+        args = [sliced(t, slices) for t, slices in zip(operands, piece.operands, strict=True)]
+        return list(self.bodies[piece.body].run(args + targets + buffers))
+
+
+def sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
+    """A slice of a tensor.
+
+    Args:
+        tensor: The tensor.
+        slices: Dimension, start and length of each cut.
+    """
     for dim, start, length in slices:
         tensor = tensor.narrow(dim, start, length)
     return tensor
@@ -348,11 +370,11 @@ class PieceGraph:
         self.ops = set(stage.ops)
         with self.mode, torch.no_grad():
             self.given = {
-                operand: self._placeholder(_sliced(tensor(operand[0]), slices))
+                operand: self._placeholder(sliced(tensor(operand[0]), slices))
                 for operand, slices in zip(stage.operands, operands, strict=True)
             }
             self.targets = {
-                value: self._placeholder(_sliced(_summed(value) if placement == SUM else stage.returned(value), slices))
+                value: self._placeholder(sliced(_summed(value) if placement == SUM else stage.returned(value), slices))
                 for (value, placement), slices in zip(stage.results.items(), results, strict=True)
                 if placement != SUM or not self.first
             }
@@ -425,7 +447,7 @@ class PieceGraph:
         """A tensor without numbers, of the shape of a slice."""
         with self.mode:
             slices = _slices(value, placement, self.stage.region.count)[self.piece]
-            like = Layout.of(torch.empty_like(_sliced(tensor(value), slices)))
+            like = Layout.of(torch.empty_like(sliced(tensor(value), slices)))
         given = {"dtype": like.dtype, "device": like.device}
         return self._call(aten.empty_strided.default, (list(like.shape), list(like.stride)), given)
 

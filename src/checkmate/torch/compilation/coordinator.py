@@ -30,7 +30,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
-from checkmate.torch._compat.engine import keeps_graph, queue_after_backward, saved_tensors_packer
+from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
 from checkmate.torch.compilation.accumulation import Accumulation
 from checkmate.torch.compilation.eager_watch import EagerWatch
 from checkmate.torch.compilation.known_steps import KnownSteps
@@ -101,11 +101,12 @@ class Coordinator:
     def forget_steps(self) -> None:
         """Return to the state of a new process: the next step is a first one."""
         with self._lock:
+            self._leave_pending()
+            self._take_off_watch()
             self._new_recorder(watched=False)
             self.steps = KnownSteps()
             self._plan, self._watches = None, True
             self._warned.clear()
-            self._end_watch()
 
     @property
     def result(self) -> Result | None:
@@ -128,6 +129,8 @@ class Coordinator:
     def begin_call(self) -> None:
         """Prepare for a call of a compiled function: see the eager code of a step that has not been seen before."""
         with self._lock:
+            if current_backward() >= 0:  # as `torch.utils.checkpoint` calls: autograd undoes what is begun or ended here
+                return
             self._end_watch()
             if not self._pending:
                 self._end_step()
@@ -190,7 +193,11 @@ class Coordinator:
 
     def _end_watch(self) -> None:
         """Take the watch off where its step is over: when the optimizer begins, or the next call. Autograd undoes it before."""
-        if self._watch is not None and (self._recorder.over or not self._pending) and self._watch.end():
+        if self._recorder.over or not self._pending:
+            self._take_off_watch()
+
+    def _take_off_watch(self) -> None:
+        if self._watch is not None and current_backward() < 0 and self._watch.end():
             self._complete = self._watch.complete
             self._watch = None
             self._end_hook.remove()

@@ -1,16 +1,17 @@
 """Whether a stage in pieces gives the bits of its whole ops, found out by running both on this device.
 
 A kernel may take another path for a slice, such as one for products of few rows. Which path it takes depends on sizes and
-strides and never on data, so that a comparison on random data at the real sizes decides: of all that the ops make, because a
-later op such as a clamp can hide a difference. Elementwise ops are looked at one by one besides (`kernel_paths`). That does not
-hold for sums over pieces, whose additions have another order: there equality is luck, and no stage with one is tested.
+strides and never on data, so that a comparison on random data at the real sizes decides: of each op by itself, because a later
+op such as a clamp can hide a difference, and piece by piece, because memory is short where ops run so. Elementwise ops are looked
+at besides (`kernel_paths`). That does not hold for sums over pieces, whose additions have another order: there equality is luck,
+and no stage with one is tested.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -22,10 +23,10 @@ from checkmate.torch._compat.dispatch import no_dispatch, no_modes
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.bits.kernel_paths import flat_storage, same_path
 from checkmate.torch.chunking.bits.verdicts import keep_verdict, known_verdict, verdict_key
-from checkmate.torch.chunking.graph_values import inputs, outputs, size_bytes, tensor
-from checkmate.torch.chunking.program import ChunkedProgram, NotChunkable, Part, Piece, PieceGraph, assembled, pieces_of
-from checkmate.torch.chunking.rules.pieces import cuts
-from checkmate.torch.chunking.rules.placements import Split
+from checkmate.torch.chunking.graph_values import inputs, outputs, shape_only, size_bytes, tensor
+from checkmate.torch.chunking.program import ChunkedProgram, NotChunkable, Part, Piece, PieceGraph, pieces_of, program_for, sliced
+from checkmate.torch.chunking.rules.pieces import cuts, shape_of_piece
+from checkmate.torch.chunking.rules.placements import Placement, Split
 from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.rng import generators_restored
@@ -37,6 +38,9 @@ _log = logging.getLogger("checkmate.torch")
 
 _EXPONENTS = 12
 """The second data set has numbers of so many powers of ten, where a sum in another order shows at once, and zeros."""
+
+_FILLED_AT_ONCE = 1 << 14
+"""So many numbers, which take three temporaries."""
 
 _FEW = 64
 """With so many random elements a mask has both values."""
@@ -81,10 +85,17 @@ _KNOWN: dict[str, bool] = {}
 """Verdicts of this process; layers share one."""
 
 
+@dataclass(frozen=True, slots=True)
+class _OpInPieces:
+    """One op of a stage as a stage of its own, with its program."""
+
+    stage: Stage
+    program: ChunkedProgram
+
+
 def _compared(stage: Stage) -> bool | None:
     """The verdict on a stage; None if there is not enough memory to reach one."""
-    watched = _watched(stage)
-    excess = beyond_bytes(_needed_bytes(watched), tensor(stage.region.seed).device)
+    excess = beyond_bytes(_needed_bytes(stage), tensor(stage.region.seed).device)
     if excess:
         _log.warning(
             "the budget is kept by ops in pieces alone: comparing their bits with those of the whole ops takes %s more than it "
@@ -95,47 +106,54 @@ def _compared(stage: Stage) -> bool | None:
         _log.info("not enough memory to compare the bits of %s in pieces", ", ".join(op.name for op in stage.own[:4]))
         return None
     try:
-        pieces, graphs = pieces_of(watched)
-        program = assembled(watched, pieces, graphs)
+        pieces, graphs = pieces_of(stage)
+        alone = _alone(stage)
         with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():
-            return _same_paths(watched, pieces, graphs) and all(_equal(watched, program, *data) for data in _data_sets(watched))
+            return _same_paths(stage, pieces, graphs) and all(_equal(stage, alone, *data) for data in _data_sets(stage))
     except torch.OutOfMemoryError:
         return None
     except (RuntimeError, IndexError, NotChunkable):
         return False  # random numbers are no input for every op: an index may be computed from them
 
 
-def _watched(stage: Stage) -> Stage:
-    """A stage that returns all that its ops make and that is cut, views aside."""
-    results = dict(stage.results)
+def _cut(op: fx.Node, stage: Stage) -> dict[fx.Node, Placement]:
+    """The results of an op that are cut, views aside, with how they are."""
+    if makes_views(op):
+        return {}
+    found = zip(outputs(op), stage.region.rules[op].outputs, strict=True)
+    return {value: placement for value, placement in found if value is not None and isinstance(placement, Split)}
+
+
+def _alone(stage: Stage) -> dict[fx.Node, _OpInPieces]:
+    """Each op that makes something that is cut, as a stage of its own."""
+    found = {}
     for op in stage.ops:
-        for value, placement in zip(outputs(op), stage.region.rules[op].outputs, strict=True):
-            if value is not None and isinstance(placement, Split) and not makes_views(op):
-                results.setdefault(value, placement)
-    return replace(stage, results=results)
+        results = _cut(op, stage)
+        if results:
+            read = zip(inputs(op), stage.region.rules[op].inputs, strict=True)
+            operands = {given: None for k, given in enumerate(read) if k not in shape_only(op)}
+            only = replace(stage, own=(op,), ops=(op,), operands=operands, results=results, copies=set())
+            found[op] = _OpInPieces(only, program_for(only))
+    return found
 
 
 def _needed_bytes(stage: Stage) -> int:
-    """Bytes of operands, and of the results in pieces and the whole tensors that exist at once; or while an operand is filled.
-
-    The workspace of the ops is estimated.
-    """
-    given = {storage_key(tensor(value)): size_bytes(value) for value, _ in stage.operands}
+    """Bytes of the whole tensors that exist at once, of one piece of what an op makes, and of its estimated workspace."""
     ends = {storage_key(tensor(value)): op for op in stage.ops for value in (*inputs(op), *filter(None, outputs(op)))}
     live, most = dict[int, int](), 0
-    pieces = sum(map(size_bytes, stage.results))
     for op in stage.ops:
-        made = [value for value in outputs(op) if value is not None]
-        live.update({storage_key(tensor(value)): size_bytes(value) for value in made})
-        held = pieces + sum(size for key, size in live.items() if key not in given)
-        most = max(most, held + estimated_workspace_bytes(op))
-        pieces -= sum(size_bytes(value) for value in made if value in stage.results)
+        live.update({storage_key(tensor(value)): size_bytes(value) for value in (*inputs(op), *filter(None, outputs(op)))})
+        piece = sum(_piece_bytes(value, placement, stage.region.count) for value, placement in _cut(op, stage).items())
+        most = max(most, sum(live.values()) + piece + estimated_workspace_bytes(op))
         live = {key: size for key, size in live.items() if ends[key] is not op}
-    return sum(given.values()) + max(most, _FILLING * max(given.values(), default=0))
+    return most
 
 
-_FILLING = 3
-"""Temporaries of `_mixed`, of the size of what it fills."""
+def _piece_bytes(value: fx.Node, placement: Placement, count: int) -> int:
+    """Bytes of a tensor with the shape and the strides of a piece."""
+    assert isinstance(placement, Split)
+    shape = shape_of_piece(tensor(value).shape, cuts(tensor(value).shape, placement, count)[0])
+    return tensor(value).element_size() * (1 + sum((n - 1) * s for n, s in zip(shape, tensor(value).stride(), strict=True)))
 
 
 def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
@@ -143,9 +161,10 @@ def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
 
     Few numbers differ by luck only sometimes, so that they are compared more often. A mask of few elements may by luck hide all.
     """
-    halves = [value for value in stage.results if tensor(value).dtype in _HALF]
+    made = [value for op in stage.ops for value in _cut(op, stage)]
+    halves = [value for value in made if tensor(value).dtype in _HALF]
     least, most = (_LEAST_HALVES, _MOST_HALF_ROUNDS) if halves else (_LEAST_NUMBERS, _MOST_ROUNDS)
-    compared = sum(tensor(value).numel() for value in halves or stage.results)
+    compared = sum(tensor(value).numel() for value in halves or made)
     rounds = max(1, min(most, least // max(1, compared)))
     integers = [tensor(value).numel() for value, _ in stage.operands if not tensor(value).is_floating_point()]
     constant: list[tuple[Fill, int | None]] = [(_normal, 0), (_normal, 1)] if min(integers, default=_FEW) < _FEW else []
@@ -168,33 +187,44 @@ def _same_paths(stage: Stage, pieces: Sequence[Piece], graphs: Sequence[PieceGra
     return True
 
 
-def _equal(stage: Stage, program: ChunkedProgram, fill: Fill, constant: int | None) -> bool:
-    made = {value: _random(Layout.of(tensor(value)), fill, _integers(value, stage), constant) for value, _ in stage.operands}
-    pieces = dict(zip(stage.results, program([made[value] for value, _ in stage.operands]), strict=True))
+def _equal(stage: Stage, alone: Mapping[fx.Node, _OpInPieces], fill: Fill, constant: int | None) -> bool:
+    """Whether each op gives the same in pieces as whole: the ops after it are then given the same."""
+    given = {value for value, _ in stage.operands}
     last = {value: op for op in stage.ops for value in inputs(op)}
+    made = dict[fx.Node, torch.Tensor]()
     for op in stage.ops:
+        for value in inputs(op):
+            if value in given and value not in made:
+                made[value] = _random(Layout.of(tensor(value)), fill, _integers(value, stage), constant)
         # What is not given is used for its shape alone.
         args, kwargs = fx.map_arg((op.args, op.kwargs), lambda n: made[n] if n in made else Layout.of(tensor(n)).empty())
         result = op.target(*args, **kwargs)  # type: ignore[operator]
-        for i, value in enumerate(outputs(op)):
-            if value is None:
-                continue
-            made[value] = result if value is op else result[i]
-            if value in pieces and not _same(made[value], pieces.pop(value)):
-                return False
+        made.update({v: result if v is op else result[i] for i, v in enumerate(outputs(op)) if v is not None})
         del args, kwargs, result
+        if op in alone and not _same(alone[op], made):
+            return False
         for value in [value for value in made if last.get(value, op) is op]:
             del made[value]  # arrays are as large as memory allows
-    return not pieces
+    return True
+
+
+def _same(op: _OpInPieces, made: Mapping[fx.Node, torch.Tensor]) -> bool:
+    """Whether the pieces of an op are those of what it made whole."""
+    operands, wholes = [made[value] for value, _ in op.stage.operands], [made[value] for value in op.stage.results]
+    if any(_strides(whole) != _strides(tensor(value)) for value, whole in zip(op.stage.results, wholes, strict=True)):
+        return False
+    for piece in op.program.pieces:
+        parts = [sliced(whole, slices) for whole, slices in zip(wholes, piece.results, strict=True)]
+        targets = [Layout.of(part).empty() for part in parts]
+        op.program.run_piece(piece, operands, targets, [buffer.empty() for buffer in op.program.bodies[piece.body].buffers])
+        if not all(map(same_bytes, parts, targets)):
+            return False
+    return True
 
 
 def _strides(value: torch.Tensor) -> list[int]:
     """Strides that say where an element is: ops that read a result of other strides sum in another order."""
     return [stride for stride, n in zip(value.stride(), value.shape, strict=True) if n > 1]
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return _strides(a) == _strides(b) and same_bytes(a, b)
 
 
 def _random(layout: Layout, fill: Fill, integers: int, constant: int | None) -> torch.Tensor:
@@ -231,10 +261,10 @@ def _normal(made: torch.Tensor) -> None:
 
 
 def _mixed(made: torch.Tensor) -> None:
-    stored = flat_storage(made)
-    exponents = torch.randint_like(stored, -_EXPONENTS // 2, _EXPONENTS // 2)
-    # Some zeros of both signs: a kernel that adds to zero returns another zero than one that does not.
-    stored.normal_().mul_(torch.pow(10.0, exponents)).mul_(torch.randint_like(stored, 0, 4).clamp_(max=1))
+    for stored in flat_storage(made).split(_FILLED_AT_ONCE):
+        exponents = torch.randint_like(stored, -_EXPONENTS // 2, _EXPONENTS // 2)
+        # Some zeros of both signs: a kernel that adds to zero returns another zero than one that does not.
+        stored.normal_().mul_(torch.pow(10.0, exponents)).mul_(torch.randint_like(stored, 0, 4).clamp_(max=1))
 
 
 def _cancelling(made: torch.Tensor) -> None:
