@@ -89,5 +89,6 @@ def _generators() -> dict[torch.device, torch.Tensor]:
 
 
 def _same(first: Any, second: Any) -> bool:
-    both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
-    return same_bytes(first, second) if both else first == second
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return same_bytes(first, second)
+    return bool(first == second)
