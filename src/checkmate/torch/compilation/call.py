@@ -200,7 +200,7 @@ class Call:
         if _thread.call is None:
             _thread.call = self
             if torch.is_grad_enabled():
-                COORDINATOR.begin_call()
+                COORDINATOR.begin_call(self._calls)
             watch_compilations(_compile_began, _compile_ended)
             self._contexts = ExitStack()
             self._contexts.enter_context(recurrent_layers_outside())

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -94,7 +95,8 @@ class Coordinator:
         self._limit: _Limit | None = None  # of a step whose eager code is not known yet
         self._besides_eager_bytes = 0  # of the step, after its newest window
         self._watch: EagerWatch | None = None
-        self._watches = True  # whether the next step is one whose eager code has not been seen
+        self._callers = WeakSet[Any]()  # compiled functions that were called in the step
+        self._seen = WeakSet[Any]()  # those of steps whose eager code has been seen
         self._memory: DeviceMemory | None = None  # as it was when the first graph of the step was compiled
         self._complete = True  # whether all of the eager code that was seen was measured
 
@@ -105,8 +107,9 @@ class Coordinator:
             self._take_off_watch()
             self._new_recorder(watched=False)
             self.steps = KnownSteps()
-            self._plan, self._watches = None, True
-            self._warned.clear()
+            self._plan = None
+            for noted in (self._callers, self._seen, self._warned):
+                noted.clear()
 
     @property
     def result(self) -> Result | None:
@@ -126,16 +129,21 @@ class Coordinator:
         """The plan of the newest step; None if it was not planned as a whole."""
         return self._plan
 
-    def begin_call(self) -> None:
-        """Prepare for a call of a compiled function: see the eager code of a step that has not been seen before."""
+    def begin_call(self, function: object) -> None:
+        """Prepare for a call of a compiled function: see the eager code of a step that has not been seen before.
+
+        Args:
+            function: The function, which tells the steps of several networks apart.
+        """
         with self._lock:
             if current_backward() >= 0:  # as `torch.utils.checkpoint` calls: autograd undoes what is begun or ended here
                 return
             self._end_watch()
             if not self._pending:
                 self._end_step()
+            self._callers.add(function)
             if (
-                not self._watches
+                function in self._seen
                 or self._watch is not None
                 or (self._pending and not self._may_be_over())
                 or not WATCHES_COMPILED_CODE
@@ -440,8 +448,9 @@ class Coordinator:
         """Take over a step that is over."""
         with self._lock:
             if not self._pending and not self._recorder.over and self._recorder.complete:
-                seen = self.steps.add(self._recorder)
-                self._watches = not seen or not self._complete
+                seen = self.steps.add(self._recorder) and self._complete
+                self._seen = self._seen | self._callers if seen else self._seen - self._callers
+                self._callers.clear()
 
     def _warn_if_over(self, flight: Flight) -> None:
         """Warn before a step that was not planned as a whole exceeds its budget.
@@ -455,6 +464,7 @@ class Coordinator:
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
         counted = _union([*self._pending, flight])
         made_bytes = sum(size for key, size in self._recorder.made().items() if key not in counted)
+        made_bytes += 0 if self._recorder.watched else self.steps.eager_bytes  # which is about what it will be
         share = None if planned.replaceable else self.steps.share(planned.interface.whole, planned.budget)
         if alone and share is not None and share.eager_bytes is not None and made_bytes <= share.eager_bytes:
             return  # it was compiled to leave as much
@@ -463,7 +473,7 @@ class Coordinator:
         else:
             needed = sum(counted.values()) + planned.resident.total_bytes + made_bytes + own.memory.peak_bytes
             limit = _Limit(planned, planned.budget.total_bytes, *self._known_so_far(flight, counted))
-        self._limit = limit if first and share is None else None
+        self._limit = limit if self._recorder.watched and share is None else None
         self._warn(limit, needed, needed)
 
     def _known_so_far(self, flight: Flight, counted: Mapping[int, int]) -> tuple[int, int]:

@@ -226,6 +226,11 @@ class KnownSteps:
         return None if step is None else self._plan_of(step, args)
 
     @property
+    def eager_bytes(self) -> int:
+        """The most that eager code took in the newest step."""
+        return 0 if self._newest is None else self._newest.recorder.eager_peak_bytes
+
+    @property
     def begin_as_compiled(self) -> bool:
         """Whether no graph has to be compiled for the plan of a step that was seen."""
         return not self._shares and not self._traces_again

@@ -25,7 +25,7 @@ from checkmate.torch.chunking.bits.kernel_paths import flat_storage, same_path
 from checkmate.torch.chunking.bits.verdicts import keep_verdict, known_verdict, verdict_key
 from checkmate.torch.chunking.graph_values import inputs, outputs, shape_only, size_bytes, tensor
 from checkmate.torch.chunking.program import ChunkedProgram, NotChunkable, Part, Piece, PieceGraph, pieces_of, program_for, sliced
-from checkmate.torch.chunking.rules.pieces import cuts, shape_of_piece
+from checkmate.torch.chunking.rules.pieces import cuts
 from checkmate.torch.chunking.rules.placements import Placement, Split
 from checkmate.torch.chunking.stages import Stage
 from checkmate.torch.graph.op_properties import makes_views
@@ -98,8 +98,8 @@ def _compared(stage: Stage) -> bool | None:
     excess = beyond_bytes(_needed_bytes(stage), tensor(stage.region.seed).device)
     if excess:
         _log.warning(
-            "the budget is kept by ops in pieces alone: comparing their bits with those of the whole ops takes %s more than it "
-            "leaves, once",
+            "the budget is kept by ops in pieces alone: it may be exceeded by %s now, once, while their bits are compared with those "
+            "of the whole ops",
             format_bytes(excess),
         )
     if excess is None:
@@ -150,10 +150,12 @@ def _needed_bytes(stage: Stage) -> int:
 
 
 def _piece_bytes(value: fx.Node, placement: Placement, count: int) -> int:
-    """Bytes of a tensor with the shape and the strides of a piece."""
+    """Bytes of a piece as it is made, as it is returned, with the strides of a slice, and as two such are compared: dense."""
     assert isinstance(placement, Split)
-    shape = shape_of_piece(tensor(value).shape, cuts(tensor(value).shape, placement, count)[0])
-    return tensor(value).element_size() * (1 + sum((n - 1) * s for n, s in zip(shape, tensor(value).stride(), strict=True)))
+    with torch.no_grad():
+        piece = sliced(tensor(value), tuple(cuts(tensor(value).shape, placement, count)[0]))
+    numbers = 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.stride(), strict=True))
+    return piece.element_size() * (numbers + piece.numel() * (1 if piece.is_contiguous() else 3))
 
 
 def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
