@@ -458,7 +458,7 @@ class Coordinator:
         Args:
             flight: The forward that is about to run.
         """
-        planned, own, first = flight.planned, flight.program, self._plan is None
+        planned, own = flight.planned, flight.program
         alone = planned.alone and (not self._pending or not planned.replaceable or planned.options.plan is not None)
         if alone and not self._recorder.watched:
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps

@@ -98,8 +98,8 @@ def _compared(stage: Stage) -> bool | None:
     excess = beyond_bytes(_needed_bytes(stage), tensor(stage.region.seed).device)
     if excess:
         _log.warning(
-            "the budget is kept by ops in pieces alone: it may be exceeded by %s now, once, while their bits are compared with those "
-            "of the whole ops",
+            "the budget is kept by ops in pieces alone: it may be exceeded by %s now, once, while their bits are compared with "
+            "those of the whole ops",
             format_bytes(excess),
         )
     if excess is None:
