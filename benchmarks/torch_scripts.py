@@ -225,9 +225,12 @@ def _failure(error: BaseException) -> dict[str, Any]:
     """An exception as a refusal, or as an error."""
     from checkmate import InfeasibleBudgetError
 
+    causes: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, InfeasibleBudgetError):
+    while cause is not None and not any(cause is known for known in causes):  # Dynamo raises an error from itself
+        causes.append(cause)
         cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    cause = next((each for each in causes if isinstance(each, InfeasibleBudgetError)), None)
     if isinstance(cause, InfeasibleBudgetError):
         sizes = {"budget_bytes": cause.budget_bytes, "floor_bytes": cause.floor_bytes, "smallest_bytes": cause.smallest_bytes}
         return {"refused": {**sizes, "message": _without_folders(str(cause))[:600]}}
