@@ -13,7 +13,8 @@ outcomes of a run with a budget are
   eager;
 - announced: as before, but a step exceeds the budget by no more than a warning said before it;
 - refused: no plan keeps the budget, said before the second step is over; the smallest budget that the error names, or that the
-  next such error names, is kept in another run and is no more than eager takes;
+  next such error names, is kept in another run and is no more than eager takes. Or nothing of the script can be planned, as an
+  error says that names the place and a cure, and eager takes more than the budget;
 - not compiled: PyTorch's own `aot_eager` raises the same error, as it does for gradients of gradients. Not counted below;
 - silent, understated, false refusal, late refusal, wrong bits, crash, hang: all others.
 
@@ -48,6 +49,7 @@ SHARE = 0.8
 BUDGETS = ("60%", "80% of eager")
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning")
 KEPT = ("holds", "announced", "refused")
+UNPLANNABLE = ("NothingPlannedError", "GraphError")  # which name the place and a cure
 RETRIES = 3  # a graph is known before its step, and a step before another kind of step
 KNOWN_BY = 2  # a step of several graphs has been seen when it begins for the second time
 TOLERANCE = 1e-3  # of losses between eager code and the graphs of AOTAutograd, which sum in another order
@@ -303,7 +305,7 @@ def outcome(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
     if "error" in found and found["error"] == row.get("aot_eager", {}).get("error"):
         return "not compiled", found["error"]
     if "error" in found:
-        return "crash", f"step {len(found.get('steps', []))}: {found['error']}"
+        return _error(found, budget_bytes, highest(eager))
     if "refused" in found:
         return _refusal(found, budget_bytes, highest(eager))
     if any(key in reference for key in ("error", "refused", "hang")):
@@ -312,6 +314,15 @@ def outcome(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
     if unequal:
         return "wrong bits", unequal
     return _over(excesses(found, budget_bytes))
+
+
+def _error(found: dict[str, Any], budget_bytes: int | None, eager_bytes: int) -> tuple[str, str]:
+    """The class of a run that raised another error than one of a budget: right if nothing can be planned and eager takes more."""
+    step, error = len(found.get("steps", [])), found["error"]
+    if not error.startswith(UNPLANNABLE) or step > KNOWN_BY or (budget_bytes or 0) >= eager_bytes:
+        return "crash", f"step {step}: {error}"
+    name, why = _over(excesses(found, budget_bytes))
+    return ("refused", f"step {step}: no plan can be made: {error}") if name in KEPT else (name, why)
 
 
 def _refusal(found: dict[str, Any], budget_bytes: int | None, eager_bytes: int) -> tuple[str, str]:
@@ -415,7 +426,7 @@ def table(report: dict[str, Any]) -> str:
         "run is a fresh process with an empty cache. Peaks are of everything that PyTorch allocates in the process: tracing,",
         "measuring, planning, optimizer state and evaluations included. After a budget stand the peaks of the first, the second",
         "and the worst later step, in MiB. *Refused*: no plan keeps the budget, and the smallest one that the error names was",
-        "kept in another run.",
+        "kept in another run; or nothing can be planned, as an error says that names the place and a cure.",
         "",
         f"**{sum(kept.values())} of {len(kept)} scripts keep every promise at both budgets.** *Not compiled* are not among them:",
         "PyTorch's own `aot_eager` raises the same error, as it does for gradients of gradients.",

@@ -58,6 +58,9 @@ REFUSAL = {"budget_bytes": 80, "floor_bytes": 85, "smallest_bytes": 90, "message
         (a_run(refused={**REFUSAL, "smallest_bytes": None}, retries=[]), "false refusal"),
         (a_run(80, 80, 80, refused=REFUSAL, retries=[a_run(90)]), "late refusal"),
         (a_run(error="KeyError: 7"), "crash"),
+        (a_run(80, error="NothingPlannedError: nothing of this call is planned"), "refused"),
+        (a_run(90, error="NothingPlannedError: nothing of this call is planned"), "silent"),
+        (a_run(80, 80, 80, error="GraphError: it is a sparse tensor"), "crash"),  # too late
         ({"hang": 300.0}, "hang"),
     ],
 )
