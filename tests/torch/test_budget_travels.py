@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return parse(cls, amount)
 
     def counting_resolve(self: Budget, graph: Graph) -> int:
-        graphs.update([graph.digest] * self.is_share)
+        graphs.update([graph.digest] * (self.total_bytes is None))
         counted["resolved"] = len(graphs)
         return resolve(self, graph)
 

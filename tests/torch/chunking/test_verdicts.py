@@ -86,4 +86,4 @@ def test_a_comparison_takes_the_memory_that_it_says() -> None:
         needed = comparison._needed_bytes(each.stage)
         assert len(alone) >= 4
         assert peak <= needed + logits / 4  # pieces as they are compared, and small temporaries
-        assert needed <= peak + 1.1 * logits
+        assert needed <= peak + 1.2 * logits

@@ -158,6 +158,19 @@ def test_a_call_without_any_plan_is_an_error(model: nn.Module, words: str, hint:
         run(x)  # Dynamo tries no second time, and the reason is still known
 
 
+def test_a_call_without_any_plan_is_eager_code_of_a_step_that_has_one(caplog: pytest.LogCaptureFixture) -> None:
+    """A decoder that Dynamo cannot trace, after an encoder that it can: what it takes counts when the step is planned."""
+    encoder, decoder, x = nn.Linear(16, 16), PrintInLoop(), batch()
+    encode, decode = compiled(encoder), compiled(decoder)
+    for _ in range(3):
+        decode(encode(x)).backward()
+        decoder.zero_grad()
+    (said,) = warnings(caplog)
+    assert "part of this call runs outside of every plan: what it allocates counts towards the budget" in said
+    assert COORDINATOR.step is not None
+    assert any(op.name.startswith("gap") for op in COORDINATOR.step.graph.ops)
+
+
 @pytest.mark.parametrize(("model", "words", "hint"), UNPLANNED[:1], ids=NAMES[:1])
 def test_the_option_makes_it_one_warning(model: nn.Module, words: str, hint: str, caplog: pytest.LogCaptureFixture) -> None:
     """A user who knows wants to train nonetheless, and to read it once."""

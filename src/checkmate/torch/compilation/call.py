@@ -89,14 +89,14 @@ class CompiledCalls:
             other_nodes: Autograd nodes that were made elsewhere.
 
         Raises:
-            NothingPlannedError: Nothing of the call was planned, nor of any call before, and the options make that an error.
+            NothingPlannedError: Nothing of the step was planned, nor of any call before, and the options make that an error.
         """
         self.planned = self.planned or planned_nodes > 0
         if not other_nodes:
             if self._breaks and planned_nodes:
                 self._inform()
             return
-        if not self.planned:
+        if not self.planned and not COORDINATOR.in_flight():  # it is no eager code of a step of other functions
             self._nothing_planned()
         elif not planned_nodes and any(p.by_limit for p in self._skipped):
             self._limit_reached()

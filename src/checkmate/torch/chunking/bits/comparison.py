@@ -87,7 +87,7 @@ _KNOWN: dict[str, bool] = {}
 
 @dataclass(frozen=True, slots=True)
 class _OpInPieces:
-    """One op of a stage as a stage of its own, with its program."""
+    """One op of a stage as a separate stage, with its program."""
 
     stage: Stage
     program: ChunkedProgram
@@ -125,7 +125,7 @@ def _cut(op: fx.Node, stage: Stage) -> dict[fx.Node, Placement]:
 
 
 def _alone(stage: Stage) -> dict[fx.Node, _OpInPieces]:
-    """Each op that makes something that is cut, as a stage of its own."""
+    """Each op that makes something that is cut, as a separate stage."""
     found = {}
     for op in stage.ops:
         results = _cut(op, stage)
