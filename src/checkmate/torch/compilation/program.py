@@ -191,6 +191,17 @@ class PlannedGraph:
             )
         return self._joints[key]
 
+    def measured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
+        """The joint graph of `captured`, whose ops are measured where there was no room before and there is now.
+
+        Args:
+            undefined: Tangents that are None in the step.
+            accumulated: Inputs to whose gradients the backward adds.
+        """
+        joint = self.captured(undefined, accumulated).measured()
+        self._joints[undefined, accumulated] = joint
+        return joint
+
     def program(
         self, undefined: frozenset[int], accumulated: frozenset[int], order: Sequence[int], joint: CapturedJoint | None = None
     ) -> Program:

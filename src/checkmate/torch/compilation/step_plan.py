@@ -108,18 +108,25 @@ def plan_step(
     first = max(graphs, key=lambda g: g.budget.total_bytes or 0)
     extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.outside_bytes for g in graphs)  # `carried` has the latter
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
-    whole = [run.planned.captured(run.undefined, added) for run, added in zip(recorder.runs, accumulated, strict=True)]
+    places = [(run.planned, run.undefined, added) for run, added in zip(recorder.runs, accumulated, strict=True)]
 
     def captured(joints: Sequence[CapturedJoint]) -> _CapturedStep:
         parts = [part_of(joint.capture) for joint in joints]
         windows = step_graph(observed_step(recorder, parts, extra + gradient_bytes, existing, carried))
         return _CapturedStep(tuple(joints), windows, windows.graph)
 
+    def room_beside(step: _CapturedStep) -> int:
+        room = resolved_budget(first.budget, step.graph, first.options.counted) - step.graph.resident_bytes
+        return room - max(carried, default=0) + min(carried, default=0)  # the rest is freed in the step
+
     spent_s = recorder.searched_s
-    as_it_is = captured(whole)
+    as_it_is = captured([planned.captured(undefined, added) for planned, undefined, added in places])
+    with within_room(room_beside(as_it_is)):
+        whole = [planned.measured(undefined, added) for planned, undefined, added in places]
+    if tuple(whole) != as_it_is.joints:
+        as_it_is = captured(whole)
     chunkable = _chunkable(as_it_is, captured)
-    room = resolved_budget(first.budget, as_it_is.graph, first.options.counted) - as_it_is.graph.resident_bytes
-    room -= max(carried, default=0) - min(carried, default=0)  # the rest is freed in the step
+    room = room_beside(as_it_is)
     try:
         with within_room(room):
             step, result = _in_pieces(first, chunkable, spent_s) or _agreed(first, as_it_is, spent_s)
@@ -131,10 +138,11 @@ def plan_step(
     if isinstance(first.options.counted, ReservedMemory):
         first.options.counted.prepare(step.graph, result.plan)
     orders = step.windows.cut(result.plan.order)
-    programs = {
-        run: run.planned.program(run.undefined, added, order, joint)
-        for run, added, order, joint in zip(recorder.runs, accumulated, orders, step.joints, strict=True)
-    }
+    with within_room(room):
+        programs = {
+            run: run.planned.program(run.undefined, added, order, joint)
+            for run, added, order, joint in zip(recorder.runs, accumulated, orders, step.joints, strict=True)
+        }
     forwards = recorder.forwards
     return StepPlan(tuple(f.planned for f in forwards), tuple(programs.get(f) for f in forwards), result, step.graph)
 

@@ -155,6 +155,7 @@ def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.No
         for key, node in progress.counted([*nodes.items()], "measuring costs"):
             fits = _fits(node)
             costs[key] = _measured_or_warned(node, other, times[key]) if fits else None
+            node.meta[_LACKED_ROOM] = not fits
             if not fits:
                 _log.info("%s (%s) is estimated: the budget leaves no room to measure it", node.name, node.target)
         found = {k: cost for k, cost in costs.items() if cost is not None}
@@ -288,11 +289,19 @@ def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: li
 _OF_SLICE = "cost_of_slice"
 """Key in the metadata of a node for the cost that a slice of its batch tells."""
 
+_LACKED_ROOM = "lacked_room"
+"""Key in the metadata of a node for whether there was no room to measure it."""
+
 _PARTS = 8
 """A slice is one of so many parts of the batch."""
 
 _ROWS: ContextVar[tuple[int, int]] = ContextVar("rows", default=(0, 0))
 """Rows that tensors are made with, and the rows of those that have others instead; zero for all as they are."""
+
+
+def lacked_room(node: fx.Node) -> bool:
+    """Whether a node was estimated for want of room."""
+    return bool(node.meta.get(_LACKED_ROOM))
 
 
 def _fits(node: fx.Node) -> bool:

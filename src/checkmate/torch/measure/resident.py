@@ -32,12 +32,12 @@ _ROOM: ContextVar[int] = ContextVar("room", default=sys.maxsize)
 
 @contextmanager
 def within_room(size_bytes: int) -> Generator[None]:
-    """Context in which measurements take no more memory than a budget leaves.
+    """Context in which measurements take no more memory than a budget leaves, nor than a context around it allows.
 
     Args:
         size_bytes: What it leaves.
     """
-    token = _ROOM.set(size_bytes)
+    token = _ROOM.set(min(size_bytes, _ROOM.get()))
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from checkmate.core.units import format_bytes
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import default_partition, is_tangent
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
+from checkmate.torch.measure.profiler import lacked_room
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
 from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
@@ -90,8 +92,8 @@ class Task:
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
     examine: Callable[[fx.Graph], None] = lambda graph: None
 
-    def planned(self, module: fx.GraphModule, num_fwd_outputs: int | None) -> tuple[Capture, Capture, Result]:
-        """A module as it was captured, the capture that is planned, and the plan; what is measured takes no more than `room`.
+    def planned(self, module: fx.GraphModule, num_fwd_outputs: int | None) -> tuple[int, Capture, Capture, Result]:
+        """The room that measurements have, a module as it was captured, the capture that is planned, and the plan.
 
         Args:
             module: The prepared module.
@@ -100,7 +102,7 @@ class Task:
         recapture = self.captured(num_fwd_outputs)
         if self.room is None:
             whole = recapture(module)
-            return whole, *self.plan(whole, recapture)
+            return sys.maxsize, whole, *self.plan(whole, recapture)
         bare = replace(self, costs=lambda nodes: [OpCost(0, 0)] * len(nodes)).captured(num_fwd_outputs)(module)
         room = self.room(bare.graph)
         with within_room(room):
@@ -108,8 +110,8 @@ class Task:
         if (more := self.room(whole.graph)) > room:  # a share is one of what workspace takes too
             with within_room(more):
                 whole = recapture(module)
-        with within_room(max(room, more)):
-            return whole, *self.plan(whole, recapture)
+        with within_room(room := max(room, more)):
+            return room, whole, *self.plan(whole, recapture)
 
     def captured(self, num_fwd_outputs: int | None) -> Recapture:
         """A function that captures joint modules.
@@ -181,9 +183,10 @@ def _partition(
     accumulated = task.accumulated(len(inputs))
     if accumulated:
         prepared = accumulating(prepared, num_fwd_outputs, accumulated)
-    whole, capture, result = task.planned(prepared, num_fwd_outputs)
+    room, whole, capture, result = task.planned(prepared, num_fwd_outputs)
     planned = CapturedJoint(capture, whole, task, rest)
-    forward, backward = planned.split(result)
+    with within_room(room):
+        forward, backward = planned.split(result)
     task.on_planned(planned, result)
     _log.debug("split in %.1f s", time.perf_counter() - began)
     return forward, backward
@@ -212,6 +215,13 @@ class CapturedJoint:
             change: Maps the whole joint module to a new one; it does not change its argument.
         """
         capture = self._captured(change(self.whole.joint))
+        return CapturedJoint(capture, capture, self.task, self.rest)
+
+    def measured(self) -> CapturedJoint:
+        """The same where all ops were measured; otherwise captured again, for which there may be more room now."""
+        if not any(lacked_room(node) for node in self.whole.joint.graph.nodes):
+            return self
+        capture = self._captured(self.whole.joint)
         return CapturedJoint(capture, capture, self.task, self.rest)
 
     def in_pieces(self, joint: fx.GraphModule) -> CapturedJoint:
@@ -256,9 +266,10 @@ def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:
     prepared = prepare(module, split_convolutions=task.split_convolutions, layout_pass=task.layout_pass, examine=task.examine)
     apply_optimizer_in_backward(prepared)
     task.relabel(prepared.graph)
-    whole, capture, result = task.planned(prepared, None)
+    room, whole, capture, result = task.planned(prepared, None)
     imposed = apply_plan(capture, result.plan)
-    _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))
+    with within_room(room):
+        _check_peak(capture, result, peak_of_whole_step(imposed, task.costs))
     task.on_planned(CapturedJoint(capture, whole, task, {}), result)
     return imposed
 
