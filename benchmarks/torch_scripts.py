@@ -252,14 +252,21 @@ def highest(found: dict[str, Any]) -> int:
 def limits(found: dict[str, Any], budget_bytes: int | None) -> list[int]:
     """The budget of each step in bytes: the one that was asked for, or what a share was taken to be in that step.
 
-    Until a step of several graphs is planned as a whole its share is not known; it is then that of the first step that is.
+    Until a step of several graphs is planned as a whole its share is not known; it is then that of the first step of the loop of
+    which all is.
     """
     if budget_bytes is not None:
         return [budget_bytes] * len(found["steps"])
-    known = [[total for total, _ in step.get("budgets", [])] for step in found["steps"]]
-    whole = [[total for total, whole in step.get("budgets", []) if whole] for step in found["steps"]]
-    first = next((max(w) for w in whole if w), None)
-    return [max(w or [first or max(k, default=0)]) if (w or first or k) else 0 for w, k in zip(whole, known, strict=True)]
+    budgets = [step.get("budgets", []) for step in found["steps"]]
+    first = next((max(total for total, _ in each) for each in budgets if each and all(whole for _, whole in each)), None)
+    return [_limit(each, first) for each in budgets]
+
+
+def _limit(budgets: list[Any], first: int | None) -> int:
+    whole = [total for total, whole in budgets if whole]
+    if len(whole) < len(budgets) or not budgets:  # a part of the step is not known yet
+        whole.append(first or max((total for total, _ in budgets), default=0))
+    return max(whole)
 
 
 def excesses(found: dict[str, Any], budget_bytes: int | None) -> list[tuple[int, int, int, int]]:

@@ -464,14 +464,14 @@ class Coordinator:
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
         counted = _union([*self._pending, flight])
         made_bytes = sum(size for key, size in self._recorder.made().items() if key not in counted)
-        made_bytes += 0 if self._recorder.watched else self.steps.eager_bytes  # which is about what it will be
         share = None if planned.replaceable else self.steps.share(planned.interface.whole, planned.budget)
         if alone and share is not None and share.eager_bytes is not None and made_bytes <= share.eager_bytes:
             return  # it was compiled to leave as much
         if alone:
             needed, limit = own.result.peak_bytes + made_bytes, _Limit(planned, own.result.budget_bytes)
         else:
-            needed = sum(counted.values()) + planned.resident.total_bytes + made_bytes + own.memory.peak_bytes
+            unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes  # which is about what it will be
+            needed = self._held_bytes(planned, counted) + unseen_bytes + own.memory.peak_bytes
             limit = _Limit(planned, planned.budget.total_bytes, *self._known_so_far(flight, counted))
         self._limit = limit if self._recorder.watched and share is None else None
         self._warn(limit, needed, needed)
@@ -489,18 +489,27 @@ class Coordinator:
             return
         memory = flight.program.memory
         given = {storage_key(t) for t in tangents if isinstance(t, torch.Tensor)}
-        held_bytes = self._held_bytes(self._limit.planned, given)
+        held_bytes = self._held_bytes(self._limit.planned, _union(self._pending), besides=given)
         needed = held_bytes - memory.saved_bytes + memory.backward_peak_bytes
         self._warn(self._limit, needed, needed, 2 * self._recorder.eager_bytes)
 
-    def _held_bytes(self, planned: PlannedGraph, besides: Container[int] = ()) -> int:
-        """Bytes that a step holds, and that are resident besides it."""
-        held = _union(self._pending) | self._recorder.made()
-        return planned.resident.total_bytes + sum(size for key, size in held.items() if key not in besides)
+    def _held_bytes(self, planned: PlannedGraph, flying: Mapping[int, int], besides: Container[int] = ()) -> int:
+        """Bytes of a step that exist now, and of all else.
+
+        Args:
+            planned: A graph of the step.
+            flying: What graphs in flight hold.
+            besides: Keys of storages that are counted elsewhere.
+        """
+        held, resident = {**self._recorder.present(), **flying}, planned.resident
+        # What was outside of a graph when it was compiled may be another one's since then.
+        outside = resident.other_bytes if self._memory is None else self._memory.besides(held)
+        return resident.total_bytes - resident.other_bytes + outside + sum(n for key, n in held.items() if key not in besides)
 
     def _note_besides_eager(self) -> None:
         if self._limit is not None:
-            self._besides_eager_bytes = self._held_bytes(self._limit.planned) - self._recorder.eager_bytes
+            held_bytes = self._held_bytes(self._limit.planned, _union(self._pending))
+            self._besides_eager_bytes = held_bytes - self._recorder.eager_bytes
 
     def _warn(self, limit: _Limit, needed_bytes: int, most_bytes: int, eager_bytes: int = 0) -> None:
         """Warn that a step may exceed its budget, and again where it takes more than was said.
