@@ -19,8 +19,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -29,10 +28,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from checkmate.core.budget import Budget
 from checkmate.core.result import Result
-from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
 from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
 from checkmate.torch.compilation.accumulation import Accumulation
+from checkmate.torch.compilation.announcements import Announcements, Now, held_in_flight
 from checkmate.torch.compilation.eager_watch import EagerWatch
 from checkmate.torch.compilation.known_steps import KnownSteps
 from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, random_state, version_of, weakly
@@ -43,34 +42,6 @@ from checkmate.torch.graph.storages import current_bytes, storage_bytes, storage
 from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 
 _log = logging.getLogger("checkmate.torch")
-
-
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """The budget of a step that has not been seen yet.
-
-    Attributes:
-        planned: The newest graph of the step.
-        total_bytes: The budget; None for a share, which is taken of what is known so far.
-        fixed_bytes: Bytes that the step cannot give up.
-        keep_all_bytes: What the step takes if its graphs keep everything.
-    """
-
-    planned: PlannedGraph
-    total_bytes: int | None
-    fixed_bytes: int = 0
-    keep_all_bytes: int = 0
-
-    def total(self, eager_bytes: int) -> int:
-        """The budget in bytes.
-
-        Args:
-            eager_bytes: What eager code adds if everything is kept.
-        """
-        if self.total_bytes is not None:
-            return self.total_bytes
-        keep_all_bytes = self.keep_all_bytes + eager_bytes
-        return self.planned.budget.within(fixed_bytes=self.fixed_bytes, keep_all_bytes=keep_all_bytes)
 
 
 class Coordinator:
@@ -91,9 +62,8 @@ class Coordinator:
         self._position = 0  # of the next forward in the plan
         self._updated = False  # whether an optimizer has run since the step began
         self._plan: StepPlan | None = None
-        self._warned: dict[tuple[int, bool | None], int] = {}  # bytes, by graph and whether in a first step; None for hooks
-        self._limit: _Limit | None = None  # of a step whose eager code is not known yet
-        self._besides_eager_bytes = 0  # of the step, after its newest window
+        self._announcements = Announcements()
+        self._told_of_hooks: set[int] = set()  # graphs
         self._watch: EagerWatch | None = None
         self._callers = WeakSet[Any]()  # compiled functions that were called in the step
         self._seen = WeakSet[Any]()  # those of steps whose eager code has been seen
@@ -108,7 +78,8 @@ class Coordinator:
             self._new_recorder(watched=False)
             self.steps = KnownSteps()
             self._plan = None
-            for noted in (self._callers, self._seen, self._warned):
+            self._announcements = Announcements()
+            for noted in (self._callers, self._seen, self._told_of_hooks):
                 noted.clear()
 
     @property
@@ -185,19 +156,11 @@ class Coordinator:
 
     def _eager_made(self, tensor: torch.Tensor) -> None:
         self._recorder.allocated(tensor)
-        self._warn_of_eager_code(0)
+        self._announcements.of_eager_code(0, self._now())
 
     def _eager_took(self, size_bytes: int) -> None:
         self._recorder.took(size_bytes)
-        self._warn_of_eager_code(size_bytes)
-
-    def _warn_of_eager_code(self, size_bytes: int) -> None:
-        """Warn where eager code of a first step, and an op of it that allocates so many bytes, exceed the budget."""
-        if self._limit is not None:
-            eager_bytes = self._recorder.eager_bytes
-            now = self._besides_eager_bytes + eager_bytes + size_bytes
-            # What eager code has made has gradients as large, which are still to come.
-            self._warn(self._limit, now, now + eager_bytes, 2 * eager_bytes)
+        self._announcements.of_eager_code(size_bytes, self._now())
 
     def _end_watch(self) -> None:
         """Take the watch off where its step is over: when the optimizer begins, or the next call. Autograd undoes it before."""
@@ -246,7 +209,7 @@ class Coordinator:
     def held_bytes(self) -> int:
         """Bytes that the graphs in flight hold: inputs, outputs and saved tensors."""
         with self._lock:
-            return sum(_union(self._pending).values())
+            return sum(held_in_flight(self._pending).values())
 
     def keep_all_bytes(self) -> int:
         """Bytes that the graphs in flight would take above what is resident if they kept everything."""
@@ -261,7 +224,7 @@ class Coordinator:
             device: The device.
         """
         with self._lock:
-            known = _union(self._pending) | ({} if self._recorder.over else self._recorder.present())
+            known = held_in_flight(self._pending) | ({} if self._recorder.over else self._recorder.present())
             if device.type == "cuda" or self._memory is None or not self._pending:
                 gc.collect()  # compilation leaves cycles, and with them models of before
                 self._memory = device_memory(device)
@@ -304,7 +267,8 @@ class Coordinator:
                 flight.random_state = random_state() if planned.random else None
             del tensors  # a reference here would keep inputs alive that the forward frees
             if self._plan is None or deviates:
-                self._warn_if_over(flight)
+                share = None if planned.replaceable else self.steps.share(planned.interface.whole, planned.budget)
+                self._announcements.before_forward(flight, self._now(), share)
         assert program.forward is not None
         with self._planned_code():
             results = list(program.forward(args))
@@ -319,7 +283,7 @@ class Coordinator:
             self._flights[key] = flight
             self._runs[flight] = run
             self._pending.append(flight)
-            self._note_besides_eager()
+            self._announcements.after_window(self._now())
         # A step may end without a backward: after an exception, or if its loss is dropped. Nothing is called then; that the saved
         # tensors are freed is the only sign of it. At exit there is nothing left to count.
         weakref.finalize(token.untyped_storage(), self._drop, key).atexit = False
@@ -339,9 +303,9 @@ class Coordinator:
         return results
 
     def _warn_of_hooks(self, planned: PlannedGraph, packer: Callable[..., Any]) -> None:
-        if (id(planned), None) in self._warned:
+        if id(planned) in self._told_of_hooks:
             return
-        self._warned[id(planned), None] = 0
+        self._told_of_hooks.add(id(planned))
         module, name = getattr(packer, "__module__", None), getattr(packer, "__qualname__", repr(packer))
         _log.warning(
             "torch.autograd.graph.saved_tensors_hooks are active around a compiled graph: everything is saved and passes through "
@@ -375,7 +339,7 @@ class Coordinator:
             recording = flight in self._pending
             if recording:
                 self._recorder.begin_backward(run, args[first:])
-                self._warn_of_backward(flight, args[first:])
+                self._announcements.before_backward(flight, args[first:], self._now())
         program = flight.program
         late = any(args[first + t] is not None for t in program.undefined)
         if late:
@@ -400,7 +364,7 @@ class Coordinator:
                     self._retire(flight)
                     if not self._pending:
                         queue_after_backward(self._end_step)
-                self._note_besides_eager()
+                self._announcements.after_window(self._now())
         del token
         return results
 
@@ -418,7 +382,8 @@ class Coordinator:
         self._end_step()
         if self._recorder.forwards:
             self._new_recorder(watched=self._watch is not None)
-        self._plan, self._position, self._updated, self._limit = None, 0, False, None
+        self._plan, self._position, self._updated = None, 0, False
+        self._announcements.begin_step()
         _note_updates()
         self._plan = self.steps.plan(planned, args, watched=self._watch is not None)
 
@@ -452,85 +417,10 @@ class Coordinator:
                 self._seen = self._seen | self._callers if seen else self._seen - self._callers
                 self._callers.clear()
 
-    def _warn_if_over(self, flight: Flight) -> None:
-        """Warn before a step that was not planned as a whole exceeds its budget.
-
-        Args:
-            flight: The forward that is about to run.
-        """
-        planned, own = flight.planned, flight.program
-        alone = planned.alone and (not self._pending or not planned.replaceable or planned.options.plan is not None)
-        if alone and not self._recorder.watched:
-            return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
-        counted = _union([*self._pending, flight])
-        made_bytes = sum(size for key, size in self._recorder.made().items() if key not in counted)
-        share = None if planned.replaceable else self.steps.share(planned.interface.whole, planned.budget)
-        if alone and share is not None and share.eager_bytes is not None and made_bytes <= share.eager_bytes:
-            return  # it was compiled to leave as much
-        if alone:
-            needed, limit = own.result.peak_bytes + made_bytes, _Limit(planned, own.result.budget_bytes)
-        else:
-            unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes  # which is about what it will be
-            needed = self._held_bytes(planned, counted) + unseen_bytes + own.memory.peak_bytes
-            limit = _Limit(planned, planned.budget.total_bytes, *self._known_so_far(flight, counted))
-        self._limit = limit if self._recorder.watched and share is None else None
-        self._warn(limit, needed, needed)
-
-    def _known_so_far(self, flight: Flight, counted: Mapping[int, int]) -> tuple[int, int]:
-        """Fixed bytes of a step, and what it takes if everything is kept, as far as its graphs are known."""
-        flights = [*self._pending, flight]
-        unchanged = {key for f in flights for key in f.inputs}
-        fixed = flight.planned.resident.total_bytes + sum(size for key, size in counted.items() if key in unchanged)
-        return fixed, fixed + sum(f.planned.keep_all_bytes for f in flights)
-
-    def _warn_of_backward(self, flight: Flight, tangents: Sequence[Any]) -> None:
-        """Warn before a backward of a first step: what eager code and the graphs after its own hold is known now."""
-        if self._limit is None:
-            return
-        memory = flight.program.memory
-        given = {storage_key(t) for t in tangents if isinstance(t, torch.Tensor)}
-        held_bytes = self._held_bytes(self._limit.planned, _union(self._pending), besides=given)
-        needed = held_bytes - memory.saved_bytes + memory.backward_peak_bytes
-        self._warn(self._limit, needed, needed, 2 * self._recorder.eager_bytes)
-
-    def _held_bytes(self, planned: PlannedGraph, flying: Mapping[int, int], besides: Container[int] = ()) -> int:
-        """Bytes of a step that exist now, and of all else.
-
-        Args:
-            planned: A graph of the step.
-            flying: What graphs in flight hold.
-            besides: Keys of storages that are counted elsewhere.
-        """
-        held, resident = {**self._recorder.present(), **flying}, planned.resident
-        # What was outside of a graph when it was compiled may be another one's since then.
-        outside = resident.other_bytes if self._memory is None else self._memory.besides(held)
-        return resident.total_bytes - resident.other_bytes + outside + sum(n for key, n in held.items() if key not in besides)
-
-    def _note_besides_eager(self) -> None:
-        if self._limit is not None:
-            held_bytes = self._held_bytes(self._limit.planned, _union(self._pending))
-            self._besides_eager_bytes = held_bytes - self._recorder.eager_bytes
-
-    def _warn(self, limit: _Limit, needed_bytes: int, most_bytes: int, eager_bytes: int = 0) -> None:
-        """Warn that a step may exceed its budget, and again where it takes more than was said.
-
-        Args:
-            limit: The budget.
-            needed_bytes: What the step needs at least.
-            most_bytes: What it may need.
-            eager_bytes: What eager code adds to a step that keeps everything.
-        """
-        first, budget = self._plan is None, limit.planned.budget
-        key, total_bytes = (id(limit.planned), first), limit.total(eager_bytes)
-        if budget.keeps_everything or most_bytes <= total_bytes or needed_bytes <= self._warned.get(key, 0):
-            return
-        self._warned[key] = most_bytes
-        _log.warning(
-            "%s may take up to %s, more than its budget of %s: it is planned as a whole from the next step on",
-            "a first step" if first else "a step that runs other graphs than those before",
-            format_bytes(most_bytes),
-            format_bytes(total_bytes) if budget.total_bytes is not None else budget,
-        )
+    def _now(self) -> Now:
+        # Where eager code is not seen it is expected to take what it takes in other steps.
+        unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
+        return Now(self._recorder, self._pending, self._memory, self._plan is None, unseen_bytes)
 
     def optimizer_ran(self) -> None:
         """Record that an optimizer has updated parameters."""
@@ -572,12 +462,3 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def _without(storages: dict[int, int], transient: Mapping[int, int]) -> dict[int, int]:
     """The storages, with zero bytes for the transient ones, which are counted with their wrapper."""
     return {key: 0 if key in transient else size for key, size in storages.items()}
-
-
-def _union(flights: Sequence[Flight]) -> dict[int, int]:
-    """Bytes of each storage that graphs in flight hold, by its key: one that several hold counts once."""
-    found: dict[int, int] = {}
-    for flight in flights:
-        found.update(flight.inputs)
-        found.update(flight.held)
-    return found
