@@ -65,6 +65,7 @@ class Coordinator:
         self._announcements = Announcements()
         self._told_of_hooks: set[int] = set()  # graphs
         self._watch: EagerWatch | None = None
+        self._calling = False  # whether a call of a compiled function is under way
         self._callers = WeakSet[Any]()  # compiled functions that were called in the step
         self._seen = WeakSet[Any]()  # those of steps whose eager code has been seen
         self._memory: DeviceMemory | None = None  # as it was when the first graph of the step was compiled
@@ -110,6 +111,7 @@ class Coordinator:
             if current_backward() >= 0:  # as `torch.utils.checkpoint` calls: autograd undoes what is begun or ended here
                 return
             self._end_watch()
+            self._calling = True
             if not self._pending:
                 self._end_step()
             self._callers.add(function)
@@ -136,6 +138,7 @@ class Coordinator:
     def end_call(self) -> None:
         """Note that a call of a compiled function is over: what it returned may take the place of what the one before did."""
         with self._lock:
+            self._calling = False
             if self._watch is not None:
                 self._recorder.end_call()
 
@@ -168,7 +171,8 @@ class Coordinator:
             self._take_off_watch()
 
     def _take_off_watch(self) -> None:
-        if self._watch is not None and current_backward() < 0 and self._watch.end():
+        # Autograd and Dynamo undo what is ended while they run.
+        if self._watch is not None and not self._calling and current_backward() < 0 and self._watch.end():
             self._complete = self._watch.complete
             self._watch = None
             self._end_hook.remove()
