@@ -144,29 +144,13 @@ class ChunkedProgram:
             if body.buffers not in shared:
                 shared.clear()  # before the new ones are allocated
                 shared[body.buffers] = [buffer.empty() for buffer in body.buffers]
+            given = [sliced(t, slices) for t, slices in zip(operands, piece.operands, strict=True)]
             # Sums are passed once they exist; the body of the first piece makes them.
             targets = [sliced(t, slices) for t, slices in zip(made, piece.results, strict=True) if t is not None]
-            terms = iter(self.run_piece(piece, operands, targets, shared[body.buffers]))
+            terms = iter(body.run(given + targets + shared[body.buffers]))
             made = [next(terms) if t is None else t for t in made]
             yield None
         yield [t.to(layout.dtype) for t, layout in zip(made, self.results, strict=True)]  # type: ignore[union-attr]
-
-    def run_piece(
-        self, piece: Piece, operands: Sequence[torch.Tensor], targets: list[torch.Tensor], buffers: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Run one piece.
-
-        Args:
-            piece: The piece.
-            operands: The operands, whole.
-            targets: What each result of the piece is written to.
-            buffers: Memory for its temporary tensors.
-
-        Returns:
-            The first terms of sums, if it is the first piece.
-        """
-        args = [sliced(t, slices) for t, slices in zip(operands, piece.operands, strict=True)]
-        return list(self.bodies[piece.body].run(args + targets + buffers))
 
 
 def sliced(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:

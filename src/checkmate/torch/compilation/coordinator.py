@@ -138,6 +138,8 @@ class Coordinator:
     def end_call(self) -> None:
         """Note that a call of a compiled function is over: what it returned may take the place of what the one before did."""
         with self._lock:
+            if current_backward() >= 0:
+                return
             self._calling = False
             if self._watch is not None:
                 self._recorder.end_call()
@@ -417,7 +419,8 @@ class Coordinator:
         """Take over a step that is over."""
         with self._lock:
             if not self._pending and not self._recorder.over and self._recorder.complete:
-                seen = self.steps.add(self._recorder) and self._complete
+                complete = self._complete if self._watch is None else self._watch.complete
+                seen = self.steps.add(self._recorder) and complete
                 self._seen = self._seen | self._callers if seen else self._seen - self._callers
                 self._callers.clear()
 

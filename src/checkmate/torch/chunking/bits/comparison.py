@@ -10,7 +10,7 @@ and no stage with one is tested.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -143,7 +143,9 @@ def _needed_bytes(stage: Stage) -> int:
     live, most = dict[int, int](), 0
     for op in stage.ops:
         live.update({storage_key(tensor(value)): size_bytes(value) for value in (*inputs(op), *filter(None, outputs(op)))})
-        piece = sum(_piece_bytes(value, placement, stage.region.count) for value, placement in _cut(op, stage).items())
+        read = zip(inputs(op), stage.region.rules[op].inputs, strict=True)
+        piece = sum(_dense_bytes(value, placement, stage.region.count) for value, placement in read)
+        piece += sum(_piece_bytes(value, placement, stage.region.count) for value, placement in _cut(op, stage).items())
         most = max(most, sum(live.values()) + piece + estimated_workspace_bytes(op))
         live = {key: size for key, size in live.items() if ends[key] is not op}
     return most
@@ -151,11 +153,22 @@ def _needed_bytes(stage: Stage) -> int:
 
 def _piece_bytes(value: fx.Node, placement: Placement, count: int) -> int:
     """Bytes of a piece as it is made, as it is returned, with the strides of a slice, and as two such are compared: dense."""
-    assert isinstance(placement, Split)
-    with torch.no_grad():
-        piece = sliced(tensor(value), tuple(cuts(tensor(value).shape, placement, count)[0]))
+    piece = _first_piece(value, placement, count)
     numbers = 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.stride(), strict=True))
-    return piece.element_size() * (numbers + piece.numel() * (1 if piece.is_contiguous() else 3))
+    return piece.element_size() * (numbers + piece.numel()) + 2 * _dense_bytes(value, placement, count)
+
+
+def _dense_bytes(value: fx.Node, placement: Placement, count: int) -> int:
+    """Bytes of a dense copy of a piece; 0 where it is dense or the tensor is read whole."""
+    piece = _first_piece(value, placement, count)
+    return 0 if piece.is_contiguous() or piece is tensor(value) else piece.element_size() * piece.numel()
+
+
+def _first_piece(value: fx.Node, placement: Placement, count: int) -> torch.Tensor:
+    if not isinstance(placement, Split):
+        return tensor(value)
+    with torch.no_grad():
+        return sliced(tensor(value), tuple(cuts(tensor(value).shape, placement, count)[0]))
 
 
 def _data_sets(stage: Stage) -> list[tuple[Fill, int | None]]:
@@ -203,25 +216,35 @@ def _equal(stage: Stage, alone: Mapping[fx.Node, _OpInPieces], fill: Fill, const
         result = op.target(*args, **kwargs)  # type: ignore[operator]
         made.update({v: result if v is op else result[i] for i, v in enumerate(outputs(op)) if v is not None})
         del args, kwargs, result
-        if op in alone and not _same(alone[op], made):
+        if op in alone and not _same(alone[op], made, given):
             return False
         for value in [value for value in made if last.get(value, op) is op]:
             del made[value]  # arrays are as large as memory allows
     return True
 
 
-def _same(op: _OpInPieces, made: Mapping[fx.Node, torch.Tensor]) -> bool:
-    """Whether the pieces of an op are those of what it made whole."""
+def _same(op: _OpInPieces, made: Mapping[fx.Node, torch.Tensor], given: Set[fx.Node]) -> bool:
+    """Whether the pieces of an op are those of what it made whole; also if what ops of the same piece made is dense."""
+    own = [value not in given for value, _ in op.stage.operands]
     operands, wholes = [made[value] for value, _ in op.stage.operands], [made[value] for value in op.stage.results]
     if any(_strides(whole) != _strides(tensor(value)) for value, whole in zip(op.stage.results, wholes, strict=True)):
         return False
     for piece in op.program.pieces:
+        body = op.program.bodies[piece.body]
+        slices_read = [sliced(whole, slices) for whole, slices in zip(operands, piece.operands, strict=True)]
         parts = [sliced(whole, slices) for whole, slices in zip(wholes, piece.results, strict=True)]
-        targets = [Layout.of(part).empty() for part in parts]
-        op.program.run_piece(piece, operands, targets, [buffer.empty() for buffer in op.program.bodies[piece.body].buffers])
-        if not all(map(same_bytes, parts, targets)):
-            return False
+        apart = any(made_here and not _is_dense(read) for made_here, read in zip(own, slices_read, strict=True))
+        for dense in (False, True) if apart else (False,):
+            read = [each.clone() if dense and made_here else each for made_here, each in zip(own, slices_read, strict=True)]
+            targets = [Layout.of(part).empty() for part in parts]
+            body.run([*read, *targets, *(buffer.empty() for buffer in body.buffers)])
+            if not all(map(same_bytes, parts, targets)):
+                return False
     return True
+
+
+def _is_dense(piece: torch.Tensor) -> bool:
+    return torch.empty_like(piece, device="meta").stride() == piece.stride()
 
 
 def _strides(value: torch.Tensor) -> list[int]:
