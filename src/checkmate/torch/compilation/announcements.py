@@ -82,7 +82,7 @@ class Announcements:
             needed, limit = own.result.peak_bytes + made_bytes, _Limit(planned, own.result.budget_bytes)
         else:
             needed = now.held_bytes(planned, flights) + now.unseen_bytes + own.memory.peak_bytes
-            limit = _Limit.of(flights)
+            limit = _Limit.of(flights, now.recorder.made())
         self._limit = limit if now.recorder.watched and share is None else None
         self._say(limit, now.first, needed, needed)
 
@@ -152,10 +152,15 @@ class _Limit:
     keep_all_bytes: int = 0
 
     @classmethod
-    def of(cls, flights: Sequence[Flight]) -> _Limit:
-        """The budget of a step of several graphs, as far as they are known."""
+    def of(cls, flights: Sequence[Flight], made: Container[int]) -> _Limit:
+        """The budget of a step of several graphs, as far as they are known.
+
+        Args:
+            flights: Those that have begun.
+            made: Keys of storages that the step has made, which a plan may free.
+        """
         planned = flights[-1].planned
-        unchanged = {key for f in flights for key in f.inputs}
+        unchanged = {key for f in flights for key in f.inputs if key not in made}
         fixed = sum(size for key, size in held_in_flight(flights).items() if key in unchanged) + planned.resident.total_bytes
         return cls(planned, planned.budget.total_bytes, fixed, fixed + sum(f.planned.keep_all_bytes for f in flights))
 

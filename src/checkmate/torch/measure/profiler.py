@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
+import operator
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -293,7 +295,7 @@ _LACKED_ROOM = "lacked_room"
 """Key in the metadata of a node for whether there was no room to measure it."""
 
 _PARTS = 8
-"""A slice is one of so many parts of the batch."""
+"""A slice is one of so many parts of the batch, or one row of a smaller one."""
 
 _ROWS: ContextVar[tuple[int, int]] = ContextVar("rows", default=(0, 0))
 """Rows that tensors are made with, and the rows of those that have others instead; zero for all as they are."""
@@ -310,21 +312,27 @@ def _fits(node: fx.Node) -> bool:
     given = _INPUTS.get()
     made = {storage_key(t): storage_bytes(t) for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
     needed = sum(size for key, size in made.items() if key not in given)
-    if needed + _without_running(node).workspace_bytes <= room:
+    most = needed + _without_running(node).workspace_bytes
+    if most <= room:
         return True
-    if needed + _without_running(node).workspace_bytes // _PARTS <= room and (cost := _cost_of_slice(node)) is not None:
+    rows, batch = _slice_of(node)
+    if most * rows // batch <= room and rows < batch and (cost := _cost_of_slice(node, rows, batch)) is not None:
         node.meta[_OF_SLICE] = cost
         return needed + cost.workspace_bytes <= room
     return False
 
 
-def _cost_of_slice(node: fx.Node) -> OpCost | None:
-    """Estimated time of an op, and its workspace by what a slice of its batch takes; None where it takes no slice."""
+def _slice_of(node: fx.Node) -> tuple[int, int]:
+    """Rows of a slice of the batch of an op, and of the batch; the same where it takes no slice."""
     values = [t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val")) if t.dim() > 1]
-    batch = concrete(max(values, key=storage_bytes).shape[0]) if values else 0
-    if batch < 2 * _PARTS or _on_cuda(node) or PIECES in node.meta:
-        return None
-    token = _ROWS.set((batch // _PARTS, batch))
+    batch = concrete(max(values, key=storage_bytes).shape[0]) if values else 1
+    sliced = not _on_cuda(node) and PIECES not in node.meta
+    return (max(1, batch // _PARTS), max(1, batch)) if sliced else (1, 1)
+
+
+def _cost_of_slice(node: fx.Node, rows: int, batch: int) -> OpCost | None:
+    """Estimated time of an op, and its workspace by what a slice of its batch takes; None where it takes no slice."""
+    token = _ROWS.set((rows, batch))
     try:
         run = ready_to_run(node)
         with memory_trace() as trace:
@@ -335,7 +343,7 @@ def _cost_of_slice(node: fx.Node) -> OpCost | None:
     finally:
         _ROWS.reset(token)
     # It is not stored: another time would make another plan in the next process.
-    return OpCost(estimate_ns(node), _PARTS * max(0, trace.peak() - held))
+    return OpCost(estimate_ns(node), math.ceil(batch / rows) * max(0, trace.peak() - held))
 
 
 def _fill(flat: torch.Tensor) -> None:
@@ -378,7 +386,9 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
     try:
         time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other, times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
-        if _OF_TYPES.search(str(error)):  # what runs is the same op: the step would fail where tracing it does not
+        # What runs is the same op: the step would fail where tracing it does not. But ops with several results, such as batch
+        # normalisation under autocast, are traced with other types than their kernels return.
+        if _OF_TYPES.search(str(error)) and all(n.target is not operator.getitem for n in node.all_input_nodes):
             given = ", ".join(
                 str(t.dtype).removeprefix("torch.") for n in node.all_input_nodes for t in leaves(n.meta.get("val"))
             )
