@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import math
-import operator
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -386,9 +385,9 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
     try:
         time_ns, workspace_bytes = _cuda_cost(node) if _on_cuda(node) else _cpu_cost(node, other, times)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
-        # What runs is the same op: the step would fail where tracing it does not. But ops with several results, such as batch
-        # normalisation under autocast, are traced with other types than their kernels return.
-        if _OF_TYPES.search(str(error)) and all(n.target is not operator.getitem for n in node.all_input_nodes):
+        # What runs is the same op: the step would fail where tracing it does not. But the backward of batch normalisation under
+        # autocast is traced with other types than the kernel of its forward returns.
+        if _OF_TYPES.search(str(error)) and "backward" not in str(node.target):
             given = ", ".join(
                 str(t.dtype).removeprefix("torch.") for n in node.all_input_nodes for t in leaves(n.meta.get("val"))
             )
