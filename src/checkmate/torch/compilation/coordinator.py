@@ -419,8 +419,7 @@ class Coordinator:
         """Take over a step that is over."""
         with self._lock:
             if not self._pending and not self._recorder.over and self._recorder.complete:
-                complete = self._complete if self._watch is None else self._watch.complete
-                seen = self.steps.add(self._recorder) and complete
+                seen = self.steps.add(self._recorder) and self._complete
                 self._seen = self._seen | self._callers if seen else self._seen - self._callers
                 self._callers.clear()
 
