@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from checkmate.core.budget import Budget
+from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.torch.compilation.program import Flight, PlannedGraph, Share
 from checkmate.torch.compilation.recorder import StepRecorder
@@ -62,18 +64,19 @@ class Announcements:
         """Forget the step before."""
         self._limit = None
 
-    def before_forward(self, flight: Flight, now: Now, share: Share | None) -> None:
+    def before_forward(self, flight: Flight, now: Now, share_of: Callable[[Graph, Budget], Share | None]) -> None:
         """Warn before a forward that may exceed the budget, or whose backward may.
 
         Args:
             flight: The forward that is about to run.
             now: The step.
-            share: What the graph was compiled to take in a step that was seen before; None if it was not.
+            share_of: Returns what a graph was compiled to take in a step that was seen before; None if it was not.
         """
         planned, own, flights = flight.planned, flight.program, [*now.pending, flight]
         alone = planned.alone and (not now.pending or not planned.replaceable or planned.options.plan is not None)
         if alone and not now.recorder.watched:
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
+        share = None if planned.replaceable else share_of(planned.interface.whole, planned.budget)
         if alone:
             counted = held_in_flight(flights)
             made_bytes = sum(size for key, size in now.recorder.made().items() if key not in counted)

@@ -273,8 +273,7 @@ class Coordinator:
                 flight.random_state = random_state() if planned.random else None
             del tensors  # a reference here would keep inputs alive that the forward frees
             if self._plan is None or deviates:
-                share = None if planned.replaceable else self.steps.share(planned.interface.whole, planned.budget)
-                self._announcements.before_forward(flight, self._now(), share)
+                self._announcements.before_forward(flight, self._now(), self.steps.share)
         assert program.forward is not None
         with self._planned_code():
             results = list(program.forward(args))
