@@ -192,8 +192,12 @@ def test_the_environment_has_the_budget_of_trainers(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")  # of lightning, about loggers and workers
 def test_lightning_finds_the_budget_of_the_environment(monkeypatch, tmp_path):
-    """Its entry point makes the callbacks of every Trainer: none without a budget, none where all of the script has one."""
+    """Its entry point makes the callbacks of every Trainer: none without a budget, none where all of the script has one.
+
+    Here the Trainer has two of them, where the package is installed: the one that it is given, and that of the entry point.
+    """
     lightning = pytest.importorskip("lightning", reason="needs lightning")
+    before = torch.compile, torch.optim.Optimizer.__init__  # which lightning replaces when it is imported
 
     class Task(lightning.LightningModule):
         def __init__(self):
@@ -228,3 +232,4 @@ def test_lightning_finds_the_budget_of_the_environment(monkeypatch, tmp_path):
     assert callback._report is not None
     assert (callback._report.compiled, callback._report.steps) == (["Network"], 3)
     assert sum(p.count for p in callback._report.planned) == 3
+    assert (torch.compile, torch.optim.Optimizer.__init__) == before

@@ -34,8 +34,8 @@ class WithinBudget(Callback):
         self._report: TrainingReport | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begin before the optimizers are made."""
-        if stage == "fit":
+        """Begin before the optimizers are made, unless another callback has begun: they do not end in the opposite order."""
+        if stage == "fit" and not is_active():
             self._report = self._running.enter_context(training_within(self._budget))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
