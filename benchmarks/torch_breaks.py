@@ -57,7 +57,7 @@ def run(parts: int, budget: str, time_limit_s: float) -> dict[str, Any]:
     from torch import nn
 
     import checkmate.torch
-    from checkmate.torch.compilation.coordinator import COORDINATOR
+    from checkmate.torch.steps.coordinator import COORDINATOR
 
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -79,7 +79,7 @@ def run(name: str, form: str) -> dict[str, Any]:
 
     import checkmate.torch
     from checkmate import Limits, min_budget
-    from checkmate.torch.compilation.coordinator import COORDINATOR
+    from checkmate.torch.steps.coordinator import COORDINATOR
 
     torch.set_num_threads(1)
     model, batch, loss_of = build(name, form)

@@ -217,7 +217,7 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
 
 def _budget() -> list[Any] | None:
     """Bytes of the budget that the newest plan was made for, and whether it is one of the whole step."""
-    from checkmate.torch.compilation.coordinator import COORDINATOR
+    from checkmate.torch.steps.coordinator import COORDINATOR
 
     result = COORDINATOR.result
     return None if result is None else [result.budget_bytes, COORDINATOR.step is not None]

@@ -85,8 +85,8 @@ def run(name: str, budget: str, time_limit_s: float) -> dict[str, Any]:
 
     import checkmate.torch
     from checkmate.core.errors import CheckmateError, InfeasibleBudgetError
-    from checkmate.torch.compilation.coordinator import COORDINATOR
     from checkmate.torch.measure.errors import ProfilerBusyError
+    from checkmate.torch.steps.coordinator import COORDINATOR
 
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):

@@ -82,7 +82,7 @@ def settle() -> None:
     """Free what the last variant left."""
     gc.collect()
     torch._dynamo.reset()
-    from checkmate.torch.compilation.coordinator import COORDINATOR
+    from checkmate.torch.steps.coordinator import COORDINATOR
 
     COORDINATOR.forget_steps()
     give_back()

@@ -24,7 +24,7 @@ from keras import layers
 from checkmate.core.units import parse_bytes
 from checkmate.keras import fit_within
 from checkmate.torch._compat.profiler import memory_trace
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 EPOCHS, BATCHES = 3, 3
 BEGIN, END = "a step of fit begins", "a step of fit ends"

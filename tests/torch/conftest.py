@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from checkmate.torch._compat.dispatch import top_mode
-from checkmate.torch.compilation.coordinator import COORDINATOR, Coordinator
-from checkmate.torch.compilation.known_steps import KnownSteps
+from checkmate.torch.steps.coordinator import COORDINATOR, Coordinator
+from checkmate.torch.steps.known_steps import KnownSteps
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkmate import InfeasibleBudgetError, PlanNotFoundError
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 TRIES = 3
 

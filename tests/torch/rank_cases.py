@@ -33,10 +33,10 @@ from checkmate import CheckmateError, OptionError, Result
 from checkmate.torch import backend
 from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.compilation.compilation import Hooks
-from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.compilation.program import GraphInterface
 from checkmate.torch.distributed.consensus import RankError, job_ranks
 from checkmate.torch.partition import split as partition
+from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.program import GraphInterface
 from tests.torch.networks import mlp
 
 WIDTH, ROWS = 256, 512

@@ -21,9 +21,9 @@ from checkmate.core.result import Reason
 from checkmate.solvers.session import Session
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
-from checkmate.torch.compilation.program import GraphInterface
 from checkmate.torch.measure.device_memory import device_memory
 from checkmate.torch.options import Options
+from checkmate.torch.steps.program import GraphInterface
 
 Planned = list[tuple[GraphInterface, Result]]
 ROOMY = "64GiB"

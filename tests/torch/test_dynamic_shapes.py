@@ -13,7 +13,7 @@ from torch import nn
 import checkmate.torch
 from checkmate import InfeasibleBudgetError
 from checkmate.torch import measure_peak
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 from tests.torch.networks import NETWORKS, Transformer, input_of, mlp
 from tests.torch.steps import ROOMY, Forgetful, close, compiled, observe, planned_bytes, recomputes
 

@@ -22,11 +22,11 @@ from checkmate.core.units import format_bytes
 from checkmate.doctor.check import Check
 from checkmate.doctor.networks import Example, attention_matrix, convolutions, transformer
 from checkmate.studies.reserved import reserved_bytes
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph.storages import unique_bytes
 from checkmate.torch.measure.allocator import counted_memory
 from checkmate.torch.measure.device_memory import device_memory
 from checkmate.torch.options import Compiler
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 TOLERANCE: Final = 0.01
 """Largest difference of measured and planned peak, as a share of the planned one."""

@@ -12,9 +12,9 @@ import torch
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.keras.replaced import Replaced
 from checkmate.torch._compat.profiler import profiler_running
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph.storages import leaves, unique_bytes
 from checkmate.torch.measure.peak import measure_peak
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 _log = logging.getLogger("checkmate.keras")
 

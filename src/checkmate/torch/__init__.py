@@ -20,7 +20,6 @@ from checkmate.oom import OutOfMemory, read_oom
 from checkmate.regions import RegionPolicy
 from checkmate.studies.fit_report import Fits
 from checkmate.torch.compilation.call import NothingPlannedError
-from checkmate.torch.compilation.program import LateGradientError
 from checkmate.torch.distributed.consensus import RankError
 from checkmate.torch.explain import explain, last_plan
 from checkmate.torch.forecast.fits import fits
@@ -32,6 +31,7 @@ from checkmate.torch.step.planned_step import PlannedStep, Saved, StepExplanatio
 from checkmate.torch.step.region_policy import checkpoint_regions, context_fn, region_policy
 from checkmate.torch.step.step import Step, capture, compile  # noqa: A004 - named like torch.compile
 from checkmate.torch.step.tracing import GraphBreakError
+from checkmate.torch.steps.program import LateGradientError
 
 __all__ = [
     "Fits",

@@ -6,9 +6,9 @@ from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Curve
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.step.planned_step import PlannedStep, StepExplanation, explanation_of
 from checkmate.torch.step.step import Step
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 
 def explain(step: Step | PlannedStep | Graph, plan: Plan | None = None, *, curve: Curve | None = None) -> StepExplanation:

@@ -12,7 +12,7 @@ from torch import nn
 
 from checkmate.core.errors import InfeasibleBudgetError
 from checkmate.torch import measure_peak
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers and Dynamo warn of is not ours

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkmate.torch import measure_peak
-from checkmate.torch.compilation.accumulation import Accumulation
-from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.compilation.recorder import StepRecorder
+from checkmate.torch.steps.accumulation import Accumulation
+from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.recorder import StepRecorder
 from tests.torch.networks import mlp
 from tests.torch.steps import compiled, live_bytes
 

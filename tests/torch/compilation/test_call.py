@@ -12,7 +12,7 @@ from torch import nn
 
 from checkmate import CheckmateError, OptionError
 from checkmate.torch import NothingPlannedError
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 # Dynamo looks at `.grad` of the tensor that crosses a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -20,7 +20,7 @@ from checkmate import InfeasibleBudgetError, Limits, MinBudget, PlanNotFoundErro
 from checkmate.core.units import parse_bytes
 from checkmate.frontend import solved_plans
 from checkmate.torch import LateGradientError, measure_peak
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import close, compiled, live_bytes, observe, planned_bytes
 

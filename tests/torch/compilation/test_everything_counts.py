@@ -14,7 +14,7 @@ from torch.func import functional_call, grad
 
 from checkmate import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.torch import measure_peak
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 from tests.torch.steps import live_bytes
 
 QUICK = {"time_limit_s": 3}

@@ -11,7 +11,7 @@ from torch import nn
 
 import checkmate.torch  # noqa: F401 - registers the backend
 from checkmate.torch import measure_peak
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 from tests.torch.steps import live_bytes
 
 WIDTH, ROWS = 32, 128

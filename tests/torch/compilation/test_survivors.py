@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkmate.torch import measure_peak
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 from tests.torch.compilation.test_coordinator import QUICK, Classifier, Ran
 from tests.torch.steps import close, live_bytes
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkmate.torch import measure_peak
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 QUICK = {"time_limit_s": 1.0, "chunking": "off"}  # whose search for regions allocates in the second step, as costs decide
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import fx
 
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph import storages
 from checkmate.torch.graph.rng import rng_state_bytes
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES, is_scalar_tangent
+from checkmate.torch.steps.coordinator import COORDINATOR
 from tests.torch.networks import mlp
 from tests.torch.steps import compiled
 

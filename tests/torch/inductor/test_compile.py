@@ -18,9 +18,9 @@ from checkmate.frontend.planner import keep_everything
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
 from checkmate.torch._compat.profiler import memory_trace
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.compile import compile_by_inductor
+from checkmate.torch.steps.coordinator import COORDINATOR
 from tests.torch.networks import NETWORKS, input_of, mlp
 from tests.torch.steps import Planned, compiled, observe, recomputes
 

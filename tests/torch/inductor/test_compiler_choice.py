@@ -14,8 +14,8 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 import checkmate.torch
 from checkmate.torch._compat import inductor as inductor_names
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.inductor import compiler_choice
+from checkmate.torch.steps.coordinator import COORDINATOR
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import Planned, compiled, observe
 

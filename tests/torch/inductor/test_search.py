@@ -14,9 +14,9 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.frontend.calibration import Proportional, Trial
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch.compilation.compilation import Compilation, Hooks
-from checkmate.torch.compilation.program import Share
 from checkmate.torch.inductor.search import CalibratedSearch
 from checkmate.torch.options import Options
+from checkmate.torch.steps.program import Share
 
 Compiler = Callable[[int, tuple[int, ...]], int]
 

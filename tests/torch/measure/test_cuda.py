@@ -11,10 +11,10 @@ from torch import fx
 
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
-from checkmate.torch.compilation.coordinator import Coordinator
 from checkmate.torch.integrations import PeakCallback
 from checkmate.torch.measure import profiler as profile
 from checkmate.torch.measure.trial_step import _measured_on_cuda, measure_step
+from checkmate.torch.steps.coordinator import Coordinator
 
 GRANULE, HAS = 512, 2**20
 

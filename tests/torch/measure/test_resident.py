@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import checkmate.torch  # noqa: F401 - registers the backend
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.measure import resident
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 
 def step(net: torch.nn.Module, x: torch.Tensor) -> None:

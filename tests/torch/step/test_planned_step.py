@@ -13,7 +13,7 @@ from checkmate import Graph, Plan, evaluate
 from checkmate.core.errors import OptionError, PlanNotFoundError
 from checkmate.frontend import planner
 from checkmate.torch import PlannedStep, Step, compile, explain, last_plan  # noqa: A004
-from checkmate.torch.compilation.coordinator import COORDINATOR
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 SCREEN = 24  # lines
 WIDTH = 250

@@ -1,1 +1,1 @@
-"""One Dynamo graph compiled to guarded callables, and several that share one budget."""
+"""One Dynamo graph compiled to guarded callables."""

@@ -28,9 +28,9 @@ from checkmate.torch._compat.dynamo import (
     untraced,
     watch_compilations,
 )
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.compilation.skipped import Place, hints, listed, place
 from checkmate.torch.options import Options
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 _log = logging.getLogger("checkmate.torch")
 

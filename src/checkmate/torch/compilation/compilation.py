@@ -27,8 +27,6 @@ from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, save
 from checkmate.torch._compat.dynamo import recompile_current_frame, takes_gradients, untraced
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
-from checkmate.torch.compilation.coordinator import COORDINATOR
-from checkmate.torch.compilation.program import GraphInterface, PlannedGraph, Program, Share, weakly
 from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
@@ -48,6 +46,8 @@ from checkmate.torch.options import Options
 from checkmate.torch.partition.copies import measured_host
 from checkmate.torch.partition.split import CapturedJoint, Recapture, Task
 from checkmate.torch.passes.accumulation import accumulated_inputs
+from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.program import GraphInterface, PlannedGraph, Program, Share, weakly
 
 _log = logging.getLogger("checkmate.torch")
 

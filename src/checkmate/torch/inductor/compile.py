@@ -46,7 +46,6 @@ from checkmate.torch._compat.inductor import (
 )
 from checkmate.torch._compat.symbolic import guards_against_upper_bounds
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.compilation.program import GraphInterface
 from checkmate.torch.graph.copy import copy_graph
 from checkmate.torch.inductor.account import Account
 from checkmate.torch.inductor.fusion import trailing_reductions
@@ -63,6 +62,7 @@ from checkmate.torch.measure.trial_step import measure_step, measure_whole_step
 from checkmate.torch.options import Options
 from checkmate.torch.partition.split import CapturedJoint, Recapture, Task, partition
 from checkmate.torch.passes.channels_last import with_channels_last
+from checkmate.torch.steps.program import GraphInterface
 
 _log = logging.getLogger("checkmate.torch")
 

@@ -27,9 +27,9 @@ from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything, re
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.reductions.contract_chains import ContractChains
 from checkmate.torch.compilation.compilation import Compilation
-from checkmate.torch.compilation.program import Share
 from checkmate.torch.inductor.canonical import in_graph_order
 from checkmate.torch.inductor.fusion import contract_fusible_chains, predicted_peak
+from checkmate.torch.steps.program import Share
 
 _log = logging.getLogger("checkmate.torch")
 

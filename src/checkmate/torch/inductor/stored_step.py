@@ -8,7 +8,7 @@ import torch
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.frontend.step_memory import StepMemory
-from checkmate.torch.compilation.program import GraphInterface, Tangent
+from checkmate.torch.steps.program import GraphInterface, Tangent
 
 
 class _StoredTangent(msgspec.Struct, frozen=True):

@@ -25,8 +25,8 @@ from checkmate.core.budget import keep_all_bytes
 from checkmate.core.units import Amount, format_at_least, format_bytes
 from checkmate.torch._compat.dispatch import innermost_transform
 from checkmate.torch._compat.dynamo import OptimizedModule, call_through, called_through, traceable_call
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.options import Options
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 _log = logging.getLogger("checkmate.torch")
 

@@ -13,8 +13,8 @@ from checkmate.core.errors import MissingExtraError
 from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend.options import budget_of_environment
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
-from checkmate.torch.compilation.coordinator import COORDINATOR
 from checkmate.torch.graph.storages import leaves, unique_bytes
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 try:
     from transformers import TrainerCallback

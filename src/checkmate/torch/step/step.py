@@ -26,7 +26,6 @@ from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import with_smallest_peak
 from checkmate.torch.chunking.variants import Chunks
 from checkmate.torch.compilation.compilation import Hooks
-from checkmate.torch.compilation.program import GraphInterface
 from checkmate.torch.distributed.wrappers import run_inside_ddp
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.emulate.fake_inputs import fake_inputs
@@ -40,6 +39,7 @@ from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
 from checkmate.torch.step.programs import Loss, check_micro_batches
 from checkmate.torch.step.recipe import StepSpec, spec_of_model, spec_of_step
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
+from checkmate.torch.steps.program import GraphInterface
 
 _log = logging.getLogger("checkmate.torch")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from checkmate.frontend.step_graph import ObservedStep, Part, Storage, Window
-from checkmate.torch.compilation.recorder import StepRecorder
+from checkmate.torch.steps.recorder import StepRecorder
 
 Span = tuple[int, int]
 """First and last gap at which a storage is alive; gap ``w`` is before window ``w``."""

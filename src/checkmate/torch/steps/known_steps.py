@@ -15,11 +15,6 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.torch.compilation.accumulation import Origins
-from checkmate.torch.compilation.program import PlannedGraph, Program, Share, key_of
-from checkmate.torch.compilation.recorder import StepRecorder
-from checkmate.torch.compilation.step_plan import StepPlan, plan_step
-from checkmate.torch.compilation.survivors import Survivors
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.storages import (
     CUDA_ALIGNMENT_BYTES,
@@ -31,6 +26,11 @@ from checkmate.torch.graph.storages import (
     unique_bytes,
 )
 from checkmate.torch.measure.device_memory import LookDue, device_memory, state_to_come_bytes
+from checkmate.torch.steps.accumulation import Origins
+from checkmate.torch.steps.program import PlannedGraph, Program, Share, key_of
+from checkmate.torch.steps.recorder import StepRecorder
+from checkmate.torch.steps.step_plan import StepPlan, plan_step
+from checkmate.torch.steps.survivors import Survivors
 
 _log = logging.getLogger("checkmate.torch")
 

@@ -11,10 +11,10 @@ import torch
 from checkmate.core.budget import Budget
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.torch.compilation.program import Flight, PlannedGraph, Share
-from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.graph.storages import storage_key
 from checkmate.torch.measure.device_memory import DeviceMemory
+from checkmate.torch.steps.program import Flight, PlannedGraph, Share
+from checkmate.torch.steps.recorder import StepRecorder
 
 _log = logging.getLogger("checkmate.torch")
 

@@ -21,14 +21,14 @@ from checkmate.frontend.step_graph import StepGraph, step_graph
 from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch.chunking.choose import choose_chunks, with_offer
 from checkmate.torch.chunking.variants import ChunkableStep
-from checkmate.torch.compilation.observation import observed_step
-from checkmate.torch.compilation.program import PlannedGraph, Program
-from checkmate.torch.compilation.recorder import StepRecorder
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.measure.allocator import ReservedMemory
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.split import CapturedJoint
+from checkmate.torch.steps.observation import observed_step
+from checkmate.torch.steps.program import PlannedGraph, Program
+from checkmate.torch.steps.recorder import StepRecorder
 
 _log = logging.getLogger("checkmate.torch")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from checkmate.torch.compilation.program import PlannedGraph
 from checkmate.torch.graph.storages import storage_bytes, storage_key, strided_parts
+from checkmate.torch.steps.program import PlannedGraph
 
 StepSequence = tuple[tuple[int, int, frozenset[int] | None], ...]
 """Identity of a step: graph and run of each window, and the undefined tangents of a backward."""

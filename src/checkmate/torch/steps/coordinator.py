@@ -30,16 +30,16 @@ from checkmate.core.budget import Budget
 from checkmate.core.result import Result
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
 from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
-from checkmate.torch.compilation.accumulation import Accumulation
-from checkmate.torch.compilation.announcements import Announcements, Now, held_in_flight
-from checkmate.torch.compilation.eager_watch import EagerWatch
-from checkmate.torch.compilation.known_steps import KnownSteps
-from checkmate.torch.compilation.program import Flight, PlannedGraph, Program, random_state, version_of, weakly
-from checkmate.torch.compilation.recorder import Run, StepRecorder
-from checkmate.torch.compilation.step_plan import StepPlan
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
 from checkmate.torch.graph.storages import current_bytes, storage_bytes, storage_key, strided_parts
 from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
+from checkmate.torch.steps.accumulation import Accumulation
+from checkmate.torch.steps.announcements import Announcements, Now, held_in_flight
+from checkmate.torch.steps.eager_watch import EagerWatch
+from checkmate.torch.steps.known_steps import KnownSteps
+from checkmate.torch.steps.program import Flight, PlannedGraph, Program, random_state, version_of, weakly
+from checkmate.torch.steps.recorder import Run, StepRecorder
+from checkmate.torch.steps.step_plan import StepPlan
 
 _log = logging.getLogger("checkmate.torch")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from checkmate.torch.compilation.recorder import StepRecorder, StepSequence
+from checkmate.torch.steps.recorder import StepRecorder, StepSequence
 
 
 class _Survivor(NamedTuple):

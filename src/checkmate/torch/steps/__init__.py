@@ -1,0 +1,1 @@
+"""The steps of a training loop, of one Dynamo graph or several: recorded, known again, and planned as one within a budget."""
