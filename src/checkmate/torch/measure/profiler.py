@@ -294,7 +294,10 @@ _LACKED_ROOM = "lacked_room"
 """Key in the metadata of a node for whether there was no room to measure it."""
 
 _PARTS = 8
-"""A slice is one of so many parts of the batch, or one row of a smaller one."""
+"""A slice is one of so many parts of the batch."""
+
+_LEAST_ROWS = 2
+"""Rows of the smallest slice of a larger batch: many convolutions of a single row run by another kernel, with more workspace."""
 
 _ROWS: ContextVar[tuple[int, int]] = ContextVar("rows", default=(0, 0))
 """Rows that tensors are made with, and the rows of those that have others instead; zero for all as they are."""
@@ -326,7 +329,7 @@ def _slice_of(node: fx.Node) -> tuple[int, int]:
     values = [t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val")) if t.dim() > 1]
     batch = concrete(max(values, key=storage_bytes).shape[0]) if values else 1
     sliced = not _on_cuda(node) and PIECES not in node.meta
-    return (max(1, batch // _PARTS), max(1, batch)) if sliced else (1, 1)
+    return (max(min(_LEAST_ROWS, batch - 1), batch // _PARTS, 1), max(1, batch)) if sliced else (1, 1)
 
 
 def _cost_of_slice(node: fx.Node, rows: int, batch: int) -> OpCost | None:
