@@ -165,7 +165,9 @@ class _Limit:
         planned = flights[-1].planned
         unchanged = {key for f in flights for key in f.inputs if key not in made}
         fixed = sum(size for key, size in held_in_flight(flights).items() if key in unchanged) + planned.resident.total_bytes
-        return cls(planned, planned.budget.total_bytes, fixed, fixed + sum(f.planned.keep_all_bytes for f in flights))
+        memories = [f.planned.keep_all for f in flights]
+        running = max(memory.peak_bytes - memory.saved_bytes for memory in memories)  # one at a time
+        return cls(planned, planned.budget.total_bytes, fixed, fixed + running + sum(m.saved_bytes for m in memories))
 
     def total(self, eager_bytes: int) -> int:
         """The budget in bytes.

@@ -218,9 +218,9 @@ class Coordinator:
             return sum(held_in_flight(self._pending).values())
 
     def keep_all_bytes(self) -> int:
-        """Bytes that the graphs in flight would take above what is resident if they kept everything."""
+        """Bytes that the graphs in flight would save for their backwards if they kept everything."""
         with self._lock:
-            return sum(flight.planned.keep_all_bytes for flight in self._pending)
+            return sum(flight.planned.keep_all.saved_bytes for flight in self._pending)
 
     def outside_bytes(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
         """Bytes on a device that belong neither to a graph nor to the step that is under way.

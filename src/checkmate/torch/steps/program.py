@@ -14,6 +14,7 @@ from torch import fx
 from checkmate.core.budget import Budget, ResidentMemory, keep_all_bytes
 from checkmate.core.errors import CheckmateError
 from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import result_of_order
@@ -160,8 +161,8 @@ class PlannedGraph:
         return key_of(self.interface.whole, self.budget)
 
     @functools.cached_property
-    def keep_all_bytes(self) -> int:
-        """Peak of keeping everything above what is resident, if gradients flow into the loss alone, where there is a loss.
+    def keep_all(self) -> StepMemory:
+        """Memory of keeping everything, if gradients flow into the loss alone, where there is a loss.
 
         Into which of the outputs they flow is known when the first backward begins.
         """
@@ -170,7 +171,9 @@ class PlannedGraph:
         if len(scalar) == len(self.tangents) and any(scalar):
             others = frozenset(t for t, loss in enumerate(scalar) if not loss)
             graph = self.captured(others, self.own.accumulated).capture.graph if others else graph
-        return keep_all_bytes(graph) - graph.resident_bytes
+        if graph.boundary is None:
+            return StepMemory.of_whole_step(keep_all_bytes(graph) - graph.resident_bytes)
+        return StepMemory.of(graph, Plan.from_order(graph, range(len(graph.ops))))
 
     def captured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
         """The joint graph as it is in a step.
