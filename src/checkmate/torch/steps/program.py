@@ -25,6 +25,7 @@ from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.op_properties import content_inputs, random_op
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import is_scalar_tangent, storage_bytes
+from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.passes.accumulation import accumulating
 from checkmate.torch.passes.undefined_tangents import without_tangents
@@ -176,7 +177,7 @@ class PlannedGraph:
         return StepMemory.of(graph, Plan.from_order(graph, range(len(graph.ops))))
 
     def captured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
-        """The joint graph as it is in a step.
+        """The joint graph as it is in a step. Ops that no other of its graphs has are estimated: `measured` knows the room for them.
 
         Args:
             undefined: Tangents that are None in the step.
@@ -185,13 +186,14 @@ class PlannedGraph:
         key = undefined, accumulated
         if key not in self._joints:
             whole = not undefined and accumulated == self.own.accumulated
-            self._joints[key] = (
-                replace(self.traced, capture=self.traced.whole)
-                if whole
-                else self.traced.changed(
-                    lambda module: accumulating(without_tangents(module, undefined), self.num_outputs, accumulated)
+            with within_room(0):
+                self._joints[key] = (
+                    replace(self.traced, capture=self.traced.whole)
+                    if whole
+                    else self.traced.changed(
+                        lambda module: accumulating(without_tangents(module, undefined), self.num_outputs, accumulated)
+                    )
                 )
-            )
         return self._joints[key]
 
     def measured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
