@@ -20,8 +20,8 @@ from checkmate.torch._compat.dispatch import OpOverload
 from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.rules.pieces import Cut
 
-_TRIED = 1 << 17
-"""Numbers among which a witness is looked for, at each scale."""
+_TRIED_AT_ONCE, _TRIALS = 1 << 12, 32
+"""Numbers among which a witness is looked for, which take memory beside a step, and how often at each scale."""
 
 _SCALES = (1.0, 0.1, 8.0)
 
@@ -60,7 +60,7 @@ def _witness(op: OpOverload, given: tuple[Any, ...], structure: pytree.TreeSpec)
         structure: Their structure.
     """
     types = [value for value in given if isinstance(value, torch.dtype)]
-    for scale in _SCALES:
+    for scale in [scale for scale in _SCALES for _ in range(_TRIALS)]:
         numbers = [_numbers(dtype, scale) for dtype in types]
         in_vectors = _with(op, given, structure, numbers)
         one_by_one = _with(op, given, structure, [torch.stack([n, n], 1)[:, 0] for n in numbers])
@@ -74,7 +74,7 @@ def _witness(op: OpOverload, given: tuple[Any, ...], structure: pytree.TreeSpec)
 
 
 def _numbers(dtype: torch.dtype, scale: float) -> torch.Tensor:
-    made = torch.randn(_TRIED, dtype=torch.float64) * scale
+    made = torch.randn(_TRIED_AT_ONCE, dtype=torch.float64) * scale
     return made.to(dtype) if dtype.is_floating_point else (made > 0).to(dtype)
 
 
