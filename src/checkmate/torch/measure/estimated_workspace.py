@@ -129,7 +129,7 @@ _RULES: dict[Any, _Rule] = {
         ),
         _of_channels,
     ),
-    **dict.fromkeys((aten.embedding, aten.embedding_dense_backward), _indices),
+    **dict.fromkeys((aten.embedding, aten.embedding_dense_backward, aten.scatter, aten.scatter_add), _indices),
     **dict.fromkeys(
         (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward), _tiles
     ),

@@ -24,7 +24,17 @@ from checkmate.torch._compat.sharding import Layout
 from checkmate.torch.chunking.bits.kernel_paths import flat_storage, same_path
 from checkmate.torch.chunking.bits.verdicts import keep_verdict, known_verdict, verdict_key
 from checkmate.torch.chunking.graph_values import inputs, outputs, shape_only, size_bytes, tensor
-from checkmate.torch.chunking.program import ChunkedProgram, NotChunkable, Part, Piece, PieceGraph, pieces_of, program_for, sliced
+from checkmate.torch.chunking.program import (
+    Body,
+    ChunkedProgram,
+    NotChunkable,
+    Part,
+    Piece,
+    PieceGraph,
+    pieces_of,
+    program_for,
+    sliced,
+)
 from checkmate.torch.chunking.rules.pieces import cuts
 from checkmate.torch.chunking.rules.placements import Placement, Split
 from checkmate.torch.chunking.stages import Stage
@@ -152,10 +162,10 @@ def _needed_bytes(stage: Stage) -> int:
 
 
 def _piece_bytes(value: fx.Node, placement: Placement, count: int) -> int:
-    """Bytes of a piece as it is made, as it is returned, with the strides of a slice, and as two such are compared: dense."""
+    """Bytes of a piece as it is returned, with the strides of a slice; and as it is made, or as two such are compared: dense."""
     piece = _first_piece(value, placement, count)
     numbers = 1 + sum((n - 1) * s for n, s in zip(piece.shape, piece.stride(), strict=True))
-    return piece.element_size() * (numbers + piece.numel()) + 2 * _dense_bytes(value, placement, count)
+    return piece.element_size() * numbers + max(piece.element_size() * piece.numel(), 2 * _dense_bytes(value, placement, count))
 
 
 def _dense_bytes(value: fx.Node, placement: Placement, count: int) -> int:
@@ -236,11 +246,17 @@ def _same(op: _OpInPieces, made: Mapping[fx.Node, torch.Tensor], given: Set[fx.N
         apart = any(made_here and not _is_dense(read) for made_here, read in zip(own, slices_read, strict=True))
         for dense in (False, True) if apart else (False,):
             read = [each.clone() if dense and made_here else each for made_here, each in zip(own, slices_read, strict=True)]
-            targets = [Layout.of(part).empty() for part in parts]
-            body.run([*read, *targets, *(buffer.empty() for buffer in body.buffers)])
-            if not all(map(same_bytes, parts, targets)):
+            if not _returns(body, read, parts):
                 return False
+            del read  # before the next are cloned
     return True
+
+
+def _returns(body: Body, read: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> bool:
+    """Whether a piece that is given some tensors makes what is expected."""
+    targets = [Layout.of(part).empty() for part in parts]
+    body.run([*read, *targets, *(buffer.empty() for buffer in body.buffers)])
+    return all(map(same_bytes, parts, targets))
 
 
 def _is_dense(piece: torch.Tensor) -> bool:
