@@ -177,7 +177,7 @@ class PlannedGraph:
         return StepMemory.of(graph, Plan.from_order(graph, range(len(graph.ops))))
 
     def captured(self, undefined: frozenset[int], accumulated: frozenset[int]) -> CapturedJoint:
-        """The joint graph as it is in a step. Ops that no other of its graphs has are estimated: `measured` has the room for them.
+        """The joint graph as it is in a step. Ops that its other graphs do not have are estimated: `measured` has room for them.
 
         Args:
             undefined: Tangents that are None in the step.
