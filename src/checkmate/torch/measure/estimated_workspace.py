@@ -7,6 +7,7 @@ type.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -73,10 +74,23 @@ def _is_contiguous(value: torch.Tensor) -> bool:
     return True
 
 
-def _everything(node: fx.Node, given: list[int], made: list[int]) -> int:
-    """OneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up."""
+def _convolution(node: fx.Node, given: list[int], made: list[int]) -> int:
+    """OneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up.
+
+    What it has no kernel for on this processor, such as float64, is a product of the unfolded input.
+    """
     values = {storage_key(t): t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
-    return 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t) for t in values.values())
+    blocked = 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t) for t in values.values())
+    return max(blocked, 0 if all(t.dtype is torch.float32 for t in values.values()) else _unfolded(node))
+
+
+def _unfolded(node: fx.Node) -> int:
+    backward = node.target is aten.convolution_backward.default
+    operands = (*node.args[:3], node.args[7]) if backward else (node, *node.args[:2], node.args[6])
+    result, given, weight, transposed = (n.meta["val"] if isinstance(n, fx.Node) else n for n in operands)
+    rows, columns = (result, given) if transposed else (given, result)  # type: ignore[misc]
+    sizes = (*rows.shape[:2], *weight.shape[2:], *columns.shape[2:])  # type: ignore[union-attr]
+    return rows.element_size() * math.prod(map(concrete, sizes))  # type: ignore[union-attr]
 
 
 def _rounded(value: torch.Tensor) -> int:
@@ -120,7 +134,7 @@ def _tiles(node: fx.Node, given: list[int], made: list[int]) -> int:
 
 
 _RULES: dict[Any, _Rule] = {
-    **dict.fromkeys((aten.convolution, aten.convolution_backward), _everything),
+    **dict.fromkeys((aten.convolution, aten.convolution_backward), _convolution),
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
     **dict.fromkeys(
         (

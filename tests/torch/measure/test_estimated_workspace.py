@@ -1,0 +1,60 @@
+"""Estimated scratch memory is at least what kernels allocate."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from checkmate.torch import measure_peak
+from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
+
+aten = torch.ops.aten
+SHAPES = [  # channels, channels of the result, groups, transposed
+    (24, 12, 1, False),
+    (24, 3, 1, False),
+    (16, 16, 4, False),
+    (16, 8, 1, True),
+]
+
+
+def estimated(op: Any, args: tuple[Any, ...]) -> int:
+    """The estimate for a call."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    nodes = [graph.placeholder("x") if isinstance(a, torch.Tensor) else a for a in args]
+    for node, a in zip(nodes, args, strict=True):
+        if isinstance(a, torch.Tensor):
+            node.meta["val"] = mode.from_tensor(a)
+    called = graph.call_function(op, tuple(nodes))
+    with mode:
+        called.meta["val"] = op(*(n.meta["val"] if isinstance(n, fx.Node) else n for n in nodes))
+    return estimated_workspace_bytes(called)
+
+
+def measured(op: Any, args: tuple[Any, ...]) -> int:
+    """What a call allocates besides its results."""
+    results = op(*args)
+    made = sum(
+        t.untyped_storage().nbytes() for t in ([results] if isinstance(results, torch.Tensor) else results) if t is not None
+    )
+    del results
+    return measure_peak(lambda: op(*args)) - made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "rows"), [*itertools.product(SHAPES, (2, 4))])
+def test_convolutions(shape: tuple[int, int, int, bool], rows: int, dtype: torch.dtype) -> None:
+    """Where oneDNN has no kernel for a type the input is unfolded, which takes as many times more as the kernel is large."""
+    channels, made, groups, transposed = shape
+    x = torch.randn(rows, channels, 24, 24, dtype=dtype)
+    weight = torch.randn(*((channels, made) if transposed else (made, channels // groups)), 3, 3, dtype=dtype)
+    settings = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
+    forward = (x, weight, None, *settings)
+    y = aten.convolution.default(*forward)
+    backward = (torch.ones_like(y), x, weight, [0], *settings, [True, True, False])
+    for op, args in ((aten.convolution.default, forward), (aten.convolution_backward.default, backward)):
+        assert measured(op, args) <= estimated(op, args)
