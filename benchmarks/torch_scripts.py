@@ -12,9 +12,9 @@ outcomes of a run with a budget are
 - holds: no step exceeds the budget; every loss and the final parameters are those of "100%" to the bit, the losses are those of
   eager;
 - announced: as before, but a step exceeds the budget by no more than a warning said before it;
-- refused: no plan keeps the budget, said before the second step is over; the smallest budget that the error names, or that the
-  next such error names, is kept in another run and is no more than eager takes. Or nothing of the script can be planned, as an
-  error says that names the place and a cure, and eager takes more than the budget;
+- refused: no plan keeps the budget or none was found, said before the second step is over; the smallest budget that the error
+  names, or that the next such error names, is kept in another run and is no more than eager takes. Or nothing of the script can
+  be planned, as an error says that names the place and a cure, and eager takes more than the budget;
 - not compiled: PyTorch's own `aot_eager` raises the same error, as it does for gradients of gradients. Not counted below;
 - silent, understated, false refusal, late refusal, wrong bits, crash, hang: all others.
 
@@ -225,16 +225,16 @@ def _budget() -> list[Any] | None:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     """An exception as a refusal, or as an error."""
-    from checkmate import InfeasibleBudgetError
+    from checkmate import InfeasibleBudgetError, PlanNotFoundError
 
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and not any(cause is known for known in causes):  # Dynamo raises an error from itself
         causes.append(cause)
         cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
-    cause = next((each for each in causes if isinstance(each, InfeasibleBudgetError)), None)
-    if isinstance(cause, InfeasibleBudgetError):
-        sizes = {"budget_bytes": cause.budget_bytes, "floor_bytes": cause.floor_bytes, "smallest_bytes": cause.smallest_bytes}
+    cause = next((each for each in causes if isinstance(each, (InfeasibleBudgetError, PlanNotFoundError))), None)
+    if isinstance(cause, (InfeasibleBudgetError, PlanNotFoundError)) and cause.smallest_bytes:
+        sizes = {"budget_bytes": cause.budget_bytes, "smallest_bytes": cause.smallest_bytes}
         return {"refused": {**sizes, "message": _without_folders(str(cause))[:600]}}
     return {"error": f"{type(error).__name__}: {_without_folders(str(error))[:600]}"}
 

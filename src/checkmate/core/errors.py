@@ -90,7 +90,17 @@ class InfeasibleBudgetError(CheckmateError, ValueError):
 
 
 class PlanNotFoundError(CheckmateError, RuntimeError):
-    """A solver stopped before it found a plan, and none is proven impossible."""
+    """A solver stopped before it found a plan, and none is proven impossible.
+
+    Attributes:
+        budget_bytes: The budget that was asked for, resident bytes included; 0 if it is not known.
+        smallest_bytes: The smallest peak that a plan was found for, or None.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", budget_bytes: int = 0, smallest_bytes: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.budget_bytes = budget_bytes
+        self.smallest_bytes = smallest_bytes
 
 
 class SolverError(CheckmateError, RuntimeError):

@@ -233,7 +233,12 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
             binding_op=smallest.binding_op,
         )
     detail = f" ({failure.termination.detail})" if failure.termination.detail else ""
-    raise PlanNotFoundError(f"no plan was found within {budget} by {failure.solver}{detail}; {found}; {floor}", hint=hint)
+    raise PlanNotFoundError(
+        f"no plan was found within {budget} by {failure.solver}{detail}; {found}; {floor}",
+        hint=hint,
+        budget_bytes=problem.budget_bytes,
+        smallest_bytes=smallest.peak_bytes,
+    )
 
 
 def _smallest(problem: Problem, session: Session, lowest: Floor) -> MinBudget:
