@@ -44,7 +44,7 @@ def within_room(size_bytes: int) -> Generator[None]:
         _ROOM.reset(token)
 
 
-_BEYOND: ContextVar[bool] = ContextVar("beyond", default=False)
+_BEYOND: ContextVar[bool | None] = ContextVar("beyond", default=None)
 
 
 @contextmanager
@@ -52,9 +52,9 @@ def beyond_room(allowed: bool) -> Generator[None]:
     """Context in which bits may be compared in more memory than a budget leaves: without that there is no plan.
 
     Args:
-        allowed: Whether they may.
+        allowed: Whether they may, unless a context around it forbids it.
     """
-    token = _BEYOND.set(allowed)
+    token = _BEYOND.set(allowed and _BEYOND.get() is not False)
     try:
         yield
     finally:

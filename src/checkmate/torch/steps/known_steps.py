@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,18 +15,11 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
-from checkmate.torch.distributed.consensus import Ranks
-from checkmate.torch.graph.storages import (
-    CUDA_ALIGNMENT_BYTES,
-    SCALAR_TANGENT_BYTES,
-    current_bytes,
-    storage_bytes,
-    storage_key,
-    strided_parts,
-    unique_bytes,
-)
-from checkmate.torch.measure.device_memory import LookDue, device_memory, state_to_come_bytes
+from checkmate.torch.graph.storages import current_bytes, unique_bytes
+from checkmate.torch.measure.device_memory import device_memory, state_to_come_bytes
+from checkmate.torch.measure.resident import beyond_room
 from checkmate.torch.steps.accumulation import Origins
+from checkmate.torch.steps.known_step import Gradients, KnownPlan, KnownStep
 from checkmate.torch.steps.program import PlannedGraph, Program, Share, key_of
 from checkmate.torch.steps.recorder import StepRecorder
 from checkmate.torch.steps.step_plan import StepPlan, plan_step
@@ -34,100 +27,13 @@ from checkmate.torch.steps.survivors import Survivors
 
 _log = logging.getLogger("checkmate.torch")
 
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """The outcome of planning a step.
-
-    Attributes:
-        plan: The plan; None where the plan that its only graph was compiled with is one of the step.
-        carried: Bytes of earlier steps, and of parameters that no graph reads, that it leaves room for at each gap.
-        grown: How many earlier plans did not leave enough.
-    """
-
-    plan: StepPlan | None
-    carried: tuple[int, ...]
-    grown: int = 0
-
-    def leaves_room(self, carried: tuple[int, ...], ignored_bytes: int) -> bool:
-        """Whether the plan keeps its budget beside so many bytes of earlier steps, or all but for a few that are ignored."""
-        free = 0 if self.plan is None else max(0, self.plan.result.budget_bytes - self.plan.result.peak_bytes)
-        free = max(free, ignored_bytes)
-        return all(now <= then + free for now, then in zip(carried, self.carried, strict=True))
-
-
 _FEW_SCALARS = 64
 """Scalars that are no reason to plan a step again: a script that keeps its losses has one more in every step."""
 
 _LOSS_SCALARS = 4
 """Scalars of eager code that no plan leaves room for: the gradient of a loss, a loss and the like."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Gradients:
-    """Gradients that exist before a step.
-
-    Attributes:
-        existing: Run and input of each.
-        accumulated: Inputs to whose gradients the backward of a run adds, for each run. Autograd adds to the others.
-    """
-
-    existing: frozenset[tuple[int, int]]
-    accumulated: tuple[frozenset[int], ...]
-
-
-@dataclass(eq=False, slots=True)
-class _KnownStep:
-    """A step that was recorded, with its plans.
-
-    Attributes:
-        recorder: The record.
-        plans: Plans by the gradients that exist before the step.
-        look: Whether the tensors of the process have to be looked up when the step begins.
-        outside_bytes: Tensors that belong to no step that was seen, and the state that optimizers will make.
-    """
-
-    recorder: StepRecorder
-    plans: dict[_Gradients, _Planned] = field(default_factory=dict)
-    look: LookDue = field(default_factory=LookDue)
-    outside_bytes: int = 0
-
-    def gradients(self, origins: Origins, existing: Set[tuple[int, int]] | None = None) -> _Gradients:
-        """The gradients before the step.
-
-        Args:
-            origins: What is known of where gradients come from.
-            existing: Run and input of each; those that exist now by default.
-        """
-        leaves = [(r, k, t) for r, run in enumerate(self.recorder.runs) for k, leaf in run.leaves if (t := leaf()) is not None]
-        if existing is None:
-            existing = {(r, k) for r, k, t in leaves if t.grad is not None}
-        replaceable = all(run.planned.replaceable for run in self.recorder.runs)
-        added = {(r, k) for r, k, t in leaves if replaceable and (r, k) in existing and origins.accumulates(t)}
-        of_run = tuple(frozenset(k for other, k in added if other == r) for r in range(len(self.recorder.runs)))
-        return _Gradients(frozenset(existing), of_run)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the step is one graph that is taken for a whole step."""
-        return len(self.recorder.runs) == 1 and self.recorder.runs[0].planned.alone
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """The ranks that plan together, or None."""
-        return self.recorder.runs[0].planned.ranks
-
-    @property
-    def scalar_bytes(self) -> int:
-        """Bytes that an allocator hands out for a scalar."""
-        tangents = (tangent for run in self.recorder.runs for tangent in run.planned.interface.tangents)
-        return CUDA_ALIGNMENT_BYTES if any(t.device.type == "cuda" for t in tangents) else SCALAR_TANGENT_BYTES
-
-    def gradient_storages(self) -> dict[int, int]:
-        """Bytes of each gradient that exists now, by the key of its storage."""
-        leaves = (leaf() for run in (*self.recorder.runs, *self.recorder.abandoned) for _, leaf in run.leaves)
-        parts = (part for t in leaves if t is not None and t.grad is not None for part in strided_parts(t.grad))
-        return {storage_key(part): storage_bytes(part) for part in parts}
+_HELD = "where they are held until this step is over"
 
 
 class KnownSteps:
@@ -140,9 +46,9 @@ class KnownSteps:
     def __init__(self) -> None:
         self.origins = Origins()
         self._survivors = Survivors()
-        self._known: dict[int, list[_KnownStep]] = {}  # by the identity of the first graph, the newest last
-        self._newest: _KnownStep | None = None
-        self._followed: dict[tuple[int, int], _KnownStep] = {}  # by the identities of the step before and of the first graph
+        self._known: dict[int, list[KnownStep]] = {}  # by the identity of the first graph, the newest last
+        self._newest: KnownStep | None = None
+        self._followed: dict[tuple[int, int], KnownStep] = {}  # by the identities of the step before and of the first graph
         self._shares: dict[str, Share] = {}
         self._traces_again = False
         self._warned: set[int] = set()
@@ -172,8 +78,9 @@ class KnownSteps:
         if step is not None:
             known.remove(step)
             self._note_outlived(step, recorder)
+            self._note_cleared(step, recorder)
         if step is None or (recorder.watched and not step.recorder.watched):
-            step = _KnownStep(recorder)
+            step = KnownStep(recorder)
             if not all(run.planned.replaceable for run in recorder.runs):
                 self._compile_again(step)
         known.append(step)
@@ -181,7 +88,7 @@ class KnownSteps:
         self._newest = step
         return step.recorder.watched
 
-    def _note_outlived(self, step: _KnownStep, recorder: StepRecorder) -> None:
+    def _note_outlived(self, step: KnownStep, recorder: StepRecorder) -> None:
         ignored_bytes = _FEW_SCALARS * step.scalar_bytes
         if self._survivors.outlived(recorder, ()) <= ignored_bytes:
             return  # as after nearly every step: gradients need not be looked up
@@ -198,6 +105,16 @@ class KnownSteps:
                 "later steps leave room for them",
                 recorder.runs[0].planned.budget,
                 format_bytes(outlived),
+            )
+
+    def _note_cleared(self, step: KnownStep, recorder: StepRecorder) -> None:
+        missed_bytes = step.note_cleared(recorder)
+        if missed_bytes:
+            _log.warning(
+                "gradients that were expected to be set to None before the backward were not, which may have exceeded the budget "
+                "of %s by %s: later steps leave room for them",
+                recorder.runs[0].planned.budget,
+                format_bytes(missed_bytes),
             )
 
     def plan(self, first: PlannedGraph, args: Sequence[Any], *, watched: bool) -> StepPlan | None:
@@ -239,7 +156,7 @@ class KnownSteps:
         """The part of a graph in the plan of a step whose graphs have to be compiled again for it."""
         return self._shares.get(key_of(graph, budget))
 
-    def _compiled_before(self, first: PlannedGraph, args: Sequence[Any]) -> list[_KnownStep]:
+    def _compiled_before(self, first: PlannedGraph, args: Sequence[Any]) -> list[KnownStep]:
         """Steps that began with a graph equal to one that Dynamo has compiled again, and with the same parameters."""
         if not first.replaceable or first.ranks is not None:
             return []
@@ -247,46 +164,51 @@ class KnownSteps:
         known = [(step, step.recorder.forwards[0]) for steps in self._known.values() for step in steps]
         return [step for step, run in known if run.planned.key == first.key and {id(leaf()) for _, leaf in run.leaves} == leaves]
 
-    def _plan_of(self, step: _KnownStep, args: Sequence[Any]) -> StepPlan | None:
+    def _plan_of(self, step: KnownStep, args: Sequence[Any]) -> StepPlan | None:
         gradients = step.gradients(self.origins)
         storages = step.gradient_storages()
         before, ignored_bytes = step.plans.get(gradients), _FEW_SCALARS * step.scalar_bytes
         counted = step.recorder.runs[0].planned.device.type == "cuda"  # by the allocator
         if counted:
             self._look(step, storages, args)
-        carried = self._carried(step, storages)
+        carried = self._carried(step, storages, gradients)
         room = before is not None and before.leaves_room(carried, ignored_bytes)
         if (not counted and step.look) or (any(carried) and not room):
             gc.collect()  # compilation leaves cycles of frames, which hold outputs of the first step
             self._look(step, storages, args)
-            carried = self._carried(step, storages)
+            carried = self._carried(step, storages, gradients)
         if before is None:
             step.plans[gradients] = self._first_plan(step, gradients, storages, carried)
         elif not before.leaves_room(carried, ignored_bytes):
-            step.plans[gradients] = self._planned_beside(step, gradients, sum(storages.values()), carried, before)
+            step.plans[gradients] = self._planned_beside(step, gradients, step.kept_bytes(gradients, storages), carried, before)
         return step.plans[gradients].plan
 
-    def _first_plan(
-        self, step: _KnownStep, gradients: _Gradients, storages: dict[int, int], carried: tuple[int, ...]
-    ) -> _Planned:
-        """A plan beside tensors of earlier steps; where there is none, one for which outputs that are held are freed in time."""
-        gradient_bytes = sum(storages.values())
-        try:
-            return self._planned(step, gradients, gradient_bytes, carried)
-        except (InfeasibleBudgetError, PlanNotFoundError):
-            freed = self._carried(step, storages, held=False)
-            if freed == carried or step.ranks is not None:
-                raise
-            planned = self._planned(step, gradients, gradient_bytes, freed)
-            _log.warning(
-                "no plan keeps the budget of %s beside the outputs of the step before: it may be exceeded by %s where they are "
-                "held until this step is over",
-                step.recorder.runs[0].planned.budget,
-                format_bytes(max(now - then for now, then in zip(carried, freed, strict=True))),
-            )
-            return replace(planned, carried=carried)
+    def _first_plan(self, step: KnownStep, gradients: Gradients, storages: dict[int, int], carried: tuple[int, ...]) -> KnownPlan:
+        """A plan beside what earlier steps left; where there is none, one for which that is freed in time."""
+        clearing = step.gradients(self.origins, cleared=gradients.existing | gradients.cleared)
+        kept_bytes, ways = step.kept_bytes(gradients, storages), []
+        for fewer, held, what in (
+            (gradients, True, ""),
+            (clearing, True, "gradients of the step before: it may be exceeded by %s where they exist in the backward"),
+            (gradients, False, f"outputs of the step before: it may be exceeded by %s {_HELD}"),
+            (clearing, False, f"gradients and outputs of the step before: it may be exceeded by %s {_HELD}"),
+        ):
+            freed, left_bytes = self._carried(step, storages, fewer, held=held), step.kept_bytes(fewer, storages)
+            excess = kept_bytes - left_bytes + max(now - then for now, then in zip(carried, freed, strict=True))
+            if not ways or (excess > 0 and step.ranks is None):
+                ways.append((fewer, left_bytes, freed, what, excess))
+        for fewer, left_bytes, freed, what, excess in ways:
+            last = what == ways[-1][3]
+            with contextlib.suppress(*() if last else (InfeasibleBudgetError, PlanNotFoundError)), beyond_room(last):
+                planned = self._planned(step, fewer, left_bytes, freed)
+                if what:
+                    budget = step.recorder.runs[0].planned.budget
+                    _log.warning("no plan keeps the budget of %s beside the " + what, budget, format_bytes(excess))
+                    step.plans[fewer] = planned
+                return replace(planned, carried=carried)
+        raise AssertionError("the last way has a plan, or raises")
 
-    def _look(self, step: _KnownStep, gradients: dict[int, int], args: Sequence[Any]) -> None:
+    def _look(self, step: KnownStep, gradients: dict[int, int], args: Sequence[Any]) -> None:
         """Find out what exists besides a step that is about to begin: optimizer state, copies, data, other models.
 
         The inputs of the step are taken to exist already, and to be as large as they were when it was recorded.
@@ -303,14 +225,17 @@ class KnownSteps:
         trained = [t for run in record.runs for _, leaf in run.leaves if (t := leaf()) is not None]
         step.outside_bytes = max(0, outside) + state_to_come_bytes(trained, first.device)
 
-    def _carried(self, step: _KnownStep, gradients: dict[int, int], *, held: bool = True) -> tuple[int, ...]:
-        carried = [step.outside_bytes + size for size in self._survivors.carried(step.recorder, gradients, held=held)]
+    def _carried(self, step: KnownStep, storages: dict[int, int], gradients: Gradients, *, held: bool = True) -> tuple[int, ...]:
+        """Bytes besides what the step is given and makes, at each gap; gradients that are cleared in it among them."""
+        carried = [step.outside_bytes + size for size in self._survivors.carried(step.recorder, storages, held=held)]
+        for size, last in step.cleared_storages(gradients).values():
+            carried[: last + 1] = [before + size for before in carried[: last + 1]]
         # Ranks agree on resident bytes, and stop if their graphs differ.
         return tuple(carried) if step.ranks is None else (max(carried),) * len(carried)
 
     def _planned_beside(
-        self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int, carried: tuple[int, ...], before: _Planned
-    ) -> _Planned:
+        self, step: KnownStep, gradients: Gradients, gradient_bytes: int, carried: tuple[int, ...], before: KnownPlan
+    ) -> KnownPlan:
         """A plan that leaves room for more tensors of earlier steps than the plan before; that one if there is no other."""
         # Where more and more is held, such as a list of predictions, more room after each plan makes planning rare.
         more = max(0, *(now - then for now, then in zip(carried, before.carried, strict=True)))
@@ -327,17 +252,17 @@ class KnownSteps:
             format_bytes(more),
             step.recorder.runs[0].planned.budget,
         )
-        return _Planned(before.plan, carried, grown=before.grown + 1)
+        return KnownPlan(before.plan, carried, grown=before.grown + 1)
 
-    def _warn_once(self, step: _KnownStep, message: str, *args: Any) -> None:
+    def _warn_once(self, step: KnownStep, message: str, *args: Any) -> None:
         if id(step) not in self._warned:
             self._warned.add(id(step))
             _log.warning(message, *args)
 
-    def _planned(self, step: _KnownStep, gradients: _Gradients, gradient_bytes: int, carried: tuple[int, ...]) -> _Planned:
+    def _planned(self, step: KnownStep, gradients: Gradients, gradient_bytes: int, carried: tuple[int, ...]) -> KnownPlan:
         runs = step.recorder.runs
         if any(run.planned.options.plan is not None for run in runs):
-            return _Planned(None, carried)  # a plan that the user gave is for one of the graphs
+            return KnownPlan(None, carried)  # a plan that the user gave is for one of the graphs
         fixed = any(run.planned.dynamic and not run.planned.replaceable for run in runs)
         alone = len(runs) == 1 and (runs[0].planned.alone or fixed) and not runs[0].undefined
         alone = alone and gradient_bytes <= runs[0].planned.planned_gradient_bytes
@@ -346,12 +271,12 @@ class KnownSteps:
             # What it was compiled to take in the plan of its step leaves room for eager code already.
             free = _free_bytes(step) if known is None or known.order is None else known.limit.peak_bytes
             if memory.forward_peak_bytes + carried[1] <= free and memory.backward_peak_bytes + carried[2] <= free:
-                return _Planned(None, carried)
+                return KnownPlan(None, carried)
             if not fixed and step.ranks is None and self._compiled_for_less(runs[0].planned, free - max(carried)):
-                return _Planned(None, carried)
+                return KnownPlan(None, carried)
         compiled_again = [run.planned.key for run in runs if not run.planned.replaceable]
         if compiled_again and all(key in self._shares for key in compiled_again):
-            return _Planned(None, carried)  # they were compiled for the plan of this step
+            return KnownPlan(None, carried)  # they were compiled for the plan of this step
         if fixed:
             # Compiled again it would be for the sizes of the next batch, whatever sizes were announced.
             if len(runs) > 1:
@@ -366,7 +291,7 @@ class KnownSteps:
                 "for gradients, reserve for everything else",
                 runs[0].planned.budget,
             )
-            return _Planned(None, carried)
+            return KnownPlan(None, carried)
         from_cache = [run.planned for run in runs if run.planned.joint is None]
         if from_cache:
             _log.info("compiled again for its step: the code of %d graphs came from a cache", len(from_cache))
@@ -374,11 +299,11 @@ class KnownSteps:
             for planned in from_cache:
                 if planned.recompile is not None:
                     planned.recompile()
-            return _Planned(None, carried)
+            return KnownPlan(None, carried)
         plan = plan_step(step.recorder, gradient_bytes, gradients.existing, gradients.accumulated, carried)
         _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
         if all(planned.replaceable for planned in plan.graphs):
-            return _Planned(plan, carried)
+            return KnownPlan(plan, carried)
         for planned, program in zip(plan.graphs, plan.programs, strict=True):
             if program is None:
                 continue
@@ -390,7 +315,7 @@ class KnownSteps:
                 self._shares[planned.key] = Share.of(program, free)
             if planned.recompile is not None:
                 planned.recompile()
-        return _Planned(None, carried)
+        return KnownPlan(None, carried)
 
     def _compiled_for_less(self, planned: PlannedGraph, most_bytes: int) -> bool:
         """Whether the only graph of a step is compiled again by Inductor, to take at most so many bytes."""
@@ -404,7 +329,7 @@ class KnownSteps:
             planned.recompile()
         return True
 
-    def _compile_again(self, step: _KnownStep) -> None:
+    def _compile_again(self, step: KnownStep) -> None:
         """Plan a step now: those of its graphs that have to be compiled again are so when they are called next."""
         gradients = step.gradients(self.origins, step.recorder.existing)
         nothing = (step.recorder.runs[0].planned.outside_bytes,) * (len(step.recorder.windows) + 1)
@@ -418,7 +343,7 @@ def _kind(recorder: StepRecorder) -> list[tuple[str, int, frozenset[int] | None]
     return [(runs[r].planned.key, r, runs[r].undefined if back else None) for r, back in recorder.windows]
 
 
-def _free_bytes(step: _KnownStep) -> int:
+def _free_bytes(step: KnownStep) -> int:
     """The most that the only graph of a step and tensors of earlier steps may take, above what is resident."""
     planned = step.recorder.runs[0].planned
     own = planned.own
@@ -431,11 +356,11 @@ def _free_bytes(step: _KnownStep) -> int:
     return free + planned.outside_bytes  # which are carried, and in the peak of the plan
 
 
-def _eager_bytes(step: _KnownStep) -> int:
+def _eager_bytes(step: KnownStep) -> int:
     """The most that eager code takes in a step, with what it was given."""
     return step.recorder.eager_peak_bytes + step.recorder.eager_input_bytes
 
 
-def _same_accumulation(program: Program, gradients: _Gradients) -> bool:
+def _same_accumulation(program: Program, gradients: Gradients) -> bool:
     """Whether a program of a step of one graph adds to exactly those existing gradients that it can add to."""
     return {k for k in program.accumulated if (0, k) in gradients.existing} == gradients.accumulated[0]

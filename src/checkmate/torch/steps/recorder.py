@@ -61,6 +61,7 @@ class StepRecorder:
         last: The last gap in which a storage was alive, of those that were freed: gap ``w`` is before window ``w``.
         overwritten: Window in or after which a storage was found to have changed.
         existing: Run and input of every leaf that had a gradient when its forward began.
+        cleared: Those of them that had none any more when their backward began.
         watched: Whether eager code is seen.
         over: Whether the backward of the step is over, or another step has begun.
         eager_peak_bytes: The most that eager code held at any time of the step.
@@ -82,6 +83,7 @@ class StepRecorder:
     last: dict[int, int] = field(default_factory=dict)
     overwritten: dict[int, int] = field(default_factory=dict)
     existing: set[tuple[int, int]] = field(default_factory=set)
+    cleared: set[tuple[int, int]] = field(default_factory=set)
     watched: bool = False
     over: bool = False
     eager_peak_bytes: int = 0
@@ -211,7 +213,12 @@ class StepRecorder:
         """Record that a backward begins."""
         run.undefined = frozenset(t for t, value in enumerate(tangents) if value is None)
         run.tangents = tuple(self._storage(t, None, {}) if isinstance(t, torch.Tensor) else None for t in tangents)
-        self._begin((self.runs.index(run), True))
+        r = self.runs.index(run)
+        if self.existing:
+            self.cleared |= {
+                (r, k) for k, leaf in run.leaves if (r, k) in self.existing and getattr(leaf(), "grad", None) is None
+            }
+        self._begin((r, True))
 
     def end_backward(self, run: Run, gradients: Sequence[Any]) -> None:
         """Record what a backward returned."""
@@ -233,7 +240,10 @@ class StepRecorder:
         peak = max(self.peaks.get(w, 0), self.peaks.get(w + 1, 0), run.held_bytes + memory.forward_peak_bytes)
         del self.runs[r], self.windows[w]
         self.windows = [(other - (other > r), backward) for other, backward in self.windows]
-        self.existing = {(other - (other > r), k) for other, k in self.existing if other != r}
+        for places in (self.existing, self.cleared):
+            kept = {(other - (other > r), k) for other, k in places if other != r}
+            places.clear()
+            places.update(kept)
         for s, source in enumerate(self.sources):
             if source == w:
                 self.sources[s], self.eager[s] = None, w + 1
