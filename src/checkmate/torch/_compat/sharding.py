@@ -127,6 +127,8 @@ class _Library:
         self._direct: dict[OpOverload, Callable[..., Any]] = propagator.op_single_dim_strategy_funcs
         self._strategies: dict[OpOverload, Callable[..., Any]] = propagator.op_strategy_funcs
         self._mesh = DeviceMesh("cpu", torch.arange(_PIECES), _init_backend=False, _rank=0)
+        if hasattr(self._mesh, "_rank_map"):  # eight bytes that would stay, and that a budget to the byte has no room for
+            self._mesh._rank_map = self._mesh._rank_map.to("meta")
         self._placements: Any = placements
         self._placeholder: Any = _ShardingPlaceholder
         self._meta: Any = TensorMeta
