@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -386,3 +386,40 @@ def test_a_packed_gru_between_planned_graphs() -> None:
         found.append([*training.seen, *(p.grad for p in model.parameters())])
         assert max(training.over) <= 0
     assert all(map(torch.equal, *found))
+
+
+class _Two(torch.autograd.Function):
+    """Eager code with two results; it notes into which of them gradients flow."""
+
+    noted: ClassVar[list[tuple[bool, bool]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+        _Two.noted.append((first is None, second is None))
+        return None if first is None else first * 2
+
+
+def test_no_gradient_is_none_for_eager_code_in_the_first_step_too() -> None:
+    """A value that is returned for a log: eager code before the graph would compute its gradient from zeros, as it never does."""
+    lower, upper = nn.Linear(8, 8), nn.Linear(8, 8)
+    scale = nn.Parameter(torch.ones(8))
+
+    @torch.compiler.disable
+    def between(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _Two.apply(x)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = between(lower(x).tanh())
+        return upper(first).square().mean(), (second * scale).mean()
+
+    run = torch.compile(step, backend="checkmate", options={"budget": "100%", "costs": "estimated"})
+    _Two.noted.clear()
+    for _ in range(3):
+        run(torch.randn(4, 8))[0].backward()
+        assert scale.grad is None
+    assert _Two.noted == [(False, True)] * 3

@@ -355,12 +355,18 @@ class Coordinator:
             args.clear()
         else:
             assert program.backward is not None
+            undefined = frozenset(t for t, value in enumerate(args[first:]) if value is None)
             with self._planned_code():
                 args[first:] = planned.materialized(args[first:], program.undefined)
             leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
             accumulation = Accumulation(leaves, program.accumulated, self.steps.origins)
             with self._planned_code(), accumulation:
                 results = program.backward(args)
+            if undefined > program.undefined and planned.replaceable:
+                # Eager code before this graph may compute more where it is given zeros.
+                results = list(results)
+                for k in planned.without_gradient(undefined):
+                    results[k] = None
             accumulation.hand_over(results)
         with self._lock:
             if recording:

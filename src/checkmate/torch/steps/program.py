@@ -238,6 +238,16 @@ class PlannedGraph:
             )
         return self._programs[key]
 
+    def without_gradient(self, undefined: frozenset[int]) -> list[int]:
+        """Inputs that no gradient flows into, so that autograd has None for them and not zeros.
+
+        Args:
+            undefined: Tangents that are None.
+        """
+        joint = self.captured(undefined, self.own.accumulated).whole.joint
+        gradients: Any = joint.graph.output_node().args[0]
+        return [k for k, gradient in enumerate(gradients[self.num_outputs :]) if gradient is None]
+
     @functools.cached_property
     def keeping_everything(self) -> Program:
         """The program that saves what the plain step saves; the own one where no other can take its place."""
