@@ -63,6 +63,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     std::lock_guard<std::mutex> lock(guard);
     return peak_bytes;
   });
+  module.def("owns", [](uintptr_t block) {
+    std::lock_guard<std::mutex> lock(guard);
+    return sizes.count(reinterpret_cast<void*>(block)) > 0;
+  });
   module.def("reset", [] {
     std::lock_guard<std::mutex> lock(guard);
     peak_bytes = live_bytes;

@@ -17,7 +17,10 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 @cache
 def counting_allocator() -> Any:
-    """The built module: `install()`, then `live()` and `peak()` in bytes; `reset()` lowers the peak to what is live."""
+    """The built module: `install()`, then `live()` and `peak()` in bytes; `reset()` lowers the peak to what is live.
+
+    `owns(address)` tells whether a block is one that it counts.
+    """
     import torch
     from torch.utils.cpp_extension import load
 

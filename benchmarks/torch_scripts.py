@@ -12,9 +12,10 @@ outcomes of a run with a budget are
 - holds: no step exceeds the budget; every loss and the final parameters are those of "100%" to the bit, the losses are those of
   eager;
 - announced: as before, but a step exceeds the budget by no more than a warning said before it;
-- refused: no plan keeps the budget or none was found, said before the second step is over; the smallest budget that the error
-  names, or that the next such error names, is kept in another run and is no more than eager takes. Or nothing of the script can
-  be planned, as an error says that names the place and a cure, and eager takes more than the budget;
+- refused: no plan keeps the budget or none was found, said before the second step with batches of these sizes is over; the
+  smallest budget that the error names, or that the next such error names, is kept in another run and is no more than eager
+  takes. Or nothing of the script can be planned, as an error says that names the place and a cure, and eager takes more than the
+  budget;
 - not compiled: PyTorch's own `aot_eager` raises the same error, as it does for gradients of gradients. Not counted below;
 - silent, understated, false refusal, late refusal, wrong bits, crash, hang: all others.
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import logging
 import math
@@ -51,7 +53,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning")
 KEPT = ("holds", "announced", "refused")
 UNPLANNABLE = ("NothingPlannedError", "GraphError")  # which name the place and a cure
 RETRIES = 3  # a graph is known before its step, and a step before another kind of step
-KNOWN_BY = 2  # a step of several graphs has been seen when it begins for the second time
+KNOWN_BY = 2  # a step of several graphs has been seen when its kind begins for the second time
 TOLERANCE = 1e-3  # of losses between eager code and the graphs of AOTAutograd, which sum in another order
 
 
@@ -160,14 +162,14 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
             if found not in now:
                 now.append(found)
 
-    def begin_step() -> None:
+    def begin_step(batch: Any) -> None:
         end_step()
-        row["steps"].append({"live_bytes": counter.live()})
+        row["steps"].append({"live_bytes": counter.live(), "mapped_bytes": mapped_bytes(counter), "kind": shapes(batch)})
 
     def end_step() -> None:
         budget()
         where = row["steps"][-1] if row["steps"] else row
-        where["peak_bytes"] = counter.peak()
+        where["peak_bytes"] = counter.peak() + where.get("mapped_bytes", 0)
         where["time_s"] = time.perf_counter() - marks[-1]
         marks.append(time.perf_counter())
         counter.reset()
@@ -188,6 +190,7 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
         within = training_within(int(mode) if mode.isdigit() else mode, time_limit_s=time_limit_s)
     elif mode != "eager":
         options = {"budget": int(mode) if mode.isdigit() else mode, "time_limit_s": time_limit_s}
+        torch._functorch.config.donated_buffer = False  # as our backend, or it refuses gradients of gradients for another reason
         settings = {"backend": mode} if mode == "aot_eager" else {"backend": "checkmate", "options": options}
 
         def compile_model(model: Any, in_place: bool) -> Any:
@@ -213,6 +216,29 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
         logging.getLogger("checkmate").removeHandler(collect)
         hook.remove()
     return row
+
+
+def mapped_bytes(counter: Any) -> int:
+    """Bytes of tensors that the allocator did not make: weights that were loaded from a file are mapped into memory."""
+    import torch
+
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter) and o.device.type == "cpu"]
+    storages = {s.data_ptr(): s.nbytes() for t in tensors if t.layout is torch.strided and (s := t.untyped_storage()).nbytes()}
+    return sum(size for address, size in storages.items() if address and not counter.owns(address))
+
+
+def shapes(batch: Any) -> str:
+    """The sizes of the tensors of a batch: steps of other sizes are of other kinds."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return str(
+        [
+            tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in pytree.tree_leaves(batch)
+            if isinstance(leaf, (torch.Tensor, int))
+        ]
+    )
 
 
 def _budget() -> list[Any] | None:
@@ -253,20 +279,26 @@ def limits(found: dict[str, Any], budget_bytes: int | None) -> list[int]:
     """The budget of each step in bytes: the one that was asked for, or what a share was taken to be in that step.
 
     Until a step of several graphs is planned as a whole its share is not known; it is then that of the first step of the loop of
-    which all is.
+    which all is. Where nothing can be planned there is nothing to give up, and the share is all that the script takes.
     """
     if budget_bytes is not None:
         return [budget_bytes] * len(found["steps"])
     budgets = [step.get("budgets", []) for step in found["steps"]]
     first = next((max(total for total, _ in each) for each in budgets if each and all(whole for _, whole in each)), None)
-    return [_limit(each, first) for each in budgets]
+    return [_limit(each, first, found.get("eager_bytes", 0)) for each in budgets]
 
 
-def _limit(budgets: list[Any], first: int | None) -> int:
+def _limit(budgets: list[Any], first: int | None, eager_bytes: int) -> int:
     whole = [total for total, whole in budgets if whole]
     if len(whole) < len(budgets) or not budgets:  # a part of the step is not known yet
-        whole.append(first or max((total for total, _ in budgets), default=0))
+        whole.append(first or max((total for total, _ in budgets), default=eager_bytes))
     return max(whole)
+
+
+def times(found: dict[str, Any]) -> int:
+    """How many steps of the kind of the last one a run began."""
+    kinds = [step.get("kind") for step in found.get("steps", [])]
+    return kinds.count(kinds[-1]) if kinds else 0
 
 
 def excesses(found: dict[str, Any], budget_bytes: int | None) -> list[tuple[int, int, int, int]]:
@@ -299,6 +331,8 @@ def classify(row: dict[str, Any]) -> None:
     """Note the class of each run of a script with a budget, and the reason in words."""
     for label in BUDGETS:
         if label in row:
+            if label.endswith("%"):
+                row[label]["eager_bytes"] = highest(row["eager"])
             row[label]["outcome"], row[label]["why"] = outcome(row[label], row)
 
 
@@ -326,7 +360,7 @@ def outcome(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
 def _error(found: dict[str, Any], budget_bytes: int | None, eager_bytes: int) -> tuple[str, str]:
     """The class of a run that raised another error than one of a budget: right if nothing can be planned and eager takes more."""
     step, error = len(found.get("steps", [])), found["error"]
-    if not error.startswith(UNPLANNABLE) or step > KNOWN_BY or (budget_bytes or 0) >= eager_bytes:
+    if not error.startswith(UNPLANNABLE) or times(found) > KNOWN_BY or (budget_bytes or 0) >= eager_bytes:
         return "crash", f"step {step}: {error}"
     name, why = _over(excesses(found, budget_bytes))
     return ("refused", f"step {step}: no plan can be made: {error}") if name in KEPT else (name, why)
@@ -348,7 +382,8 @@ def _refusal(found: dict[str, Any], budget_bytes: int | None, eager_bytes: int) 
     name, why = _over([each for run, size in zip(runs, budgets, strict=True) for each in excesses(run, size)])
     if name not in KEPT:
         return name, why
-    return ("refused" if max(steps) <= KNOWN_BY else "late refusal"), text
+    in_time = max(times(each) for each in runs if "refused" in each) <= KNOWN_BY
+    return ("refused" if in_time else "late refusal"), text
 
 
 def _over(over: list[tuple[int, int, int, int]]) -> tuple[str, str]:

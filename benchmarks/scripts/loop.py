@@ -48,14 +48,14 @@ class Watch:
 
     Attributes:
         compile: Compiles a model; given whether in place.
-        begin_step: Called at the begin of each step of the loop.
+        begin_step: Called at the begin of each step of the loop, with its batch if that is known.
         loss: Called with each loss.
         models: The models that are trained.
     """
 
     def __init__(self) -> None:
         self.compile: Callable[[Any, bool], Any] = lambda model, in_place: model
-        self.begin_step: Callable[[], None] = lambda: None
+        self.begin_step: Callable[[Any], None] = lambda batch: None
         self.loss: Callable[[float], None] = lambda loss: None
         self.models: list[Any] = []
 
@@ -72,7 +72,7 @@ def compiled(model: Any, *, in_place: bool = False) -> Any:
 def steps(batches: Iterable[T]) -> Iterator[T]:
     """The batches, as a progress bar passes them on."""
     for batch in batches:
-        WATCH.begin_step()
+        WATCH.begin_step(batch)
         yield batch
 
 
