@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from checkmate.core.errors import CheckmateError
+from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE
 from checkmate.torch._compat.dynamo import (
     CompileLog,
@@ -120,11 +121,13 @@ class CompiledCalls:
         if not places:
             return
         self._told.update(places)
+        most_bytes = COORDINATOR.steps.keep_all_bytes
         _log.warning(
-            "this call and others like it run without a plan, so that the budget of %s is not kept: %s was compiled %d times, "
+            "this call and others like it run without a plan, so that the budget of %s is not kept%s: %s was compiled %d times, "
             "each time for another shape or setting, and Dynamo compiles no more; what it compiled before keeps its plans\n"
             "hint: %s",
             self.options.budget,
+            f", and up to {format_bytes(most_bytes)} are taken" if most_bytes else "",
             " and ".join(p.where for p in places),
             dynamo_config.recompile_limit,
             hints(places),
@@ -224,8 +227,8 @@ class Call:
         self._calls.read(self._log)
         if self.compiled:
             gc.collect()  # Dynamo leaves cycles of frames, which hold outputs that the user has dropped
-        # Dynamo calls this without the exception, in a `finally`.
-        if sys.exception() is self._exception and not runs_eagerly_on_request():
+        # Dynamo calls this without the exception, in a `finally`. What a call without gradients takes is told elsewhere.
+        if not self._evaluates and sys.exception() is self._exception and not runs_eagerly_on_request():
             self._calls.judge(self.planned_nodes, other)
 
     def read_log(self) -> None:

@@ -98,8 +98,6 @@ class KnownStep:
         Returns:
             Bytes of those that were not, for which no plan left room.
         """
-        if not recorder.existing:
-            return 0
         places: dict[int, set[tuple[int, int]]] = {}  # by leaf, which several runs may be given
         sizes: dict[tuple[int, int], int] = {}
         for r, run in enumerate(recorder.runs):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from checkmate.core.budget import Budget
+from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
@@ -48,6 +48,7 @@ class KnownSteps:
         self._survivors = Survivors()
         self._known: dict[int, list[KnownStep]] = {}  # by the identity of the first graph, the newest last
         self._newest: KnownStep | None = None
+        self._expected: KnownStep | None = None  # whose plan the step runs that is under way
         self._followed: dict[tuple[int, int], KnownStep] = {}  # by the identities of the step before and of the first graph
         self._shares: dict[str, Share] = {}
         self._traces_again = False
@@ -69,24 +70,26 @@ class KnownSteps:
             recorder: The step, which is complete.
 
         Returns:
-            Whether its eager code was seen, now or before.
+            Whether eager code was seen in such a step, and this is not the first one: another kind may follow that, such as the
+            next micro batch.
         """
         recorder.close()
         first = id(recorder.forwards[0].planned)
         known = self._known.setdefault(first, [])
         step = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
+        came_before = step is not None
         if step is not None:
             known.remove(step)
             self._note_outlived(step, recorder)
-            self._note_cleared(step, recorder)
         if step is None or (recorder.watched and not step.recorder.watched):
             step = KnownStep(recorder)
             if not all(run.planned.replaceable for run in recorder.runs):
                 self._compile_again(step)
+        self._note_cleared(step, recorder)
         known.append(step)
         self._followed[id(self._newest), first] = step
         self._newest = step
-        return step.recorder.watched
+        return came_before and step.recorder.watched
 
     def _note_outlived(self, step: KnownStep, recorder: StepRecorder) -> None:
         ignored_bytes = _FEW_SCALARS * step.scalar_bytes
@@ -108,7 +111,11 @@ class KnownSteps:
             )
 
     def _note_cleared(self, step: KnownStep, recorder: StepRecorder) -> None:
+        if not recorder.existing:
+            return
         missed_bytes = step.note_cleared(recorder)
+        if self._expected not in (None, step) and _kind(self._expected.recorder) == _kind(recorder):
+            missed_bytes += self._expected.note_cleared(recorder)  # of equal graphs, from which its plan is
         if missed_bytes:
             _log.warning(
                 "gradients that were expected to be set to None before the backward were not, which may have exceeded the budget "
@@ -123,8 +130,8 @@ class KnownSteps:
         Args:
             first: The graph.
             args: Its arguments.
-            watched: Whether eager code is seen in this step. One of which it was not seen before is then planned when it begins
-                again: until then nothing is known of what its eager code takes.
+            watched: Whether eager code is seen in this step. One of which it was not seen before, nor of an equal one, is then
+                planned when it begins again: until then nothing is known of what its eager code takes.
 
         Returns:
             The plan; None for a first step, and where the plan that the graph was compiled with is one of the step.
@@ -136,16 +143,24 @@ class KnownSteps:
         """
         known = self._known.get(id(first)) or self._compiled_before(first, args)
         step = self._followed.get((id(self._newest), id(first)), known[-1]) if known else None
-        if step is not None and watched and not step.recorder.watched and not step.is_alone:
+        if step is not None and not step.recorder.watched and not step.is_alone:
             kind = _kind(step.recorder)
-            before = self._compiled_before(first, args)
-            step = next((known for known in before if known.recorder.watched and _kind(known.recorder) == kind), None)
+            before = [*known, *self._compiled_before(first, args)]
+            seen = (known for known in before if known.recorder.watched and _kind(known.recorder) == kind)
+            step = next(seen, None if watched else step)
+        self._expected = step
         return None if step is None else self._plan_of(step, args)
 
     @property
     def eager_bytes(self) -> int:
         """The most that eager code took in the newest step."""
         return 0 if self._newest is None else self._newest.recorder.eager_peak_bytes
+
+    @property
+    def keep_all_bytes(self) -> int:
+        """Peak of keeping everything in the largest step that was planned; 0 before the first."""
+        plans = (known.plan for steps in self._known.values() for step in steps for known in step.plans.values())
+        return max((keep_all_bytes(plan.graph) for plan in plans if plan is not None), default=0)
 
     @property
     def begin_as_compiled(self) -> bool:
