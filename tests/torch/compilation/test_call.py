@@ -385,3 +385,37 @@ def test_generating_text_leaves_the_training_its_compilations() -> None:
     for _ in range(2):
         run(torch.ones(64, 16)).backward()
     assert COORDINATOR.result is not None
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x if x.mean().item() < 1e9 else x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+def test_an_evaluation_may_make_autograd_nodes() -> None:
+    """A custom function makes one whether or not gradients are asked for: the reference pass of DPO does."""
+    run = compiled(lambda x: _Doubled.apply(x), budget="1KiB")
+    with torch.no_grad():
+        run(batch())
+
+
+class Sparse(Layers):
+    """A layer on a graph whose adjacency matrix is sparse: Dynamo traces no function that is given one."""
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sparse.mm(adjacency, layer(x))
+        return x.square().mean()
+
+
+def test_that_nothing_is_planned_exceeds_no_budget_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """It is known when the call has run; before that its eager code is compared with the budget."""
+    run = compiled(Sparse(), budget="1KiB")
+    with pytest.raises(NothingPlannedError, match="sparse"):
+        run(batch(), torch.eye(len(batch())).to_sparse())
+    assert any("no graph of it has run yet" in text for text in warnings(caplog))

@@ -203,7 +203,7 @@ class Call:
         if _thread.call is None:
             _thread.call = self
             if torch.is_grad_enabled():
-                COORDINATOR.begin_call(self._calls)
+                COORDINATOR.begin_call(self._calls, self._calls.options.planning.budget)
             watch_compilations(_compile_began, _compile_ended)
             self._contexts = ExitStack()
             self._contexts.enter_context(recurrent_layers_outside())

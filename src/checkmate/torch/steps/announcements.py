@@ -12,7 +12,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.graph import Graph
 from checkmate.core.units import format_bytes
 from checkmate.torch.graph.storages import storage_key
-from checkmate.torch.measure.device_memory import DeviceMemory
+from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 from checkmate.torch.steps.program import Flight, PlannedGraph, Share
 from checkmate.torch.steps.recorder import StepRecorder
 
@@ -59,10 +59,11 @@ class Announcements:
         self._said: dict[tuple[int, bool], int] = {}  # bytes, by graph and whether in a first step
         self._limit: _Limit | None = None  # of a step whose eager code is seen for the first time
         self._besides_eager_bytes = 0  # of the step, after its newest window
+        self._outside_bytes: int | None = None  # of all else, where no graph of the step has run
 
     def begin_step(self) -> None:
         """Forget the step before."""
-        self._limit = None
+        self._limit = self._outside_bytes = None
 
     def before_forward(self, flight: Flight, now: Now, share_of: Callable[[Graph, Budget], Share | None]) -> None:
         """Warn before a forward that may exceed the budget, or whose backward may.
@@ -110,6 +111,25 @@ class Announcements:
             needed = self._besides_eager_bytes + eager_bytes + size_bytes
             # What eager code has made has gradients as large, which are still to come.
             self._say(self._limit, now.first, needed, needed + eager_bytes, 2 * eager_bytes)
+
+    def before_any_graph(self, budget: Budget, device: torch.device, eager_bytes: int) -> None:
+        """Warn where eager code exceeds the budget and no graph of the step has run: Dynamo may have made none.
+
+        Args:
+            budget: The budget of the function that is called. A share is known when a graph is.
+            device: Where the code has just allocated.
+            eager_bytes: What it holds.
+        """
+        if self._outside_bytes is None:
+            self._outside_bytes = device_memory(device).total_bytes - eager_bytes
+        needed, key = self._outside_bytes + eager_bytes, (0, True)
+        if budget.total_bytes is not None and needed > max(budget.total_bytes, self._said.get(key, 0)):
+            self._said[key] = needed + eager_bytes  # what eager code has made has gradients as large
+            _log.warning(
+                "a first step may take up to %s, more than its budget of %s: no graph of it has run yet",
+                format_bytes(self._said[key]),
+                budget,
+            )
 
     def before_backward(self, flight: Flight, tangents: Iterable[object], now: Now) -> None:
         """Warn before a backward: what eager code and the graphs after its own hold is known now.

@@ -66,6 +66,7 @@ class Coordinator:
         self._told_of_hooks: set[int] = set()  # graphs
         self._watch: EagerWatch | None = None
         self._calling = False  # whether a call of a compiled function is under way
+        self._budget: Budget | None = None  # of that function
         self._callers = WeakSet[Any]()  # compiled functions that were called in the step
         self._seen = WeakSet[Any]()  # those of steps whose eager code has been seen
         self._memory: DeviceMemory | None = None  # as it was when the first graph of the step was compiled
@@ -101,17 +102,18 @@ class Coordinator:
         """The plan of the newest step; None if it was not planned as a whole."""
         return self._plan
 
-    def begin_call(self, function: object) -> None:
+    def begin_call(self, function: object, budget: Budget | None = None) -> None:
         """Prepare for a call of a compiled function: see the eager code of a step that has not been seen before.
 
         Args:
             function: The function, which tells the steps of several networks apart.
+            budget: Its budget.
         """
         with self._lock:
             if current_backward() >= 0:  # as `torch.utils.checkpoint` calls: autograd undoes what is begun or ended here
                 return
             self._end_watch()
-            self._calling = True
+            self._calling, self._budget = True, budget
             if not self._pending:
                 self._end_step()
             self._callers.add(function)
@@ -125,6 +127,7 @@ class Coordinator:
                 return
             if not self._pending:
                 self._new_recorder(watched=True)
+                self._announcements.begin_step()
             self._watch = EagerWatch(
                 made=self._eager_made,
                 read=self._eager_read,
@@ -162,6 +165,8 @@ class Coordinator:
     def _eager_made(self, tensor: torch.Tensor) -> None:
         self._recorder.allocated(tensor)
         self._announcements.of_eager_code(0, self._now())
+        if self._calling and not self._recorder.forwards and self._budget is not None and self._budget.total_bytes is not None:
+            self._announcements.before_any_graph(self._budget, tensor.device, self._recorder.eager_bytes)
 
     def _eager_took(self, size_bytes: int) -> None:
         self._recorder.took(size_bytes)
