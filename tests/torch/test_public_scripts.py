@@ -20,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what libraries of the scrip
 
 def a_run(*peaks: int, **more: Any) -> dict[str, Any]:
     """A run with a peak for each step, in bytes."""
-    steps = [{"peak_bytes": peak, "budgets": [[80, True]]} for peak in peaks]
+    kinds = more.pop("kinds", "a" * len(peaks))
+    steps = [{"peak_bytes": peak, "budgets": [[80, True]], "kind": kind} for peak, kind in zip(peaks, kinds, strict=True)]
     return {"steps": steps, "losses": [[1, 0.5]], "warnings": [], "parameters": "digest", **more}
 
 
@@ -57,6 +58,7 @@ REFUSAL = {"budget_bytes": 80, "floor_bytes": 85, "smallest_bytes": 90, "message
         (a_run(refused={**REFUSAL, "smallest_bytes": 101}, retries=[a_run(101)]), "false refusal"),  # eager takes less
         (a_run(refused={**REFUSAL, "smallest_bytes": None}, retries=[]), "false refusal"),
         (a_run(80, 80, 80, refused=REFUSAL, retries=[a_run(90)]), "late refusal"),
+        (a_run(80, 80, 80, kinds="aba", refused=REFUSAL, retries=[a_run(90)]), "refused"),  # at the second batch of its sizes
         (a_run(error="KeyError: 7"), "crash"),
         (a_run(80, error="NothingPlannedError: nothing of this call is planned"), "refused"),
         (a_run(90, error="NothingPlannedError: nothing of this call is planned"), "silent"),
@@ -101,6 +103,7 @@ def test_a_script_is_watched_step_by_step(monkeypatch: pytest.MonkeyPatch) -> No
     class Counter:
         install = reset = staticmethod(lambda: None)
         live = peak = staticmethod(lambda: held.nbytes)
+        owns = staticmethod(lambda _address: True)
 
     def tiny() -> None:
         model = loop.compiled(nn.Linear(2, 1))
@@ -146,3 +149,14 @@ def test_a_public_script_keeps_its_budget() -> None:
     command = [sys.executable, torch_scripts.__file__, "--print-only", "--time-limit", "3", "--scripts", "mingpt"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_weights_that_are_mapped_from_a_file_are_counted() -> None:
+    """The allocator does not make them."""
+    mapped, made = torch.zeros(100), torch.zeros(1)
+
+    class Counter:
+        owns = staticmethod(lambda address: address != mapped.data_ptr())
+
+    assert torch_scripts.mapped_bytes(Counter) == mapped.nbytes
+    del made
