@@ -5,6 +5,7 @@ Needs a C++ compiler and ninja. It is built once, into the folder for temporary 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import tempfile
@@ -28,3 +29,12 @@ def counting_allocator() -> Any:
     folder = Path(tempfile.gettempdir()) / f"counting_allocator_{os.getuid()}_{version}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return load("counting_allocator", [str(SOURCE)], build_directory=str(folder), extra_cflags=["-O2"])
+
+
+def mapped_bytes(counter: Any) -> int:
+    """Bytes of tensors that an allocator did not make: weights that were loaded from a file are mapped into memory."""
+    import torch
+
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter) and o.device.type == "cpu"]
+    storages = {s.data_ptr(): s.nbytes() for t in tensors if t.layout is torch.strided and (s := t.untyped_storage()).nbytes()}
+    return sum(size for address, size in storages.items() if address and not counter.owns(address))

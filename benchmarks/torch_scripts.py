@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import itertools
 import logging
 import math
@@ -144,7 +143,7 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
 
     import numpy
     import torch
-    from counting_allocator import counting_allocator
+    from counting_allocator import counting_allocator, mapped_bytes
     from scripts import SCRIPTS
     from scripts.loop import WATCH
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -218,27 +217,13 @@ def run(name: str, mode: str, time_limit_s: float, *, unchanged: bool = False) -
     return row
 
 
-def mapped_bytes(counter: Any) -> int:
-    """Bytes of tensors that the allocator did not make: weights that were loaded from a file are mapped into memory."""
-    import torch
-
-    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter) and o.device.type == "cpu"]
-    storages = {s.data_ptr(): s.nbytes() for t in tensors if t.layout is torch.strided and (s := t.untyped_storage()).nbytes()}
-    return sum(size for address, size in storages.items() if address and not counter.owns(address))
-
-
 def shapes(batch: Any) -> str:
     """The sizes of the tensors of a batch: steps of other sizes are of other kinds."""
     import torch
     from torch.utils import _pytree as pytree
 
-    return str(
-        [
-            tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in pytree.tree_leaves(batch)
-            if isinstance(leaf, (torch.Tensor, int))
-        ]
-    )
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, (torch.Tensor, int))]
+    return str([tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
 
 def _budget() -> list[Any] | None:

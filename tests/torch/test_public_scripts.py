@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks import torch_scripts
+from benchmarks.counting_allocator import mapped_bytes
 from benchmarks.torch_scripts import outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what libraries of the scripts warn of is not ours
@@ -158,5 +159,5 @@ def test_weights_that_are_mapped_from_a_file_are_counted() -> None:
     class Counter:
         owns = staticmethod(lambda address: address != mapped.data_ptr())
 
-    assert torch_scripts.mapped_bytes(Counter) == mapped.nbytes
+    assert mapped_bytes(Counter) == mapped.nbytes
     del made

@@ -516,7 +516,7 @@ class Compilation:
         """Bytes that the budget leaves for measurements: beside what exists, graphs in flight too."""
         assert self.budget is not None
         # A share is one of all graphs of the step, as far as they are known.
-        keep_all = keep_all_bytes(graph) + COORDINATOR.keep_all_bytes()
+        keep_all = keep_all_bytes(graph) + COORDINATOR.keep_all_saved_bytes()
         budget_bytes = self.budget.within(fixed_bytes=fixed_bytes(graph), keep_all_bytes=keep_all)
         return budget_bytes - graph.resident_bytes - COORDINATOR.held_bytes()
 

@@ -77,7 +77,7 @@ def _is_contiguous(value: torch.Tensor) -> bool:
 def _convolution(node: fx.Node, given: list[int], made: list[int]) -> int:
     """OneDNN keeps tensors in blocked layouts: it copies arguments, and results afterwards, with channels rounded up.
 
-    What it has no kernel for on this processor, such as float64, is a product of the unfolded input.
+    Other types than float32, for which it has no kernel on some processors, are products of the unfolded input there.
     """
     values = {storage_key(t): t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
     blocked = 2 * sum(t.element_size() * concrete(t.numel()) * _rounded(t) for t in values.values())
@@ -86,11 +86,11 @@ def _convolution(node: fx.Node, given: list[int], made: list[int]) -> int:
 
 def _unfolded(node: fx.Node) -> int:
     backward = node.target is aten.convolution_backward.default
-    operands = (*node.args[:3], node.args[7]) if backward else (node, *node.args[:2], node.args[6])
+    operands: tuple[Any, ...] = (*node.args[:3], node.args[7]) if backward else (node, *node.args[:2], node.args[6])
     result, given, weight, transposed = (n.meta["val"] if isinstance(n, fx.Node) else n for n in operands)
-    rows, columns = (result, given) if transposed else (given, result)  # type: ignore[misc]
-    sizes = (*rows.shape[:2], *weight.shape[2:], *columns.shape[2:])  # type: ignore[union-attr]
-    return rows.element_size() * math.prod(map(concrete, sizes))  # type: ignore[union-attr]
+    rows, columns = (result, given) if transposed else (given, result)
+    sizes = (*rows.shape[:2], *weight.shape[2:], *columns.shape[2:])
+    return rows.element_size() * math.prod(map(concrete, sizes))
 
 
 def _rounded(value: torch.Tensor) -> int:

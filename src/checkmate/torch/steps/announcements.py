@@ -120,10 +120,12 @@ class Announcements:
             device: Where the code has just allocated.
             eager_bytes: What it holds.
         """
+        if budget.total_bytes is None:
+            return
         if self._outside_bytes is None:
             self._outside_bytes = device_memory(device).total_bytes - eager_bytes
         needed, key = self._outside_bytes + eager_bytes, (0, True)
-        if budget.total_bytes is not None and needed > max(budget.total_bytes, self._said.get(key, 0)):
+        if needed > max(budget.total_bytes, self._said.get(key, 0)):
             self._said[key] = needed + eager_bytes  # what eager code has made has gradients as large
             _log.warning(
                 "a first step may take up to %s, more than its budget of %s: no graph of it has run yet",

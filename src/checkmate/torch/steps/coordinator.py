@@ -165,7 +165,7 @@ class Coordinator:
     def _eager_made(self, tensor: torch.Tensor) -> None:
         self._recorder.allocated(tensor)
         self._announcements.of_eager_code(0, self._now())
-        if self._calling and not self._recorder.forwards and self._budget is not None and self._budget.total_bytes is not None:
+        if self._calling and not self._recorder.forwards and self._budget is not None:
             self._announcements.before_any_graph(self._budget, tensor.device, self._recorder.eager_bytes)
 
     def _eager_took(self, size_bytes: int) -> None:
@@ -222,7 +222,7 @@ class Coordinator:
         with self._lock:
             return sum(held_in_flight(self._pending).values())
 
-    def keep_all_bytes(self) -> int:
+    def keep_all_saved_bytes(self) -> int:
         """Bytes that the graphs in flight would save for their backwards if they kept everything."""
         with self._lock:
             return sum(flight.planned.keep_all.saved_bytes for flight in self._pending)
@@ -370,8 +370,9 @@ class Coordinator:
             if undefined > program.undefined and planned.replaceable:
                 # Eager code before this graph may compute more where it is given zeros.
                 results = list(results)
-                for k in planned.without_gradient(undefined):
-                    results[k] = None
+                with self._planned_code():  # it may be captured for this
+                    for k in planned.without_gradient(undefined):
+                        results[k] = None
             accumulation.hand_over(results)
         with self._lock:
             if recording:

@@ -98,6 +98,8 @@ class KnownStep:
         Returns:
             Bytes of those that were not, for which no plan left room.
         """
+        if recorder.existing <= self.kept | (self.cleared & recorder.cleared):
+            return 0  # as known, in nearly every step
         places: dict[int, set[tuple[int, int]]] = {}  # by leaf, which several runs may be given
         sizes: dict[tuple[int, int], int] = {}
         for r, run in enumerate(recorder.runs):

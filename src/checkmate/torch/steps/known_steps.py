@@ -212,8 +212,8 @@ class KnownSteps:
             excess = kept_bytes - left_bytes + max(now - then for now, then in zip(carried, freed, strict=True))
             if not ways or (excess > 0 and step.ranks is None):
                 ways.append((fewer, left_bytes, freed, what, excess))
-        for fewer, left_bytes, freed, what, excess in ways:
-            last = what == ways[-1][3]
+        for way in ways:
+            (fewer, left_bytes, freed, what, excess), last = way, way is ways[-1]
             with contextlib.suppress(*() if last else (InfeasibleBudgetError, PlanNotFoundError)), beyond_room(last):
                 planned = self._planned(step, fewer, left_bytes, freed)
                 if what:

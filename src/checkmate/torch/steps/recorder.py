@@ -240,10 +240,9 @@ class StepRecorder:
         peak = max(self.peaks.get(w, 0), self.peaks.get(w + 1, 0), run.held_bytes + memory.forward_peak_bytes)
         del self.runs[r], self.windows[w]
         self.windows = [(other - (other > r), backward) for other, backward in self.windows]
-        for places in (self.existing, self.cleared):
-            kept = {(other - (other > r), k) for other, k in places if other != r}
-            places.clear()
-            places.update(kept)
+        self.existing, self.cleared = (
+            {(other - (other > r), k) for other, k in places if other != r} for places in (self.existing, self.cleared)
+        )
         for s, source in enumerate(self.sources):
             if source == w:
                 self.sources[s], self.eager[s] = None, w + 1
