@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import logging
 import math
 import multiprocessing
@@ -119,11 +118,12 @@ def measured(name: str, limit: float, timeout: float, *, unchanged: bool = False
         row["aot_eager"] = once("aot_eager")
     if not row["eager"].get("steps") or "error" in row["eager"]:
         return row
-    for label, mode in zip(BUDGETS, ("60%", str(int(SHARE * highest(row["eager"])))), strict=True):
-        found = once(mode)
+    for label in BUDGETS:
+        found = once(budget_of(label, row["eager"]))
         found["retries"], last = [], found
-        while "refused" in last and last["refused"]["smallest_bytes"] and len(found["retries"]) < RETRIES:
-            last = once(str(last["refused"]["smallest_bytes"]))
+        while "refused" in last and last["refused"]["enough"] and len(found["retries"]) < RETRIES:
+            enough = last["refused"]["enough"]
+            last = {**once(enough), "asked": enough}
             found["retries"].append(last)
         row[label] = found
     return row
@@ -246,7 +246,9 @@ def _failure(error: BaseException) -> dict[str, Any]:
     cause = next((each for each in causes if isinstance(each, (InfeasibleBudgetError, PlanNotFoundError))), None)
     if isinstance(cause, (InfeasibleBudgetError, PlanNotFoundError)) and cause.smallest_bytes:
         sizes = {"budget_bytes": cause.budget_bytes, "smallest_bytes": cause.smallest_bytes}
-        return {"refused": {**sizes, "message": _without_folders(str(cause))[:600]}}
+        share = re.search(r"to at least ([\d.]+%)", cause.hint)
+        enough = share[1] if share else str(cause.smallest_bytes)
+        return {"refused": {**sizes, "enough": enough, "message": _without_folders(str(cause))[:600]}}
     return {"error": f"{type(error).__name__}: {_without_folders(str(error))[:600]}"}
 
 
@@ -260,23 +262,27 @@ def highest(found: dict[str, Any]) -> int:
     return max((step["peak_bytes"] for step in found["steps"]), default=0)
 
 
-def limits(found: dict[str, Any], budget_bytes: int | None) -> list[int]:
+def limits(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> list[int]:
     """The budget of each step in bytes: the one that was asked for, or what a share was taken to be in that step.
 
     Until a step of several graphs is planned as a whole its share is not known; it is then that of the first step of the loop of
-    which all is. Where nothing can be planned there is nothing to give up, and the share is all that the script takes.
+    which all is, or of what eager takes if there is none. Where nothing can be planned there is nothing to give up, and the share
+    is all that the script takes.
     """
-    if budget_bytes is not None:
-        return [budget_bytes] * len(found["steps"])
+    if not asked.endswith("%"):
+        return [int(asked)] * len(found["steps"])
     budgets = [step.get("budgets", []) for step in found["steps"]]
-    first = next((max(total for total, _ in each) for each in budgets if each and all(whole for _, whole in each)), None)
-    return [_limit(each, first, found.get("eager_bytes", 0)) for each in budgets]
+    fixed, most = eager["steps"][0]["live_bytes"], highest(eager)
+    share = float(asked[:-1]) / 100 if any(budgets) else 1.0
+    known = (max(total for total, _ in each) for each in budgets if each and all(whole for _, whole in each))
+    first = next(known, fixed + int(share * (most - fixed)))
+    return [_limit(each, first) for each in budgets]
 
 
-def _limit(budgets: list[Any], first: int | None, eager_bytes: int) -> int:
+def _limit(budgets: list[Any], first: int) -> int:
     whole = [total for total, whole in budgets if whole]
     if len(whole) < len(budgets) or not budgets:  # a part of the step is not known yet
-        whole.append(first or max((total for total, _ in budgets), default=eager_bytes))
+        whole.append(first)
     return max(whole)
 
 
@@ -286,10 +292,10 @@ def times(found: dict[str, Any]) -> int:
     return kinds.count(kinds[-1]) if kinds else 0
 
 
-def excesses(found: dict[str, Any], budget_bytes: int | None) -> list[tuple[int, int, int, int]]:
+def excesses(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> list[tuple[int, int, int, int]]:
     """Step, peak, budget, and the bytes that warnings have announced before or in it, of every step over its budget."""
     over = []
-    for number, (step, limit) in enumerate(zip(found["steps"], limits(found, budget_bytes), strict=True), 1):
+    for number, (step, limit) in enumerate(zip(found["steps"], limits(found, asked, eager), strict=True), 1):
         if step["peak_bytes"] > limit:
             said = [_announced(text, limit) for at, text in found["warnings"] if at == number or (at < number and _lasts(text))]
             over.append((number, step["peak_bytes"], limit, max(said, default=0)))
@@ -316,42 +322,48 @@ def classify(row: dict[str, Any]) -> None:
     """Note the class of each run of a script with a budget, and the reason in words."""
     for label in BUDGETS:
         if label in row:
-            if label.endswith("%"):
-                row[label]["eager_bytes"] = highest(row["eager"])
             row[label]["outcome"], row[label]["why"] = outcome(row[label], row)
 
 
 def outcome(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, str]:
     """The class of a run with a budget, and the reason in words."""
     reference, eager = row["100%"], row["eager"]
-    label = next(key for key in row if row[key] is found)
-    budget_bytes = None if label.endswith("%") else int(SHARE * highest(eager))
+    asked = budget_of(next(key for key in row if row[key] is found), eager)
     if "hang" in found:
         return "hang", f"no end within {found['hang']:g} s"
     if "error" in found and found["error"] == row.get("aot_eager", {}).get("error"):
         return "not compiled", found["error"]
     if "error" in found:
-        return _error(found, budget_bytes, highest(eager))
+        return _error(found, asked, eager)
     if "refused" in found:
-        return _refusal(found, budget_bytes, highest(eager))
+        return _refusal(found, asked, eager)
     if any(key in reference for key in ("error", "refused", "hang")):
         return "crash", 'at "100%"'
     unequal = _unequal(found, reference, eager)
     if unequal:
         return "wrong bits", unequal
-    return _over(excesses(found, budget_bytes))
+    return _over(excesses(found, asked, eager))
 
 
-def _error(found: dict[str, Any], budget_bytes: int | None, eager_bytes: int) -> tuple[str, str]:
+def budget_of(label: str, eager: dict[str, Any]) -> str:
+    """The budget of a column, as it is asked for."""
+    return label if label.endswith("%") else str(int(SHARE * highest(eager)))
+
+
+def _error(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> tuple[str, str]:
     """The class of a run that raised another error than one of a budget: right if nothing can be planned and eager takes more."""
     step, error = len(found.get("steps", [])), found["error"]
-    if not error.startswith(UNPLANNABLE) or times(found) > KNOWN_BY or (budget_bytes or 0) >= eager_bytes:
+    if not error.startswith(UNPLANNABLE) or times(found) > KNOWN_BY or _exceeds(asked, highest(eager)):
         return "crash", f"step {step}: {error}"
-    name, why = _over(excesses(found, budget_bytes))
+    name, why = _over(excesses(found, asked, eager))
     return ("refused", f"step {step}: no plan can be made: {error}") if name in KEPT else (name, why)
 
 
-def _refusal(found: dict[str, Any], budget_bytes: int | None, eager_bytes: int) -> tuple[str, str]:
+def _exceeds(asked: str, size_bytes: int) -> bool:
+    return not asked.endswith("%") and int(asked) >= size_bytes
+
+
+def _refusal(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> tuple[str, str]:
     """The class of a run that was refused: right if the budgets that are named lead to one that is kept."""
     runs = [found, *found["retries"]]
     refusals = [each["refused"] for each in runs if "refused" in each]
@@ -361,10 +373,11 @@ def _refusal(found: dict[str, Any], budget_bytes: int | None, eager_bytes: int) 
     if any(key in runs[-1] for key in ("error", "refused", "hang")):
         last = runs[-1]["refused"]["message"] if "refused" in runs[-1] else str(runs[-1].get("error", "hang"))
         return "false refusal", f"{text}: {last[:300]}"
-    budgets = [refusals[0]["budget_bytes"] if budget_bytes is None else budget_bytes, *smallest]
-    if any(a >= b for a, b in itertools.pairwise(budgets)) or smallest[-1] > eager_bytes:
-        return "false refusal", f"{text}, budget {mib(budgets[0])}, eager {mib(eager_bytes)} MiB"
-    name, why = _over([each for run, size in zip(runs, budgets, strict=True) for each in excesses(run, size)])
+    budgets, eager_bytes = [asked, *(each["asked"] for each in found["retries"])], highest(eager)
+    lower = any(refusal["smallest_bytes"] <= refusal["budget_bytes"] for refusal in refusals)
+    if lower or smallest[-1] > eager_bytes:
+        return "false refusal", f"{text}, budget {mib(refusals[0]['budget_bytes'])}, eager {mib(eager_bytes)} MiB"
+    name, why = _over([each for run, size in zip(runs, budgets, strict=True) for each in excesses(run, size, eager)])
     if name not in KEPT:
         return name, why
     in_time = max(times(each) for each in runs if "refused" in each) <= KNOWN_BY
@@ -429,7 +442,7 @@ def lines(name: str, row: dict[str, Any]) -> list[str]:
         took = " ".join(f"{step.get('time_s', 0):.1f}" for step in each.get("steps", []))
         extra = each.get("error", "") if "outcome" not in each else f"{each['outcome']}: {each['why']}"
         limit = (
-            mib(max(limits(each, None if label.endswith("%") else int(SHARE * highest(row["eager"]))), default=0))
+            mib(max(limits(each, budget_of(label, row["eager"]), row["eager"]), default=0))
             if "outcome" in each and each.get("steps")
             else "-"
         )
@@ -474,8 +487,7 @@ def table(report: dict[str, Any]) -> str:
         for label in budgets_of(row):
             found = row[label]
             peaks = [step["peak_bytes"] for step in found.get("steps", [])]
-            asked = None if label.endswith("%") else int(SHARE * highest(row["eager"]))
-            limit = max(limits(found, asked), default=0) if peaks else 0
+            limit = max(limits(found, budget_of(label, row["eager"]), row["eager"]), default=0) if peaks else 0
             if "refused" in found:
                 limit, peaks = found["refused"]["budget_bytes"], []
             shown = [limit, *[*peaks[:2], 0, 0][:2], max(peaks[2:], default=0)]

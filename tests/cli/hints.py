@@ -55,7 +55,7 @@ def follow(seed: int, folder: Path) -> dict[str, Any]:
             code = main([*words, "--out", str(folder / "plan.json")])
         if not code:
             break
-        found = re.search(r"raise the budget to at least (\S+?),", said.getvalue())
+        found = re.search(r"raise the budget to at least (\S+?)(?:,| \()", said.getvalue())
         assert found is not None, said.getvalue()
         budget = found[1]
         hints.append(budget)

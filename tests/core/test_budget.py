@@ -85,3 +85,17 @@ def test_resident_memory_lists_each_part_that_is_there():
     )
     assert str(ResidentMemory(in_flight_bytes=5)) == "5 B resident: in flight 5 B"
     assert (ResidentMemory().total_bytes, str(ResidentMemory())) == (0, "0 B resident")
+
+
+def test_a_share_refers_to_the_graph_that_it_was_resolved_for():
+    """A variant of the graph, such as one with ops in pieces, has another peak of keeping everything."""
+    known = Budget.parse("10%").with_total(13, chain())
+    larger = Graph.from_dag(cost=[1, 1], size_bytes=[400, 200], edges=[(0, 1)])
+    assert known.at_least(14, larger) == Budget.parse("10%").at_least(14, chain())
+    assert known.reference(larger) == (fixed_bytes(chain()), keep_all_bytes(chain()))
+
+
+def test_more_than_everything_takes_is_named_in_bytes():
+    """A share of 100 % and more would not be enough: something beside the graph takes memory."""
+    most = keep_all_bytes(chain())
+    assert Budget.parse("10%").at_least(most, chain()) == f"{most}B"

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -111,6 +112,14 @@ def test_an_impossible_budget_is_refused_with_the_smallest_and_the_op_that_binds
     assert error.binding_op in error.message
     assert "raise the budget to at least 300B" in error.hint
     assert solve(Problem(chain(), error.smallest_bytes)).peak_bytes <= error.smallest_bytes
+
+
+def test_a_share_that_is_too_small_is_refused_with_a_share():
+    """Bytes would be those of one step, and a script has several: the share that is named can be pasted for all of them."""
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solve(Problem(chain(), "20%"))
+    share = re.search(r"raise the budget to at least (\S+%) \(300B\)", caught.value.hint)[1]
+    assert solve(Problem(chain(), share)).peak_bytes <= Problem(chain(), share).budget_bytes == 300
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def follow(seed: int) -> dict[str, Any]:
         try:
             train(network, x, y, budget)
         except (InfeasibleBudgetError, PlanNotFoundError) as error:
-            found = re.search(r'raise the budget to at least (\S+?),|a budget of "(100%)"', error.hint)
+            found = re.search(r'raise the budget to at least (\S+?)(?:,| \()|a budget of "(100%)"', error.hint)
             budget = "no budget is named" if found is None else found[1] or found[2]
             hints.append(budget)
         else:

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what libraries of the scrip
 def a_run(*peaks: int, **more: Any) -> dict[str, Any]:
     """A run with a peak for each step, in bytes."""
     kinds = more.pop("kinds", "a" * len(peaks))
-    steps = [{"peak_bytes": peak, "budgets": [[80, True]], "kind": kind} for peak, kind in zip(peaks, kinds, strict=True)]
+    budgets = more.pop("budgets", [[80, True]])
+    steps = [
+        {"peak_bytes": peak, "live_bytes": 10, "budgets": budgets, "kind": kind} for peak, kind in zip(peaks, kinds, strict=True)
+    ]
     return {"steps": steps, "losses": [[1, 0.5]], "warnings": [], "parameters": "digest", **more}
 
 
@@ -31,7 +34,8 @@ def classed(found: dict[str, Any], label: str = "80% of eager") -> str:
     return outcome(found, {"eager": a_run(90, 100), "100%": a_run(90, 100), label: found})[0]
 
 
-REFUSAL = {"budget_bytes": 80, "floor_bytes": 85, "smallest_bytes": 90, "message": ""}
+REFUSAL = {"budget_bytes": 80, "smallest_bytes": 90, "message": ""}
+ANOTHER = {"budget_bytes": 90, "smallest_bytes": 95, "message": ""}
 
 
 @pytest.mark.parametrize(
@@ -51,15 +55,23 @@ REFUSAL = {"budget_bytes": 80, "floor_bytes": 85, "smallest_bytes": 90, "message
         (a_run(90, 80, warnings=[[2, "a step may take up to 90 B"]]), "silent"),  # said after it
         (a_run(80, parameters="another"), "wrong bits"),
         (a_run(80, losses=[[1, 0.25]]), "wrong bits"),
-        (a_run(refused=REFUSAL, retries=[a_run(90, 90)]), "refused"),
-        (a_run(refused=REFUSAL, retries=[a_run(91, 90)]), "silent"),
-        (a_run(81, refused=REFUSAL, retries=[a_run(90, 90)]), "silent"),
-        (a_run(refused=REFUSAL, retries=[{**a_run(), "refused": {**REFUSAL, "smallest_bytes": 95}}, a_run(95)]), "refused"),
-        (a_run(refused=REFUSAL, retries=[a_run(refused=REFUSAL)]), "false refusal"),
-        (a_run(refused={**REFUSAL, "smallest_bytes": 101}, retries=[a_run(101)]), "false refusal"),  # eager takes less
+        (a_run(refused=REFUSAL, retries=[a_run(90, 90, asked="90")]), "refused"),
+        (a_run(refused=REFUSAL, retries=[a_run(91, 90, asked="90")]), "silent"),
+        (a_run(81, refused=REFUSAL, retries=[a_run(90, 90, asked="90")]), "silent"),
+        (a_run(refused=REFUSAL, retries=[a_run(refused=ANOTHER, asked="90"), a_run(95, asked="95")]), "refused"),
+        (a_run(refused=REFUSAL, retries=[a_run(85, asked="70%", budgets=[[85, True]])]), "refused"),
+        (a_run(refused=REFUSAL, retries=[a_run(86, asked="70%", budgets=[[85, True]])]), "silent"),
+        (a_run(refused=REFUSAL, retries=[a_run(refused=REFUSAL, asked="90")]), "false refusal"),
+        (
+            a_run(refused={**REFUSAL, "smallest_bytes": 101}, retries=[a_run(101, asked="101")]),
+            "false refusal",
+        ),  # eager takes less
         (a_run(refused={**REFUSAL, "smallest_bytes": None}, retries=[]), "false refusal"),
-        (a_run(80, 80, 80, refused=REFUSAL, retries=[a_run(90)]), "late refusal"),
-        (a_run(80, 80, 80, kinds="aba", refused=REFUSAL, retries=[a_run(90)]), "refused"),  # at the second batch of its sizes
+        (a_run(80, 80, 80, refused=REFUSAL, retries=[a_run(90, asked="90")]), "late refusal"),
+        (
+            a_run(80, 80, 80, kinds="aba", refused=REFUSAL, retries=[a_run(90, asked="90")]),
+            "refused",
+        ),  # at the second batch of its sizes
         (a_run(error="KeyError: 7"), "crash"),
         (a_run(80, error="NothingPlannedError: nothing of this call is planned"), "refused"),
         (a_run(90, error="NothingPlannedError: nothing of this call is planned"), "silent"),
@@ -93,6 +105,13 @@ def test_a_share_is_compared_with_the_budget_of_the_whole_step() -> None:
     found = a_run(70, 70)
     found["steps"][0]["budgets"] = [[40, False]]
     assert classed(found, "60%") == "holds"
+
+
+def test_a_share_that_no_step_has_shown_is_one_of_what_eager_takes() -> None:
+    """A refusal in the first step names the bytes of one part of it: another network may have its own."""
+    own = {"budgets": [[40, False]], "refused": REFUSAL, "retries": [a_run(70, asked="70%")]}
+    assert classed(a_run(64, **own), "60%") == "refused"  # 10 bytes exist before, and eager takes 100
+    assert classed(a_run(65, **own), "60%") == "silent"
 
 
 def test_a_script_is_watched_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.simulate import simulate
-from checkmate.core.units import MOST_BYTES, Amount, format_bytes, parse_bytes, parse_percentage
+from checkmate.core.units import MOST_BYTES, Amount, format_at_least, format_bytes, parse_bytes, parse_percentage
 
 
 def keep_all_bytes(graph: Graph) -> int:
@@ -40,6 +40,7 @@ class Budget:
         text: The budget as it was written.
         total_bytes: The total in bytes, resident bytes included; None for a share.
         percentage: The share in per cent; None for a total.
+        share_of: The two amounts that a share refers to, where its total is known: ``fixed`` and ``keep_all``.
 
     Examples:
         >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1], resident_bytes=10)
@@ -52,6 +53,7 @@ class Budget:
     text: str
     total_bytes: int | None = None
     percentage: float | None = None
+    share_of: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if (self.total_bytes is None) == (self.percentage is None):
@@ -106,6 +108,41 @@ class Budget:
         if not self.is_share:
             return budget
         return f"{self.text} of what can be given up: {budget} of {format_bytes(keep_all_bytes)} in all"
+
+    def with_total(self, total_bytes: int, of: Graph | None = None) -> Budget:
+        """The same budget, in the same words, where its bytes are known.
+
+        Args:
+            total_bytes: The bytes, resident ones included.
+            of: What a share refers to, where variants of it will be planned.
+        """
+        return Budget(self.text, total_bytes=total_bytes, share_of=self.share_of if of is None else self.reference(of))
+
+    def reference(self, graph: Graph) -> tuple[int, int]:
+        """The two amounts that a share refers to, of a graph if they were not noted; zeros for a total."""
+        if not self.is_share:
+            return 0, 0
+        return self.share_of or (fixed_bytes(graph), keep_all_bytes(graph))
+
+    def at_least(self, size_bytes: int, graph: Graph) -> str:
+        """What to ask for so that so many bytes are enough, for hints: a share where one was asked for and can be enough.
+
+        Bytes are those of one step; a share can be pasted into a script whose steps differ, too.
+
+        Args:
+            size_bytes: What is needed, resident bytes included.
+            graph: What the budget is of, if it was not noted.
+
+        Examples:
+            >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1], resident_bytes=10)
+            >>> Budget.parse("10%").at_least(15, chain), Budget.parse("12").at_least(15, chain)
+            ('75% (15B)', '15B')
+        """
+        fixed, most = self.reference(graph)
+        if not fixed < size_bytes < most:
+            return format_at_least(size_bytes)
+        tenths = -(-1000 * (size_bytes - fixed) // (most - fixed))
+        return f"{tenths / 10:g}% ({format_at_least(size_bytes)})"
 
     def resolve(self, graph: Graph) -> int:
         """Bytes of the budget for a graph, resident bytes included; a share is rounded down."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from checkmate.core.budget import Budget, keep_all_bytes
+from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import HostMemory
@@ -74,12 +74,12 @@ class Problem:
 
     def describe_budget(self) -> str:
         """The budget in words, a share as itself; see `Budget.describe`."""
-        return self.budget.describe(self.budget_bytes, keep_all_bytes(self.graph) if self.budget.is_share else 0)
+        return self.budget.describe(self.budget_bytes, self.budget.reference(self.graph)[1])
 
     def replace_budget(self, budget_bytes: int) -> Problem:
         """The same question with another budget, which messages call by the words of this one."""
-        return Problem(self.graph, Budget(self.budget.text, total_bytes=budget_bytes), self.recompute, self.reorder, self.host)
+        return Problem(self.graph, self.budget.with_total(budget_bytes), self.recompute, self.reorder, self.host)
 
     def without_host(self) -> Problem:
         """The same question where nothing may be copied to the host."""
-        return Problem(self.graph, Budget(self.budget.text, total_bytes=self.budget_bytes), self.recompute, self.reorder)
+        return Problem(self.graph, self.budget.with_total(self.budget_bytes), self.recompute, self.reorder)

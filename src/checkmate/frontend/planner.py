@@ -103,7 +103,7 @@ class CheapestWithin:
             PlanNotFoundError: No plan was found of which what counts keeps the budget.
         """
         total = resolved_budget(self.budget, graph, self.counted)
-        problem = Problem(graph, Budget(self.budget.text, total_bytes=total), host=self.host)
+        problem = Problem(graph, self.budget.with_total(total), host=self.host)
         limits = Limits(time_s=self.time_limit_s)
         if self.counted is None:
             return cheapest(problem, self.solver, limits, self.spent_s)

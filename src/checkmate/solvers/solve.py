@@ -13,7 +13,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, NoPlan, Reason, Result, Termination
 from checkmate.core.simulate import simulate
-from checkmate.core.units import format_at_least, format_bytes
+from checkmate.core.units import format_bytes
 from checkmate.core.validate import validate
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.bounds.floor import Floor, floor
@@ -216,7 +216,7 @@ def _refuse(problem: Problem, failure: NoPlan, smallest: MinBudget) -> NoReturn:
     least = format_bytes(smallest.floor_bytes)
     found = f"the smallest budget a plan was found for is {format_bytes(smallest.peak_bytes)}"
     floor = f"no plan of any order takes less than {least}: {smallest.why}"
-    at_least = format_at_least(smallest.peak_bytes)
+    at_least = problem.budget.at_least(smallest.peak_bytes, problem.graph)
     hint = f"{unit_question(problem.budget, problem.budget_bytes, smallest.peak_bytes)}raise the budget to at least {at_least}"
     hint += (
         ", lower the batch size, or give the search more time"

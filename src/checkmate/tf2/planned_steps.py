@@ -86,7 +86,7 @@ class PlannedSteps:
             elif options.budget is not None:
                 if self.budget_bytes is None:
                     self.budget_bytes = options.budget.resolve(graph)
-                budget = Budget(options.budget.text, total_bytes=self.budget_bytes)
+                budget = options.budget.with_total(self.budget_bytes)
                 planned = calibrate(captured, budget, Replanner(graph, options, _PARAMETERS.time_shares), batch)
             else:
                 device_bytes = graph.resident_bytes + available_bytes(default_device())

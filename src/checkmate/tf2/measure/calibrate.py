@@ -15,7 +15,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.problem import Problem
 from checkmate.core.result import Result
-from checkmate.core.units import format_at_least, format_bytes
+from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
 from checkmate.frontend.calibration import Calibration, Offset, Trial
 from checkmate.frontend.planner import near_smallest
@@ -220,11 +220,12 @@ class _Search:
         enough = needed + math.ceil(_EFFORT.hint_share * max(0, needed - resident))
         budget = self.problem.describe_budget() + "," * self.problem.budget.is_share
         question = unit_question(self.problem.budget, self.budget_bytes, needed)
+        at_least = self.problem.budget.at_least(enough, self.capture.graph)
         why = "" if self._error is None else f"; planning within fewer live bytes failed: {self._error.message}"
         return InfeasibleBudgetError(
             f"no plan was found that keeps the budget of {budget} in TensorFlow's allocator: the smallest plan needs "
             f"{format_bytes(needed)}{why}",
-            hint=f"{question}raise the budget to at least {format_at_least(enough)}, or lower the batch size",
+            hint=f"{question}raise the budget to at least {at_least}, or lower the batch size",
             budget_bytes=self.budget_bytes,
             floor_bytes=getattr(self._error, "floor_bytes", 0),
             smallest_bytes=needed,

@@ -170,7 +170,7 @@ class Compilation:
         known = COORDINATOR.budget_bytes(self.budget)
         if known is None:
             return None
-        budget = Budget(str(self.budget), total_bytes=max(0, known - COORDINATOR.held_bytes()))
+        budget = self.budget.with_total(max(0, known - COORDINATOR.held_bytes()))
         return replace(
             self.task,
             costs=estimated_costs,
@@ -430,7 +430,7 @@ class Compilation:
         if known is not None:
             return step.whole, known
         budget_bytes = resolved_budget(options.budget, step.whole.graph, options.counted)
-        within = Budget(str(options.budget), total_bytes=budget_bytes)
+        within = options.budget.with_total(budget_bytes, step.whole.graph)
 
         def solve(capture: Capture, time_s: float | None) -> Result:
             try:

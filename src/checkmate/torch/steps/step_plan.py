@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import msgspec
 from torch import fx
 
-from checkmate.core.budget import Budget
 from checkmate.core.errors import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
@@ -193,7 +192,7 @@ def _in_pieces(first: PlannedGraph, step: ChunkableStep[_CapturedStep], spent_s:
     if known is not None:
         return step.whole, known
     budget_bytes = resolved_budget(first.budget, step.whole.graph, first.options.counted)
-    options = replace(first.options, budget=Budget(str(first.budget), total_bytes=budget_bytes))
+    options = replace(first.options, budget=first.budget.with_total(budget_bytes, step.whole.graph))
     left = max(_LEAST_LEFT, 1 - spent_s / options.time_limit_s) if options.time_limit_s else 1.0
 
     def solve(variant: _CapturedStep, time_s: float | None) -> Result:
@@ -226,7 +225,7 @@ def _plan(options: PlanningOptions, step: _CapturedStep, spent_s: float = 0.0) -
     assert options.budget is not None
     limit = target = resolved_budget(options.budget, graph, options.counted)
     for _ in range(_ATTEMPTS.most):
-        now = replace(options, budget=Budget(str(options.budget), total_bytes=target))
+        now = replace(options, budget=options.budget.with_total(target))
         result = planner_for(now, spent_s)(graph)
         spent_s += result.elapsed_s
         moved = result_of_order(graph, windows.within_windows(result.plan.order))
