@@ -416,11 +416,14 @@ class Coordinator:
             program, graph = self._plan.programs[position], self._plan.graphs[position]
             if graph is planned or (planned.replaceable and graph.key == planned.key):
                 self._position = position + 1
-                if program is None or (graph is not planned and program.in_pieces):
+                if program is None:
                     return planned.own
-                if graph is not planned:
-                    return planned.program(program.undefined, program.accumulated, program.result.plan.order)
-                return program
+                if graph is planned:
+                    return program
+                if program.in_pieces:
+                    self.steps.note_compiled_again()
+                    return None
+                return planned.program(program.undefined, program.accumulated, program.result.plan.order)
             if program is not None:
                 break
         # Another step, or a forward whose result will be dropped: after that one the plan goes on.

@@ -60,6 +60,7 @@ class KnownStep:
         outside_bytes: Tensors that belong to no step that was seen, and the state that optimizers will make.
         cleared: Run and input of gradients that existed before such steps and were set to None before the backward.
         kept: Those that were not, in some step.
+        compiled_again: Whether Dynamo compiled a graph of it again, into an equal one.
     """
 
     recorder: StepRecorder
@@ -68,6 +69,12 @@ class KnownStep:
     outside_bytes: int = 0
     cleared: set[tuple[int, int]] = field(default_factory=set)
     kept: set[tuple[int, int]] = field(default_factory=set)
+    compiled_again: bool = False
+
+    def note_compiled_again(self) -> None:
+        """Note that graphs of such steps are compiled again: what runs in pieces was made from the nodes of one of them."""
+        self.compiled_again = True
+        self.plans = {of: known for of, known in self.plans.items() if known.plan is None or not known.plan.in_pieces}
 
     def gradients(
         self, origins: Origins, existing: Set[tuple[int, int]] | None = None, *, cleared: Set[tuple[int, int]] | None = None

@@ -149,7 +149,14 @@ class KnownSteps:
             seen = (known for known in before if known.recorder.watched and _kind(known.recorder) == kind)
             step = next(seen, None if watched else step)
         self._expected = step
+        if step is not None and step.recorder.forwards[0].planned is not first:
+            step.note_compiled_again()
         return None if step is None else self._plan_of(step, args)
+
+    def note_compiled_again(self) -> None:
+        """Note that the step that is under way runs a graph that is equal to the one in its plan, and not the same."""
+        if self._expected is not None:
+            self._expected.note_compiled_again()
 
     @property
     def eager_bytes(self) -> int:
@@ -315,7 +322,9 @@ class KnownSteps:
                 if planned.recompile is not None:
                     planned.recompile()
             return KnownPlan(None, carried)
-        plan = plan_step(step.recorder, gradient_bytes, gradients.existing, gradients.accumulated, carried)
+        plan = plan_step(
+            step.recorder, gradient_bytes, gradients.existing, gradients.accumulated, carried, whole_ops=step.compiled_again
+        )
         _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
         if all(planned.replaceable for planned in plan.graphs):
             return KnownPlan(plan, carried)

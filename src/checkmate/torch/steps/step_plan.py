@@ -48,6 +48,11 @@ class StepPlan:
     result: Result
     graph: Graph
 
+    @property
+    def in_pieces(self) -> bool:
+        """Whether regions of any graph run piece by piece."""
+        return any(program is not None and program.in_pieces for program in self.programs)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CapturedStep:
@@ -88,6 +93,8 @@ def plan_step(
     existing: frozenset[tuple[int, int]],
     accumulated: Sequence[frozenset[int]],
     carried: Sequence[int] = (),
+    *,
+    whole_ops: bool = False,
 ) -> StepPlan:
     """Plan a step that was recorded.
 
@@ -97,6 +104,7 @@ def plan_step(
         existing: Run and input of the leaves that have a gradient before it.
         accumulated: Inputs to whose gradients the backward adds, for each run.
         carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and all others.
+        whole_ops: Whether nothing may run piece by piece.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -128,7 +136,8 @@ def plan_step(
     room = room_beside(as_it_is)
     try:
         with within_room(room):
-            step, result = _in_pieces(first, chunkable, spent_s) or _agreed(first, as_it_is, spent_s)
+            pieces = None if whole_ops else _in_pieces(first, chunkable, spent_s)
+            step, result = pieces or _agreed(first, as_it_is, spent_s)
         remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
     except InfeasibleBudgetError as error:
         if error.binding_op and first.offered is not None:
