@@ -265,7 +265,19 @@ def unsupported_reason(optimizer: optim.Optimizer, model: torch.nn.Module) -> st
     others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
     if others:
         return f"{name} does not update {others[0]!r}, whose gradient must therefore be kept"
+    hooked = [n for n, p in model.named_parameters() if has_gradient_hook(p)]
+    if hooked:
+        return f"{hooked[0]!r} has a hook that is called with its gradient"
     return None
+
+
+def has_gradient_hook(parameter: torch.Tensor) -> bool:
+    """Whether a hook is called with the gradient of a parameter, which autograd does and a graph with the backward does not.
+
+    Args:
+        parameter: The parameter.
+    """
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def uncompiled_reason(optimizer: optim.Optimizer) -> str | None:

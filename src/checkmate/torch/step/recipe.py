@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import OptionError
 from checkmate.torch._compat.distributed import DistributedDataParallel, inside_ddp_forward, uses_fsdp
-from checkmate.torch.graph.optimizer_ops import Updates, unsupported_reason
+from checkmate.torch.graph.optimizer_ops import Updates, has_gradient_hook, unsupported_reason
 from checkmate.torch.options import Outputs
 from checkmate.torch.step.batch import Example
 from checkmate.torch.step.programs import (
@@ -114,7 +114,10 @@ def spec_of_step(
         return StepSpec(program, forward, finish, whole=True, micro_batches=micro_batches, own_loss=loss is None)
     if whole or micro_batches > 1:
         what = "whole=True" if whole else f"micro_batches={micro_batches} needs a whole step, which"
-        raise OptionError(f"{what} cannot be: {reason}", hint="give an optimizer of torch.optim, such as AdamW, all parameters")
+        raise OptionError(
+            f"{what} cannot be: {reason}",
+            hint="leave it out; or give an optimizer of torch.optim, such as AdamW, all parameters, without hooks",
+        )
     if optimizer is not None and whole is None:
         _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
     finish = functools.partial(_finish_split, optimizer, clip_norm)
@@ -152,6 +155,11 @@ def _finish_whole(updates: Updates, run: Callable[[], Any]) -> tuple[Any, torch.
         raise OptionError(
             "gradients of an earlier backward are there, and a whole step would not use them",
             hint="call optimizer.zero_grad(set_to_none=True) before the step, or compile it with whole=False",
+        )
+    if any(map(has_gradient_hook, updates.parameters)):
+        raise OptionError(
+            "a parameter has a hook that was registered after the step was compiled, and that no gradient would reach",
+            hint="register it before checkmate.torch.compile, or compile with whole=False",
         )
     prediction, loss, _ = run()
     # Learning-rate schedulers warn unless the optimizer's step() was called before theirs, and it is this flag that they read.
