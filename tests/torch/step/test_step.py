@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +192,20 @@ def test_settings_that_cannot_be_logged_are_not(monkeypatch: pytest.MonkeyPatch)
         assert dynamo.dynamo_config.ignore_logger_methods == {len, print}
     with pytest.raises(TypeError):
         dynamo.dynamo_utils._get_dynamo_config_for_logging()
+
+
+@pytest.mark.parametrize("budget", ["100%", "1KiB"])
+def test_a_model_is_freed_with_its_step(budget: str) -> None:
+    """PyTorch keeps every backend; a model that one holds would count against the budget of the next attempt in a notebook."""
+    model = mlp()
+    freed, x, y = weakref.ref(model), input_of("mlp"), torch.zeros(())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with contextlib.suppress(checkmate.InfeasibleBudgetError):
+        step = checkmate.torch.compile(
+            model, lambda out, y: out.square().mean() + y, optimizer, example=(x, y), budget=budget, costs="estimated"
+        )
+        step(x, y)
+        del step
+    del model, optimizer
+    gc.collect()
+    assert freed() is None

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Never, NoReturn
 
@@ -44,6 +44,27 @@ from checkmate.torch.steps.program import GraphInterface
 _log = logging.getLogger("checkmate.torch")
 
 
+@dataclass(eq=False, slots=True)
+class _Compiled:
+    """What a step was compiled for. PyTorch keeps a backend for as long as the process lives, so that none may hold the model.
+
+    Attributes:
+        planned: Each graph and its plan.
+        shapes: Sizes of the inputs of each.
+    """
+
+    planned: list[tuple[Graph, Result]] = field(default_factory=list)
+    shapes: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def record(self, interface: GraphInterface, result: Result) -> None:
+        """Note a plan; say so if it is not the first one."""
+        if self.planned:
+            peak = format_bytes(result.peak_bytes)
+            what = "the step was compiled again" if self.shapes[-1] in self.shapes[:-1] else "a new shape was compiled"
+            _log.warning("%s and planned in %.1f s: peak %s", what, result.elapsed_s, peak)
+        self.planned.append((interface.graph, result))
+
+
 class Step:
     """A compiled training step. Make one with `checkmate.torch.compile`.
 
@@ -63,23 +84,21 @@ class Step:
         self.whole = spec.whole
         self._spec = spec
         self._layout = BatchLayout.of(example)
-        self._planned: list[tuple[Graph, Result]] = []
-        self._shapes: list[tuple[Any, ...]] = []  # of the inputs that it was compiled for
-        given = options.plan
+        compiled, given = _Compiled(), options.plan
         with stop_after_capture() as stop, spec.tracing_context():
-            hooks = Hooks(planned=self._record_plan, before_forward=stop.before_running, inference=False, whole=spec.whole)
+            hooks = Hooks(planned=compiled.record, before_forward=stop.before_running, inference=False, whole=spec.whole)
 
             def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 # A plan that was given is for the example's shape; other shapes are planned.
-                now = replace(options, plan=given if not self._planned else None)
-                self._shapes.append(tuple(tuple(map(str, t.shape)) for t in inputs if isinstance(t, torch.Tensor)))
+                now = replace(options, plan=given if not compiled.planned else None)
+                compiled.shapes.append(tuple(tuple(map(str, t.shape)) for t in inputs if isinstance(t, torch.Tensor)))
                 return compile_graph(gm, inputs, now, hooks)
 
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
             run_as_one_graph(self._run, spec, example)
         if spec.wrapped is not None:
             self._run = run_inside_ddp(spec.wrapped, self._run)
-        self.graph, self.result = self._planned[0]
+        self.graph, self.result = compiled.planned[0]
         self.plan = self.result.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,13 +155,6 @@ class Step:
             "a step holds compiled code and the model, and can neither be copied nor pickled",
             hint='write its plan, checkmate.write(step.plan, "step.plan.json"), and give compile(..., plan=...) the file',
         )
-
-    def _record_plan(self, interface: GraphInterface, result: Result) -> None:
-        if self._planned:
-            peak = format_bytes(result.peak_bytes)
-            what = "the step was compiled again" if self._shapes[-1] in self._shapes[:-1] else "a new shape was compiled"
-            _log.warning("%s and planned in %.1f s: peak %s", what, result.elapsed_s, peak)
-        self._planned.append((interface.graph, result))
 
 
 def compile(  # noqa: A001 - named like torch.compile
