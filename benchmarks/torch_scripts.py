@@ -266,7 +266,7 @@ def limits(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> list[int
     """The budget of each step in bytes: the one that was asked for, or what a share was taken to be in that step.
 
     Until a step of several graphs is planned as a whole its share is not known; it is then that of the first step of the loop of
-    which all is, or of what eager takes if there is none. Where nothing can be planned there is nothing to give up, and the share
+    which all is. If there is none, it is of what eager takes, or of the step that is refused. Where nothing can be planned there is nothing to give up, and the share
     is all that the script takes.
     """
     if not asked.endswith("%"):
@@ -275,7 +275,8 @@ def limits(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> list[int
     fixed, most = eager["steps"][0]["live_bytes"], highest(eager)
     share = float(asked[:-1]) / 100 if any(budgets) else 1.0
     known = (max(total for total, _ in each) for each in budgets if each and all(whole for _, whole in each))
-    first = next(known, fixed + int(share * (most - fixed)))
+    of_eager = max(fixed + int(share * (most - fixed)), found.get("refused", {}).get("budget_bytes", 0))
+    first = next(known, of_eager)
     return [_limit(each, first) for each in budgets]
 
 

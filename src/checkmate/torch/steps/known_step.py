@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
+
+import torch
 
 from checkmate.torch.distributed.consensus import Ranks
 from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES, storage_bytes, storage_key, strided_parts
@@ -132,11 +134,15 @@ class KnownStep:
         Args:
             gradients: The gradients before the step.
         """
-        found: dict[int, tuple[int, int]] = {}
-        for r in {r for r, _ in gradients.cleared}:
-            gap = self.recorder.windows.index((r, True))
-            leaves = [leaf() for k, leaf in self.recorder.runs[r].leaves if (r, k) in gradients.cleared]
-            for part in [part for t in leaves if t is not None and t.grad is not None for part in strided_parts(t.grad)]:
+        record, found = self.recorder, dict[int, tuple[int, int]]()
+        places = [
+            (r, [leaf for k, leaf in record.runs[r].leaves if (r, k) in gradients.cleared]) for r in range(len(record.runs))
+        ]
+        if not record.keeps_eager_gradients:  # the new ones that the record has take their place
+            places.append((next((r for r, backward in record.windows if backward), 0), [*record.eager_leaves.values()]))
+        for r, leaves in places:
+            gap = record.windows.index((r, True)) if leaves else 0
+            for part in _gradient_parts(leaves):
                 _, last = found.get(storage_key(part), (0, gap))
                 found[storage_key(part)] = storage_bytes(part), min(last, gap)
         return found
@@ -169,6 +175,12 @@ class KnownStep:
 
     def gradient_storages(self) -> dict[int, int]:
         """Bytes of each gradient that exists now, by the key of its storage."""
-        leaves = (leaf() for run in (*self.recorder.runs, *self.recorder.abandoned) for _, leaf in run.leaves)
-        parts = (part for t in leaves if t is not None and t.grad is not None for part in strided_parts(t.grad))
+        record = self.recorder
+        leaves = [leaf for run in (*record.runs, *record.abandoned) for _, leaf in run.leaves]
+        parts = _gradient_parts([*leaves, *record.eager_leaves.values()])
         return {storage_key(part): storage_bytes(part) for part in parts}
+
+
+def _gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Iterator[torch.Tensor]:
+    tensors = (leaf() for leaf in leaves)
+    return (part for t in tensors if t is not None and t.grad is not None for part in strided_parts(t.grad))

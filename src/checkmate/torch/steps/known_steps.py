@@ -244,7 +244,8 @@ class KnownSteps:
             now = [a for a in args if isinstance(a, torch.Tensor)]
             inputs += unique_bytes(now, current_bytes) - sum(record.sizes[s] for s in {*record.runs[0].given} if s is not None)
         outside = memory.besides(known) - inputs - first.counted_bytes - self._survivors.unseen_bytes(record)
-        trained = [t for run in record.runs for _, leaf in run.leaves if (t := leaf()) is not None]
+        leaves = [leaf for run in record.runs for _, leaf in run.leaves]
+        trained = [t for leaf in (*leaves, *record.eager_leaves.values()) if (t := leaf()) is not None]
         step.outside_bytes = max(0, outside) + state_to_come_bytes(trained, first.device)
 
     def _carried(self, step: KnownStep, storages: dict[int, int], gradients: Gradients, *, held: bool = True) -> tuple[int, ...]:

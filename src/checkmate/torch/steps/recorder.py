@@ -66,6 +66,8 @@ class StepRecorder:
         over: Whether the backward of the step is over, or another step has begun.
         eager_peak_bytes: The most that eager code held at any time of the step.
         eager_inputs: Storages that existed before the step and that eager code alone reads, such as the labels of a loss outside.
+        eager_leaves: Leaves that require a gradient and that eager code reads, by weak references, by their identity.
+        keeps_eager_gradients: Whether any of those had a gradient when the first backward began.
         eager: The window after each storage that eager code allocated.
         eager_bytes: Bytes of those that are alive.
         brief: Storages that eager code allocated and freed between the same two windows.
@@ -88,6 +90,8 @@ class StepRecorder:
     over: bool = False
     eager_peak_bytes: int = 0
     eager_inputs: set[int] = field(default_factory=set)
+    eager_leaves: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)
+    keeps_eager_gradients: bool = False
     eager: dict[int, int] = field(default_factory=dict)
     eager_bytes: int = 0
     brief: set[int] = field(default_factory=set)
@@ -115,7 +119,11 @@ class StepRecorder:
     def read(self, tensor: torch.Tensor) -> None:
         """Record that eager code reads a tensor."""
         key = storage_key(tensor)
-        if self.over or key in self._present or key in self._gradients:
+        if self.over or key in self._gradients:
+            return
+        if tensor.is_leaf and tensor.requires_grad:
+            self.eager_leaves[id(tensor)] = weakref.ref(tensor)
+        if key in self._present:
             return
         self.eager_inputs.add(self._storage(tensor, None, {}))
 
@@ -214,6 +222,8 @@ class StepRecorder:
         run.undefined = frozenset(t for t, value in enumerate(tangents) if value is None)
         run.tangents = tuple(self._storage(t, None, {}) if isinstance(t, torch.Tensor) else None for t in tangents)
         r = self.runs.index(run)
+        if not any(backward for _, backward in self.windows):
+            self.keeps_eager_gradients = any(getattr(leaf(), "grad", None) is not None for leaf in self.eager_leaves.values())
         if self.existing:
             self.cleared |= {
                 (r, k) for k, leaf in run.leaves if (r, k) in self.existing and getattr(leaf(), "grad", None) is None
