@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 
-import torch
-
 from checkmate.torch.distributed.consensus import Ranks
-from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES, storage_bytes, storage_key, strided_parts
+from checkmate.torch.graph.storages import CUDA_ALIGNMENT_BYTES, SCALAR_TANGENT_BYTES, storage_bytes, storage_key
 from checkmate.torch.measure.device_memory import LookDue
 from checkmate.torch.steps.accumulation import Origins
-from checkmate.torch.steps.recorder import StepRecorder
+from checkmate.torch.steps.recorder import StepRecorder, gradient_parts
 from checkmate.torch.steps.step_plan import StepPlan
 
 
@@ -135,14 +133,13 @@ class KnownStep:
             gradients: The gradients before the step.
         """
         record, found = self.recorder, dict[int, tuple[int, int]]()
-        places = [
-            (r, [leaf for k, leaf in record.runs[r].leaves if (r, k) in gradients.cleared]) for r in range(len(record.runs))
-        ]
+        cleared = {r for r, _ in gradients.cleared}
+        places = [(r, [leaf for k, leaf in record.runs[r].leaves if (r, k) in gradients.cleared]) for r in cleared]
         if not record.keeps_eager_gradients:  # the new ones that the record has take their place
             places.append((next((r for r, backward in record.windows if backward), 0), [*record.eager_leaves.values()]))
         for r, leaves in places:
             gap = record.windows.index((r, True)) if leaves else 0
-            for part in _gradient_parts(leaves):
+            for part in gradient_parts(leaves):
                 _, last = found.get(storage_key(part), (0, gap))
                 found[storage_key(part)] = storage_bytes(part), min(last, gap)
         return found
@@ -177,10 +174,5 @@ class KnownStep:
         """Bytes of each gradient that exists now, by the key of its storage."""
         record = self.recorder
         leaves = [leaf for run in (*record.runs, *record.abandoned) for _, leaf in run.leaves]
-        parts = _gradient_parts([*leaves, *record.eager_leaves.values()])
+        parts = gradient_parts([*leaves, *record.eager_leaves.values()])
         return {storage_key(part): storage_bytes(part) for part in parts}
-
-
-def _gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Iterator[torch.Tensor]:
-    tensors = (leaf() for leaf in leaves)
-    return (part for t in tensors if t is not None and t.grad is not None for part in strided_parts(t.grad))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,16 @@ class Run:
     tangents: tuple[int | None, ...] = ()
     gradients: tuple[int | None, ...] = ()
     held_bytes: int = 0
+
+
+def gradient_parts(leaves: Iterable[Callable[[], torch.Tensor | None]]) -> Iterator[torch.Tensor]:
+    """The tensors that have the storages of gradients.
+
+    Args:
+        leaves: Tensors that may have a gradient, by weak references.
+    """
+    tensors = (leaf() for leaf in leaves)
+    return (part for t in tensors if t is not None and t.grad is not None for part in strided_parts(t.grad))
 
 
 def _no_storage() -> None:
@@ -223,7 +233,7 @@ class StepRecorder:
         run.tangents = tuple(self._storage(t, None, {}) if isinstance(t, torch.Tensor) else None for t in tangents)
         r = self.runs.index(run)
         if not any(backward for _, backward in self.windows):
-            self.keeps_eager_gradients = any(getattr(leaf(), "grad", None) is not None for leaf in self.eager_leaves.values())
+            self.keeps_eager_gradients = next(gradient_parts(self.eager_leaves.values()), None) is not None
         if self.existing:
             self.cleared |= {
                 (r, k) for k, leaf in run.leaves if (r, k) in self.existing and getattr(leaf(), "grad", None) is None

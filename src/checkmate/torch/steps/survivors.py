@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from checkmate.torch.steps.recorder import StepRecorder, StepSequence
+from checkmate.torch.graph.storages import storage_key
+from checkmate.torch.steps.recorder import StepRecorder, StepSequence, gradient_parts
 
 
 class _Survivor(NamedTuple):
@@ -70,13 +71,14 @@ class Survivors:
         self._newest[sequence] = self._number
         unseen = [] if recorder.watched else list(self._eager.get(sequence, ()))
         eager: list[_Left] = []
+        gradients = {storage_key(part) for part in gradient_parts(recorder.eager_leaves.values())}
         for key, storage, size_bytes, last in recorder.remaining():
             if last is None and unseen and not self._is_known(key, storage):
                 left = next((left for left in unseen if left.size_bytes == size_bytes), None)
                 if left is not None:  # eager code made it, and a graph was given it
                     unseen.remove(left)
                     last = left.last
-            elif last is not None and recorder.is_eager(key):
+            elif last is not None and recorder.is_eager(key) and key not in gradients:  # those are looked up by their leaves
                 eager.append(_Left(size_bytes, last))
             made = None if last is None else sequence
             self._found[key] = _Survivor(storage, size_bytes, made, last or 0, self._number)
