@@ -104,8 +104,9 @@ class Compilation:
         self._wrapped = wrapper_memory(example_inputs, options.accumulate)
         tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
         self._device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        # In a traced step nothing exists yet; without a budget nothing has to be left room for.
-        self._bounded = self.budget is not None and hooks.captured is None and hooks.target is None
+        # In a traced step nothing exists yet; without a budget or a plan nothing is promised.
+        asked = self.budget is not None or options.plan is not None
+        self._bounded = asked and hooks.captured is None and hooks.target is None
         device = cuda or torch.device("cpu")
         trained = [t for t in tensors if t.is_leaf and t.requires_grad]
         self._counted_bytes = self._wrapped.counted_bytes(device)
@@ -130,6 +131,7 @@ class Compilation:
         self._budget_bytes: int | None = None
         self.least_fused_bytes: int | None = None
         self._whole: Result | None = None  # of a graph that the coordinator does not run
+        self._last_bytes = 0  # of what the step before returned, which is planned for
         self._look, self._announced, self._count_device = LookDue(), False, device
 
     @functools.cached_property
@@ -140,6 +142,7 @@ class Compilation:
             costs=costs_of(options, self._inputs),
             plan=self._plan,
             hold_outputs=options.outputs == "held",
+            hold_last=self.hooks.whole and options.outputs == "held",
             split_convolutions=options.split_convolutions,
             honours_checkpoints=options.checkpoints == "respected",
             no_recompute=frozenset(options.no_recompute),
@@ -148,7 +151,7 @@ class Compilation:
             accumulated=lambda count: self._accumulated if count == self._num_inputs else frozenset(),
             on_planned=self._planned,
             on_unplannable=self._unplannable,
-            room=self._room if self._bounded else None,
+            room=self._room if self._bounded and self.budget is not None else None,
             examine=functools.partial(mark_hidden_state, runs=options.costs == "measured" and target is None),
         )
         if target is None:
@@ -226,8 +229,8 @@ class Compilation:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         outside = max(0, COORDINATOR.outside_bytes(tensors, self._count_device) - self._counted_bytes)
         self._look.looked(outside)
-        room = result.budget_bytes - result.peak_bytes + self.options.reserve_bytes
-        excess = outside - self.resident.other_bytes - self.resident.optimizer_bytes - room
+        growth = outside - self.resident.other_bytes - self.resident.optimizer_bytes - self._last_bytes
+        excess = growth - (result.budget_bytes - result.peak_bytes) - self.options.reserve_bytes
         if excess > 0 and not self._announced:
             self._announced = True
             _log.warning(
@@ -235,7 +238,7 @@ class Compilation:
                 "exceed the budget by as much\nhint: compile the step when they exist, or set reserve=%r",
                 format_bytes(excess),
                 self.budget,
-                format_at_least(self.options.reserve_bytes + excess),
+                format_at_least(growth),
             )
 
     def backward(self, run: BoxedRun) -> BoxedRun:
@@ -536,6 +539,7 @@ class Compilation:
         interface, graph = GraphInterface.of(joint), joint.capture.graph
         if self.budget is not None and graph.boundary is None:
             self._whole = result
+            self._last_bytes = fixed_bytes(graph) - graph.resident_bytes if self.task.hold_last else 0
             self._look.looked(self.resident.other_bytes)
         if self.budget is not None and graph.boundary is not None:
             memory = StepMemory.of(graph, result.plan, self._wrapped.transient_gradient_bytes)

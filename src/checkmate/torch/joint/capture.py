@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
+from checkmate.core.budget import fixed_bytes
 from checkmate.core.errors import GraphError
 from checkmate.core.graph import BOUNDARY, Graph, Op
 from checkmate.cost.store import OpCost
@@ -101,6 +103,7 @@ def capture_joint(
     costs: Costs,
     *,
     hold_outputs: bool = True,
+    hold_last: bool = False,
     no_recompute: frozenset[str] = frozenset(),
     extra_resident_bytes: int = 0,
     name: str = "",
@@ -114,6 +117,7 @@ def capture_joint(
         costs: Maps nodes to time and workspace.
         hold_outputs: Whether the caller holds the forward's outputs to the end of the step. Otherwise they can be freed when
             the backward begins, unless it reads them.
+        hold_last: Whether the caller still holds what the step before returned, as in ``prediction, loss = step(x, y)``.
         no_recompute: Names of ops that must run once, with namespace (``"aten::mm"``) or without.
         extra_resident_bytes: Resident bytes besides the inputs of the graph, such as existing gradients and optimizer state.
         name: Name of the graph.
@@ -121,7 +125,10 @@ def capture_joint(
     Raises:
         GraphError: A size depends on data, or a tensor is sparse.
     """
-    return _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
+    capture = _Builder(joint, num_fwd_outputs, hold_outputs, no_recompute).build(costs, extra_resident_bytes, name)
+    if not hold_last:
+        return capture
+    return replace(capture, graph=msgspec.structs.replace(capture.graph, resident_bytes=fixed_bytes(capture.graph)))
 
 
 def _outputs(joint: fx.GraphModule) -> Sequence[Any]:

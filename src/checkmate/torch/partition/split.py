@@ -64,6 +64,7 @@ class Task:
             agreed on those, or of a changed joint module, which the second argument captures in the same way. It may leave
             hints for a compiler in the metadata of captured nodes.
         hold_outputs: Whether the caller holds the forward's outputs until the backward is over.
+        hold_last: Whether the caller still holds what the step before returned.
         split_convolutions: Whether the backward of a convolution is split into one op per gradient.
         honours_checkpoints: Whether checkpointed regions are recomputed, and never held.
         no_recompute: Names of ops that must run once.
@@ -86,6 +87,7 @@ class Task:
     extra_resident_bytes: int
     on_planned: Callable[[CapturedJoint, Result], None]
     on_unplannable: Callable[[GraphError], None]
+    hold_last: bool = False
     room: Callable[[Graph], int] | None = None
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()
     relabel: Callable[[fx.Graph], None] = lambda graph: None
@@ -124,6 +126,7 @@ class Task:
             num_fwd_outputs=num_fwd_outputs,
             costs=self.costs,
             hold_outputs=self.hold_outputs,
+            hold_last=self.hold_last,
             no_recompute=self.no_recompute,
             extra_resident_bytes=self.extra_resident_bytes,
         )

@@ -156,7 +156,7 @@ class Announcements:
             "%s may take up to %s, more than its budget of %s: it is planned as a whole from the next step on",
             "a first step" if first else "a step that runs other graphs than those before",
             format_bytes(most_bytes),
-            format_bytes(total_bytes) if budget.total_bytes is not None else budget,
+            format_bytes(total_bytes) + (f", {budget} of what is known by now" if budget.is_share else ""),
         )
 
 

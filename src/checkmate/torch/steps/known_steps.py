@@ -100,8 +100,11 @@ class KnownSteps:
             return
         gc.collect()  # cycles that compilation leaves hold outputs too
         outlived = self._survivors.outlived(recorder, gradients)
-        if outlived > ignored_bytes:
-            self._survivors.expect_held(recorder)
+        if outlived <= ignored_bytes:
+            return
+        self._survivors.expect_held(recorder)
+        plans = [known.plan.result for known in step.plans.values() if known.plan is not None]
+        if outlived > min((result.budget_bytes - result.peak_bytes for result in plans), default=0):
             self._warn_once(
                 step,
                 "outputs of the step before were held until this step was over, which may have exceeded its budget of %s by %s: "
