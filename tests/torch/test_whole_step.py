@@ -274,3 +274,40 @@ def test_wrong_amounts_are_refused(given: dict[str, Any], words: str) -> None:
     model = network()
     with pytest.raises(OptionError, match=words):
         checkmate.torch.compile(model, loss_of, torch.optim.SGD(model.parameters(), 0.1), example=(X, Y), **given)
+
+
+@pytest.mark.parametrize("budget", ["60%", "6MiB"])
+def test_what_the_step_before_returned_is_planned_for(budget: str, caplog: pytest.LogCaptureFixture) -> None:
+    """``prediction, loss = step(x, y)`` holds it until the step is over, and the most of it is the prediction."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 512))
+    x, y = torch.randn(512, 16), torch.randint(512, (512,))
+    step = checkmate.torch.compile(model, loss_of, torch.optim.AdamW(model.parameters()), example=(x, y), budget=budget)
+    assert step.whole
+    prediction, _ = step(x, y)
+    assert step.result.peak_bytes <= step.result.budget_bytes
+    outside = step.graph.resident_bytes - prediction.nbytes  # parameters, state, batch
+    for _ in range(2):
+        held = prediction
+        peak = outside + held.nbytes + measure_peak(lambda: step(x, y))
+        assert peak <= step.result.budget_bytes
+        assert abs(peak - step.result.peak_bytes) <= 64
+        prediction, _ = step(x, y)
+    assert "made after the step was compiled" not in caplog.text
+
+
+def test_another_size_counts_what_was_returned_once() -> None:
+    """It exists when the step is compiled again, and has room in the plan as what the step before returned."""
+    model = nn.Linear(16, 512)
+    step = checkmate.torch.compile(
+        model,
+        loss_of,
+        torch.optim.SGD(model.parameters(), 0.1),
+        example=(torch.randn(64, 16), torch.randint(512, (64,))),
+        budget="1GiB",
+    )
+    outputs = step(torch.randn(64, 16), torch.randint(512, (64,)))
+    step(torch.randn(128, 16), torch.randint(512, (128,)))
+    first, second = (graph.resident_bytes for graph, _ in step._compiled.planned)
+    assert outputs[0].nbytes == 64 * 512 * 4
+    assert second - first < 2 * outputs[0].nbytes  # twice as much is returned, and a larger batch read

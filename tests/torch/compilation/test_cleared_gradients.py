@@ -95,3 +95,37 @@ def test_gradients_that_no_plan_has_room_for_are_refused() -> None:
     COORDINATOR.forget_steps()
     with pytest.raises(InfeasibleBudgetError):
         Loop(budget, clears=lambda _: False)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo looks
+def test_gradients_of_eager_layers_count_once_whatever_step_made_them() -> None:
+    """Those of a layer outside of every graph, and batches of two sizes: the step before was of another kind."""
+    torch.manual_seed(0)
+    first, outside, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    net = nn.ModuleList([first, outside, last])
+
+    @torch.compiler.disable
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        return outside(x)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        hidden = eager(torch.tanh(first(x)))
+        return last(torch.tanh(hidden))
+
+    options = {"budget": "100%", "costs": "estimated", "time_limit_s": 3}
+    called: Any = torch.compile(forward, backend="checkmate", dynamic=False, options=options)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step(x: torch.Tensor) -> None:
+        loss = called(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+
+    for number, rows in enumerate((64, 64, 32, 64, 32, 64, 32)):
+        x = torch.randn(rows, WIDTH)
+        before = live_bytes()
+        peak = before + measure_peak(lambda x=x: step(x))
+        planned = COORDINATOR.step_bytes or 0
+        optimizer.step()
+        if number in (3, 5):  # after a step of the other kind
+            assert 0 <= planned - peak <= 64

@@ -96,7 +96,7 @@ def test_a_smaller_last_batch_is_not_searched_for(monkeypatch: pytest.MonkeyPatc
         prediction, _ = step(x[:rows], x[:rows])
         assert prediction.shape == (rows, 16)
     room = step.result.budget_bytes - step.graph.resident_bytes  # what else exists may grow
-    assert all(result.peak_bytes - graph.resident_bytes <= room for graph, result in step._planned)
+    assert all(result.peak_bytes - graph.resident_bytes <= room for graph, result in step._compiled.planned)
     with pytest.raises(PlanNotFoundError):
         step(torch.ones(2 * ROWS, 16), torch.ones(2 * ROWS, 16))
 

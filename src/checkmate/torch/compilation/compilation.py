@@ -62,6 +62,7 @@ class Hooks:
         before_forward: Called before every run of a compiled forward; may raise.
         inference: Whether graphs without gradients are compiled; they are refused otherwise.
         whole: Whether the graph is a whole step, with the backward and the updates.
+        returned_bytes: Bytes of what the last run of a whole step returned, as far as it exists.
         target: The device to plan for; by default the one at hand.
     """
 
@@ -70,6 +71,7 @@ class Hooks:
     before_forward: Callable[[], None] | None = None
     inference: bool = True
     whole: bool = False
+    returned_bytes: int = 0
     target: EmulatedDevice | None = None
 
 
@@ -110,12 +112,13 @@ class Compilation:
         device = cuda or torch.device("cpu")
         trained = [t for t in tensors if t.is_leaf and t.requires_grad]
         self._counted_bytes = self._wrapped.counted_bytes(device)
+        counted_elsewhere = self._counted_bytes + hooks.returned_bytes
         self.resident = ResidentMemory(
             gradients_bytes=gradient_bytes(example_inputs, options.accumulate),
             optimizer_bytes=state_to_come_bytes(trained, device) if self._bounded and trained else 0,
             wrappers_bytes=self._wrapped.held_bytes,
             reserve_bytes=options.reserve_bytes,
-            other_bytes=max(0, COORDINATOR.outside_bytes(tensors, device) - self._counted_bytes) if self._bounded else 0,
+            other_bytes=max(0, COORDINATOR.outside_bytes(tensors, device) - counted_elsewhere) if self._bounded else 0,
         )
         self._num_inputs = len(example_inputs)
         self._takes_gradients = takes_gradients(graph)

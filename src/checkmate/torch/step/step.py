@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Never, NoReturn
 
 import msgspec
 import torch
+from torch.utils import _pytree as pytree
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
@@ -51,10 +53,16 @@ class _Compiled:
     Attributes:
         planned: Each graph and its plan.
         shapes: Sizes of the inputs of each.
+        returned: Storages of what the last run returned, by weak references.
     """
 
     planned: list[tuple[Graph, Result]] = field(default_factory=list)
     shapes: list[tuple[Any, ...]] = field(default_factory=list)
+    returned: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+
+    def returned_bytes(self) -> int:
+        """Bytes of what the last run returned, as far as it exists: the plan of a whole step has room for it."""
+        return sum({s.data_ptr(): s.nbytes() for ref in self.returned if (s := ref()) is not None}.values())
 
     def record(self, interface: GraphInterface, result: Result) -> None:
         """Note a plan; say so if it is not the first one."""
@@ -84,7 +92,8 @@ class Step:
         self.whole = spec.whole
         self._spec = spec
         self._layout = BatchLayout.of(example)
-        compiled, given = _Compiled(), options.plan
+        self._compiled = compiled = _Compiled()
+        given = options.plan
         with stop_after_capture() as stop, spec.tracing_context():
             hooks = Hooks(planned=compiled.record, before_forward=stop.before_running, inference=False, whole=spec.whole)
 
@@ -92,7 +101,7 @@ class Step:
                 # A plan that was given is for the example's shape; other shapes are planned.
                 now = replace(options, plan=given if not compiled.planned else None)
                 compiled.shapes.append(tuple(tuple(map(str, t.shape)) for t in inputs if isinstance(t, torch.Tensor)))
-                return compile_graph(gm, inputs, now, hooks)
+                return compile_graph(gm, inputs, now, replace(hooks, returned_bytes=compiled.returned_bytes()))
 
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
             run_as_one_graph(self._run, spec, example)
@@ -122,6 +131,9 @@ class Step:
         check_micro_batches(batch, self._spec.micro_batches)
         run = functools.partial(run_as_one_graph, self._run, self._spec, batch, self._layout.example)
         prediction, loss = self._spec.finish(run)
+        if self.whole:
+            tensors = [t for t in pytree.tree_leaves((prediction, loss)) if isinstance(t, torch.Tensor)]
+            self._compiled.returned = [weakref.ref(t.untyped_storage()) for t in tensors]
         return prediction if self._spec.own_loss and prediction is not None else (prediction, loss)
 
     def explain(self, *, curve: Curve | None = None) -> StepExplanation:
