@@ -39,6 +39,14 @@ def test_a_wrong_option_reaches_the_user_as_it_is(options: dict[str, Any], error
     assert type(caught.value) is error
 
 
+def test_a_model_without_data_is_told() -> None:
+    """Dynamo says it in twenty lines."""
+    run = torch.compile(mlp().to("meta"), backend="checkmate", options={"budget": "50%"})
+    with pytest.raises(OptionError, match="model and batch are on two devices, cpu and meta") as caught:
+        run(input_of("dropout"))
+    assert caught.value.__suppress_context__
+
+
 def test_an_impossible_budget_leaves_the_model_untouched() -> None:
     """Planning happens before anything runs."""
     model, x = Cnn(), input_of("batch_norm", 512)

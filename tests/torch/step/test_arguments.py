@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkmate.core.errors import OptionError
+from checkmate.core.errors import GraphError, OptionError
 from checkmate.torch import capture, compile, fits, largest_batch  # noqa: A004
 from checkmate.torch.step import tracing
 
@@ -43,6 +44,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "numbers in lists": ({"example": (torch.ones(64, 4).tolist(), Y)}, "256 numbers in lists"),
     "a pair for two arguments": ({"model": Two(), "example": ((X, X), Y)}, "missing a required argument: 'b'"),
     "no loss": ({"loss": None}, "too many positional arguments"),
+    "LBFGS": ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "optimizer=LBFGS runs the model as often as it likes"),
     "a backward hook": ({"model": hooked()}, "module '0' has a backward hook"),
 }
 
@@ -83,16 +85,76 @@ def test_a_model_without_data_is_not_compiled_and_can_be_captured() -> None:
     assert capture(model, nn.functional.mse_loss, example=(X, Y), costs="estimated").ops
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (nn.MSELoss(reduction="none"), r"the loss has shape \(6, 2\), and is not one number"),
-        (lambda p, y: {}["key"], r"model and loss raise KeyError: 'key', at .*test_arguments.py:\d+: `"),
-    ],
-    ids=["no number", "an error"],
-)
-def test_an_error_of_the_users_own_code_is_told_as_that(loss: Any, words: str) -> None:
-    """It has nothing to do with tracing: the plain step raises it too."""
-    with pytest.raises(OptionError, match=words) as error:
-        compile(nn.Linear(4, 2), loss, example=(X, Y), costs="estimated")
+def test_a_model_of_inference_mode_is_not_compiled() -> None:
+    """No update can write to its parameters, which the first step would tell."""
+    with torch.inference_mode():
+        model = nn.Linear(4, 2)
+    with pytest.raises(OptionError, match=r"'weight' was made under torch.inference_mode\(\)"):
+        compile(model, nn.functional.mse_loss, example=(X, Y))
+
+
+def test_a_forgotten_loss_is_asked_for() -> None:
+    """The example then has one element more than the model takes."""
+    with pytest.raises(OptionError) as error:
+        compile(nn.Linear(4, 2), example=(X, Y))
+    assert "give the loss that the last element is the target of" in error.value.hint
+
+
+MSE = nn.functional.mse_loss
+OWN_ERRORS: dict[str, tuple[Any, str]] = {
+    "no number": (nn.MSELoss(reduction="none"), r"the loss has shape \(6, 2\), and is not one number"),
+    "an error": (lambda p, y: {}["key"], r"model and loss raise KeyError: 'key', at .*test_arguments.py:\d+: `"),
+    "labels of floats": (nn.functional.cross_entropy, r"Expected dtype int32/int64 for index, but got torch.float32"),
+    "a tuple": (lambda p, y: (MSE(p, y), p), "the loss is a tuple, and not a tensor"),
+    "a mapping": (lambda p, y: {"loss": MSE(p, y)}, "the loss is a dict, and not a tensor"),
+    "nothing": (lambda p, y: None, "the loss is a NoneType, and not a tensor"),
+    "a float": (lambda p, y: MSE(p, y).item(), "the loss is a float, and not a tensor"),
+    "detached": (lambda p, y: MSE(p.detach(), y), "nothing in this step requires a gradient"),
+    "a backward": (lambda p, y: (loss := MSE(p, y), loss.backward())[0], r"model or loss call backward\(\)"),
+}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("mistake", OWN_ERRORS)
+def test_an_error_of_the_users_own_code_is_told_as_that(mistake: str, whole: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It has nothing to do with tracing: the plain step raises it too. Torch's traceback does not come before it."""
+    loss, words = OWN_ERRORS[mistake]
+    model, y = nn.Linear(4, 2), torch.zeros(6) if mistake == "labels of floats" else Y
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if whole else None
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    with pytest.raises((OptionError, GraphError), match=words) as error:
+        compile(model, loss, optimizer, example=(X, y), costs="estimated")
+    log.removeHandler(caplog.handler)
     assert error.value.__suppress_context__ or error.value.__context__ is None
+    assert error.value.hint and "\n" not in error.value.message
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_batch_on_another_device_is_told(whole: bool) -> None:
+    """It is often the CPU, where a loader makes it. The meta device stands for the other one here."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if whole else None
+    with pytest.raises(OptionError, match="model and batch are on two devices, meta and cpu"):
+        compile(model, MSE, optimizer, example=(X.to("meta"), Y.to("meta")), costs="estimated")
+
+
+def test_a_number_of_the_model_is_no_loss() -> None:
+    """Such as one of `Tensor.item`, which is another object while it is traced."""
+
+    class Mean(nn.Linear):
+        def forward(self, input: torch.Tensor) -> float:  # type: ignore[override]  # noqa: A002
+            return super().forward(input).mean().item()
+
+    with pytest.raises(OptionError, match="the model returned a float without a loss"):
+        compile(Mean(4, 2), example=(X,), costs="estimated")
+
+
+def test_a_layer_frozen_after_compilation_is_told() -> None:
+    """The updates in the graph are those of all parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    step = compile(model, MSE, torch.optim.SGD(model.parameters(), 0.1), example=(X, Y), costs="estimated")
+    model[0].requires_grad_(False)
+    with pytest.raises(OptionError, match="does not require a gradient any more"):
+        step(X, Y)

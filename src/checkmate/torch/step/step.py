@@ -33,7 +33,7 @@ from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
-from checkmate.torch.step.arguments import refuse_inference_mode, refuse_meta, validate_arguments
+from checkmate.torch.step.arguments import refuse_inference_mode, refuse_untrainable, validate_arguments
 from checkmate.torch.step.batch import BatchLayout, Example
 from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
 from checkmate.torch.step.programs import Loss, check_micro_batches
@@ -240,7 +240,7 @@ def compile(  # noqa: A001 - named like torch.compile
             hint="name the others: compile(model, loss, optimizer, example=(x, y), budget='8GiB')",
         )
     example = validate_arguments(model, loss, optimizer, example)
-    refuse_meta(model)
+    refuse_untrainable(model)
     options = Options(
         budget=budget,
         budget_of=budget_of,
