@@ -108,7 +108,8 @@ def _check_loss(loss: Any) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     if optimizer is None or (not isinstance(optimizer, type) and hasattr(optimizer, "param_groups")):
-        if optimizer is not None and _refused(optimizer.step, (), {}):
+        step: Any = getattr(type(optimizer), "step", None)  # that of the class: schedulers wrap the instance's
+        if step is not None and _refused(step, (optimizer,), {}):
             raise OptionError(
                 f"optimizer={type(optimizer).__name__} runs the model as often as it likes, by a closure; a step runs it once",
                 hint="give another, such as optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)",
