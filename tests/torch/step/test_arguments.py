@@ -15,6 +15,7 @@ from checkmate.torch import capture, compile, fits, largest_batch  # noqa: A004
 from checkmate.torch.step import tracing
 
 X, Y = torch.ones(6, 4), torch.zeros(6, 2)
+MSE = nn.functional.mse_loss
 
 
 class Two(nn.Module):
@@ -70,10 +71,53 @@ def test_a_mistake_is_told_before_anything_is_traced(
 
 def test_arguments_by_position_are_named() -> None:
     """The signature of the call is known to whoever wrote it, and not to whoever guesses it."""
-    with pytest.raises(TypeError, match="'example'"):
-        compile(nn.Linear(4, 2), nn.functional.mse_loss, None, (X, Y), "50%")  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match=r"hint: name the others: .*example=\(x, y\)"):
+        compile(nn.Linear(4, 2), nn.functional.mse_loss, None, (X, Y), "50%")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"example with 0 .*\n\nhint: write example=\(x, y\)"):
+        compile(nn.Linear(4, 2), nn.functional.mse_loss)
     with pytest.raises(OptionError, match="1 more were given"):
         compile(nn.Linear(4, 2), nn.functional.mse_loss, None, "50%", example=(X, Y))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"buget": "50%"}, "unknown option 'buget' of checkmate.torch.compile; the nearest known one is 'budget'"),
+        ({"time_limit": 5}, "the nearest known one is 'time_limit_s'"),
+        ({"clip_grad_norm": 1.0}, "the nearest known one is 'clip_norm'"),
+        ({"budget_gb": 8}, "write budget='8GiB'"),
+        ({"options": {"budget": "50%"}}, "write each option by its name"),
+        ({"fullgraph": True}, "leave it out: a step is always one graph"),
+        ({"backend": "inductor"}, "leave it out; compiler='inductor'"),
+        ({"unplanned": "warn"}, "leave it out: it is an option of torch.compile"),
+        ({"whole": "yes"}, "whole='yes' is not one of True, False, None"),
+        ({"dynamic": "yes"}, "dynamic='yes' is not one of False, True"),
+        ({"clip_norm": True}, "clip_norm=True must be a number above zero"),
+        ({"clip_norm": "1"}, "clip_norm='1' must be a number above zero"),
+    ],
+)
+def test_a_wrong_option_is_told_with_what_may_be_meant(option: dict[str, Any], words: str) -> None:
+    """Names come from other libraries, and types from files of settings."""
+    with pytest.raises(OptionError) as error:
+        compile(nn.Linear(4, 2), MSE, example=(X, Y), **option)
+    assert words in str(error.value)
+
+
+def test_what_a_step_has_not_is_asked_of_what_has_it() -> None:
+    """A step takes the place of model, loss and optimizer in a loop. Its plan is taken for another one."""
+    step = compile(nn.Linear(4, 2), MSE, example=(X, Y), costs="estimated")
+    with pytest.raises(AttributeError, match=r"a step has no 'state_dict'; write model\.state_dict"):
+        step.state_dict()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"a step has no 'peak_bytes'; write step\.result\.peak_bytes"):
+        step.peak_bytes  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(step, "fit")
+    assert compile(nn.Linear(4, 2), MSE, example=(X, Y), costs="estimated", plan=step).plan.order == step.plan.order  # type: ignore[arg-type]
+
+
+def test_a_batch_of_another_type_is_told_as_that() -> None:
+    """Tensors without data take it; the kernel does not."""
+    with pytest.raises(GraphError, match=r"hint: convert what is float64, such as x\.to\(torch\.float32\)"):
+        compile(nn.Linear(4, 2), MSE, example=(X.double(), Y))
 
 
 def test_a_model_without_data_is_not_compiled_and_can_be_captured() -> None:
@@ -100,7 +144,6 @@ def test_a_forgotten_loss_is_asked_for() -> None:
     assert "give the loss that the last element is the target of" in error.value.hint
 
 
-MSE = nn.functional.mse_loss
 OWN_ERRORS: dict[str, tuple[Any, str]] = {
     "no number": (nn.MSELoss(reduction="none"), r"the loss has shape \(6, 2\), and is not one number"),
     "an error": (lambda p, y: {}["key"], r"model and loss raise KeyError: 'key', at .*test_arguments.py:\d+: `"),
