@@ -50,6 +50,9 @@ CASES = {
     "capture-no-such-file": (("capture", "none.py:build"), "none.py: no such file"),
     "capture-no-such-module": (("capture", "no.such.module:build"), "ModuleNotFoundError"),
     "capture-no-such-function": (("capture", "model.py:biuld"), "has no function 'biuld'"),
+    "capture-two-colons": (("capture", "model.py::two"), "has two colons"),
+    "run-no-such-script": (("run", "none.py", "--budget", "50%"), "none.py: no such file"),
+    "run-budget-a-half": (("run", "model.py", "--budget", "0.5"), "'0.5' means 0 bytes"),
     "capture-raises": (("capture", "model.py:broken"), "raised KeyError at"),
     "capture-wrong-shape": (("capture", "model.py:two"), "returned a tuple of 2"),
     "plan-without-budget": (("plan", "chain.graph.json"), "--budget is missing, such as --budget 50%"),
@@ -158,6 +161,8 @@ def test_bad_input_in_json_is_one_object(run, files, case):
 def test_near_names_are_offered(run):
     """A misspelt solver gets the nearest."""
     assert "did you mean 'local-search'" in run(*PLAN, "--solver", "local-serch").err
+    assert "hint: write --budget for --bugdet" in run("plan", "chain.graph.json", "--bugdet", "50%").err
+    assert "hint: leave out python: the script is model.py" in run("run", "python", "model.py", "--budget", "50%").err
 
 
 @pytest.mark.parametrize(("module", "words", "extra"), [

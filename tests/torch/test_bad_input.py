@@ -29,14 +29,31 @@ from tests.torch.steps import ROOMY, Forgetful, compiled, observe, recomputes
         ({"outputs": "lost"}, OptionError, "outputs='lost' is not one of held, released"),
         ({"solver": "oracle"}, OptionError, "no solver 'oracle'"),
         ({"time_limit_s": 0}, OptionError, "time_limit_s=0"),
+        ({"accumulate": 4}, OptionError, "accumulate=4 is not one of True, False"),
+        ({"plan": 3}, OptionError, "plan=3 is no plan"),
+        (
+            {"clip_norm": 1.0},
+            OptionError,
+            "unknown option 'clip_norm' of backend 'checkmate'\n\nhint: give it to checkmate.torch.comp",
+        ),
+        ("50%", OptionError, "options='50%' is not a mapping"),
+        ({"reserve": "10%"}, UnitError, "'10%' is a share.*\n\nhint: write an amount such as '8GiB', '512 MB', or"),
     ],
 )
-def test_a_wrong_option_reaches_the_user_as_it_is(options: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_a_wrong_option_reaches_the_user_as_it_is(options: Any, error: type[Exception], words: str) -> None:
     """Dynamo wraps what a backend raises; ours comes through with its own type and message."""
     run = torch.compile(mlp(), backend="checkmate", options=options)
     with pytest.raises(error, match=words) as caught:
         run(input_of("dropout"))
     assert type(caught.value) is error
+
+
+def test_a_model_without_data_is_told() -> None:
+    """Dynamo says it in twenty lines."""
+    run = torch.compile(mlp().to("meta"), backend="checkmate", options={"budget": "50%"})
+    with pytest.raises(OptionError, match="model and batch are on two devices, cpu and meta") as caught:
+        run(input_of("dropout"))
+    assert caught.value.__suppress_context__
 
 
 def test_an_impossible_budget_leaves_the_model_untouched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -88,8 +89,10 @@ def run(argv: Sequence[str]) -> int:
     except MissingArgumentError as error:
         name = "an argument" if error.argument is None else error.argument.name
         such_as = f"{name} {_SUCH_AS[name]}" if name in _SUCH_AS else ""
+        near = [t for word in argv if (t := word.partition("=")[0]) != name and difflib.get_close_matches(t, [name])]
         message = f"{name} is missing{f', such as {such_as}' if such_as else ''}"
-        hint = f"add {such_as}" if such_as else f"run `checkmate {' '.join(error.command_chain or ())} --help` to see the usage"
+        usage = f"run `checkmate {' '.join(error.command_chain or ())} --help` to see the usage"
+        hint = f"write {name} for {near[0]}" if near else f"add {such_as}" if such_as else usage
         return _fail(BAD_INPUT, type(error).__name__, message, hint, as_json)
     except CycloptsError as error:
         return _fail(BAD_INPUT, type(error).__name__, str(error), "run `checkmate --help` to see the usage", as_json)

@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from checkmate.cli import signals, terminal
 from checkmate.cli.extras import needs
 from checkmate.core.errors import CheckmateError, OptionError
-from checkmate.frontend.options import BUDGET_VARIABLE, budget_of_environment
+from checkmate.frontend.options import BUDGET_VARIABLE, budget_of_environment, parsed
 
 _INTERRUPTED = 130
 _HINT = "give a script and a budget, such as `checkmate run train.py --budget 20GiB`, and after them the script's arguments"
@@ -46,12 +46,19 @@ def run(
     Returns:
         The exit code of the script: 1 after an exception, 1 or 2 after an error of Checkmate.
     """
-    needs("torch", "torch")
-    from checkmate.torch.integrations.script import training_within
-
     budget = budget or budget_of_environment()
     if not budget:
         raise OptionError(f"neither --budget nor {BUDGET_VARIABLE} is given", hint="add a budget, such as --budget 20GiB")
+    parsed(budget)  # now: importing torch takes seconds
+    if script == "-m" and not arguments:
+        raise OptionError("-m without a module", hint=_HINT)
+    if script != "-m" and not Path(script).exists():
+        is_python = Path(script).name.startswith("python") and bool(arguments)
+        hint = f"leave out {script}: the script is {arguments[0]}" if is_python else _HINT
+        raise OptionError(f"{script}: no such file", hint=hint)
+    needs("torch", "torch")
+    from checkmate.torch.integrations.script import training_within
+
     printed = contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
     with printed, training_within(budget, time_limit_s=time_limit) as report, signals.as_in_python():
         code = _run(script, arguments)
@@ -96,15 +103,10 @@ def _run(script: str, arguments: Sequence[str]) -> int:
         Its exit code.
 
     Raises:
-        OptionError: There is no such script.
         CheckmateError: No plan keeps the budget, or an option of the script's is wrong.
     """
     as_module = script == "-m"
-    if as_module and not arguments:
-        raise OptionError("-m without a module", hint=_HINT)
     name, arguments = (arguments[0], arguments[1:]) if as_module else (script, arguments)
-    if not as_module and not Path(name).exists():
-        raise OptionError(f"{name}: no such file", hint=_HINT)
     with _argv([name, *arguments], str(Path.cwd()) if as_module else str(Path(name).resolve().parent)):
         try:
             if as_module:

@@ -33,6 +33,8 @@ def resolve(target: str) -> Callable[..., object]:
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise OptionError(f"cannot read {target!r}", hint=SHAPE)
+    if where.endswith(":"):
+        raise OptionError(f"{target!r} has two colons", hint=f"write one: {where.rstrip(':')}:{name}")
     return _function(where, name)
 
 

@@ -38,7 +38,7 @@ def parse_bytes(amount: Amount) -> int:
         return _whole(amount)
     number, unit = _split(amount)
     if unit == "%":
-        raise UnitError(f"{amount!r} is a share, and an amount in bytes is needed here", hint=_HINT)
+        raise UnitError(f"{amount!r} is a share, and an amount in bytes is needed here", hint=_HINT.replace(" or '70%'", ""))
     if not unit:
         return _whole(number, amount)
     scale = _UNITS.get(unit.lower())
@@ -135,16 +135,14 @@ def _whole(amount: int | float, written: Amount | None = None) -> int:
     written = amount if written is None else written
     if isinstance(amount, bool):
         raise UnitError(f"{amount!r} is not an amount of memory", hint=_HINT)
+    if isinstance(amount, float) and 0 < amount <= 1 and str(written) != "1":
+        hint = f"did you mean '{100 * amount:g}%'? Otherwise write an amount such as '8GiB'"
+        raise UnitError(f"{written!r} means {int(amount)} byte{'s' * (amount < 1)}", hint=hint)
     if isinstance(amount, float) and amount.is_integer():
         amount = int(amount)
     try:
         whole = operator.index(amount)  # type: ignore[arg-type]
     except TypeError:
-        if isinstance(amount, float) and 0 < amount < 1:
-            share = f"{100 * amount:g}%"
-            raise UnitError(
-                f"{written!r} means 0 bytes", hint=f"did you mean {share!r}? Otherwise write an amount such as '8GiB'"
-            ) from None
         raise UnitError(f"{written!r} is not a whole number of bytes", hint=_HINT) from None
     if whole < 0:
         raise UnitError(f"{amount} bytes is negative", hint=_HINT)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,8 +111,11 @@ def load_plan(plan: PlanSource) -> Plan:
         OptionError: The file cannot be opened, or holds neither.
         FileFormatError: The file is truncated, foreign or of an unknown version.
     """
+    plan = getattr(plan, "plan", plan)  # that of a step or a result
     if isinstance(plan, Plan):
         return plan
+    if not isinstance(plan, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(f"plan={plan!r} is no plan", hint="give step.plan, result.plan, or the path of a file with a plan")
     try:
         content = read(plan)
     except OSError as error:
@@ -126,3 +131,32 @@ def load_plan(plan: PlanSource) -> Plan:
             hint="give the file that `checkmate plan --out` wrote",
         )
     return content
+
+
+def unknown_option(name: str, of: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> OptionError:
+    """The refusal of an option that there is not.
+
+    Args:
+        name: Its name.
+        of: Whose option it was thought to be.
+        known: The options that there are.
+        elsewhere: What to do instead, for names that mean something elsewhere.
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    said = f"; the nearest known one is {near[0]!r}" if near and name not in elsewhere else ""
+    return OptionError(
+        f"unknown option {name!r} of {of}{said}", hint=elsewhere.get(name, f"use one of the options {', '.join(known)}")
+    )
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Check that an option has one of a few values.
+
+    Raises:
+        OptionError: It has another.
+    """
+    if value not in choices:
+        raise OptionError(
+            f"{name}={value!r} is not one of {', '.join(map(str, choices))}",
+            hint=f"set {name}={choices[0]!r}, for example, or leave it out for the default",
+        )

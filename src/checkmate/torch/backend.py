@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, WrongGraphError
+from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, OptionError, PlanNotFoundError, WrongGraphError
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend import progress
 from checkmate.torch._compat.aot import BoxedRun, aot_autograd, boxed, functorch_config, regions_as_hints
@@ -69,6 +69,8 @@ def _parsed(
     mode: str | None = None, options: Mapping[str, Any] | None = None, keywords: Mapping[str, Any] | None = None
 ) -> Options:
     """The options of a call of ``torch.compile``; parsed once for its calls and all of its graphs."""
+    if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(f"options={options!r} is not a mapping", hint='give options={"budget": "8GiB"}')
     given = {**(options or {}), **(keywords or {}), **({} if mode is None else {"mode": mode})}
     known = [p for o, copy, p in _PARSED if o is options and copy == given]
     parsed = known[0] if known else Options.of(given)

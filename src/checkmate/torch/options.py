@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,7 +10,7 @@ from typing import Any, Literal, get_args
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.units import Amount, parse_bytes
-from checkmate.frontend.options import PlanningOptions, PlanSource
+from checkmate.frontend.options import PlanningOptions, PlanSource, check_choice, unknown_option
 from checkmate.solvers.session import Solver
 
 Compiler = Literal["eager", "inductor", "auto"]
@@ -114,13 +113,11 @@ class Options:
             "unplanned": Unplanned,
             "chunking": Chunking,
             "mode": Mode,
+            "accumulate": Literal[True, False],
+            "split_convolutions": Literal[True, False],
         }
         for name, kind in kinds.items():
-            if getattr(self, name) not in get_args(kind):
-                raise OptionError(
-                    f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}",
-                    hint=f"set {name}={get_args(kind)[0]!r}, for example, or leave it out for the default",
-                )
+            check_choice(name, getattr(self, name), get_args(kind))
         if self.budget_of == "reserved" and (self.compiler != "eager" or self.chunking == "auto"):
             given = f"compiler={self.compiler!r}" if self.compiler != "eager" else "chunking='auto'"
             raise OptionError(
@@ -193,12 +190,14 @@ class Options:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-                raise OptionError(
-                    f"unknown option {name!r} of backend 'checkmate'; the nearest known one is {near!r}",
-                    hint=f"use one of the options {', '.join(known)}",
-                )
+                raise unknown_option(str(name), "backend 'checkmate'", known, _OF_COMPILE)
         return cls(**given)
+
+
+_OF_COMPILE: Mapping[str, str] = dict.fromkeys(
+    ("loss", "optimizer", "example", "whole", "micro_batches", "clip_norm", "autocast"),
+    "give it to checkmate.torch.compile(model, loss, optimizer, example=(x, y), budget=...), which plans a whole step",
+)
 
 
 def check_chunking(chunking: Chunking) -> None:

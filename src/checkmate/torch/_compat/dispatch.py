@@ -14,6 +14,7 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
@@ -28,6 +29,7 @@ __all__ = [
     "defined_memory",
     "detect_fake_mode",
     "dispatches_in_python",
+    "fake_mode_with_numbers",
     "fake_tensor_on",
     "innermost_transform",
     "invoke_subgraph",
@@ -40,6 +42,13 @@ __all__ = [
 
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor")
 """Namespaces of collectives: ops that exchange data with other processes."""
+
+
+def fake_mode_with_numbers() -> FakeTensorMode:
+    """A mode in which `Tensor.item` of a fake tensor returns a symbol, and not an error."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    mode.allow_scalar_outputs = True
+    return mode
 
 
 @contextmanager

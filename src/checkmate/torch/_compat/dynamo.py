@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import OptimizedModule, callback_handler, trace_rules
-from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError, Unsupported
+from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError, Unsupported, UserError
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.torch_version import TorchVersion
@@ -32,6 +32,7 @@ __all__ = [
     "TorchDynamoException",
     "TorchRuntimeError",
     "Unsupported",
+    "UserError",
     "autograd_nodes",
     "call_through",
     "called_through",

@@ -22,6 +22,7 @@ from checkmate.core.units import format_bytes
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE
 from checkmate.torch._compat.dynamo import (
     CompileLog,
+    TorchRuntimeError,
     autograd_nodes,
     dynamo_config,
     recurrent_layers_outside,
@@ -30,6 +31,7 @@ from checkmate.torch._compat.dynamo import (
     watch_compilations,
 )
 from checkmate.torch.compilation.skipped import Place, hints, listed, place
+from checkmate.torch.compilation.torch_errors import in_words
 from checkmate.torch.options import Options
 from checkmate.torch.steps.coordinator import COORDINATOR
 
@@ -227,7 +229,10 @@ class Call:
         self._calls.read(self._log)
         if self.compiled:
             gc.collect()  # Dynamo leaves cycles of frames, which hold outputs that the user has dropped
-        # Dynamo calls this without the exception, in a `finally`. What a call without gradients takes is told elsewhere.
+        # Dynamo calls this without the exception, in a `finally`.
+        if isinstance(sys.exception(), TorchRuntimeError) and (told := in_words(sys.exception())) is not None:
+            raise told from None
+        # What a call without gradients takes is told elsewhere.
         if not self._evaluates and sys.exception() is self._exception and not runs_eagerly_on_request():
             self._calls.judge(self.planned_nodes, other)
 

@@ -27,6 +27,7 @@ from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, save
 from checkmate.torch._compat.dynamo import recompile_current_frame, takes_gradients, untraced
 from checkmate.torch.chunking.choose import choose_chunks, with_offer, with_smallest_peak
 from checkmate.torch.chunking.variants import ChunkableStep, Chunks
+from checkmate.torch.compilation.torch_errors import NO_GRADIENT, NO_GRADIENT_HINT
 from checkmate.torch.distributed.consensus import job_ranks
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.distributed.wrappers import wrapper_memory
@@ -352,10 +353,7 @@ class Compilation:
             GraphError: The hooks do not allow it.
         """
         if not self.hooks.inference:
-            raise GraphError(
-                "nothing in this step requires a gradient, so that there is no backward to plan",
-                hint="check that parameters have requires_grad=True, and that the loss depends on them",
-            )
+            raise GraphError(NO_GRADIENT, hint=NO_GRADIENT_HINT)
 
     def _accumulating(self, inputs: Sequence[Any]) -> frozenset[int]:
         """Inputs to whose gradients the backward adds: those that have one; with the option ``accumulate`` all that can."""

@@ -391,12 +391,12 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
         # What runs is the same op: the step would fail where tracing it does not. But the backward of batch normalisation under
         # autocast is traced with other types than the kernel of its forward returns.
         if _OF_TYPES.search(str(error)) and "backward" not in str(node.target):
-            given = ", ".join(
-                str(t.dtype).removeprefix("torch.") for n in node.all_input_nodes for t in leaves(n.meta.get("val"))
-            )
+            types = [str(t.dtype).removeprefix("torch.") for n in node.all_input_nodes for t in leaves(n.meta.get("val"))]
+            odd = min(types, key=types.count)  # the input's: of the parameters there are two, as a rule
+            fitting = next((kind for kind in types if kind != odd), odd)
             raise GraphError(
-                f"{node.target} of {given} cannot run: {str(error).rstrip('.')}, at {source_of(node) or node.name}",
-                hint="convert the batch or the model, such as model.float(), or give autocast=torch.bfloat16",
+                f"{node.target} of {', '.join(types)} cannot run: {str(error).rstrip('.')}, at {source_of(node) or node.name}",
+                hint=f"convert what is {odd}, such as x.to(torch.{fitting}), or use torch.autocast",
             ) from None
         _log.warning("%s (%s) could not be measured; its time and its workspace are estimated: %s", node.name, node.target, error)
         return None

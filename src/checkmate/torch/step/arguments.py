@@ -50,10 +50,13 @@ def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, e
     refused = _refused(model.forward, inputs, named)
     if refused:
         rest = " but the last, which is the loss's target" if loss is not None else ""
+        hint = "give the model's arguments one by one, such as example=(a, b, y), or by name, as a mapping"
+        if loss is None and inputs and not _refused(model.forward, inputs[:-1], {}):
+            hint = "give the loss that the last element is the target of, such as loss=torch.nn.functional.cross_entropy"
         raise OptionError(
             f"model={type(model).__name__} is called with the elements of the example{rest}: {refused}; "
             f"the example has {described(example)}",
-            hint="give the model's arguments one by one, such as example=(a, b, y), or by name, as a mapping",
+            hint=hint,
         )
     return example
 
@@ -71,22 +74,26 @@ def refuse_inference_mode() -> None:
         )
 
 
-def refuse_meta(model: nn.Module) -> None:
-    """Refuse to compile a step that has no memory to run in.
+def refuse_untrainable(model: nn.Module) -> None:
+    """Refuse to compile a step that has no memory to run in, or whose tensors nothing can change.
 
     Args:
         model: The model.
 
     Raises:
-        OptionError: A parameter or a buffer is on the meta device.
+        OptionError: A parameter or a buffer is on the meta device, or was made in inference mode.
     """
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    name = next((name for name, tensor in tensors if tensor.is_meta), None)
-    if name is not None:
-        raise OptionError(
-            f"the model's {name!r} is on the meta device and has no data, so that no step can run",
-            hint="build the model on the device that trains it; checkmate.torch.fits and capture(device=...) take one on meta",
-        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise OptionError(
+                f"the model's {name!r} is on the meta device and has no data, so that no step can run",
+                hint="build it on the device that trains it; checkmate.torch.fits and capture(device=...) take one on meta",
+            )
+        if tensor.is_inference():
+            raise OptionError(
+                f"the model's {name!r} was made under torch.inference_mode(), and nothing can train it",
+                hint="build the model outside of torch.inference_mode()",
+            )
 
 
 def _check_loss(loss: Any) -> None:
@@ -101,6 +108,12 @@ def _check_loss(loss: Any) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     if optimizer is None or (not isinstance(optimizer, type) and hasattr(optimizer, "param_groups")):
+        step: Any = getattr(type(optimizer), "step", None)  # that of the class: schedulers wrap the instance's
+        if step is not None and _refused(step, (optimizer,), {}):
+            raise OptionError(
+                f"optimizer={type(optimizer).__name__} runs the model as often as it likes, by a closure; a step runs it once",
+                hint="give another, such as optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3)",
+            )
         return
     name = optimizer.__name__ if isinstance(optimizer, type) else "AdamW"
     what = f"{optimizer.__name__} is a class" if isinstance(optimizer, type) else f"{optimizer!r} is not an optimizer"

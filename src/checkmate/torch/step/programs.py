@@ -70,14 +70,27 @@ def loss_of(output: Any) -> torch.Tensor:
     else:
         value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if value is None:
-        raise OptionError(f"the model returned a {type(output).__name__} without a loss", hint=NO_LOSS)
+        raise OptionError(f"the model returned a {_kind(output)} without a loss", hint=NO_LOSS)
     return value
 
 
 def _check_loss(value: Any, hint: str = "give a loss that returns one, such as reduction='mean'") -> None:
     """Refuse what has no gradient of one number; nothing of it is left in a traced program."""
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
+    if not isinstance(value, torch.Tensor):
+        raise OptionError(
+            f"the loss is a {_kind(value)}, and not a tensor",
+            hint="return one tensor with one number, without .item(); compute the rest from the prediction that step() returns",
+        )
+    if value.numel() != 1:
         raise OptionError(f"the loss has shape {tuple(value.shape)}, and is not one number", hint=hint)
+
+
+def _kind(value: Any) -> str:
+    """The type of a value; numbers of `Tensor.item` have another while they are traced."""
+    return type(value).__name__.removeprefix("Sym").lower() if isinstance(value, _TRACED_NUMBERS) else type(value).__name__
+
+
+_TRACED_NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 NO_LOSS = "give a loss, such as loss=torch.nn.functional.mse_loss with example=(x, y), or labels in the example"

@@ -88,8 +88,8 @@ def spec_of_step(
         OptionError: A whole step is asked for, and the optimizer or the options do not allow one.
     """
     check_micro_batches(example, micro_batches)
-    if clip_norm is not None and not clip_norm > 0:
-        raise OptionError(f"clip_norm={clip_norm!r} must be more than zero", hint="give the largest norm, such as clip_norm=1.0")
+    if clip_norm is not None and (isinstance(clip_norm, (bool, str)) or not clip_norm > 0):
+        raise OptionError(f"clip_norm={clip_norm!r} must be a number above zero", hint="give the largest norm: clip_norm=1.0")
     if uses_fsdp(model):
         raise OptionError(
             "fully_shard gathers parameters between the graphs of its modules, so that no one graph is the step",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Never, NoReturn
+from typing import TYPE_CHECKING, Any, Never, NoReturn
 
 import msgspec
 import torch
@@ -22,7 +23,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Curve, Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
-from checkmate.frontend.options import PlanSource
+from checkmate.frontend.options import PlanSource, check_choice, unknown_option
 from checkmate.solvers.session import Solver
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import with_smallest_peak
@@ -35,7 +36,7 @@ from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
-from checkmate.torch.step.arguments import refuse_inference_mode, refuse_meta, validate_arguments
+from checkmate.torch.step.arguments import refuse_inference_mode, refuse_untrainable, validate_arguments
 from checkmate.torch.step.batch import BatchLayout, Example
 from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
 from checkmate.torch.step.programs import Loss, check_micro_batches
@@ -118,9 +119,9 @@ class Step:
             kwargs: The model's inputs, if the example was a mapping.
 
         Returns:
-            The prediction and the loss, both detached. Where the model computes its loss: what it returned, detached, such as
-            an output of Hugging Face's with ``.loss`` and ``.logits``, or (None, loss) where that is the loss alone or
-            ``outputs="released"`` asks for no more. The cache that only generation reads is left out.
+            The prediction and the loss, both detached: the backward is done. Where the model computes its loss: what it
+            returned, detached, such as an output of Hugging Face's with ``.loss`` and ``.logits``, or (None, loss) where that is
+            the loss alone or ``outputs="released"`` asks for no more. The cache that only generation reads is left out.
 
         Raises:
             CheckmateError: The batch has a new shape, and no plan for it keeps the budget.
@@ -158,6 +159,13 @@ class Step:
     def __repr__(self) -> str:
         return repr(self._planned_step)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            owners = {"model": torch.nn.Module, "optimizer": torch.optim.Optimizer, "step.result": Result}
+            owner = next((owner for owner, kind in owners.items() if hasattr(kind, name)), None)
+            raise AttributeError(f"a step has no {name!r}" + (f"; write {owner}.{name}" if owner else ""), name=name, obj=self)
+
     @property
     def _planned_step(self) -> PlannedStep:
         return PlannedStep(graph=self.graph, result=self.result)
@@ -169,12 +177,25 @@ class Step:
         )
 
 
+_ELSEWHERE: Mapping[str, str] = {
+    "backend": "leave it out; compiler='inductor' fuses the ops of the step",
+    "fullgraph": "leave it out: a step is always one graph",
+    "options": "write each option by its name, such as budget='8GiB'",
+    "budget_gb": "write budget='8GiB'",
+    **dict.fromkeys(
+        ("device", "unplanned", "no_recompute", "ranks", "split_convolutions"),
+        "leave it out: it is an option of torch.compile(model, backend='checkmate', options={...})",
+    ),
+}
+"""What to do instead of giving an option that other functions have."""
+
+
 def compile(  # noqa: A001 - named like torch.compile
     model: torch.nn.Module,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *by_position: Never,
-    example: Example,
+    example: Example = (),
     budget: Amount | Budget | None = None,
     budget_of: BudgetOf = "allocated",
     compiler: Compiler = "eager",
@@ -195,6 +216,7 @@ def compile(  # noqa: A001 - named like torch.compile
     dynamic: bool = False,
     mode: Mode = "default",
     inductor_options: Mapping[str, Any] | None = None,
+    **unknown: Never,
 ) -> Step:
     """A training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
 
@@ -221,8 +243,9 @@ def compile(  # noqa: A001 - named like torch.compile
             ``state_dict`` are those of the optimizer, and its learning rate can change at any time.
         micro_batches: Equal parts into which a batch is cut. They are computed one after the other and their gradients added
             up: one step over the whole batch. Only in a whole step.
-        clip_norm: Largest norm of all gradients together. Clipping needs every gradient before the first can be used, so that
-            in a whole step too all of them exist at once.
+        clip_norm: Largest norm of all gradients together, in place of `torch.nn.utils.clip_grad_norm_`: after a step with an
+            optimizer no gradient is left. Clipping needs every gradient before the first can be used, so that in a whole step
+            too all of them exist at once.
         autocast: ``torch.bfloat16`` or ``torch.float16``: model and loss run under `torch.autocast` for their device, the
             parameters keep their type. Float16 needs a scaled loss and is therefore refused together with an optimizer.
         solver: The solver.
@@ -242,6 +265,7 @@ def compile(  # noqa: A001 - named like torch.compile
             every shape is compiled and planned separately.
         mode: The ``mode`` of `torch.compile`, with ``compiler="inductor"``.
         inductor_options: Settings of ``torch._inductor.config`` by name, with ``compiler="inductor"``.
+        unknown: Refused, with the name that may be meant.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -263,8 +287,13 @@ def compile(  # noqa: A001 - named like torch.compile
             f"compile takes model, loss and optimizer by position, and {len(by_position)} more were given",
             hint="name the others: compile(model, loss, optimizer, example=(x, y), budget='8GiB')",
         )
+    for name in unknown:
+        known = [name for name in inspect.signature(compile).parameters if name not in ("by_position", "unknown")]
+        raise unknown_option(name, "checkmate.torch.compile", known, _ELSEWHERE)
+    check_choice("whole", whole, (True, False, None))
+    check_choice("dynamic", dynamic, (False, True))
     example = validate_arguments(model, loss, optimizer, example)
-    refuse_meta(model)
+    refuse_untrainable(model)
     options = Options(
         budget=budget,
         budget_of=budget_of,

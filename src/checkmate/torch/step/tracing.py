@@ -16,11 +16,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import CheckmateError, GraphError, OptionError
-from checkmate.torch._compat.dispatch import FakeTensor, FakeTensorMode
-from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchRuntimeError, Unsupported, patched_settings
+from checkmate.torch._compat.dispatch import FakeTensor, fake_mode_with_numbers
+from checkmate.torch._compat.dynamo import DynamoTransparentError, TorchRuntimeError, Unsupported, UserError, patched_settings
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.compilation.compilation import Hooks
+from checkmate.torch.compilation.torch_errors import in_words
 from checkmate.torch.emulate.autocast import cuda_autocast_rules
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.joint.capture import Capture
@@ -134,13 +135,17 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
     """
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     try:
-        with torch.enable_grad(), patched_settings(**_DYNAMO_CONFIG, ignore_logger_methods=_logging_methods()):
+        settings = patched_settings(**_DYNAMO_CONFIG, ignore_logger_methods=_logging_methods())
+        with torch.enable_grad(), _without_log_of_shapes(), settings:
             return run(args, kwargs)
-    except (Unsupported, TorchRuntimeError) as error:
+    except (Unsupported, TorchRuntimeError, UserError) as error:
+        told = in_words(error)
+        if told is not None:
+            raise told from None
         own = _own_error(spec, args, kwargs)
         if own is not None:
             raise _refusal(own, batch, example) from None
-        if not isinstance(error, Unsupported):
+        if isinstance(error, TorchRuntimeError):
             raise
         raise GraphBreakError(
             f"the step cannot be traced as one graph: {_describe_break(error)}",
@@ -149,12 +154,26 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
         ) from error
 
 
+@contextlib.contextmanager
+def _without_log_of_shapes() -> Iterator[None]:
+    """Context without torch's log of ops that refuse their inputs, a traceback for each: the error is told once, in words."""
+    before, _SHAPES_LOG.disabled = _SHAPES_LOG.disabled, True
+    try:
+        yield
+    finally:
+        _SHAPES_LOG.disabled = before
+
+
+_SHAPES_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 def _own_error(spec: StepSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """The error that model and loss raise without Dynamo, if they do: they run on fake tensors, without memory."""
     held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
-    mode = held[0].fake_mode if held else FakeTensorMode(allow_non_fake_inputs=True)
+    mode = held[0].fake_mode if held else fake_mode_with_numbers()
     try:
-        with mode, torch.enable_grad(), warnings.catch_warnings(action="ignore"):  # the call has shown them
+        # The call has shown the warnings.
+        with mode, _without_log_of_shapes(), torch.enable_grad(), warnings.catch_warnings(action="ignore"):
             fake = args if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
             spec.forward(fake, kwargs if held else pytree.tree_map_only(torch.Tensor, mode.from_tensor, kwargs))
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
@@ -186,8 +205,8 @@ def _logging_methods() -> set[Callable[..., Any]]:
     return {method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LOG_METHODS}
 
 
-def _describe_break(error: Unsupported) -> str:
+def _describe_break(error: Unsupported | UserError) -> str:
     """Reason and place of a graph break in one line; torch's full text stays as the cause of the exception."""
     why = str(error).split("\n", 1)[0]
-    frame = next(reversed(error.real_stack or ()), None)
+    frame = next(reversed(getattr(error, "real_stack", None) or ()), None)
     return why if frame is None else f"{why}, at {frame.filename}:{frame.lineno}: `{frame.line}`"
