@@ -266,8 +266,8 @@ def limits(found: dict[str, Any], asked: str, eager: dict[str, Any]) -> list[int
     """The budget of each step in bytes: the one that was asked for, or what a share was taken to be in that step.
 
     Until a step of several graphs is planned as a whole its share is not known; it is then that of the first step of the loop of
-    which all is. If there is none, it is of what eager takes, or of the step that is refused. Where nothing can be planned there is nothing to give up, and the share
-    is all that the script takes.
+    which all is. If there is none, it is of what eager takes, or of the step that is refused. Where nothing can be planned there
+    is nothing to give up, and the share is all that the script takes.
     """
     if not asked.endswith("%"):
         return [int(asked)] * len(found["steps"])

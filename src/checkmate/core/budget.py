@@ -125,7 +125,7 @@ class Budget:
         return self.share_of or (fixed_bytes(graph), keep_all_bytes(graph))
 
     def at_least(self, size_bytes: int, graph: Graph) -> str:
-        """What to ask for so that so many bytes are enough, for hints: a share where one was asked for and can be enough.
+        """The amount to ask for so that so many bytes are enough, for hints: a share where one was asked for and can be enough.
 
         Bytes are those of one step; a share can be pasted into a script whose steps differ, too.
 

@@ -49,7 +49,7 @@ _log = logging.getLogger("checkmate.torch")
 
 @dataclass(eq=False, slots=True)
 class _Compiled:
-    """What a step was compiled for. PyTorch keeps a backend for as long as the process lives, so that none may hold the model.
+    """The graphs that a step was compiled for. PyTorch keeps a backend until the process ends, so that none may hold the model.
 
     Attributes:
         planned: Each graph and its plan.
