@@ -109,7 +109,7 @@ def test_a_share_is_compared_with_the_budget_of_the_whole_step() -> None:
 
 def test_a_share_that_no_step_has_shown_is_one_of_what_eager_takes() -> None:
     """A refusal in the first step names the bytes of one part of it: another network may have its own."""
-    own = {"budgets": [[40, False]], "refused": REFUSAL, "retries": [a_run(70, asked="70%")]}
+    own = {"budgets": [[40, False]], "refused": {**REFUSAL, "budget_bytes": 45}, "retries": [a_run(70, asked="70%")]}
     assert classed(a_run(64, **own), "60%") == "refused"  # 10 bytes exist before, and eager takes 100
     assert classed(a_run(65, **own), "60%") == "silent"
 
