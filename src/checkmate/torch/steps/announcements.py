@@ -53,10 +53,11 @@ class Now:
 
 
 class Announcements:
-    """Says what a step may take, once for each graph and again where that was too little."""
+    """Says what a step may take, once for each kind of step and graph of it, and again where that was too little."""
 
     def __init__(self) -> None:
-        self._said: dict[tuple[int, bool], int] = {}  # bytes, by graph and whether in a first step
+        self._said: dict[tuple[int, int, bool], int] = {}  # bytes, by the graph, the first one of the step, and whether it is new
+        self._first_graph = 0  # of the step, by its identity
         self._limit: _Limit | None = None  # of a step whose eager code is seen for the first time
         self._besides_eager_bytes = 0  # of the step, after its newest window
         self._outside_bytes: int | None = None  # of all else, where no graph of the step has run
@@ -64,6 +65,7 @@ class Announcements:
     def begin_step(self) -> None:
         """Forget the step before."""
         self._limit = self._outside_bytes = None
+        self._first_graph = 0
 
     def before_forward(self, flight: Flight, now: Now, share_of: Callable[[Graph, Budget], Share | None]) -> None:
         """Warn before a forward that may exceed the budget, or whose backward may.
@@ -74,6 +76,7 @@ class Announcements:
             share_of: Returns what a graph was compiled to take in a step that was seen before; None if it was not.
         """
         planned, own, flights = flight.planned, flight.program, [*now.pending, flight]
+        self._first_graph = self._first_graph or id(planned)
         alone = planned.alone and (not now.pending or not planned.replaceable or planned.options.plan is not None)
         if alone and not now.recorder.watched:
             return  # the plan of a graph alone keeps the budget, unless eager code takes more, which is seen in watched steps
@@ -124,7 +127,7 @@ class Announcements:
             return
         if self._outside_bytes is None:
             self._outside_bytes = device_memory(device).total_bytes - eager_bytes
-        needed, key = self._outside_bytes + eager_bytes, (0, True)
+        needed, key = self._outside_bytes + eager_bytes, (0, 0, True)
         if needed > max(budget.total_bytes, self._said.get(key, 0)):
             self._said[key] = needed + eager_bytes  # what eager code has made has gradients as large
             _log.warning(
@@ -148,7 +151,8 @@ class Announcements:
             self._say(self._limit, now.first, needed, needed, 2 * now.recorder.eager_bytes)
 
     def _say(self, limit: _Limit, first: bool, needed_bytes: int, most_bytes: int, eager_bytes: int = 0) -> None:
-        budget, key, total_bytes = limit.planned.budget, (id(limit.planned), first), limit.total(eager_bytes)
+        budget, total_bytes = limit.planned.budget, limit.total(eager_bytes)
+        key = id(limit.planned), self._first_graph, first
         if budget.keeps_everything or most_bytes <= total_bytes or needed_bytes <= self._said.get(key, 0):
             return
         self._said[key] = most_bytes
