@@ -17,6 +17,7 @@ from checkmate.torch.chunking.variants import cuttable
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.graph.op_properties import makes_views
+from checkmate.torch.measure.piece_memory import pieces_workspace_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.roofline import estimate_ns, estimated_costs
 from tests.torch.chunking.test_chunked_steps import TOKENS, VOCABULARY, WIDTH, Language, batch
@@ -39,11 +40,23 @@ def kinds_and_ops(step: TracedStep) -> list[tuple[Kind, list[fx.Node]]]:
 
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_the_modelled_workspace_of_pieces_is_the_measured_one(optimizer: str | None) -> None:
-    """Temporary tensors, buffers that pieces share, and sums: to the byte, where no op has workspace."""
+    """Temporary tensors, buffers that pieces share, and sums: to the byte, where no op has workspace. An estimate has that too."""
     ops = [op for _, ops in kinds_and_ops(traced(Language(), optimizer=optimizer)) for op in ops]
     assert len(ops) >= (1 if optimizer else 3)
-    for measured, modelled in zip(Profiler()(ops), estimated_costs(ops), strict=True):
-        assert measured.workspace_bytes == modelled.workspace_bytes > 0
+    for op, measured, estimated in zip(ops, Profiler()(ops), estimated_costs(ops), strict=True):
+        assert 0 < measured.workspace_bytes == pieces_workspace_bytes(op) <= estimated.workspace_bytes
+
+
+def test_the_workspace_of_a_convolution_in_pieces_is_estimated() -> None:
+    """Its kernel copies what it is given: an op of a piece has workspace as a whole one has."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 5), torch.nn.BatchNorm2d(32), torch.nn.Hardtanh(0, 20), torch.nn.Flatten())
+    example = torch.randn(8, 3, 40, 40), torch.zeros(8, 32 * 36 * 36)
+    step = DeviceTracer(model, torch.nn.functional.mse_loss, example, None, None, None, None, time.perf_counter() + 60).traced()
+    ops = [op for _, ops in kinds_and_ops(step) for op in ops]
+    assert ops
+    for measured, estimated in zip(Profiler()(ops), estimated_costs(ops), strict=True):
+        assert measured.workspace_bytes <= estimated.workspace_bytes
 
 
 def test_sums_in_half_precision_take_memory_in_float32() -> None:

@@ -35,7 +35,7 @@ def estimated_workspace_bytes(node: fx.Node) -> int:
         node: The op, with traced values.
     """
     if PIECES in node.meta:
-        return pieces_workspace_bytes(node)
+        return pieces_workspace_bytes(node, estimated_workspace_bytes)
     if makes_views(node):
         return 0
     target: Any = node.target

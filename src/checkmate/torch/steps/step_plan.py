@@ -141,7 +141,8 @@ def plan_step(
         remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
     except InfeasibleBudgetError as error:
         if error.binding_op and first.offered is not None:
-            raise with_offer(error, chunkable, first.offered) from None
+            with within_room(room):
+                raise with_offer(error, chunkable, first.offered) from None
         raise
     if isinstance(first.options.counted, ReservedMemory):
         first.options.counted.prepare(step.graph, result.plan)
