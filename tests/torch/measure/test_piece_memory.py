@@ -40,7 +40,7 @@ def kinds_and_ops(step: TracedStep) -> list[tuple[Kind, list[fx.Node]]]:
 
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_the_modelled_workspace_of_pieces_is_the_measured_one(optimizer: str | None) -> None:
-    """Temporary tensors, buffers that pieces share, and sums: to the byte, where no op has workspace. An estimate has that too."""
+    """Temporary tensors, buffers that pieces share, and sums: to the byte, where no op has workspace. Estimates add that."""
     ops = [op for _, ops in kinds_and_ops(traced(Language(), optimizer=optimizer)) for op in ops]
     assert len(ops) >= (1 if optimizer else 3)
     for op, measured, estimated in zip(ops, Profiler()(ops), estimated_costs(ops), strict=True):
