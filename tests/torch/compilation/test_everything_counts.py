@@ -181,3 +181,42 @@ def test_a_function_that_takes_its_gradients_is_planned(budget: str) -> None:
     got = run(parameters)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     assert measure_peak(lambda: run(parameters)) <= (0.75 if budget == "55%" else 1.0) * eager
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo looks
+def test_what_one_call_frees_does_not_count_in_the_next() -> None:
+    """Outputs of an encoder are assigned before the decoder runs, although no graph begins between the two calls."""
+    torch.manual_seed(0)
+    first = nn.Linear(64, 64)
+
+    @torch.compiler.disable
+    def widened(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 16)
+
+    @torch.compiler.disable
+    def decoded(x: torch.Tensor) -> torch.Tensor:
+        most = torch.zeros(8 * x.numel()).sum()  # here is the peak of the step
+        return torch.tanh(x + most)
+
+    def encode(x: torch.Tensor) -> torch.Tensor:
+        return widened(torch.tanh(first(x)))
+
+    def decode(x: torch.Tensor) -> torch.Tensor:
+        return decoded(x)
+
+    options = {"budget": "100%", "costs": "estimated"}
+    encoder, decoder = (torch.compile(f, backend="checkmate", options=options) for f in (encode, decode))
+    x, held = torch.randn(128, 64), dict[str, torch.Tensor]()
+
+    def step() -> None:
+        held["hidden"] = encoder(x)
+        held["out"] = decoder(held["hidden"])
+        held["out"].sum().backward()
+        first.zero_grad()
+
+    for number in range(4):
+        before = live_bytes()
+        peak = before + measure_peak(step)
+        if number >= 2:
+            assert COORDINATOR.step_bytes is not None
+            assert 0 <= COORDINATOR.step_bytes - peak <= 64

@@ -143,9 +143,9 @@ class Coordinator:
         with self._lock:
             if current_backward() >= 0:
                 return
-            self._calling = False
-            if self._watch is not None:
+            if self._calling:
                 self._recorder.end_call()
+            self._calling = False
 
     def compiling(self, paused: bool) -> None:
         """Do not take the allocations of a compiler for those of the step.

@@ -327,7 +327,13 @@ class KnownSteps:
                     planned.recompile()
             return KnownPlan(None, carried)
         plan = plan_step(
-            step.recorder, gradient_bytes, gradients.existing, gradients.accumulated, carried, whole_ops=step.compiled_again
+            step.recorder,
+            gradient_bytes,
+            gradients.existing,
+            gradients.accumulated,
+            carried,
+            by_call={} if step.ranks is not None else self._survivors.released(step.recorder, step.gradient_storages()),
+            whole_ops=step.compiled_again,
         )
         _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
         if all(planned.replaceable for planned in plan.graphs):

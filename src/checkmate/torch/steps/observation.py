@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from types import MappingProxyType
 
 from checkmate.frontend.step_graph import ObservedStep, Part, Storage, Window
 from checkmate.torch.steps.recorder import StepRecorder
@@ -18,6 +19,7 @@ def observed_step(
     extra_resident_bytes: int,
     existing: Set[tuple[int, int]],
     carried: Sequence[int] = (),
+    by_call: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
 ) -> ObservedStep:
     """A step as data to plan from.
 
@@ -27,6 +29,7 @@ def observed_step(
         extra_resident_bytes: Resident bytes besides what the graphs are given and what is carried.
         existing: Run and input of the leaves that have a gradient before the step.
         carried: Bytes at each gap besides what the graphs are given and make, such as outputs of the step before.
+        by_call: Bytes of those that are freed in a gap, by the call of a compiled function at whose end that is.
     """
     count, spans = len(record.windows), _spans(record)
     carried = carried or (0,) * (count + 1)
@@ -35,7 +38,7 @@ def observed_step(
     for index, backward in record.windows:
         run = record.runs[index]
         given, made = (run.tangents, run.gradients) if backward else (run.given, run.made)
-        transient = _transient(record, len(windows), spans, released)
+        transient = _transient(record, len(windows), spans, released, by_call)
         windows.append(Window(part=index, backward=backward, given=given, made=made, eager_bytes=transient))
     storages = _storages(record, windows, spans)
     for storage in (*_eager_storages(record, storages, spans), *_released_storages(released)):
@@ -50,7 +53,7 @@ def observed_step(
         parts=tuple(parts),
         windows=tuple(windows),
         storages=storages,
-        eager_bytes=_transient(record, count, spans, released),
+        eager_bytes=_transient(record, count, spans, released, by_call),
         resident_bytes=record.input_bytes + carried[count] + extra_resident_bytes,
         accumulated=freed_gradients,
     )
@@ -107,16 +110,26 @@ def _spans(record: StepRecorder) -> dict[int, Span]:
     return spans
 
 
-def _transient(record: StepRecorder, window: int, spans: Mapping[int, Span], released: Sequence[int]) -> int:
+def _transient(
+    record: StepRecorder,
+    window: int,
+    spans: Mapping[int, Span],
+    released: Sequence[int],
+    by_call: Mapping[int, Mapping[int, int]],
+) -> int:
     """The most that was alive before a window at once, besides what is alive there by the account of `step_graph`.
 
     That is what earlier windows made, as long as it lives and at least to the gap after its window, and what eager code made.
-    Outputs of an earlier step that are ``released`` there are still held while the call runs.
+    Outputs of an earlier step that are ``released`` there are still held while the call runs that makes the new ones.
     """
     listed = sum(
         record.sizes[s]
         for s, (first, last) in spans.items()
         if first <= window <= last and not (last == window and _released(record, s))
     )
-    inside = record.call_peaks[window] + released[window] if window in record.call_peaks else 0
-    return max(0, inside - listed, record.peaks.get(window, 0) - listed)
+    freed = by_call.get(window, {})
+    inside = [
+        peak + max(0, released[window] - sum(size for earlier, size in freed.items() if earlier < call))
+        for call, peak in record.call_peaks.get(window, {}).items()
+    ]
+    return max(0, max([*inside, record.peaks.get(window, 0)]) - listed)

@@ -83,7 +83,8 @@ class StepRecorder:
         brief: Storages that eager code allocated and freed between the same two windows.
         freed: Storages that were freed between two windows, and not while a window ran.
         peaks: The most that eager code held and windows had returned, before each window.
-        call_peaks: The same until the call of the compiled function was over, where eager code took memory in it.
+        call_peaks: The same until each call of a compiled function was over, where eager code took memory in it.
+        made_in: The call in which each storage was seen first, counted from that of the first window.
     """
 
     forwards: list[Run] = field(default_factory=list)
@@ -107,7 +108,9 @@ class StepRecorder:
     brief: set[int] = field(default_factory=set)
     freed: set[int] = field(default_factory=set)
     peaks: dict[int, int] = field(default_factory=dict)
-    call_peaks: dict[int, int] = field(default_factory=dict)
+    call_peaks: dict[int, dict[int, int]] = field(default_factory=dict)
+    made_in: list[int] = field(default_factory=list)
+    _calls: int = 0  # of compiled functions that are over
     _running: bool = False  # whether a window runs now
     _versions: list[tuple[int, Callable[[], torch.Tensor | None], int]] = field(default_factory=list)  # of inputs
     _returned_bytes: int = 0  # of storages that windows made and that are alive
@@ -185,8 +188,11 @@ class StepRecorder:
     def end_call(self) -> None:
         """Record that a call of a compiled function is over; outputs of an earlier call are held at least until then."""
         window, peak = len(self.windows), self.peaks.get(len(self.windows), 0)
-        if not self.over and not self._running and peak > self._returned_at:
-            self.call_peaks[window] = peak
+        if self.over or not self.windows:
+            return
+        if self.watched and not self._running and peak > self._returned_at:
+            self.call_peaks.setdefault(window, {})[self._calls] = peak
+        self._calls += 1
 
     def _note_eager(self, more_bytes: int = 0) -> None:
         window, eager_bytes = len(self.windows), self.eager_bytes + more_bytes
@@ -281,6 +287,7 @@ class StepRecorder:
         if len(self.windows) > w:
             self.eager[len(self.sizes)], self.last[len(self.sizes)] = w, len(self.windows) - self._running
             self.sizes.append(memory.saved_bytes)
+            self.made_in.append(self._calls)
             self.sources.append(None)
             self._storages.append(_no_storage)
 
@@ -326,6 +333,7 @@ class StepRecorder:
             found = self._present[key] = len(self.sizes)
             self.sizes.append(0 if key in transient else max(least_bytes, storage_bytes(tensor)))
             self.sources.append(source)
+            self.made_in.append(self._calls)
             storage = tensor.untyped_storage()
             self._storages.append(weakref.ref(storage))
             if not isinstance(tensor, torch.nn.Parameter):  # parameters outlive every step
@@ -341,8 +349,8 @@ class StepRecorder:
             finalizer.detach()
         self._finalizers.clear()
 
-    def remaining(self) -> Iterator[tuple[int, Callable[[], torch.UntypedStorage | None], int, int | None]]:
-        """Key, storage and bytes of each storage that outlives the step.
+    def remaining(self) -> Iterator[tuple[int, Callable[[], torch.UntypedStorage | None], int, int | None, int]]:
+        """Key, storage and bytes of each storage that outlives the step, and the call that made it.
 
         Of what the step made, also the gap at which a variable of the user is assigned the storage: that after the last of the
         forwards that follow each other, since these may belong to one call.
@@ -352,7 +360,7 @@ class StepRecorder:
             assigned = self.eager.get(s) if source is None else source + 1
             if source is not None and not self.windows[source][1]:
                 assigned = next((w for w in range(source, len(self.windows)) if self.windows[w][1]), len(self.windows))
-            yield key, self._storages[s], self.sizes[s], assigned
+            yield key, self._storages[s], self.sizes[s], assigned, self.made_in[s]
 
     def is_eager(self, key: int) -> bool:
         """Whether eager code made a storage that remains."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import msgspec
 from torch import fx
@@ -94,6 +95,7 @@ def plan_step(
     accumulated: Sequence[frozenset[int]],
     carried: Sequence[int] = (),
     *,
+    by_call: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
     whole_ops: bool = False,
 ) -> StepPlan:
     """Plan a step that was recorded.
@@ -104,6 +106,7 @@ def plan_step(
         existing: Run and input of the leaves that have a gradient before it.
         accumulated: Inputs to whose gradients the backward adds, for each run.
         carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and all others.
+        by_call: Bytes of `carried` that are freed in a gap, by the call of a compiled function at whose end that is.
         whole_ops: Whether nothing may run piece by piece.
 
     Raises:
@@ -119,7 +122,7 @@ def plan_step(
 
     def captured(joints: Sequence[CapturedJoint]) -> _CapturedStep:
         parts = [part_of(joint.capture) for joint in joints]
-        windows = step_graph(observed_step(recorder, parts, extra + gradient_bytes, existing, carried))
+        windows = step_graph(observed_step(recorder, parts, extra + gradient_bytes, existing, carried, by_call))
         return _CapturedStep(tuple(joints), windows, windows.graph)
 
     def room_beside(step: _CapturedStep) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ class _Survivor(NamedTuple):
         size_bytes: Its bytes.
         sequence: Identity of the step that made it; None for one that the step was given.
         last: The gap of the next such step at which it is expected to be freed.
+        call: The call of a compiled function at whose end that is.
         number: Number of the step that made it, among all steps.
     """
 
@@ -26,6 +27,7 @@ class _Survivor(NamedTuple):
     size_bytes: int
     sequence: StepSequence | None
     last: int
+    call: int
     number: int
 
 
@@ -35,10 +37,12 @@ class _Left(NamedTuple):
     Attributes:
         size_bytes: Its bytes.
         last: The gap of the next such step at which it is expected to be freed.
+        call: The call of a compiled function at whose end that is.
     """
 
     size_bytes: int
     last: int
+    call: int
 
 
 class Survivors:
@@ -72,16 +76,16 @@ class Survivors:
         unseen = [] if recorder.watched else list(self._eager.get(sequence, ()))
         eager: list[_Left] = []
         gradients = {storage_key(part) for part in gradient_parts(recorder.eager_leaves.values())}
-        for key, storage, size_bytes, last in recorder.remaining():
+        for key, storage, size_bytes, last, call in recorder.remaining():
             if last is None and unseen and not self._is_known(key, storage):
                 left = next((left for left in unseen if left.size_bytes == size_bytes), None)
                 if left is not None:  # eager code made it, and a graph was given it
                     unseen.remove(left)
-                    last = left.last
+                    last, call = left.last, left.call
             elif last is not None and recorder.is_eager(key) and key not in gradients:  # those are looked up by their leaves
-                eager.append(_Left(size_bytes, last))
+                eager.append(_Left(size_bytes, last, call))
             made = None if last is None else sequence
-            self._found[key] = _Survivor(storage, size_bytes, made, last or 0, self._number)
+            self._found[key] = _Survivor(storage, size_bytes, made, last or 0, call, self._number)
         self._unseen[sequence] = unseen
         if recorder.watched:
             self._eager[sequence] = eager
@@ -133,16 +137,35 @@ class Survivors:
             held: False leaves out that outputs were found alive when such a step was over.
         """
         count = len(recorder.windows)
-        sequence = recorder.sequence
+        freed = [0] * (count + 1)  # by the last gap at which a storage is alive
+        for gap, _, size_bytes in self._freed(recorder, gradients, held):
+            freed[gap] += size_bytes
+        return tuple(sum(freed[gap:]) for gap in range(count + 1))
+
+    def released(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, dict[int, int]]:
+        """Bytes of them that are expected to be freed in each gap, by the call at whose end that is.
+
+        Args:
+            recorder: An earlier step of the same kind.
+            gradients: Keys of the storages of gradients, which are counted elsewhere.
+        """
+        found: dict[int, dict[int, int]] = {}
+        for gap, call, size_bytes in self._freed(recorder, gradients, held=True):
+            if gap < len(recorder.windows):
+                by_call = found.setdefault(gap, {})
+                by_call[call] = by_call.get(call, 0) + size_bytes
+        return found
+
+    def _freed(self, recorder: StepRecorder, gradients: Collection[int], held: bool) -> Iterator[tuple[int, int, int]]:
+        """The last gap at which each storage is alive, the call at whose end it is freed there, and its bytes."""
+        count, sequence = len(recorder.windows), recorder.sequence
         alive = self._alive(recorder, gradients).values()
         newest = self._newest.get(sequence)
         older = (held and sequence in self._held) or any(s.sequence == sequence and s.number != newest for s in alive)
-        freed = [0] * (count + 1)  # by the last gap at which a storage is alive
-        for left in self._unseen.get(sequence, ()):
-            freed[left.last] += left.size_bytes
+        yield from ((left.last, left.call, left.size_bytes) for left in self._unseen.get(sequence, ()))
         for survivor in alive:
-            freed[survivor.last if survivor.sequence == sequence and not older else count] += survivor.size_bytes
-        return tuple(sum(freed[gap:]) for gap in range(count + 1))
+            last = survivor.last if survivor.sequence == sequence and not older else count
+            yield last, survivor.call, survivor.size_bytes
 
     def _alive(self, recorder: StepRecorder, gradients: Collection[int]) -> dict[int, _Survivor]:
         alive: dict[int, _Survivor] = {}
