@@ -33,6 +33,7 @@ sys.exit(3)
 @pytest.fixture
 def scripts(run, tmp_path, monkeypatch):
     monkeypatch.delenv("CHECKMATE_BUDGET", raising=False)
+    monkeypatch.delitem(sys.modules, "train", raising=False)  # of another test, whose file has the same name
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "beside.py").write_text("")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit('not today')\n")

@@ -268,10 +268,14 @@ def _compiled(
         model, example.loss, optimizer, example=(x, y), budget=budget, compiler=path.compiler, time_limit_s=_PLANNING_S
     )
 
+    last: list[Any] = []
+
     def train() -> float:
         if optimizer is None:
             model.zero_grad(set_to_none=True)
-        return float(step(x, y)[1])
+        outputs = step(x, y)
+        last[:] = [outputs] if step.whole else []  # as a loop holds them until the next step is over, which is planned for
+        return float(outputs[1])
 
     return train, step
 
