@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -229,8 +228,14 @@ def test_what_cannot_be_in_the_step_comes_after_it(caplog: pytest.LogCaptureFixt
             lambda m: torch.optim.SGD(m.body.parameters(), 0.1),
             "SGD does not update 'unused', whose gradient must",
         ),
-        (lambda m: hooked(m, "register_hook", lambda gradient: gradient / 2), "'.*' has a hook that is called"),
-        (lambda m: hooked(m, "register_post_accumulate_grad_hook", halve_gradient), "'.*' has a hook"),
+        (
+            lambda m: hooked(m, "register_hook", lambda gradient: gradient / 2),
+            "'unused' has a hook that is called with its gradient",
+        ),
+        (
+            lambda m: hooked(m, "register_post_accumulate_grad_hook", halve_gradient),
+            "'unused' has a hook that is called with its gradient",
+        ),
     ):
         model = network()
         optimizer = make(model)
@@ -240,7 +245,7 @@ def test_what_cannot_be_in_the_step_comes_after_it(caplog: pytest.LogCaptureFixt
         caplog.clear()
         step = checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y))
         assert not step.whole
-        assert re.search(f"is not planned with it: {why}", caplog.text)
+        assert f"is not planned with it: {why}" in caplog.text
         assert same(trained(lambda s=step: s(X, Y), model, optimizer), reference)
         with pytest.raises(OptionError, match=f"whole=True cannot be: {why}"):
             checkmate.torch.compile(model, loss_of, optimizer, example=(X, Y), whole=True)

@@ -187,7 +187,7 @@ _ELSEWHERE: Mapping[str, str] = {
         "leave it out: it is an option of torch.compile(model, backend='checkmate', options={...})",
     ),
 }
-"""What to do instead of giving an option that other functions have."""
+"""Hints for options of other functions, by their names."""
 
 
 def compile(  # noqa: A001 - named like torch.compile

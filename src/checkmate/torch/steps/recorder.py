@@ -187,9 +187,9 @@ class StepRecorder:
 
     def end_call(self) -> None:
         """Record that a call of a compiled function is over; outputs of an earlier call are held at least until then."""
-        window, peak = len(self.windows), self.peaks.get(len(self.windows), 0)
         if self.over or not self.windows:
             return
+        window, peak = len(self.windows), self.peaks.get(len(self.windows), 0)
         if self.watched and not self._running and peak > self._returned_at:
             self.call_peaks.setdefault(window, {})[self._calls] = peak
         self._calls += 1
