@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from checkmate.torch import measure_peak
 from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.survivors import Survivors
 from tests.torch.compilation.test_coordinator import QUICK, Classifier, Ran
 from tests.torch.steps import close, live_bytes
 
@@ -109,6 +111,22 @@ def test_outputs_that_are_held_until_the_next_step_is_over(caplog: pytest.LogCap
     assert plan is not None
     assert close(peak, plan.result.peak_bytes)
     assert peak <= plan.result.budget_bytes
+
+
+def test_what_eager_code_makes_may_be_held_until_the_next_step_is_over() -> None:
+    """As by an optimizer that calls a closure several times and holds the first loss. It is seen in the first step only."""
+    loss = torch.UntypedStorage(64)
+
+    def step(**kind: Any) -> Any:
+        common = {"sequence": ((0, 0, None),), "windows": [(0, False), (0, True)], "eager_leaves": {}}
+        return SimpleNamespace(**common, **kind, is_eager=lambda key: True, is_given=lambda key, storage: False)
+
+    survivors = Survivors()
+    survivors.add(step(watched=True, remaining=lambda: [(1, lambda: loss, 64, 1, 1)]))
+    survivors.add(later := step(watched=False, remaining=list))
+    assert survivors.carried(later, ()) == (128, 128, 64)  # that of the first step, and of the one before until it is made anew
+    survivors.expect_held(later)
+    assert survivors.carried(later, ()) == (128, 128, 128)
 
 
 class Recompiled(Classifier):

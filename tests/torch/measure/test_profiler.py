@@ -15,6 +15,7 @@ import checkmate.torch.measure.profiler as profiler
 import checkmate.torch.measure.timing as timing
 from checkmate.cost.store import OpCost
 from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.measure.resident import within_room
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled
 
@@ -165,6 +166,27 @@ def test_new_ops_are_measured_beside_known_ones(monkeypatch: pytest.MonkeyPatch)
     costs = {"long": 50e6, "known": 20e6, "beside": 10e6}  # one that takes so long is not measured in every pass
     known = {name: (nodes[name], OpCost(int(cost), 0)) for name, cost in costs.items()}
     assert profiler.measure_nodes({"new": nodes["new"]}, known) == {"new": OpCost(60_000_000, 0)}
+    monkeypatch.setattr(profiler, "_fits", lambda node: node.name == "new")  # there was more room when they were measured
+    assert profiler.measure_nodes({"new": nodes["new"]}, known) == {"new": OpCost(66_000_000, 0)}
+
+
+def test_what_a_slice_tells_of_an_op_holds_for_that_op() -> None:
+    """Regions that run in pieces have copies of the metadata of the ops whose place they take."""
+    graph, x, weight = fx.Graph(), torch.rand(8, 1, 64, 160), torch.rand(16, 1, 11, 11)
+    nodes = [graph.placeholder(name) for name in ("gradient", "x", "weight")]
+    settings = (None, [2, 2], [5, 5], [1, 1], False, [0, 0], 1, [True, True, False])
+    node = graph.call_function(torch.ops.aten.convolution_backward.default, (*nodes, *settings))
+    out = nn.functional.conv2d(x, weight, None, 2, 5)
+    for placeholder, value in zip(nodes, (out, x, weight), strict=True):
+        placeholder.meta["val"] = value
+    node.meta["val"] = node.target(out, x, weight, *settings)  # type: ignore[operator]
+    estimate = profiler._without_running(node).workspace_bytes
+    with within_room(out.nbytes + x.nbytes + estimate // 2):
+        profiler.measure_nodes({"op": node}, {})
+    in_its_place = graph.node_copy(node)
+    in_its_place.meta = dict(node.meta)
+    assert profiler._without_running(node).workspace_bytes != estimate
+    assert profiler._without_running(in_its_place).workspace_bytes == estimate
 
 
 def test_equal_pieces_are_runs_of_one_part() -> None:

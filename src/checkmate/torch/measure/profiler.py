@@ -13,13 +13,14 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx
 
-from checkmate.core.errors import GraphError
+from checkmate.core.errors import GraphError, InfeasibleBudgetError
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
@@ -105,8 +106,8 @@ def _without_running(node: fx.Node) -> OpCost:
 
     A collective on the CPU runs in gloo, which copies the result once.
     """
-    if _OF_SLICE in node.meta:
-        return node.meta[_OF_SLICE]
+    if node in _OF_SLICE:
+        return _OF_SLICE[node]
     if is_collective(node):
         return OpCost(estimate_ns(node), 0 if _on_cuda(node) else sum(map(storage_bytes, leaves(node.meta.get("val")))))
     return OpCost(estimate_ns(node), estimated_workspace_bytes(node) if isinstance(node.target, OpOverload) else 0)
@@ -164,7 +165,8 @@ def _measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.No
         beside = {k: known[k][0] for k in _references(known)} if sum(found[k].cost_ns for k in again) >= EFFORT.matters_ns else {}
         for key, node in [*beside.items()]:
             times[key] = LeastTimes(node)
-            if _measured_or_warned(node, other, times[key]) is None:  # its known cost is an estimate
+            # Its known cost may be an estimate, or there was more room when it was measured.
+            if not _fits(node) or _measured_or_warned(node, other, times[key]) is None:
                 del beside[key]
         if again:
             _repeat(again, beside, times, other)
@@ -287,8 +289,8 @@ def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: li
     return real.detach().as_strided(shape, stride, offset)
 
 
-_OF_SLICE = "cost_of_slice"
-"""Key in the metadata of a node for the cost that a slice of its batch tells."""
+_OF_SLICE = WeakKeyDictionary[fx.Node, OpCost]()
+"""Costs that a slice of the batch tells, by node: metadata would be copied to the nodes that take its place."""
 
 _LACKED_ROOM = "lacked_room"
 """Key in the metadata of a node for whether there was no room to measure it."""
@@ -308,6 +310,21 @@ def lacked_room(node: fx.Node) -> bool:
     return bool(node.meta.get(_LACKED_ROOM))
 
 
+def with_estimates(error: InfeasibleBudgetError, *graphs: fx.Graph) -> InfeasibleBudgetError:
+    """A refusal that says so where some ops of a step were estimated for want of room: they may take less.
+
+    Args:
+        error: The refusal.
+        graphs: Graphs of the step.
+    """
+    estimated = sum(lacked_room(node) for graph in graphs for node in graph.nodes)
+    if not estimated:
+        return error
+    return error.with_hint(
+        f"{error.hint}; less may be enough: {estimated} ops are estimated, as the budget leaves no room to measure them"
+    )
+
+
 def _fits(node: fx.Node) -> bool:
     """Whether there is room to run an op. If not, a slice of its batch may have told what it takes."""
     room = free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu"))
@@ -319,7 +336,7 @@ def _fits(node: fx.Node) -> bool:
         return True
     rows, batch = _slice_of(node)
     if most * rows // batch <= room and rows < batch and (cost := _cost_of_slice(node, rows, batch)) is not None:
-        node.meta[_OF_SLICE] = cost
+        _OF_SLICE[node] = cost
         return needed + cost.workspace_bytes <= room
     return False
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from torch import fx
 
 from checkmate.core.errors import GraphError
@@ -109,7 +110,7 @@ class Task:
         room = self.room(bare.graph)
         with within_room(room):
             whole = recapture(module)
-        if (more := self.room(whole.graph)) > room:  # a share is one of what workspace takes too
+        if (more := self.room(_without_estimates(whole).graph)) > room:  # a share is one of what workspace takes too
             with within_room(more):
                 whole = recapture(module)
         with within_room(room := max(room, more)):
@@ -220,12 +221,21 @@ class CapturedJoint:
         capture = self._captured(change(self.whole.joint))
         return CapturedJoint(capture, capture, self.task, self.rest)
 
+    @property
+    def has_estimates(self) -> bool:
+        """Whether there was no room to measure some op."""
+        return any(lacked_room(node) for node in self.whole.joint.graph.nodes)
+
     def measured(self) -> CapturedJoint:
         """The same where all ops were measured; otherwise captured again, for which there may be more room now."""
-        if not any(lacked_room(node) for node in self.whole.joint.graph.nodes):
+        if not self.has_estimates:
             return self
         capture = self._captured(self.whole.joint)
         return CapturedJoint(capture, capture, self.task, self.rest)
+
+    def without_estimates(self) -> CapturedJoint:
+        """The same without the workspace of ops that there was no room to measure, whose estimates may be too large."""
+        return replace(self, capture=_without_estimates(self.capture))
 
     def in_pieces(self, joint: fx.GraphModule) -> CapturedJoint:
         """The same with another joint module to plan, in which regions run piece by piece.
@@ -253,6 +263,12 @@ class CapturedJoint:
         eliminate_dead_rng(backward)
         _check_peak(capture, result, peak_of_split(forward, backward, count, task.costs, hold_outputs=task.hold_outputs))
         return forward, backward
+
+
+def _without_estimates(capture: Capture) -> Capture:
+    members = zip(capture.graph.ops, capture.members, strict=True)
+    ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) if m.node and lacked_room(m.node) else op for op, m in members)
+    return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=ops))
 
 
 def plan_whole_step(module: fx.GraphModule, task: Task) -> fx.GraphModule:

@@ -24,6 +24,7 @@ from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.measure.allocator import ReservedMemory
+from checkmate.torch.measure.profiler import with_estimates
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.split import CapturedJoint
 from checkmate.torch.steps.observation import observed_step
@@ -130,11 +131,14 @@ def plan_step(
         return room - max(carried, default=0) + min(carried, default=0)  # the rest is freed in the step
 
     spent_s = recorder.searched_s
-    as_it_is = captured([planned.captured(undefined, added) for planned, undefined, added in places])
-    with within_room(room_beside(as_it_is)):
-        whole = [planned.measured(undefined, added) for planned, undefined, added in places]
-    if tuple(whole) != as_it_is.joints:
-        as_it_is = captured(whole)
+    joints, room = [planned.captured(undefined, added) for planned, undefined, added in places], -1
+    while any(joint.has_estimates for joint in joints):
+        more = room_beside(captured([joint.without_estimates() for joint in joints]))
+        if more <= room:
+            break
+        with within_room(room := more):  # a share is one of what workspace takes too
+            joints = [planned.measured(undefined, added) for planned, undefined, added in places]
+    as_it_is = captured(joints)
     chunkable = _chunkable(as_it_is, captured)
     room = room_beside(as_it_is)
     try:
@@ -143,10 +147,11 @@ def plan_step(
             step, result = pieces or _agreed(first, as_it_is, spent_s)
         remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
     except InfeasibleBudgetError as error:
+        refusal = with_estimates(error, *(joint.capture.joint.graph for joint in joints))
         if error.binding_op and first.offered is not None:
             with within_room(room):
-                raise with_offer(error, chunkable, first.offered) from None
-        raise
+                raise with_offer(refusal, chunkable, first.offered) from None
+        raise refusal from None
     if isinstance(first.options.counted, ReservedMemory):
         first.options.counted.prepare(step.graph, result.plan)
     orders = step.windows.cut(result.plan.order)

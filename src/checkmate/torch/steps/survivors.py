@@ -161,8 +161,9 @@ class Survivors:
         count, sequence = len(recorder.windows), recorder.sequence
         alive = self._alive(recorder, gradients).values()
         newest = self._newest.get(sequence)
-        older = (held and sequence in self._held) or any(s.sequence == sequence and s.number != newest for s in alive)
-        yield from ((left.last, left.call, left.size_bytes) for left in self._unseen.get(sequence, ()))
+        over = held and sequence in self._held
+        older = over or any(s.sequence == sequence and s.number != newest for s in alive)
+        yield from ((count if over else left.last, left.call, left.size_bytes) for left in self._unseen.get(sequence, ()))
         for survivor in alive:
             last = survivor.last if survivor.sequence == sequence and not older else count
             yield last, survivor.call, survivor.size_bytes
