@@ -171,7 +171,7 @@ def test_an_error_of_the_users_own_code_is_told_as_that(mistake: str, whole: boo
     log.removeHandler(caplog.handler)
     assert error.value.__suppress_context__ or error.value.__context__ is None
     assert error.value.hint and "\n" not in error.value.message
-    assert not caplog.records
+    assert "clip_grad_norm_" not in caplog.text
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -201,3 +201,21 @@ def test_a_layer_frozen_after_compilation_is_told() -> None:
     model[0].requires_grad_(False)
     with pytest.raises(OptionError, match="does not require a gradient any more"):
         step(X, Y)
+
+
+def test_clipping_after_a_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """No gradient is left then, so that it would clip nothing, in silence."""
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    options: dict[str, Any] = {"loss": nn.functional.mse_loss, "example": (x, x), "costs": "estimated"}
+
+    def train(**more: Any) -> None:
+        step = compile(model, optimizer=torch.optim.SGD(model.parameters()), **options, **more)
+        for _ in range(2):
+            step(x, x)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    train(clip_norm=1.0)
+    assert "clip_grad_norm_" not in caplog.text
+    train()
+    train(whole=False)
+    assert caplog.text.count("clip_grad_norm_ is named in") == 2

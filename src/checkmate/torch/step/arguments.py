@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -12,6 +14,24 @@ from torch import nn
 from checkmate.core.errors import OptionError
 from checkmate.torch.step.batch import Example, described, validate_example
 from checkmate.torch.step.programs import Loss
+
+_log = logging.getLogger("checkmate.torch")
+
+
+def warn_of_clipping(caller: CodeType) -> None:
+    """Warn where a function that calls a step with an optimizer clips gradients as well: there are none after the step.
+
+    Args:
+        caller: The code of the function.
+    """
+    named = [name for name in ("clip_grad_norm_", "clip_grad_value_") if name in caller.co_names]
+    if named:
+        _log.warning(
+            "%s is named in %s, which calls the step: after it the optimizer has stepped and no gradient is left, so that "
+            "nothing is clipped\nhint: checkmate.torch.compile(..., clip_norm=1.0) clips inside of the step",
+            named[0],
+            caller.co_qualname,
+        )
 
 
 def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, example: Example) -> Example:

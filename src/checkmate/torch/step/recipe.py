@@ -44,6 +44,7 @@ class StepSpec:
         whole: Whether the optimizer's updates are in the program.
         micro_batches: Equal parts into which the program cuts a batch.
         own_loss: Whether the model computes its loss.
+        unclipped: Whether gradients are used and cleared without being clipped.
         wrapped: The enclosing DistributedDataParallel module, or None.
     """
 
@@ -53,6 +54,7 @@ class StepSpec:
     whole: bool
     micro_batches: int = 1
     own_loss: bool = False
+    unclipped: bool = False
     wrapped: DistributedDataParallel | None = None
 
     def tracing_context(self) -> contextlib.AbstractContextManager[None]:
@@ -111,7 +113,15 @@ def spec_of_step(
         if clip_norm is not None:
             _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
         finish = functools.partial(_finish_whole, updates)
-        return StepSpec(program, forward, finish, whole=True, micro_batches=micro_batches, own_loss=loss is None)
+        return StepSpec(
+            program,
+            forward,
+            finish,
+            whole=True,
+            micro_batches=micro_batches,
+            own_loss=loss is None,
+            unclipped=clip_norm is None,
+        )
     if whole or micro_batches > 1:
         what = "whole=True" if whole else f"micro_batches={micro_batches} needs a whole step, which"
         raise OptionError(
@@ -121,7 +131,8 @@ def spec_of_step(
     if optimizer is not None and whole is None:
         _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
     finish = functools.partial(_finish_split, optimizer, clip_norm)
-    return StepSpec(forward, forward, finish, whole=False, own_loss=loss is None, wrapped=wrapped)
+    unclipped = optimizer is not None and clip_norm is None
+    return StepSpec(forward, forward, finish, whole=False, own_loss=loss is None, unclipped=unclipped, wrapped=wrapped)
 
 
 def spec_of_model(model: torch.nn.Module, inputs: Example, autocast: torch.dtype | None) -> StepSpec:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
-from checkmate.torch.step.arguments import refuse_inference_mode, refuse_untrainable, validate_arguments
+from checkmate.torch.step.arguments import refuse_inference_mode, refuse_untrainable, validate_arguments, warn_of_clipping
 from checkmate.torch.step.batch import BatchLayout, Example
 from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
 from checkmate.torch.step.programs import Loss, check_micro_batches
@@ -91,7 +92,7 @@ class Step:
 
     def __init__(self, spec: StepSpec, example: Example, options: Options, *, dynamic: bool = False) -> None:
         self.whole = spec.whole
-        self._spec = spec
+        self._spec, self._unclipped = spec, spec.unclipped
         self._layout = BatchLayout.of(example)
         self._compiled = compiled = _Compiled()
         given = options.plan
@@ -128,6 +129,9 @@ class Step:
             OptionError: The arguments are not those of the example, or ``micro_batches`` does not divide the rows.
         """
         refuse_inference_mode()
+        if self._unclipped:
+            warn_of_clipping(sys._getframe(1).f_code)
+            self._unclipped = False
         batch = self._layout.batch_of(args, kwargs)
         check_micro_batches(batch, self._spec.micro_batches)
         run = functools.partial(run_as_one_graph, self._run, self._spec, batch, self._layout.example)
