@@ -131,7 +131,8 @@ def _describe(graph: Graph, o: int, inputs: set[int], outputs: set[int], pinned:
         parts.append(f"{format_bytes(_total(graph, waiting))} that cannot be made again")
     where = f" ({op.source})" if op.source else ""
     needed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
-    return f"`{op.name}`{where} alone needs {needed} at once"
+    beside = f", beside {format_bytes(graph.resident_bytes)} that no plan can change" if graph.resident_bytes else ""
+    return f"`{op.name}`{where} alone needs {needed} at once{beside}"
 
 
 def _total(graph: Graph, values: set[int]) -> int:

@@ -295,6 +295,9 @@ _OF_SLICE = WeakKeyDictionary[fx.Node, OpCost]()
 _LACKED_ROOM = "lacked_room"
 """Key in the metadata of a node for whether there was no room to measure it."""
 
+_MATTERS = 0.01
+"""Part of a smallest budget by which it may be too large without a word."""
+
 _PARTS = 8
 """A slice is one of so many parts of the batch."""
 
@@ -311,18 +314,17 @@ def lacked_room(node: fx.Node) -> bool:
 
 
 def with_estimates(error: InfeasibleBudgetError, *graphs: fx.Graph) -> InfeasibleBudgetError:
-    """A refusal that says so where some ops of a step were estimated for want of room: they may take less.
+    """A refusal that says so where the workspace of the op that binds was estimated for want of room: it may take less.
 
     Args:
         error: The refusal.
         graphs: Graphs of the step.
     """
-    estimated = sum(lacked_room(node) for graph in graphs for node in graph.nodes)
-    if not estimated:
+    name = error.binding_op.rpartition(".")[2]
+    binding = [node for graph in graphs for node in graph.nodes if node.name == name and lacked_room(node)]
+    if not any(_without_running(node).workspace_bytes > _MATTERS * error.floor_bytes for node in binding):
         return error
-    return error.with_hint(
-        f"{error.hint}; less may be enough: {estimated} ops are estimated, as the budget leaves no room to measure them"
-    )
+    return error.with_hint(f"{error.hint}; less may be enough: the budget leaves no room to measure the workspace of {name!r}")
 
 
 def _fits(node: fx.Node) -> bool:
