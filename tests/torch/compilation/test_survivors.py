@@ -208,12 +208,16 @@ def test_a_first_step_whose_loss_takes_more_than_the_budget_is_announced(forward
     assert len(said) <= 3
 
 
-def test_a_first_step_at_100_percent_exceeds_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever it takes is what everything takes."""
-    model, x = nn.Linear(64, 64), torch.randn(1024, 64)
-    run = torch.compile(model, backend="checkmate", options={"budget": "100%", **QUICK})
+@pytest.mark.parametrize("chunking", ["exact", "auto"])
+def test_a_first_step_at_100_percent_keeps_everything(chunking: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it takes is what everything takes, and nothing is computed twice, although other graphs are not known yet."""
+    model, x = Classifier(3, classes=64), torch.randn(512, 64)
+    torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+    run = torch.compile(model, backend="checkmate", options={"budget": "100%", "chunking": chunking, **QUICK})
     F.softmax(run(x).repeat(1, 4), 1).log().square().mean().backward()
     assert "may take" not in caplog.text
+    assert COORDINATOR.result is not None and COORDINATOR.result.overhead == 1
 
 
 def test_a_step_of_another_kind_is_announced(caplog: pytest.LogCaptureFixture) -> None:

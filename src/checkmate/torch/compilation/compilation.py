@@ -170,7 +170,7 @@ class Compilation:
         A function that takes its gradients itself, such as by `torch.func.grad`, is a whole step. Any other is an evaluation,
         which may take what its training step may: a share is known when that has been planned.
         """
-        if self.budget is None or self.budget.keeps_everything or self.options.plan is not None:
+        if self.budget is None or self._keeps_everything or self.options.plan is not None:
             return None
         if self._takes_gradients:
             return self.task
@@ -375,7 +375,7 @@ class Compilation:
         if self.hooks.captured is not None:
             self.hooks.captured(step)
         try:
-            if self._chunks is not None:
+            if self._chunks is not None and not self._keeps_everything:
                 if not self.alone(capture.graph):
                     capture = with_smallest_peak(step, self._chunks, self.budget.total_bytes if self.budget else None).captured
                 elif (chosen := self._in_pieces(step, self._chunks)) is not None:
@@ -394,6 +394,10 @@ class Compilation:
                 raise with_offer(error, step if alone else part, self._offered, part=not alone) from None
             raise error from None
         return replace(capture, graph=graph), result
+
+    @property
+    def _keeps_everything(self) -> bool:
+        return self.budget is not None and self.budget.keeps_everything
 
     @functools.cached_property
     def _chunks(self) -> Chunks | None:
@@ -450,7 +454,7 @@ class Compilation:
         return choose_chunks(step, chunks, budget_bytes, options.time_limit_s, solve)
 
     def _plan_graph(self, graph: Graph, early: frozenset[int]) -> Result:
-        """A plan for the budget if the graph is a step by itself; otherwise one of nearly the smallest peak.
+        """A plan for the budget if the graph is a step by itself; otherwise one of nearly the smallest peak, unless all is kept.
 
         Args:
             graph: The graph.
@@ -467,6 +471,8 @@ class Compilation:
             known = plan_of_larger(self.planning.budget, graph, self.planning.counted) if given is None else None
             return planner_for(self.planning)(graph) if known is None else known
         assert self.budget is not None
+        if self._keeps_everything:
+            return result_of_order(graph, range(len(graph.ops)))
         total = self.budget.total_bytes
         if total is not None and floor(part := _part_of_a_step(graph)).peak_bytes > total:
             return self._refused(part)
@@ -532,7 +538,7 @@ class Compilation:
             GraphError: It need not.
         """
         inside = self.hooks.whole or not self.hooks.inference or self.hooks.captured is not None or self.options.plan is not None
-        if inside or (self.budget is not None and not self.budget.keeps_everything):
+        if inside or not (self.budget is None or self._keeps_everything):
             raise error
         _log.warning("this graph runs without a plan: %s", error.message)
 
