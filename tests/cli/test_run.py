@@ -65,6 +65,13 @@ def test_an_exception_of_the_script_is_shown_as_python_shows_it(run, scripts):
     assert shown[1].startswith('  File "train.py"') and shown[-1] == "ValueError: of the script"
 
 
+def test_a_report_after_an_interrupt_says_so(run, scripts, tmp_path):
+    (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
+    done = run("run", "train.py", "--budget", "100%")
+    assert done.code == 130
+    assert "checkmate: interrupted; so far:" in done.err
+
+
 def test_a_module_runs_by_its_name(run, scripts):
     """`-m` as for python, from the current folder."""
     done = run("run", "--budget", "100%", "-m", "train", "a")

@@ -65,7 +65,8 @@ def run(
     if json:
         terminal.emit(_as_json(report, code))
         return code
-    terminal.warn("", "checkmate:", *report.lines())
+    heading = "checkmate: interrupted; so far:" if code == _INTERRUPTED else "checkmate:"
+    terminal.warn("", heading, *report.lines())
     return code
 
 

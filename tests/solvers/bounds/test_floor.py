@@ -121,7 +121,8 @@ def test_a_storage_counts_once_however_it_is_read():
     assert floor(graph) == (
         114,
         2,
-        "`use` (model.py:3) alone needs its input (8 B), its 2 outputs (5 B) and 1 B of workspace at once, beside 100 B that no plan can change",
+        "`use` (model.py:3) alone needs its input (8 B), its 2 outputs (5 B) and 1 B of workspace at once, "
+        "beside 100 B that no plan can change",
     )
 
 
