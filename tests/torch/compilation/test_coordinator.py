@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -410,6 +411,35 @@ def test_a_step_that_is_given_up_is_not_in_flight() -> None:
     del loss
     assert COORDINATOR.held_bytes() == 0
     run().backward()
+
+
+def test_a_thread_does_not_train_while_another_is_in_the_middle_of_a_step() -> None:
+    """A budget is one of the process. The step of the other thread goes on, and the next one may be of either."""
+    torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+    run = torch.compile(Classifier(3), backend="checkmate", options={"budget": "80%", **QUICK})
+    x = torch.randn(64, 64)
+    told: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            run(x).sum().backward()
+        except PlanNotFoundError as error:
+            told.append(error)
+
+    def trained_by_another_thread() -> None:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+
+    train()
+    loss = run(x).sum()
+    trained_by_another_thread()
+    assert [str(error).partition(":")[0] for error in told] == ["two threads train at once"]
+    loss.backward()
+    trained_by_another_thread()
+    train()
+    assert len(told) == 1
 
 
 def test_every_shape_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from checkmate.core.budget import Budget
+from checkmate.core.errors import PlanNotFoundError
 from checkmate.core.result import Result
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
 from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
@@ -66,6 +67,7 @@ class Coordinator:
         self._told_of_hooks: set[int] = set()  # graphs
         self._watch: EagerWatch | None = None
         self._calling = False  # whether a call of a compiled function is under way
+        self._thread = threading.current_thread()  # which trains
         self._budget: Budget | None = None  # of that function
         self._callers = WeakSet[Any]()  # compiled functions that were called in the step
         self._seen = WeakSet[Any]()  # those of steps whose eager code has been seen
@@ -112,6 +114,9 @@ class Coordinator:
         with self._lock:
             if current_backward() >= 0:  # as `torch.utils.checkpoint` calls: autograd undoes what is begun or ended here
                 return
+            if self._another_trains():
+                return  # Dynamo restores its state after the call alone: the forward raises
+            self._thread = threading.current_thread()
             self._end_watch()
             self._calling, self._budget = True, budget
             if not self._pending:
@@ -141,7 +146,7 @@ class Coordinator:
     def end_call(self) -> None:
         """Note that a call of a compiled function is over: what it returned may take the place of what the one before did."""
         with self._lock:
-            if current_backward() >= 0:
+            if current_backward() >= 0 or self._thread is not threading.current_thread():
                 return
             if self._calling:
                 self._recorder.end_call()
@@ -253,7 +258,7 @@ class Coordinator:
 
         Raises:
             InfeasibleBudgetError: A step is planned before it begins, and no plan of it keeps the budget.
-            PlanNotFoundError: No plan of the step was found in time.
+            PlanNotFoundError: No plan of the step was found in time, or another thread is in the middle of one.
         """
         packer = saved_tensors_packer()
         if packer is not None:
@@ -261,6 +266,13 @@ class Coordinator:
             return self._forward_through_hooks(planned, args)
         transient = fsdp_unsharded_bytes()
         with self._lock:
+            if current_backward() < 0:
+                if self._another_trains():
+                    raise PlanNotFoundError(
+                        "two threads train at once: a budget is one of the process, and no plan knows what the other holds",
+                        hint="train in one thread, one step after the other, or in two processes",
+                    )
+                self._thread = threading.current_thread()
             forwards = self._recorder.forwards
             if self._pending and forwards and forwards[0].planned is planned and self._may_be_over():
                 self._leave_pending()
@@ -384,6 +396,11 @@ class Coordinator:
                 self._announcements.after_window(self._now())
         del token
         return results
+
+    def _another_trains(self) -> bool:
+        """Whether a thread other than this one is in the middle of a step."""
+        other = self._thread is not threading.current_thread() and self._thread.is_alive()
+        return other and (self._calling or (bool(self._pending) and not self._may_be_over()))
 
     def _may_be_over(self) -> bool:
         """Whether the step is over if its first graph begins again, although forwards wait for their backwards."""
