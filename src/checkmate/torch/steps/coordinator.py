@@ -270,7 +270,7 @@ class Coordinator:
                 if self._another_trains():
                     raise PlanNotFoundError(
                         "two threads train at once: a budget is one of the process, and no plan knows what the other holds",
-                        hint="train in one thread, one step after the other, or in two processes",
+                        hint="run the steps in one thread, one after the other, or in two processes",
                     )
                 self._thread = threading.current_thread()
             forwards = self._recorder.forwards
