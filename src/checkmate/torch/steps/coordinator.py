@@ -165,17 +165,33 @@ class Coordinator:
         # AOTAutograd detaches what it saves for a backward: that is no code of the user.
         key = storage_key(tensor)
         if not any(key in flight.held for flight in self._pending):
-            self._recorder.read(tensor)
+            with self._forgotten_if_left():
+                self._recorder.read(tensor)
 
     def _eager_made(self, tensor: torch.Tensor) -> None:
-        self._recorder.allocated(tensor)
+        with self._forgotten_if_left():
+            self._recorder.allocated(tensor)
         self._announcements.of_eager_code(0, self._now())
         if self._calling and not self._recorder.forwards and self._budget is not None:
             self._announcements.before_any_graph(self._budget, tensor.device, self._recorder.eager_bytes)
 
     def _eager_took(self, size_bytes: int) -> None:
-        self._recorder.took(size_bytes)
+        with self._forgotten_if_left():
+            self._recorder.took(size_bytes)
         self._announcements.of_eager_code(size_bytes, self._now())
+
+    @contextlib.contextmanager
+    def _forgotten_if_left(self) -> Generator[None]:
+        """Context after which the step is forgotten where an exception leaves it: Ctrl-C comes between any two statements."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._recorder.close()
+                self._recorder = StepRecorder(watched=self._watch is not None)
+                self._pending.clear()
+                self._plan = None
+            raise
 
     def _end_watch(self) -> None:
         """Take the watch off where its step is over: when the optimizer begins, or the next call. Autograd undoes it before."""
@@ -265,7 +281,7 @@ class Coordinator:
             self._warn_of_hooks(planned, packer)
             return self._forward_through_hooks(planned, args)
         transient = fsdp_unsharded_bytes()
-        with self._lock:
+        with self._lock, self._forgotten_if_left():
             if current_backward() < 0:
                 if self._another_trains():
                     raise PlanNotFoundError(
@@ -292,7 +308,7 @@ class Coordinator:
             if self._plan is None or deviates:
                 self._announcements.before_forward(flight, self._now(), self.steps.share)
         assert program.forward is not None
-        with self._planned_code():
+        with self._planned_code(), self._forgotten_if_left():
             results = list(program.forward(args))
             token = torch.empty(0, dtype=torch.uint8)
         flight.symbols = results[len(results) - program.num_symbols :]
@@ -300,7 +316,7 @@ class Coordinator:
         results.insert(planned.num_outputs, token)
         key = storage_key(token)
         flight.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in flight.inputs)
-        with self._lock:
+        with self._lock, self._forgotten_if_left():
             self._recorder.end_forward(run, results[: planned.num_outputs])
             self._flights[key] = flight
             self._runs[flight] = run
@@ -356,7 +372,7 @@ class Coordinator:
                 return program.backward(args)
         args[: planned.num_symbols] = flight.symbols
         first = len(args) - len(planned.tangents)
-        with self._lock:
+        with self._lock, self._forgotten_if_left():
             run = self._runs[flight]
             recording = flight in self._pending
             if recording:
@@ -377,7 +393,7 @@ class Coordinator:
                 args[first:] = planned.materialized(args[first:], program.undefined)
             leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
             accumulation = Accumulation(leaves, program.accumulated, self.steps.origins)
-            with self._planned_code(), accumulation:
+            with self._planned_code(), self._forgotten_if_left(), accumulation:
                 results = program.backward(args)
             if undefined > program.undefined and planned.replaceable:
                 # Eager code before this graph may compute more where it is given zeros.
@@ -386,7 +402,7 @@ class Coordinator:
                     for k in planned.without_gradient(undefined):
                         results[k] = None
             accumulation.hand_over(results)
-        with self._lock:
+        with self._lock, self._forgotten_if_left():
             if recording:
                 self._recorder.end_backward(run, results)
                 if not keeps_graph():

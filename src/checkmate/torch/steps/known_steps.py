@@ -76,20 +76,18 @@ class KnownSteps:
         recorder.close()
         first = id(recorder.forwards[0].planned)
         known = self._known.setdefault(first, [])
-        step = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
-        came_before = step is not None
+        before = step = next((k for k in known if k.recorder.sequence == recorder.sequence), None)
         if step is not None:
-            known.remove(step)
             self._note_outlived(step, recorder)
         if step is None or (recorder.watched and not step.recorder.watched):
             step = KnownStep(recorder)
             if not all(run.planned.replaceable for run in recorder.runs):
                 self._compile_again(step)
         self._note_cleared(step, recorder)
-        known.append(step)
+        known[:] = [*(k for k in known if k is not before), step]
         self._followed[id(self._newest), first] = step
         self._newest = step
-        return came_before and step.recorder.watched
+        return before is not None and step.recorder.watched
 
     def _note_outlived(self, step: KnownStep, recorder: StepRecorder) -> None:
         ignored_bytes = _FEW_SCALARS * step.scalar_bytes
