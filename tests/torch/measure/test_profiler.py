@@ -172,21 +172,26 @@ def test_new_ops_are_measured_beside_known_ones(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_a_slice_tells_of_an_op_holds_for_that_op() -> None:
     """Regions that run in pieces have copies of the metadata of the ops whose place they take."""
-    graph, x, weight = fx.Graph(), torch.rand(8, 1, 64, 160), torch.rand(16, 1, 11, 11)
-    nodes = [graph.placeholder(name) for name in ("gradient", "x", "weight")]
-    settings = (None, [2, 2], [5, 5], [1, 1], False, [0, 0], 1, [True, True, False])
-    node = graph.call_function(torch.ops.aten.convolution_backward.default, (*nodes, *settings))
-    out = nn.functional.conv2d(x, weight, None, 2, 5)
-    for placeholder, value in zip(nodes, (out, x, weight), strict=True):
-        placeholder.meta["val"] = value
-    node.meta["val"] = node.target(out, x, weight, *settings)  # type: ignore[operator]
-    estimate = profiler._without_running(node).workspace_bytes
-    with within_room(out.nbytes + x.nbytes + estimate // 2):
-        profiler.measure_nodes({"op": node}, {})
-    in_its_place = graph.node_copy(node)
-    in_its_place.meta = dict(node.meta)
-    assert profiler._without_running(node).workspace_bytes != estimate
-    assert profiler._without_running(in_its_place).workspace_bytes == estimate
+    x, weight = torch.rand(8, 1, 64, 160), torch.rand(16, 1, 11, 11)
+    gradient = torch.rand_like(nn.functional.conv2d(x, weight, None, 2, 5))
+
+    def backward_of(rows: int, **meta: object) -> fx.Node:
+        graph, values = fx.Graph(), (gradient[:rows], x[:rows], weight)
+        nodes = [graph.placeholder(name) for name in ("gradient", "x", "weight")]
+        settings = (None, [2, 2], [5, 5], [1, 1], False, [0, 0], 1, [True, True, False])
+        node = graph.call_function(torch.ops.aten.convolution_backward.default, (*nodes, *settings))
+        for placeholder, value in zip(nodes, values, strict=True):
+            placeholder.meta["val"] = value
+        node.meta = {**meta, "val": node.target(*values, *settings)}  # type: ignore[operator]
+        return node
+
+    whole, piece = backward_of(8), backward_of(4)
+    estimates = [profiler._without_running(node).workspace_bytes for node in (whole, piece)]
+    with within_room(gradient.nbytes + x.nbytes + estimates[0] // 2):
+        profiler.measure_nodes({"op": whole}, {})
+    in_its_place = backward_of(4, **whole.meta)
+    assert profiler._without_running(whole).workspace_bytes < estimates[0]
+    assert profiler._without_running(in_its_place).workspace_bytes == estimates[1]
 
 
 def test_equal_pieces_are_runs_of_one_part() -> None:

@@ -39,7 +39,7 @@ from checkmate.torch.joint.hidden_state import mark_hidden_state
 from checkmate.torch.joint.part import part_of, reads_of_overwritable
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory
 from checkmate.torch.measure.device_memory import LookDue, state_to_come_bytes
-from checkmate.torch.measure.profiler import Profiler, with_estimates
+from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.resident import cuda_device, gradient_bytes
 from checkmate.torch.measure.roofline import estimated_costs
 from checkmate.torch.measure.warm_up import warm_up
@@ -156,6 +156,7 @@ class Compilation:
             on_planned=self._planned,
             on_unplannable=self._unplannable,
             room=self._room if self._bounded and self.budget is not None else None,
+            measures_beyond=self.ranks is None,
             examine=functools.partial(mark_hidden_state, runs=options.costs == "measured" and target is None),
         )
         if target is None:
@@ -387,12 +388,11 @@ class Compilation:
             graph, result = self.agreed(capture.graph, lambda graph: self._plan_graph(graph, early))
         except InfeasibleBudgetError as error:
             # Where what stays at the end sets the floor, no op is too large.
-            error = with_estimates(error, capture.joint.graph)
             if error.binding_op and self._offered is not None:
                 alone = self.alone(capture.graph)
                 part = ChunkableStep(_part(capture), step.joints, lambda modules: _part(recapture(modules[0])))
                 raise with_offer(error, step if alone else part, self._offered, part=not alone) from None
-            raise error from None
+            raise
         return replace(capture, graph=graph), result
 
     @property

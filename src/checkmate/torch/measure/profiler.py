@@ -8,19 +8,19 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx
 
-from checkmate.core.errors import GraphError, InfeasibleBudgetError
+from checkmate.core.errors import GraphError
+from checkmate.core.units import format_bytes
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
@@ -75,6 +75,8 @@ class Profiler:
     def __call__(self, nodes: Sequence[fx.Node]) -> list[OpCost]:
         """Cost of each node; nodes with the same `signature` share one measurement."""
         self._settings = functools.cache(kernel_settings)  # read once for all nodes, and again at the next call
+        for node in nodes:
+            node.meta.pop(_LACKED_ROOM, None)
         token = _INPUTS.set(self._by_storage(nodes))
         try:
             return self._costs(nodes)
@@ -106,8 +108,8 @@ def _without_running(node: fx.Node) -> OpCost:
 
     A collective on the CPU runs in gloo, which copies the result once.
     """
-    if node in _OF_SLICE:
-        return _OF_SLICE[node]
+    if (known := _OF_SLICE.get(signature(node) or "")) is not None:
+        return known
     if is_collective(node):
         return OpCost(estimate_ns(node), 0 if _on_cuda(node) else sum(map(storage_bytes, leaves(node.meta.get("val")))))
     return OpCost(estimate_ns(node), estimated_workspace_bytes(node) if isinstance(node.target, OpOverload) else 0)
@@ -289,17 +291,14 @@ def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: li
     return real.detach().as_strided(shape, stride, offset)
 
 
-_OF_SLICE = WeakKeyDictionary[fx.Node, OpCost]()
-"""Costs that a slice of the batch tells, by node: metadata would be copied to the nodes that take its place."""
+_OF_SLICE: dict[str, OpCost] = {}
+"""The least costs that slices of the batch have told, by the signature of the op."""
 
 _LACKED_ROOM = "lacked_room"
 """Key in the metadata of a node for whether there was no room to measure it."""
 
-_MATTERS = 0.01
-"""Part of a smallest budget by which it may be too large without a word."""
-
-_PARTS = 8
-"""A slice is one of so many parts of the batch."""
+_SLICES = 2
+"""Slices of the batch of an op that are tried: the first is as large as an estimate allows, the second as the first one does."""
 
 _LEAST_ROWS = 2
 """Rows of the smallest slice of a larger batch: many convolutions of a single row run by another kernel, with more workspace."""
@@ -313,42 +312,71 @@ def lacked_room(node: fx.Node) -> bool:
     return bool(node.meta.get(_LACKED_ROOM))
 
 
-def with_estimates(error: InfeasibleBudgetError, *graphs: fx.Graph) -> InfeasibleBudgetError:
-    """A refusal that says so where the workspace of the op that binds was estimated for want of room: it may take less.
+def is_guessed(node: fx.Node) -> bool:
+    """Whether a node was estimated for want of room, and not even a slice of its batch told what it takes."""
+    return lacked_room(node) and signature(node) not in _OF_SLICE
+
+
+def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
+    """Warn before ops of a step are measured beyond its budget: with what they are estimated to take, no plan keeps it.
 
     Args:
-        error: The refusal.
-        graphs: Graphs of the step.
+        graphs: The graphs of the step.
+
+    Returns:
+        Whether there are such ops, for which the device has the room.
     """
-    name = error.binding_op.rpartition(".")[2]
-    binding = [node for graph in graphs for node in graph.nodes if node.name == name and lacked_room(node)]
-    if not any(_without_running(node).workspace_bytes > _MATTERS * error.floor_bytes for node in binding):
-        return error
-    return error.with_hint(f"{error.hint}; less may be enough: the budget leaves no room to measure the workspace of {name!r}")
+    lacking = [node for graph in graphs for node in graph.nodes if lacked_room(node)]
+    needed = [_needed_bytes(node) + _without_running(node).workspace_bytes for node in lacking]
+    if not lacking or max(needed) > free_bytes(torch.device("cuda" if _on_cuda(lacking[0]) else "cpu")):
+        return False
+    _log.warning(
+        "no plan keeps the budget with what %d ops are estimated to take: it may be exceeded by up to %s now, once, while they "
+        "are measured",
+        len(lacking),
+        format_bytes(max(needed)),
+    )
+    return True
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether there is room to run an op. If not, a slice of its batch may have told what it takes."""
-    room = free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu"))
+    """Whether there is room to run an op. If not, slices of its batch may have told what it takes."""
+    room, needed = free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu")), _needed_bytes(node)
+    for attempts_left in reversed(range(_SLICES + 1)):
+        most = needed + _without_running(node).workspace_bytes
+        if most <= room:
+            return True
+        rows, batch = _slice_of(node, room / max(1, most))
+        if not attempts_left or most * rows // batch > room or (cost := _cost_of_slice(node, rows, batch)) is None:
+            return False
+        _note_slice(node, cost)
+    raise AssertionError("the last attempt returns")
+
+
+def _needed_bytes(node: fx.Node) -> int:
+    """Bytes of the results of an op, and of those of its arguments that are no inputs of the graph."""
     given = _INPUTS.get()
     made = {storage_key(t): storage_bytes(t) for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
-    needed = sum(size for key, size in made.items() if key not in given)
-    most = needed + _without_running(node).workspace_bytes
-    if most <= room:
-        return True
-    rows, batch = _slice_of(node)
-    if most * rows // batch <= room and rows < batch and (cost := _cost_of_slice(node, rows, batch)) is not None:
-        _OF_SLICE[node] = cost
-        return needed + cost.workspace_bytes <= room
-    return False
+    return sum(size for key, size in made.items() if key not in given)
 
 
-def _slice_of(node: fx.Node) -> tuple[int, int]:
-    """Rows of a slice of the batch of an op, and of the batch; the same where it takes no slice."""
+def _note_slice(node: fx.Node, cost: OpCost) -> None:
+    key = signature(node)
+    if key is not None and (key not in _OF_SLICE or cost.workspace_bytes < _OF_SLICE[key].workspace_bytes):
+        _OF_SLICE[key] = cost
+
+
+def _slice_of(node: fx.Node, part: float) -> tuple[int, int]:
+    """Rows of a slice of the batch of an op, and of the batch.
+
+    Args:
+        node: The op.
+        part: The part of the batch for which there is room.
+    """
     values = [t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val")) if t.dim() > 1]
-    batch = concrete(max(values, key=storage_bytes).shape[0]) if values else 1
+    batch = max(1, concrete(max(values, key=storage_bytes).shape[0])) if values else 1
     sliced = not _on_cuda(node) and PIECES not in node.meta
-    return (max(min(_LEAST_ROWS, batch - 1), batch // _PARTS, 1), max(1, batch)) if sliced else (1, 1)
+    return (max(1, min(batch - 1, max(_LEAST_ROWS, int(part * batch)))), batch) if sliced else (1, 1)
 
 
 def _cost_of_slice(node: fx.Node, rows: int, batch: int) -> OpCost | None:

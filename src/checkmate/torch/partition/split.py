@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 from torch import fx
 
-from checkmate.core.errors import GraphError
+from checkmate.core.errors import GraphError, InfeasibleBudgetError
 from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_bytes
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import default_partition, is_tangent
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
-from checkmate.torch.measure.profiler import lacked_room
+from checkmate.torch.measure.profiler import announce_measurements, is_guessed, lacked_room
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
 from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
@@ -55,6 +55,10 @@ Recapture = Callable[[fx.GraphModule], Capture]
 """Captures a changed joint module as the original was captured."""
 
 
+MOST_ROOMS = 3
+"""How often ops are measured, each time in the room of a budget that is a share of what is known by then."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """How one graph is to be planned and partitioned.
@@ -71,6 +75,7 @@ class Task:
         no_recompute: Names of ops that must run once.
         extra_resident_bytes: Resident bytes besides the graph's inputs.
         room: Bytes that are free to measure the costs of a graph that is captured without costs.
+        measures_beyond: Whether ops are measured for which there is no room where no plan keeps the budget otherwise.
         accumulated: Inputs to whose gradients the backward adds, of a graph with a given number of inputs.
         on_planned: Called with the captured joint graph and its plan before anything runs.
         on_unplannable: Called with the reason why a graph cannot be planned. It raises, or the graph runs as PyTorch runs it.
@@ -90,6 +95,7 @@ class Task:
     on_unplannable: Callable[[GraphError], None]
     hold_last: bool = False
     room: Callable[[Graph], int] | None = None
+    measures_beyond: bool = True
     accumulated: Callable[[int], frozenset[int]] = lambda count: frozenset()
     relabel: Callable[[fx.Graph], None] = lambda graph: None
     layout_pass: Callable[[fx.Graph], fx.Graph] = lambda graph: graph
@@ -107,13 +113,21 @@ class Task:
             whole = recapture(module)
             return sys.maxsize, whole, *self.plan(whole, recapture)
         bare = replace(self, costs=lambda nodes: [OpCost(0, 0)] * len(nodes)).captured(num_fwd_outputs)(module)
-        room = self.room(bare.graph)
-        with within_room(room):
-            whole = recapture(module)
-        if (more := self.room(_without_estimates(whole).graph)) > room:  # a share is one of what workspace takes too
-            with within_room(more):
+        whole, more, room = bare, self.room(bare.graph), -sys.maxsize
+        for _ in range(MOST_ROOMS):
+            if more <= room:
+                break
+            with within_room(room := more):
                 whole = recapture(module)
-        with within_room(room := max(room, more)):
+            more = self.room(_without_guesses(whole).graph)  # a share is one of what workspace takes too
+        try:
+            with within_room(room):
+                return room, whole, *self.plan(whole, recapture)
+        except InfeasibleBudgetError:
+            if not (self.measures_beyond and announce_measurements([whole.joint.graph])):
+                raise
+        whole = recapture(module)
+        with within_room(room := self.room(whole.graph)):
             return room, whole, *self.plan(whole, recapture)
 
     def captured(self, num_fwd_outputs: int | None) -> Recapture:
@@ -233,9 +247,9 @@ class CapturedJoint:
         capture = self._captured(self.whole.joint)
         return CapturedJoint(capture, capture, self.task, self.rest)
 
-    def without_estimates(self) -> CapturedJoint:
-        """The same without the workspace of ops that there was no room to measure, whose estimates may be too large."""
-        return replace(self, capture=_without_estimates(self.capture))
+    def without_guesses(self) -> CapturedJoint:
+        """The same without the workspace of ops of which not even a slice was measured: estimates may be too large."""
+        return replace(self, capture=_without_guesses(self.capture))
 
     def in_pieces(self, joint: fx.GraphModule) -> CapturedJoint:
         """The same with another joint module to plan, in which regions run piece by piece.
@@ -265,9 +279,9 @@ class CapturedJoint:
         return forward, backward
 
 
-def _without_estimates(capture: Capture) -> Capture:
+def _without_guesses(capture: Capture) -> Capture:
     members = zip(capture.graph.ops, capture.members, strict=True)
-    ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) if m.node and lacked_room(m.node) else op for op, m in members)
+    ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) if m.node and is_guessed(m.node) else op for op, m in members)
     return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=ops))
 
 

@@ -148,8 +148,7 @@ class Coordinator:
         with self._lock:
             if current_backward() >= 0 or self._thread is not threading.current_thread():
                 return
-            if self._calling:
-                self._recorder.end_call()
+            self._recorder.end_call()
             self._calling = False
 
     def compiling(self, paused: bool) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -209,21 +210,23 @@ class KnownSteps:
     def _first_plan(self, step: KnownStep, gradients: Gradients, storages: dict[int, int], carried: tuple[int, ...]) -> KnownPlan:
         """A plan beside what earlier steps left; where there is none, one for which that is freed in time."""
         clearing = step.gradients(self.origins, cleared=gradients.existing | gradients.cleared)
-        kept_bytes, ways = step.kept_bytes(gradients, storages), []
-        for fewer, held, what in (
-            (gradients, True, ""),
-            (clearing, True, "gradients of the step before: it may be exceeded by %s where they exist in the backward"),
-            (gradients, False, f"outputs of the step before: it may be exceeded by %s {_HELD}"),
-            (clearing, False, f"gradients and outputs of the step before: it may be exceeded by %s {_HELD}"),
+        kept_bytes, ways, by_call = step.kept_bytes(gradients, storages), [], self._survivors.released(step.recorder, storages)
+        for fewer, held, each, what in (
+            (gradients, True, {}, ""),
+            (clearing, True, {}, "gradients of the step before: it may be exceeded by %s where they exist in the backward"),
+            (gradients, False, {}, f"outputs of the step before: it may be exceeded by %s {_HELD}"),
+            (clearing, False, {}, f"gradients and outputs of the step before: it may be exceeded by %s {_HELD}"),
+            (clearing, False, by_call, f"gradients and outputs of the step before: it may be exceeded by %s {_HELD}"),
         ):
             freed, left_bytes = self._carried(step, storages, fewer, held=held), step.kept_bytes(fewer, storages)
             excess = kept_bytes - left_bytes + max(now - then for now, then in zip(carried, freed, strict=True))
+            excess += _freed_before_last_call(step.recorder, each)
             if not ways or (excess > 0 and step.ranks is None):
-                ways.append((fewer, left_bytes, freed, what, excess))
+                ways.append((fewer, left_bytes, freed, each, what, excess))
         for way in ways:
-            (fewer, left_bytes, freed, what, excess), last = way, way is ways[-1]
+            (fewer, left_bytes, freed, each, what, excess), last = way, way is ways[-1]
             with contextlib.suppress(*() if last else (InfeasibleBudgetError, PlanNotFoundError)), beyond_room(last):
-                planned = self._planned(step, fewer, left_bytes, freed)
+                planned = self._planned(step, fewer, left_bytes, freed, each)
                 if what:
                     budget = step.recorder.runs[0].planned.budget
                     _log.warning("no plan keeps the budget of %s beside the " + what, budget, format_bytes(excess))
@@ -283,7 +286,14 @@ class KnownSteps:
             self._warned.add(id(step))
             _log.warning(message, *args)
 
-    def _planned(self, step: KnownStep, gradients: Gradients, gradient_bytes: int, carried: tuple[int, ...]) -> KnownPlan:
+    def _planned(
+        self,
+        step: KnownStep,
+        gradients: Gradients,
+        gradient_bytes: int,
+        carried: tuple[int, ...],
+        by_call: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
+    ) -> KnownPlan:
         runs = step.recorder.runs
         if any(run.planned.options.plan is not None for run in runs):
             return KnownPlan(None, carried)  # a plan that the user gave is for one of the graphs
@@ -330,7 +340,7 @@ class KnownSteps:
             gradients.existing,
             gradients.accumulated,
             carried,
-            by_call={} if step.ranks is not None else self._survivors.released(step.recorder, step.gradient_storages()),
+            by_call=by_call,
             whole_ops=step.compiled_again,
         )
         _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
@@ -373,6 +383,13 @@ def _kind(recorder: StepRecorder) -> list[tuple[str, int, frozenset[int] | None]
     """Identity of a step where graphs that are equal are the same."""
     runs = recorder.runs
     return [(runs[r].planned.key, r, runs[r].undefined if back else None) for r, back in recorder.windows]
+
+
+def _freed_before_last_call(recorder: StepRecorder, by_call: Mapping[int, Mapping[int, int]]) -> int:
+    """The most that earlier calls of compiled functions free in a gap in which another call takes memory."""
+    last = {gap: max(peaks) for gap, peaks in recorder.call_peaks.items()}
+    before = (sum(size for call, size in of.items() if call < last.get(gap, 0)) for gap, of in by_call.items())
+    return max(before, default=0)
 
 
 def _free_bytes(step: KnownStep) -> int:

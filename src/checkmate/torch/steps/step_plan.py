@@ -24,9 +24,9 @@ from checkmate.torch.chunking.variants import ChunkableStep
 from checkmate.torch.distributed.plan_on_rank0 import plan_on_rank0
 from checkmate.torch.joint.part import part_of
 from checkmate.torch.measure.allocator import ReservedMemory
-from checkmate.torch.measure.profiler import with_estimates
+from checkmate.torch.measure.profiler import announce_measurements
 from checkmate.torch.measure.resident import within_room
-from checkmate.torch.partition.split import CapturedJoint
+from checkmate.torch.partition.split import MOST_ROOMS, CapturedJoint
 from checkmate.torch.steps.observation import observed_step
 from checkmate.torch.steps.program import PlannedGraph, Program
 from checkmate.torch.steps.recorder import StepRecorder
@@ -132,26 +132,32 @@ def plan_step(
 
     spent_s = recorder.searched_s
     joints, room = [planned.captured(undefined, added) for planned, undefined, added in places], -1
-    while any(joint.has_estimates for joint in joints):
-        more = room_beside(captured([joint.without_estimates() for joint in joints]))
+    for _ in range(MOST_ROOMS):
+        if not any(joint.has_estimates for joint in joints):
+            break
+        more = room_beside(captured([joint.without_guesses() for joint in joints]))
         if more <= room:
             break
         with within_room(room := more):  # a share is one of what workspace takes too
             joints = [planned.measured(undefined, added) for planned, undefined, added in places]
-    as_it_is = captured(joints)
-    chunkable = _chunkable(as_it_is, captured)
-    room = room_beside(as_it_is)
-    try:
-        with within_room(room):
-            pieces = None if whole_ops else _in_pieces(first, chunkable, spent_s)
-            step, result = pieces or _agreed(first, as_it_is, spent_s)
-        remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
-    except InfeasibleBudgetError as error:
-        refusal = with_estimates(error, *(joint.capture.joint.graph for joint in joints))
-        if error.binding_op and first.offered is not None:
+    while True:
+        as_it_is = captured(joints)
+        chunkable = _chunkable(as_it_is, captured)
+        room = room_beside(as_it_is)
+        try:
             with within_room(room):
-                raise with_offer(refusal, chunkable, first.offered) from None
-        raise refusal from None
+                pieces = None if whole_ops else _in_pieces(first, chunkable, spent_s)
+                step, result = pieces or _agreed(first, as_it_is, spent_s)
+            break
+        except InfeasibleBudgetError as error:
+            if first.ranks is None and announce_measurements(joint.capture.joint.graph for joint in joints):
+                joints = [planned.measured(undefined, added) for planned, undefined, added in places]
+                continue
+            if error.binding_op and first.offered is not None:
+                with within_room(room):
+                    raise with_offer(error, chunkable, first.offered) from None
+            raise
+    remember(first.budget, as_it_is.graph, result, whole=step.joints == as_it_is.joints)
     if isinstance(first.options.counted, ReservedMemory):
         first.options.counted.prepare(step.graph, result.plan)
     orders = step.windows.cut(result.plan.order)
