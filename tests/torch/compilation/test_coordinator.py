@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -440,6 +441,52 @@ def test_a_thread_does_not_train_while_another_is_in_the_middle_of_a_step() -> N
     trained_by_another_thread()
     train()
     assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a finalizer is only printed
+def test_the_step_after_an_interrupt_runs_whatever_line_it_came_at() -> None:
+    """Ctrl-C comes between any two statements that keep account of a step."""
+    torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+    model, x = Classifier(2), torch.randn(64, 64)
+    run = torch.compile(model, backend="checkmate", options={"budget": "85%", **QUICK})
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        run(x).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    def is_interrupted_at(line: int) -> bool:
+        left = [line]
+
+        def trace(frame: Any, event: str, _: object) -> Any:
+            if not frame.f_globals.get("__name__", "").startswith("checkmate.torch.steps."):
+                return None
+            left[0] -= event == "line"
+            if not left[0]:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            gradients()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return left[0] <= 0
+
+    expected = [gradients() for _ in range(3)][-1]
+    line = 1
+    while is_interrupted_at(line):
+        assert all(map(torch.equal, gradients(), expected))
+        line += 37
+    for _ in range(2):
+        gradients()
+    peak, plan = live_bytes() + measure_peak(gradients), COORDINATOR.step
+    assert line > 300 and plan is not None
+    assert close(peak, plan.result.peak_bytes)
 
 
 def test_every_shape_keeps_the_budget(caplog: pytest.LogCaptureFixture) -> None:

@@ -203,18 +203,19 @@ class Call:
     def __enter__(self) -> Call:
         """Begin to count."""
         if _thread.call is None:
+            with ExitStack() as contexts:
+                if torch.is_grad_enabled():
+                    COORDINATOR.begin_call(self._calls, self._calls.options.planning.budget)
+                watch_compilations(_compile_began, _compile_ended)
+                contexts.enter_context(recurrent_layers_outside())
+                self._evaluates = not torch.is_grad_enabled()
+                if self._evaluates and self._calls.evaluations >= _MOST_EVALUATIONS:
+                    contexts.enter_context(torch.compiler.set_stance("eager_on_recompile"))
+                self._exception = sys.exception()
+                self._log = CompileLog()
+                self._nodes = autograd_nodes()
+                self._contexts = contexts.pop_all()
             _thread.call = self
-            if torch.is_grad_enabled():
-                COORDINATOR.begin_call(self._calls, self._calls.options.planning.budget)
-            watch_compilations(_compile_began, _compile_ended)
-            self._contexts = ExitStack()
-            self._contexts.enter_context(recurrent_layers_outside())
-            self._evaluates = not torch.is_grad_enabled()
-            if self._evaluates and self._calls.evaluations >= _MOST_EVALUATIONS:
-                self._contexts.enter_context(torch.compiler.set_stance("eager_on_recompile"))
-            self._exception = sys.exception()
-            self._log = CompileLog()
-            self._nodes = autograd_nodes()
         return self
 
     def __exit__(self, *_: object) -> None:
