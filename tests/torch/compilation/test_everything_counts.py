@@ -278,3 +278,27 @@ def test_gradients_are_there_while_an_evaluation_runs_before_they_are_cleared() 
     for _ in range(2):
         step()
     assert live_bytes() + measure_peak(step) <= COORDINATOR.result.budget_bytes  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo looks
+def test_gradients_of_a_network_whose_optimizer_runs_within_a_step_are_there_in_its_backward() -> None:
+    """As of the discriminator of a GAN, which is trained on what is real first, and then in one step with the generator."""
+    discriminator, generator, (x, z) = Net(blocks=2), Net(blocks=1), batch(256)
+    options = {"budget": "80%", "costs": "estimated", **QUICK}
+    judge, make = (torch.compile(net, backend="checkmate", options=options) for net in (discriminator, generator))
+    optimizers = [torch.optim.Adam(net.parameters()) for net in (discriminator, generator)]
+
+    def train_on_what_is_made() -> None:
+        made = make(z)
+        judge(made.detach()).square().mean().backward()
+        optimizers[0].step()
+        generator.zero_grad()
+        judge(made).square().mean().backward()
+        optimizers[1].step()
+
+    for number in range(4):
+        discriminator.zero_grad()
+        judge(x).square().mean().backward()
+        peak = live_bytes() + measure_peak(train_on_what_is_made)
+        assert COORDINATOR.step_bytes is not None
+        assert not number or peak <= COORDINATOR.step_bytes + 64

@@ -136,7 +136,9 @@ class KnownStep:
         cleared = {r for r, _ in gradients.cleared}
         places = [(r, [leaf for k, leaf in record.runs[r].leaves if (r, k) in gradients.cleared]) for r in cleared]
         if not record.keeps_eager_gradients:  # the new ones that the record has take their place
-            places.append((next((r for r, backward in record.windows if backward), 0), [*record.eager_leaves.values()]))
+            own = {id(t) for run in record.runs for _, leaf in run.leaves if (t := leaf()) is not None}
+            eager = [leaf for key, leaf in record.eager_leaves.items() if key not in own]
+            places.append((next((r for r, backward in record.windows if backward), 0), eager))
         for r, leaves in places:
             gap = record.windows.index((r, True)) if leaves else 0
             for part in gradient_parts(leaves):
