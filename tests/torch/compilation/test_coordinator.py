@@ -434,8 +434,11 @@ def test_a_thread_does_not_train_while_another_is_in_the_middle_of_a_step() -> N
         thread.join()
 
     train()
+    train()
     loss = run(x).sum()
+    plan = COORDINATOR.step
     trained_by_another_thread()
+    assert plan is not None and COORDINATOR.step is plan and COORDINATOR.in_flight()
     assert [str(error).partition(":")[0] for error in told] == ["two threads train at once"]
     loss.backward()
     trained_by_another_thread()

@@ -280,7 +280,7 @@ class Coordinator:
             self._warn_of_hooks(planned, packer)
             return self._forward_through_hooks(planned, args)
         transient = fsdp_unsharded_bytes()
-        with self._lock, self._forgotten_if_left():
+        with self._lock:
             if current_backward() < 0:
                 if self._another_trains():
                     raise PlanNotFoundError(
@@ -288,6 +288,7 @@ class Coordinator:
                         hint="run the steps in one thread, one after the other, or in two processes",
                     )
                 self._thread = threading.current_thread()
+        with self._lock, self._forgotten_if_left():
             forwards = self._recorder.forwards
             if self._pending and forwards and forwards[0].planned is planned and self._may_be_over():
                 self._leave_pending()
