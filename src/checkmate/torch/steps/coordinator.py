@@ -475,18 +475,9 @@ class Coordinator:
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
         return Now(self._recorder, self._pending, self._memory, self._plan is None, unseen_bytes)
 
-    def optimizer_ran(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that an optimizer has updated parameters, in which it may have made its state.
-
-        Args:
-            optimizer: The optimizer.
-        """
+    def optimizer_ran(self) -> None:
+        """Record that an optimizer has updated parameters."""
         self._updated = True
-        if self._watch is not None:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        self._recorder.keeps(value)
 
     def _give_up(self, flight: Flight) -> None:
         """Forget that a forward waits for its backward: it is not expected any more."""
@@ -513,7 +504,7 @@ COORDINATOR = Coordinator()
 
 @functools.cache
 def _note_updates() -> None:
-    register_optimizer_step_post_hook(lambda optimizer, *_: COORDINATOR.optimizer_ran(optimizer))
+    register_optimizer_step_post_hook(lambda *_: COORDINATOR.optimizer_ran())
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
