@@ -171,7 +171,7 @@ def test_an_error_of_the_users_own_code_is_told_as_that(mistake: str, whole: boo
     log.removeHandler(caplog.handler)
     assert error.value.__suppress_context__ or error.value.__context__ is None
     assert error.value.hint and "\n" not in error.value.message
-    assert "clip_grad_norm_" not in caplog.text
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("whole", [True, False])

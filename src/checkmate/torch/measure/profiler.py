@@ -108,7 +108,7 @@ def _without_running(node: fx.Node) -> OpCost:
 
     A collective on the CPU runs in gloo, which copies the result once.
     """
-    if (known := _OF_SLICE.get(signature(node) or "")) is not None:
+    if (known := _cost_by_slice(node)) is not None:
         return known
     if is_collective(node):
         return OpCost(estimate_ns(node), 0 if _on_cuda(node) else sum(map(storage_bytes, leaves(node.meta.get("val")))))
@@ -314,7 +314,7 @@ def lacked_room(node: fx.Node) -> bool:
 
 def is_guessed(node: fx.Node) -> bool:
     """Whether a node was estimated for want of room, and not even a slice of its batch told what it takes."""
-    return lacked_room(node) and signature(node) not in _OF_SLICE
+    return lacked_room(node) and _cost_by_slice(node) is None
 
 
 def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
@@ -328,7 +328,7 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
     """
     lacking = [node for graph in graphs for node in graph.nodes if lacked_room(node)]
     needed = [_needed_bytes(node) + _without_running(node).workspace_bytes for node in lacking]
-    if not lacking or max(needed) > free_bytes(torch.device("cuda" if _on_cuda(lacking[0]) else "cpu")):
+    if not lacking or max(needed) > _free_bytes(lacking[0]):
         return False
     _log.warning(
         "no plan keeps the budget with what %d ops are estimated to take: it may be exceeded by up to %s now, once, while they "
@@ -341,7 +341,7 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
 
 def _fits(node: fx.Node) -> bool:
     """Whether there is room to run an op. If not, slices of its batch may have told what it takes."""
-    room, needed = free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu")), _needed_bytes(node)
+    room, needed = _free_bytes(node), _needed_bytes(node)
     for attempts_left in reversed(range(_SLICES + 1)):
         most = needed + _without_running(node).workspace_bytes
         if most <= room:
@@ -353,6 +353,10 @@ def _fits(node: fx.Node) -> bool:
     raise AssertionError("the last attempt returns")
 
 
+def _free_bytes(node: fx.Node) -> int:
+    return free_bytes(torch.device("cuda" if _on_cuda(node) else "cpu"))
+
+
 def _needed_bytes(node: fx.Node) -> int:
     """Bytes of the results of an op, and of those of its arguments that are no inputs of the graph."""
     given = _INPUTS.get()
@@ -360,9 +364,14 @@ def _needed_bytes(node: fx.Node) -> int:
     return sum(size for key, size in made.items() if key not in given)
 
 
+def _cost_by_slice(node: fx.Node) -> OpCost | None:
+    """The least cost that slices of the batch of an op have told; None where there was none."""
+    return _OF_SLICE.get(signature(node) or "") if _OF_SLICE else None  # a signature reads settings, and there is rarely any
+
+
 def _note_slice(node: fx.Node, cost: OpCost) -> None:
-    key = signature(node)
-    if key is not None and (key not in _OF_SLICE or cost.workspace_bytes < _OF_SLICE[key].workspace_bytes):
+    key, known = signature(node), _cost_by_slice(node)
+    if key is not None and (known is None or cost.workspace_bytes < known.workspace_bytes):
         _OF_SLICE[key] = cost
 
 

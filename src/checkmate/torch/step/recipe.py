@@ -107,6 +107,7 @@ def spec_of_step(
         reason = "DistributedDataParallel averages gradients in hooks of the backward"
     if whole is False:
         reason = "whole=False"
+    unclipped = optimizer is not None and clip_norm is None
     if optimizer is not None and reason is None:
         updates = Updates(optimizer)
         program = step_program(forward, updates, micro_batches=micro_batches, clip_norm=clip_norm)
@@ -120,7 +121,7 @@ def spec_of_step(
             whole=True,
             micro_batches=micro_batches,
             own_loss=loss is None,
-            unclipped=clip_norm is None,
+            unclipped=unclipped,
         )
     if whole or micro_batches > 1:
         what = "whole=True" if whole else f"micro_batches={micro_batches} needs a whole step, which"
@@ -131,7 +132,6 @@ def spec_of_step(
     if optimizer is not None and whole is None:
         _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
     finish = functools.partial(_finish_split, optimizer, clip_norm)
-    unclipped = optimizer is not None and clip_norm is None
     return StepSpec(forward, forward, finish, whole=False, own_loss=loss is None, unclipped=unclipped, wrapped=wrapped)
 
 
