@@ -15,6 +15,7 @@ from torch.func import functional_call, grad
 from checkmate import InfeasibleBudgetError, PlanNotFoundError
 from checkmate.torch import measure_peak
 from checkmate.torch.steps.coordinator import COORDINATOR
+from checkmate.torch.steps.recorder import StepRecorder
 from tests.torch.steps import live_bytes
 
 QUICK = {"time_limit_s": 3}
@@ -148,6 +149,36 @@ def test_planning_keeps_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: An
         for p in net.parameters():
             p.grad = None
         assert before + measure_peak(lambda: run(x, y).backward()) <= budget
+
+
+def test_tensors_without_memory_count_nothing() -> None:
+    """Floating-point operations are counted on meta tensors, by estimated costs and by users: they are no eager code's memory."""
+    net, held = Net(blocks=2), list[torch.Tensor]()
+    budget = live_bytes() + 4_200 * KIB
+    run = torch.compile(net, backend="checkmate", options={"budget": budget, "costs": "estimated", **QUICK})
+    for _ in range(3):
+        for p in net.parameters():
+            p.grad = None
+        loss = run(*batch())
+        held.append(torch.empty(budget, device="meta") + 1)
+        loss.backward()
+    assert COORDINATOR.step_bytes is not None and COORDINATOR.step_bytes <= budget
+
+
+def test_planning_is_no_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are planned while eager code is watched: what that takes is taken once, and not in each step."""
+    made = list[int]()
+    allocated = StepRecorder.allocated
+    monkeypatch.setattr(StepRecorder, "allocated", lambda self, t: (made.append(t.nbytes), allocated(self, t)))
+    net = Net(blocks=2)
+
+    def loss_and_outputs(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = net(x)
+        return F.mse_loss(outputs, y), outputs  # whether the outputs have gradients is not known yet
+
+    options = {"budget": live_bytes() + 4_200 * KIB, "costs": "estimated", **QUICK}
+    torch.compile(loss_and_outputs, backend="checkmate", options=options)(*batch())[0].backward()
+    assert made == [4]  # the gradient of the loss
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["loss inside", "loss outside"])

@@ -14,6 +14,7 @@ import checkmate
 import checkmate.torch.measure.profiler as profiler
 import checkmate.torch.measure.timing as timing
 from checkmate.cost.store import OpCost
+from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.measure.resident import within_room
 from tests.torch.networks import input_of, mlp
@@ -192,6 +193,21 @@ def test_what_a_slice_tells_of_an_op_holds_for_that_op() -> None:
     in_its_place = backward_of(4, **whole.meta)
     assert profiler._without_running(whole).workspace_bytes < estimates[0]
     assert profiler._without_running(in_its_place).workspace_bytes == estimates[1]
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (1, 1)], ids=["two views of a storage", "one view twice"])
+def test_an_op_runs_in_no_more_than_the_room_it_is_said_to_need(rows: tuple[int, int]) -> None:
+    """Each argument is made anew, whether or not another one has the same storage."""
+    graph, base = fx.Graph(), torch.rand(4096, 2)
+    views = []
+    for row in rows:
+        views.append(graph.call_function(torch.ops.aten.select.int, (graph.placeholder("base"), 1, row)))
+        views[-1].meta["val"] = base.select(1, row)
+    node = graph.call_function(torch.ops.aten.maximum.default, tuple(views))
+    node.meta["val"] = torch.empty(4096)
+    with memory_trace() as trace:
+        results = list(profiler.ready_to_run(node)())
+    assert results and trace.peak() <= profiler._needed_bytes(node) + profiler._without_running(node).workspace_bytes
 
 
 def test_equal_pieces_are_runs_of_one_part() -> None:

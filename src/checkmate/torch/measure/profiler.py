@@ -263,8 +263,7 @@ def _materialised(value: Any, *, fill: bool = True, given: Mapping[int, torch.Te
             shape[0] = rows
         if storage_key(value) in given and (real := _view(given[storage_key(value)], value, shape, stride)) is not None:
             return real
-        extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
-        flat = torch.empty(extent, dtype=value.dtype, device=value.device)
+        flat = torch.empty(_extent(shape, stride), dtype=value.dtype, device=value.device)
         # Time hardly depends on values, except denormals and NaN, which are slow on CPUs. Integers are 0, so that they are
         # valid indices, and booleans are true, so that a mask masks nothing.
         if not fill:
@@ -285,8 +284,10 @@ def _materialised(value: Any, *, fill: bool = True, given: Mapping[int, torch.Te
 def _view(real: torch.Tensor, traced: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor | None:
     """The part of an input that a traced tensor is a view of; None where it is seen as another type, or is smaller now."""
     offset = concrete(traced.storage_offset())
-    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
-    if real.dtype is not traced.dtype or (offset + extent) * real.element_size() > real.untyped_storage().nbytes():
+    if (
+        real.dtype is not traced.dtype
+        or (offset + _extent(shape, stride)) * real.element_size() > real.untyped_storage().nbytes()
+    ):
         return None
     return real.detach().as_strided(shape, stride, offset)
 
@@ -358,10 +359,24 @@ def _free_bytes(node: fx.Node) -> int:
 
 
 def _needed_bytes(node: fx.Node) -> int:
-    """Bytes of the results of an op, and of those of its arguments that are no inputs of the graph."""
-    given = _INPUTS.get()
-    made = {storage_key(t): storage_bytes(t) for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val"))}
-    return sum(size for key, size in made.items() if key not in given)
+    """Bytes of the results of an op, and of those of its arguments that are no inputs of the graph, each with its own storage."""
+    given, arguments = _given(node), list[torch.Tensor]()
+    fx.map_arg(_call(node)[1:], lambda n: arguments.extend(leaves(n.meta.get("val"))))
+    made = {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
+    read = {storage_key(t) for t in arguments}
+    own = sum(_extent(*_layout(t)) * t.dtype.itemsize for t in arguments if storage_key(t) not in given)
+    return own + sum(size for key, size in made.items() if key not in read)
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
+
+
+def _given(node: fx.Node) -> Mapping[int, torch.Tensor]:
+    """Inputs of the graph that an op is measured with, by the key of their storages: those of an op that changes none."""
+    target = _call(node)[0]
+    return _INPUTS.get() if isinstance(target, OpOverload) and not target._schema.is_mutable else {}
 
 
 def _cost_by_slice(node: fx.Node) -> OpCost | None:
@@ -419,7 +434,7 @@ def ready_to_run(node: fx.Node) -> Callable[[], Iterator[Any]]:
     """
     target, args, kwargs = _call(node)
     fill = not makes_views(node)
-    given = _INPUTS.get() if isinstance(target, OpOverload) and not target._schema.is_mutable else {}
+    given = _given(node)
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: _materialised(n.meta.get("val"), fill=fill, given=given))
     if target is UPDATE:
         parameter, gradient, optimizer, which = real_args

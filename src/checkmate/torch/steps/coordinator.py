@@ -215,6 +215,12 @@ class Coordinator:
             if watch is not None:
                 watch.paused = before
 
+    @contextlib.contextmanager
+    def _account(self) -> Generator[None]:
+        """Context in which steps are recorded and planned: by one thread at a time, and without a trace in the record."""
+        with self._lock, self._planned_code(), self._forgotten_if_left():
+            yield
+
     def in_flight(self) -> bool:
         """Whether any forward waits for its backward."""
         with self._lock:
@@ -288,7 +294,7 @@ class Coordinator:
                         hint="run the steps in one thread, one after the other, or in two processes",
                     )
                 self._thread = threading.current_thread()
-        with self._lock, self._forgotten_if_left():
+        with self._account():
             forwards = self._recorder.forwards
             if self._pending and forwards and forwards[0].planned is planned and self._may_be_over():
                 self._leave_pending()
@@ -316,7 +322,7 @@ class Coordinator:
         results.insert(planned.num_outputs, token)
         key = storage_key(token)
         flight.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in flight.inputs)
-        with self._lock, self._forgotten_if_left():
+        with self._account():
             self._recorder.end_forward(run, results[: planned.num_outputs])
             self._flights[key] = flight
             self._runs[flight] = run
@@ -372,7 +378,7 @@ class Coordinator:
                 return program.backward(args)
         args[: planned.num_symbols] = flight.symbols
         first = len(args) - len(planned.tangents)
-        with self._lock, self._forgotten_if_left():
+        with self._account():
             run = self._runs[flight]
             recording = flight in self._pending
             if recording:
@@ -402,7 +408,7 @@ class Coordinator:
                     for k in planned.without_gradient(undefined):
                         results[k] = None
             accumulation.hand_over(results)
-        with self._lock, self._forgotten_if_left():
+        with self._account():
             if recording:
                 self._recorder.end_backward(run, results)
                 if not keeps_graph():

@@ -91,6 +91,6 @@ class EagerWatch(TorchDispatchMode):
 
 
 def _parts(values: object) -> list[torch.Tensor]:
-    """Tensors with a storage among nested values. Those inside of a subclass that wraps them are seen when its ops are."""
+    """Tensors with memory among nested values. Those inside of a subclass that wraps them are seen when its ops are."""
     plain = [v for v in pytree.tree_leaves(values) if type(v) is torch.Tensor or type(v) is torch.nn.Parameter]
-    return [part for tensor in plain for part in strided_parts(tensor)]
+    return [part for tensor in plain if not tensor.is_meta for part in strided_parts(tensor)]
