@@ -253,6 +253,14 @@ def test_eager_code_before_the_first_window_counts() -> None:
     }
 
 
+def test_what_is_released_after_the_last_window_has_a_gap() -> None:
+    """A storage of eager code that dies there, in a step that leaves nothing else."""
+    step = LAYERS.step([2])
+    step = with_window(step, 3, made=(None,) * len(step.windows[3].made))
+    step = replace(step, storages={**step.storages, 600: Storage(size_bytes=7, first=1, last=4, released=True)})
+    assert [op.name for op in step_graph(step).graph.ops[-2:]] == ["release 4", "gap 4"]
+
+
 def test_a_gradient_that_eager_code_allocated_counts_once() -> None:
     """With the loss outside of the graph the tangent is a view of what eager code made."""
     plain = LAYERS.step([2])

@@ -292,7 +292,7 @@ class _Stitcher:
         if window is not None:
             writes += self._tangents(window, reads, writes) if window.backward else self._handoffs(window, reads, writes)
         workspace = window.eager_bytes if window is not None else self.step.eager_bytes
-        if w in (0, len(windows)) and not (reads or writes or workspace):
+        if w in (0, len(windows)) and not (reads or released or writes or workspace):
             return
         self.gaps[w] = len(self.ops)
         self._emit_gap(w, f"gap {w}", tuple(reads), tuple(writes), workspace)

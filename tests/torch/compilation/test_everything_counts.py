@@ -312,8 +312,9 @@ def test_gradients_are_there_while_an_evaluation_runs_before_they_are_cleared() 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo looks
-def test_gradients_of_a_network_whose_optimizer_runs_within_a_step_are_there_in_its_backward() -> None:
-    """As of the discriminator of a GAN, which is trained on what is real first, and then in one step with the generator."""
+def test_a_network_whose_optimizer_runs_within_a_step() -> None:
+    """As the discriminator of a GAN, which is trained on what is real first, and then in one step with the generator: its
+    gradients are there in the backward, and its optimizer makes its state in the first step only."""
     discriminator, generator, (x, z) = Net(blocks=2), Net(blocks=1), batch(256)
     options = {"budget": "80%", "costs": "estimated", **QUICK}
     judge, make = (torch.compile(net, backend="checkmate", options=options) for net in (discriminator, generator))
@@ -332,4 +333,5 @@ def test_gradients_of_a_network_whose_optimizer_runs_within_a_step_are_there_in_
         judge(x).square().mean().backward()
         peak = live_bytes() + measure_peak(train_on_what_is_made)
         assert COORDINATOR.step_bytes is not None
-        assert not number or peak <= COORDINATOR.step_bytes + 64
+        state_bytes = 2 * sum(p.nbytes for p in discriminator.parameters())
+        assert not number or -64 <= COORDINATOR.step_bytes - peak < state_bytes

@@ -164,28 +164,38 @@ class Coordinator:
         # AOTAutograd detaches what it saves for a backward: that is no code of the user.
         key = storage_key(tensor)
         if not any(key in flight.held for flight in self._pending):
-            with self._forgotten_if_left():
+            with self._own_code():
                 self._recorder.read(tensor)
 
     def _eager_made(self, tensor: torch.Tensor) -> None:
-        with self._forgotten_if_left():
+        with self._own_code():
             self._recorder.allocated(tensor)
         self._announcements.of_eager_code(0, self._now())
         if self._calling and not self._recorder.forwards and self._budget is not None:
             self._announcements.before_any_graph(self._budget, tensor.device, self._recorder.eager_bytes)
 
     def _eager_took(self, size_bytes: int) -> None:
-        with self._forgotten_if_left():
+        with self._own_code():
             self._recorder.took(size_bytes)
         self._announcements.of_eager_code(size_bytes, self._now())
 
     @contextlib.contextmanager
-    def _forgotten_if_left(self) -> Generator[None]:
-        """Context after which the step is forgotten where an exception leaves it: Ctrl-C comes between any two statements."""
+    def _own_code(self) -> Generator[None]:
+        """Context of code that is not the user's: nothing that it allocates is taken for that of eager code.
+
+        Where an exception leaves it the step is forgotten: Ctrl-C comes between any two statements.
+        """
+        watch, before = self._watch, self._watch is not None and self._watch.paused
         try:
-            yield
+            try:
+                self.compiling(True)
+                yield
+            finally:
+                if watch is not None:
+                    watch.paused = before
         except BaseException:
             with self._lock:
+                self.compiling(False)
                 self._recorder.close()
                 self._recorder = StepRecorder(watched=self._watch is not None)
                 self._pending.clear()
@@ -203,23 +213,6 @@ class Coordinator:
             self._complete = self._watch.complete
             self._watch = None
             self._end_hook.remove()
-
-    @contextlib.contextmanager
-    def _planned_code(self) -> Generator[None]:
-        """Context whose allocations are not those of eager code."""
-        watch, before = self._watch, self._watch is not None and self._watch.paused
-        self.compiling(True)
-        try:
-            yield
-        finally:
-            if watch is not None:
-                watch.paused = before
-
-    @contextlib.contextmanager
-    def _account(self) -> Generator[None]:
-        """Context in which steps are recorded and planned: by one thread at a time, and without a trace in the record."""
-        with self._lock, self._planned_code(), self._forgotten_if_left():
-            yield
 
     def in_flight(self) -> bool:
         """Whether any forward waits for its backward."""
@@ -294,7 +287,7 @@ class Coordinator:
                         hint="run the steps in one thread, one after the other, or in two processes",
                     )
                 self._thread = threading.current_thread()
-        with self._account():
+        with self._lock, self._own_code():
             forwards = self._recorder.forwards
             if self._pending and forwards and forwards[0].planned is planned and self._may_be_over():
                 self._leave_pending()
@@ -314,7 +307,7 @@ class Coordinator:
             if self._plan is None or deviates:
                 self._announcements.before_forward(flight, self._now(), self.steps.share)
         assert program.forward is not None
-        with self._planned_code(), self._forgotten_if_left():
+        with self._own_code():
             results = list(program.forward(args))
             token = torch.empty(0, dtype=torch.uint8)
         flight.symbols = results[len(results) - program.num_symbols :]
@@ -322,7 +315,7 @@ class Coordinator:
         results.insert(planned.num_outputs, token)
         key = storage_key(token)
         flight.held = _storages(r for r in results if isinstance(r, torch.Tensor) and storage_key(r) not in flight.inputs)
-        with self._account():
+        with self._lock, self._own_code():
             self._recorder.end_forward(run, results[: planned.num_outputs])
             self._flights[key] = flight
             self._runs[flight] = run
@@ -341,7 +334,7 @@ class Coordinator:
         """
         program = planned.keeping_everything
         assert program.forward is not None
-        with self._planned_code():
+        with self._own_code():
             results = list(program.forward(args))
         results.insert(planned.num_outputs, torch.empty(0, dtype=torch.uint8))
         return results
@@ -373,12 +366,12 @@ class Coordinator:
         if flight is None:
             program, first = planned.keeping_everything, len(args) - len(planned.tangents)
             assert program.backward is not None
-            with self._planned_code(), Accumulation({}, frozenset(), self.steps.origins):
+            with self._own_code(), Accumulation({}, frozenset(), self.steps.origins):
                 args[first:] = planned.materialized(args[first:])
                 return program.backward(args)
         args[: planned.num_symbols] = flight.symbols
         first = len(args) - len(planned.tangents)
-        with self._account():
+        with self._lock, self._own_code():
             run = self._runs[flight]
             recording = flight in self._pending
             if recording:
@@ -395,20 +388,20 @@ class Coordinator:
         else:
             assert program.backward is not None
             undefined = frozenset(t for t, value in enumerate(args[first:]) if value is None)
-            with self._planned_code():
+            with self._own_code():
                 args[first:] = planned.materialized(args[first:], program.undefined)
             leaves = {k: t for k, leaf in run.leaves if (t := leaf()) is not None}
             accumulation = Accumulation(leaves, program.accumulated, self.steps.origins)
-            with self._planned_code(), self._forgotten_if_left(), accumulation:
+            with self._own_code(), accumulation:
                 results = program.backward(args)
             if undefined > program.undefined and planned.replaceable:
                 # Eager code before this graph may compute more where it is given zeros.
                 results = list(results)
-                with self._planned_code():  # it may be captured for this
+                with self._own_code():  # it may be captured for this
                     for k in planned.without_gradient(undefined):
                         results[k] = None
             accumulation.hand_over(results)
-        with self._account():
+        with self._lock, self._own_code():
             if recording:
                 self._recorder.end_backward(run, results)
                 if not keeps_graph():
@@ -481,9 +474,18 @@ class Coordinator:
         unseen_bytes = 0 if self._recorder.watched else self.steps.eager_bytes
         return Now(self._recorder, self._pending, self._memory, self._plan is None, unseen_bytes)
 
-    def optimizer_ran(self) -> None:
-        """Record that an optimizer has updated parameters."""
+    def optimizer_ran(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that an optimizer has updated parameters, in which it may have made its state.
+
+        Args:
+            optimizer: The optimizer.
+        """
         self._updated = True
+        if self._watch is not None:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        self._recorder.keeps(value)
 
     def _give_up(self, flight: Flight) -> None:
         """Forget that a forward waits for its backward: it is not expected any more."""
@@ -510,7 +512,7 @@ COORDINATOR = Coordinator()
 
 @functools.cache
 def _note_updates() -> None:
-    register_optimizer_step_post_hook(lambda *_: COORDINATOR.optimizer_ran())
+    register_optimizer_step_post_hook(lambda optimizer, *_: COORDINATOR.optimizer_ran(optimizer))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -140,6 +140,14 @@ class StepRecorder:
             return
         self.eager_inputs.add(self._storage(tensor, None, {}))
 
+    def keeps(self, tensor: torch.Tensor) -> None:
+        """Record that a tensor is state of an optimizer: later steps are given it, and eager code does not make it again."""
+        storage = self._present.get(storage_key(tensor), -1)
+        if not self.over and storage in self.eager:
+            del self.eager[storage]
+            self.eager_bytes -= self.sizes[storage]
+            self.eager_inputs.add(storage)
+
     def exchanged(self, tensor: torch.Tensor) -> None:
         """Record that a collective of the backward exchanges a tensor: a bucket of gradients, if the graphs count those."""
         if any(run.planned.resident.wrappers_bytes for run in self.runs):
