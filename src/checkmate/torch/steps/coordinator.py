@@ -32,7 +32,7 @@ from checkmate.core.result import Result
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
 from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
-from checkmate.torch.graph.storages import current_bytes, storage_bytes, storage_key, strided_parts
+from checkmate.torch.graph.storages import current_bytes, leaves, storage_bytes, storage_key, strided_parts
 from checkmate.torch.measure.device_memory import DeviceMemory, device_memory
 from checkmate.torch.steps.accumulation import Accumulation
 from checkmate.torch.steps.announcements import Announcements, Now, held_in_flight
@@ -482,10 +482,8 @@ class Coordinator:
         """
         self._updated = True
         if self._watch is not None:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        self._recorder.keeps(value)
+            for tensor in leaves([*optimizer.state.values()]):
+                self._recorder.keeps(tensor)
 
     def _give_up(self, flight: Flight) -> None:
         """Forget that a forward waits for its backward: it is not expected any more."""
