@@ -87,12 +87,15 @@ def test_a_module_runs_by_its_name(run, scripts):
         (("--budget", "20 apples", "plain.py"), 2, "20 apples"),
         (("--budget", "1GiB", "exits.py"), 1, "not today"),
         (("--budget", "1GiB", "plain.py"), 0, "no optimizer was made"),
+        (("--budget", "1GiB", "."), 2, ". is a folder"),
+        (("train.py", "--buget", "1GiB"), 2, "write --budget instead of --buget"),
     ],
 )
 def test_what_cannot_be_done_is_said(run, scripts, words, code, said):
-    """And a script without a training runs, but does not seem to be within a budget."""
+    """And a script without a training runs, but does not seem to be within a budget. One that fails before gets no advice."""
     done = run("run", *words)
     assert done.code == code and said in done.err, done.err
+    assert ("  try" in done.err) == (code == 0)
 
 
 def test_the_environment_has_the_budget_too(run, scripts, monkeypatch):

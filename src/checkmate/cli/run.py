@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import runpy
 import sys
 import traceback
@@ -48,14 +49,16 @@ def run(
     """
     budget = budget or budget_of_environment()
     if not budget:
-        raise OptionError(f"neither --budget nor {BUDGET_VARIABLE} is given", hint="add a budget, such as --budget 20GiB")
+        written = next(iter(difflib.get_close_matches("--budget", [a.partition("=")[0] for a in arguments], 1)), None)
+        hint = f"write --budget instead of {written}" if written else "add a budget, such as --budget 20GiB"
+        raise OptionError(f"neither --budget nor {BUDGET_VARIABLE} is given", hint=hint)
     parsed(budget)  # now: importing torch takes seconds
     if script == "-m" and not arguments:
         raise OptionError("-m without a module", hint=_HINT)
-    if script != "-m" and not Path(script).exists():
+    if script != "-m" and not Path(script).is_file():
         is_python = Path(script).name.startswith("python") and bool(arguments)
         hint = f"leave out {script}: the script is {arguments[0]}" if is_python else _HINT
-        raise OptionError(f"{script}: no such file", hint=hint)
+        raise OptionError(f"{script} is a folder" if Path(script).is_dir() else f"{script}: no such file", hint=hint)
     needs("torch", "torch")
     from checkmate.torch.integrations.script import training_within
 
@@ -65,6 +68,8 @@ def run(
     if json:
         terminal.emit(_as_json(report, code))
         return code
+    if code not in (0, _INTERRUPTED) and not report.optimizers:
+        return code  # it ended before it had anything to train
     heading = "checkmate: interrupted; so far:" if code == _INTERRUPTED else "checkmate:"
     terminal.warn("", heading, *report.lines())
     return code

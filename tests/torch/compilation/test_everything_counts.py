@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 from checkmate import InfeasibleBudgetError, PlanNotFoundError
+from checkmate.core.budget import Budget
 from checkmate.torch import measure_peak
 from checkmate.torch.steps.coordinator import COORDINATOR
 from checkmate.torch.steps.recorder import StepRecorder
@@ -226,6 +227,37 @@ def test_a_call_without_gradients_is_planned_for_the_budget(caplog: pytest.LogCa
         run(x)
         run(x)
     assert caplog.text.count("a call without gradients takes up to") == 1
+
+
+def test_a_call_without_gradients_is_told_by_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    """The workspace of a convolution is estimated at several times what it is: it is measured where that matters."""
+    net = nn.Sequential(nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU())
+    x = torch.rand(64, 4, 84, 84)
+    with torch.no_grad():
+        budget = live_bytes() + 2 * measure_peak(lambda: net(x))
+        run = torch.compile(net, backend="checkmate", options={"budget": budget, **QUICK})
+        assert live_bytes() + measure_peak(lambda: run(x)) <= budget
+    assert "without gradients" not in caplog.text
+
+
+@pytest.mark.parametrize("budgets", [(6_000 * KIB, 60_000 * KIB), (60_000 * KIB, 6_000 * KIB), (60_000 * KIB, "50%")], ids=str)
+def test_of_two_budgets_of_a_step_the_smaller_one_holds(budgets: tuple[Any, Any]) -> None:
+    """A budget is one of the process: models that train in one step share it."""
+    nets = [Net(), Net()]
+    runs = [torch.compile(n, backend="checkmate", options={"budget": b, **QUICK}) for n, b in zip(nets, budgets, strict=True)]
+    x, y = batch()
+
+    def step() -> None:
+        for p in [*nets[0].parameters(), *nets[1].parameters()]:
+            p.grad = None
+        F.mse_loss(runs[0](x) + runs[1](x), y).backward()
+
+    peaks = [live_bytes() + measure_peak(step) for _ in range(3)]
+    step_plan = COORDINATOR.step
+    assert step_plan is not None
+    least = min(b for b in budgets if isinstance(b, int))
+    share = Budget.parse("50%").resolve(step_plan.graph)
+    assert max(peaks[1:]) <= min(least, share if "50%" in budgets else least)
 
 
 @pytest.mark.parametrize("budget", ["100%", "55%"])

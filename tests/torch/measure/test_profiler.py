@@ -210,6 +210,16 @@ def test_an_op_runs_in_no_more_than_the_room_it_is_said_to_need(rows: tuple[int,
     assert results and trace.peak() <= profiler._needed_bytes(node) + profiler._without_running(node).workspace_bytes
 
 
+def test_layer_normalisation_under_autocast_is_estimated_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Its backward is traced with other types than its forward returns on a CPU, which no user can mend."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)), torch.randn(16, 8)
+    run, _ = compiled(lambda: model(x).mean())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = run()
+    loss.backward()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_equal_pieces_are_runs_of_one_part() -> None:
     """A long run is seldom undisturbed throughout: the least time of its pieces counts, and not of the run."""
     graph, first, other = fx.Graph(), fx.Graph(), fx.Graph()

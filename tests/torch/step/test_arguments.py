@@ -37,6 +37,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a function as model": ({"model": lambda x: x}, "model=<lambda> is not a module"),
     "loss by name": ({"loss": "cross_entropy"}, "loss='cross_entropy' cannot be called"),
     "loss class": ({"loss": nn.MSELoss}, "loss=MSELoss is a class"),
+    "loss and optimizer swapped": ({"loss": torch.optim.SGD([torch.zeros(1)])}, "loss is an optimizer, SGD"),
     "loss of one argument": ({"loss": lambda p: p.sum()}, r"too many positional arguments, and it takes \(p\)"),
     "optimizer by name": ({"optimizer": "adamw"}, "optimizer='adamw' is not an optimizer"),
     "optimizer class": ({"optimizer": torch.optim.AdamW}, "optimizer=AdamW is a class"),
@@ -73,7 +74,7 @@ def test_arguments_by_position_are_named() -> None:
     """The signature of the call is known to whoever wrote it, and not to whoever guesses it."""
     with pytest.raises(OptionError, match=r"hint: name the others: .*example=\(x, y\)"):
         compile(nn.Linear(4, 2), nn.functional.mse_loss, None, (X, Y), "50%")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"example with 0 .*\n\nhint: write example=\(x, y\)"):
+    with pytest.raises(OptionError, match=r"no example is given: .*\n\nhint: write example=\(x, y\)"):
         compile(nn.Linear(4, 2), nn.functional.mse_loss)
     with pytest.raises(OptionError, match="1 more were given"):
         compile(nn.Linear(4, 2), nn.functional.mse_loss, None, "50%", example=(X, Y))  # type: ignore[arg-type]

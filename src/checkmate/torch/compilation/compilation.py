@@ -22,6 +22,7 @@ from checkmate.frontend.counted_memory import counted_bytes, resolved_budget
 from checkmate.frontend.planner import GivenPlan, keep_everything, near_smallest, planner_for, result_of_order
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.solvers.bounds.floor import floor
+from checkmate.solvers.solve import unit_question
 from checkmate.studies.larger_step import plan_of_larger, remember
 from checkmate.torch._compat.aot import BoxedRun, as_boxed, keep_undefined, saved_symbols
 from checkmate.torch._compat.dynamo import recompile_current_frame, takes_gradients, untraced
@@ -178,13 +179,16 @@ class Compilation:
         known = COORDINATOR.budget_bytes(self.budget)
         if known is None:
             return None
-        budget = self.budget.with_total(max(0, known - COORDINATOR.held_bytes()))
-        return replace(
-            self.task,
-            costs=estimated_costs,
-            plan=lambda capture, recapture: (capture, self._plan_evaluation(capture.graph, budget)),
-            on_planned=lambda joint, result: None,
-        )
+        budget, costs = self.budget.with_total(max(0, known - COORDINATOR.held_bytes())), estimated_costs
+
+        def plan(capture: Capture, recapture: Recapture) -> tuple[Capture, Result]:
+            nonlocal costs
+            if keep_all_bytes(capture.graph) > budget.resolve(capture.graph):
+                costs = self.task.costs  # estimates may be too large
+                capture = recapture(capture.joint)
+            return capture, self._plan_evaluation(capture.graph, budget)
+
+        return replace(self.task, costs=lambda nodes: costs(nodes), plan=plan, on_planned=lambda joint, result: None)
 
     def _plan_evaluation(self, graph: Graph, budget: Budget) -> Result:
         """A plan within a budget, or one of nearly the smallest peak, with a warning."""
@@ -500,9 +504,10 @@ class Compilation:
             return planner_for(self.planning)(graph)
         except InfeasibleBudgetError as error:
             least = format_at_least(error.smallest_bytes or error.floor_bytes)
+            asked = "" if self.budget is None else unit_question(self.budget, error.budget_bytes, error.smallest_bytes or 0)
             raise error.with_hint(
-                f"this graph alone needs at least {least}, and the step may need more, which is known when it has run once: "
-                'try a budget of "100%", or lower the batch size'
+                f"{asked}this graph alone needs at least {least}, and the step may need more, which is known when it has run "
+                'once: try a budget of "100%", or lower the batch size'
             ) from None
 
     def alone(self, graph: Graph) -> bool:

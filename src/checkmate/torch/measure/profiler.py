@@ -332,9 +332,9 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
     if not lacking or max(needed) > _free_bytes(lacking[0]):
         return False
     _log.warning(
-        "no plan keeps the budget with what %d ops are estimated to take: it may be exceeded by up to %s now, once, while they "
-        "are measured",
-        len(lacking),
+        "no plan keeps the budget with estimates of what %s take: it may be exceeded by up to %s now, once, while they are "
+        "measured",
+        f"{len(lacking)} ops" if len(lacking) > 1 else "one op",
         format_bytes(max(needed)),
     )
     return True
@@ -469,7 +469,9 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
                 f"{node.target} of {', '.join(types)} cannot run: {str(error).rstrip('.')}, at {source_of(node) or node.name}",
                 hint=f"convert what is {odd}, such as x.to(torch.{fitting}), or use torch.autocast",
             ) from None
-        _log.warning("%s (%s) could not be measured; its time and its workspace are estimated: %s", node.name, node.target, error)
+        known = _OF_TYPES.search(str(error)) is not None
+        told = "%s (%s) could not be measured; its time and its workspace are estimated: %s"
+        _log.log(logging.INFO if known else logging.WARNING, told, node.name, node.target, error)
         return None
     return OpCost(quantise(time_ns), workspace_bytes)
 

@@ -119,6 +119,9 @@ def refuse_untrainable(model: nn.Module) -> None:
 def _check_loss(loss: Any) -> None:
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise OptionError(f"loss={loss.__name__} is a class", hint=f"give an instance: loss=torch.nn.{loss.__name__}()")
+    if isinstance(loss, torch.optim.Optimizer):
+        hint = "give the loss before it: compile(model, loss, optimizer)"
+        raise OptionError(f"loss is an optimizer, {type(loss).__name__}", hint=hint)
     if loss is not None and not callable(loss):
         raise OptionError(
             f"loss={loss!r} cannot be called with a prediction and a target",

@@ -37,8 +37,8 @@ def validate_example(example: Example, has_loss: bool) -> Example:
         raise OptionError(f"example={type(example).__name__} is not a batch", hint=hint)
     elif len(example) < (least := 2 if has_loss else 1):
         what = "an input and a target" if has_loss else "an input"
-        given = f"example with {len(example)} of at least {least} elements"
-        raise OptionError(f"{given} is not a batch: {what} must be in it", hint="write example=(x, y), or give a mapping")
+        given = f"example with {len(example)} of at least {least} elements is not a batch" if example else "no example is given"
+        raise OptionError(f"{given}: {what} must be in it", hint="write example=(x, y), or give a mapping")
     if len(numbers := [leaf for leaf in pytree.tree_leaves(example) if type(leaf) in (int, float, bool)]) > _MOST_NUMBERS:
         raise OptionError(
             f"example has {len(numbers):,} numbers in lists, and each would be a constant of the graph",

@@ -193,7 +193,9 @@ class _Limit:
         fixed = sum(size for key, size in held_in_flight(flights).items() if key in unchanged) + planned.resident.total_bytes
         memories = [f.planned.keep_all for f in flights]
         running = max(memory.peak_bytes - memory.saved_bytes for memory in memories)  # one at a time
-        return cls(planned, planned.budget.total_bytes, fixed, fixed + running + sum(m.saved_bytes for m in memories))
+        totals = [f.planned.budget.total_bytes for f in flights]
+        total = min((size for size in totals if size is not None), default=None)
+        return cls(planned, total, fixed, fixed + running + sum(m.saved_bytes for m in memories))
 
     def total(self, eager_bytes: int) -> int:
         """The budget in bytes.

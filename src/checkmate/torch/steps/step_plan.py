@@ -116,7 +116,6 @@ def plan_step(
         RankError: The ranks ran different steps, or planning failed on rank 0.
     """
     graphs = tuple(run.planned for run in recorder.runs)
-    first = max(graphs, key=lambda g: g.budget.total_bytes or 0)
     extra = max(g.resident.total_bytes - g.resident.gradients_bytes - g.outside_bytes for g in graphs)  # `carried` has the latter
     extra += sum(run.planned.random_state_bytes for run in recorder.runs if run.undefined)
     places = [(run.planned, run.undefined, added) for run, added in zip(recorder.runs, accumulated, strict=True)]
@@ -126,12 +125,17 @@ def plan_step(
         windows = step_graph(observed_step(recorder, parts, extra + gradient_bytes, existing, carried, by_call))
         return _CapturedStep(tuple(joints), windows, windows.graph)
 
+    joints, room = [planned.captured(undefined, added) for planned, undefined, added in places], -1
+    first = graphs[0]
+    if len({g.budget for g in graphs}) > 1:  # all of them hold for the process
+        whole = captured(joints).graph
+        first = min(graphs, key=lambda g: resolved_budget(g.budget, whole, g.options.counted))
+
     def room_beside(step: _CapturedStep) -> int:
         room = resolved_budget(first.budget, step.graph, first.options.counted) - step.graph.resident_bytes
         return room - max(carried, default=0) + min(carried, default=0)  # the rest is freed in the step
 
     spent_s = recorder.searched_s
-    joints, room = [planned.captured(undefined, added) for planned, undefined, added in places], -1
     for _ in range(MOST_ROOMS):
         if not any(joint.has_estimates for joint in joints):
             break

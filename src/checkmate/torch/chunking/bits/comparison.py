@@ -108,8 +108,8 @@ def _compared(stage: Stage) -> bool | None:
     excess = beyond_bytes(_needed_bytes(stage), tensor(stage.region.seed).device)
     if excess:
         _log.warning(
-            "the budget is kept by ops in pieces alone: it may be exceeded by %s now, once, while their bits are compared with "
-            "those of the whole ops",
+            "no plan of whole ops keeps the budget: it may be exceeded by %s now, once, while the bits of ops in pieces are "
+            "compared with theirs",
             format_bytes(excess),
         )
     if excess is None:
