@@ -135,6 +135,15 @@ def signature(node: fx.Node, settings: Callable[[torch.device], str] = kernel_se
     return " ".join(parts)
 
 
+def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
+    """Bytes that each op allocates besides its results, as measured where that is known, and as estimated elsewhere."""
+    settings = functools.cache(kernel_settings)
+    keys = [signature(node, settings) for node in nodes]
+    measured = CostStore().get(key for key in keys if key is not None)
+    costs = [measured.get(key or "") for key in keys]
+    return [estimated_workspace_bytes(n) if c is None else c.workspace_bytes for n, c in zip(nodes, costs, strict=True)]
+
+
 def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Node, OpCost]]) -> dict[str, OpCost]:
     """Measure time and workspace of nodes by running them on tensors of the traced shapes.
 
@@ -332,8 +341,7 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
     if not lacking or max(needed) > _free_bytes(lacking[0]):
         return False
     _log.warning(
-        "no plan keeps the budget with estimates of what %s take: it may be exceeded by up to %s now, once, while they are "
-        "measured",
+        "no plan keeps the budget with what is estimated for %s: it may be exceeded by up to %s now, once, to measure that",
         f"{len(lacking)} ops" if len(lacking) > 1 else "one op",
         format_bytes(max(needed)),
     )

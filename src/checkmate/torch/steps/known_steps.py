@@ -223,15 +223,25 @@ class KnownSteps:
             excess += _freed_before_last_call(step.recorder, each)
             if not ways or (excess > 0 and step.ranks is None):
                 ways.append((fewer, left_bytes, freed, each, what, excess))
+        lacking = 0  # bytes that the budget lacks, as it was proven
         for way in ways:
             (fewer, left_bytes, freed, each, what, excess), last = way, way is ways[-1]
-            with contextlib.suppress(*() if last else (InfeasibleBudgetError, PlanNotFoundError)), beyond_room(last):
-                planned = self._planned(step, fewer, left_bytes, freed, each)
-                if what:
-                    budget = step.recorder.runs[0].planned.budget
-                    _log.warning("no plan keeps the budget of %s beside the " + what, budget, format_bytes(excess))
-                    step.plans[fewer] = planned
-                return replace(planned, carried=carried)
+            if lacking > excess and not last:
+                continue  # this frees no more than its excess
+            try:
+                with beyond_room(last):
+                    planned = self._planned(step, fewer, left_bytes, freed, each)
+            except (InfeasibleBudgetError, PlanNotFoundError) as error:
+                if last:
+                    raise
+                if isinstance(error, InfeasibleBudgetError):
+                    lacking = max(lacking, excess + error.floor_bytes - error.budget_bytes)
+                continue
+            if what:
+                budget = step.recorder.runs[0].planned.budget
+                _log.warning("no plan keeps the budget of %s beside the " + what, budget, format_bytes(excess))
+                step.plans[fewer] = planned
+            return replace(planned, carried=carried)
         raise AssertionError("the last way has a plan, or raises")
 
     def _look(self, step: KnownStep, gradients: dict[int, int], args: Sequence[Any]) -> None:

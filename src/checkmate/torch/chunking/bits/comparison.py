@@ -42,6 +42,7 @@ from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.rng import cpu_rng_state_bytes, generators_restored
 from checkmate.torch.graph.storages import same_bytes, storage_key
 from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
+from checkmate.torch.measure.profiler import workspace_bytes
 from checkmate.torch.measure.resident import beyond_bytes
 
 _log = logging.getLogger("checkmate.torch")
@@ -148,20 +149,21 @@ def _alone(stage: Stage) -> dict[fx.Node, _OpInPieces]:
 
 
 def _needed_bytes(stage: Stage) -> int:
-    """Bytes of the whole tensors that exist at once, of one piece of what an op makes, and of its estimated workspace.
+    """Bytes of the whole tensors that exist at once, of one piece of what an op makes, and of its workspace or that of a piece.
 
     Temporaries of filling a tensor are among them, and the state of the generator, which is restored.
     """
     ends = {storage_key(tensor(value)): op for op in stage.ops for value in (*inputs(op), *filter(None, outputs(op)))}
     live, most = dict[int, int](), 0
     filling = 3 * _FILLED_AT_ONCE * max(tensor(value).element_size() for op in stage.ops for value in inputs(op))
-    for op in stage.ops:
+    for op, workspace in zip(stage.ops, workspace_bytes(stage.ops), strict=True):
         live.update({storage_key(tensor(value)): size_bytes(value) for value in (*inputs(op), *filter(None, outputs(op)))})
         read = zip(inputs(op), stage.region.rules[op].inputs, strict=True)
+        workspace = max(workspace, estimated_workspace_bytes(op) // stage.region.count)
         piece = sum(_dense_bytes(value, placement, stage.region.count) for value, placement in read)
         piece += sum(_piece_bytes(value, placement, stage.region.count) for value, placement in _cut(op, stage).items())
         made = sum(size_bytes(value) for value in outputs(op) if value is not None)
-        most = max(most, sum(live.values()) + max(piece + estimated_workspace_bytes(op), filling - made))
+        most = max(most, sum(live.values()) + max(piece + workspace, filling - made))
         live = {key: size for key, size in live.items() if ends[key] is not op}
     return most + cpu_rng_state_bytes()
 
