@@ -91,7 +91,7 @@ def solve(
         PlanNotFoundError: No plan was found within the limits.
         PlanError: The initial plan was made for another graph or breaks a rule of the problem.
         SolverError: The solver offered an invalid plan or bound; a bug of the solver.
-        OptionError: The problem has a host, and the solver does not plan copies.
+        OptionError: The problem has a host, and the solver does not plan copies; or it is no problem.
 
     Examples:
         >>> import checkmate
@@ -99,6 +99,9 @@ def solve(
         >>> checkmate.solve(checkmate.Problem(chain, 12)).overhead
         1.0
     """
+    if not isinstance(problem, Problem):  # pyright: ignore[reportUnnecessaryIsInstance] - users give a graph
+        hint = 'write checkmate.solve(checkmate.Problem(graph, "8GiB"))'
+        raise OptionError(f"a problem is solved, a graph with its budget, and not {type(problem).__name__}", hint=hint)
     solver = Auto() if solver is None else solver
     if problem.host is not None and not getattr(solver, "copies", False):
         raise OptionError(f"{solver!r} plans no copies to a host", hint="use Auto(), or leave out the host")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
+import checkmate
 from checkmate import CheckmateError, OptionError
 from checkmate.torch import NothingPlannedError
 from checkmate.torch.steps.coordinator import COORDINATOR
@@ -419,3 +422,24 @@ def test_that_nothing_is_planned_exceeds_no_budget_in_silence(caplog: pytest.Log
     with pytest.raises(NothingPlannedError, match="sparse"):
         run(batch(), torch.eye(len(batch())).to_sparse())
     assert any("no graph of it has run yet" in text for text in warnings(caplog))
+
+
+def test_dynamo_traces_nothing_of_this_package() -> None:
+    """Hooks run where a compiled function calls the backward and the optimizer: Dynamo sees every frame there."""
+    torch._dynamo.reset()
+    COORDINATOR.forget_steps()
+    clear_compilation_metrics()
+    model, x = Whole(), torch.randn(8, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @torch.compile(backend="checkmate", options={"budget": ROOMY, "time_limit_s": 3})
+    def train() -> None:
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        train()
+    frames = [metrics.co_filename or "" for metrics in get_compilation_metrics()]
+    assert any(name.endswith(HERE) for name in frames)
+    assert not [name for name in frames if Path(checkmate.__file__).parent in Path(name).parents]

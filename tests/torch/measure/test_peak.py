@@ -22,6 +22,8 @@ def test_a_peak_counts_what_is_freed_before_the_end() -> None:
     assert 4000 <= measure_peak(work) < 4100
     with memory_trace(), pytest.raises(checkmate.CheckmateError, match="cannot be measured"):
         measure_peak(work)
+    with pytest.raises(checkmate.OptionError, match=r"Tensor cannot be called\n\nhint: .*measure_peak\(lambda"):
+        measure_peak(work())  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from checkmate.torch._compat.dynamo import untraced
+
 __all__ = [
     "before_accumulation",
     "current_backward",
@@ -103,4 +105,4 @@ def before_accumulation(node: Any, function: Callable[[torch.Tensor | None], Non
         if current_backward() == backward:  # another one failed before it came here
             function(gradients[0])
 
-    handle = node.register_prehook(hook)
+    handle = node.register_prehook(untraced(hook))  # a compiled function may call the backward

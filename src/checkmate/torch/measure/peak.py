@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from checkmate.core.errors import CheckmateError
+from checkmate.core.errors import CheckmateError, OptionError
 from checkmate.torch._compat.profiler import memory_trace, profiler_running
 
 
@@ -31,12 +31,15 @@ def measure_peak(fn: Callable[[], object], *, device: str | torch.device | None 
 
     Raises:
         ProfilerBusyError: The device is the CPU and another torch profiler is active.
+        OptionError: It is no function.
 
     Examples:
         >>> import torch
         >>> measure_peak(lambda: torch.ones(1000))
         4000
     """
+    if not callable(fn):
+        raise OptionError(f"{type(fn).__name__} cannot be called", hint="give a function: measure_peak(lambda: step(x, y))")
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
     where = torch.device(device) if device is not None else torch.device("cuda" if in_use else "cpu")
     gc.collect()

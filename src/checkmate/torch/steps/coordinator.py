@@ -30,6 +30,7 @@ from checkmate.core.budget import Budget
 from checkmate.core.errors import PlanNotFoundError
 from checkmate.core.result import Result
 from checkmate.torch._compat.dispatch import WATCHES_COMPILED_CODE, top_mode
+from checkmate.torch._compat.dynamo import untraced
 from checkmate.torch._compat.engine import current_backward, keeps_graph, queue_after_backward, saved_tensors_packer
 from checkmate.torch.distributed.wrappers import fsdp_unsharded_bytes
 from checkmate.torch.graph.storages import current_bytes, leaves, storage_bytes, storage_key, strided_parts
@@ -141,7 +142,7 @@ class Coordinator:
             )
             self._watch.__enter__()
             self._complete = True
-            self._end_hook = register_optimizer_step_pre_hook(lambda *_: self._end_watch())
+            self._end_hook = register_optimizer_step_pre_hook(untraced(lambda *_: self._end_watch()))
 
     def end_call(self) -> None:
         """Note that a call of a compiled function is over: what it returned may take the place of what the one before did."""
@@ -510,7 +511,7 @@ COORDINATOR = Coordinator()
 
 @functools.cache
 def _note_updates() -> None:
-    register_optimizer_step_post_hook(lambda optimizer, *_: COORDINATOR.optimizer_ran(optimizer))
+    register_optimizer_step_post_hook(untraced(lambda optimizer, *_: COORDINATOR.optimizer_ran(optimizer)))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
