@@ -166,6 +166,7 @@ def _as_json(report: Any, code: int) -> dict[str, Any]:
         "optimizers": report.optimizers,
         "steps": report.steps,
         "planned": [asdict(planned) for planned in report.planned],
+        "announced_bytes": report.announced_bytes,
         "measured_bytes": report.measured_bytes,
         "advice": report.advice(),
     }

@@ -13,6 +13,7 @@ from torch import nn
 from checkmate.core.errors import UnitError
 from checkmate.frontend.options import budget_of_environment, lightning_callbacks
 from checkmate.torch.integrations.script import TrainingReport, training_within
+from checkmate.torch.steps.coordinator import COORDINATOR
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo itself
 ROOT = Path(__file__).parents[3]
@@ -95,6 +96,15 @@ def test_what_the_code_calls_to_train_is_compiled(name):
     assert report.planned[-1].keep_all_bytes is not None
     assert report.planned[-1].peak_bytes <= report.planned[-1].budget_bytes < report.planned[-1].keep_all_bytes
     assert all(map(torch.equal, planned, plain))
+
+
+def test_the_report_has_what_was_announced():
+    """A first step may exceed the budget, which a warning says once: the report has it too."""
+    COORDINATOR.forget_steps()
+    with training_within("70%", **BUDGET) as report:
+        trained(lambda network: (network, lambda x: network(x) * torch.ones(64, 4096)), steps=1)  # eager code takes most
+    assert report.announced_bytes > 64 * 4096 * 4
+    assert any(name == "announced" and "MiB" in text for name, text in report.rows())
 
 
 def test_a_module_of_torch_itself_is_compiled():

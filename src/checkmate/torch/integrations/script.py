@@ -77,6 +77,7 @@ class TrainingReport:
         optimizers: How many optimizers were made.
         steps: How many steps the optimizer with the most of them took.
         planned: The plans of these steps, in the order of their first steps.
+        announced_bytes: The most that a step was said to take beyond its budget; 0 where nothing was said.
         measured_bytes: Peak that the CUDA allocator measured; None elsewhere.
     """
 
@@ -86,6 +87,7 @@ class TrainingReport:
         self.optimizers = 0
         self.steps = 0
         self.planned: list[PlannedSteps] = []
+        self.announced_bytes = 0
         self.measured_bytes: int | None = None
 
     def rows(self) -> list[tuple[str, str]]:
@@ -93,6 +95,8 @@ class TrainingReport:
         rows = [("budget", str(self.budget)), ("compiled", ", ".join(self.compiled) or "nothing")]
         rows.append(("steps", f"{self.steps}, of which {sum(p.count for p in self.planned)} ran plans"))
         rows += [("", str(planned)) for planned in self.planned]
+        if self.announced_bytes:
+            rows.append(("announced", f"up to {format_bytes(self.announced_bytes)} in a step that was not planned as a whole"))
         measured = "no CUDA device was used" if self.measured_bytes is None else f"{format_bytes(self.measured_bytes)} at most"
         return [*rows, ("measured", measured)]
 
@@ -149,7 +153,8 @@ class TrainingReport:
         self.planned.append(now)
 
     def end(self) -> None:
-        """Take over what the device measured."""
+        """Take over what was announced, and what the device measured."""
+        self.announced_bytes = COORDINATOR.announced_bytes
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.measured_bytes = torch.cuda.max_memory_allocated()
 

@@ -62,6 +62,11 @@ class Announcements:
         self._besides_eager_bytes = 0  # of the step, after its newest window
         self._outside_bytes: int | None = None  # of all else, where no graph of the step has run
 
+    @property
+    def most_bytes(self) -> int:
+        """The most that a step was said to take beyond its budget; 0 where nothing was said."""
+        return max(self._said.values(), default=0)
+
     def begin_step(self) -> None:
         """Forget the step before."""
         self._limit = self._outside_bytes = None

@@ -101,6 +101,11 @@ class Coordinator:
         return None if self.result is None else self.result.peak_bytes
 
     @property
+    def announced_bytes(self) -> int:
+        """The most that a step was said to take beyond its budget; 0 where nothing was said."""
+        return self._announcements.most_bytes
+
+    @property
     def step(self) -> StepPlan | None:
         """The plan of the newest step; None if it was not planned as a whole."""
         return self._plan
