@@ -203,13 +203,13 @@ def test_a_refusal_names_what_was_measured(
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path / "first"))
     with pytest.raises(InfeasibleBudgetError) as refused:
         trained_within("40%")
-    assert "while they are measured" in caplog.text
+    assert "once, to measure that" in caplog.text
     caplog.clear()
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path / "second"))  # where nothing is known of what the ops take
     trained_within("100%")
     with pytest.raises(InfeasibleBudgetError) as with_room:
         trained_within("40%")
-    assert "while they are measured" not in caplog.text
+    assert "once, to measure that" not in caplog.text
     assert abs((refused.value.smallest_bytes or 0) - (with_room.value.smallest_bytes or 0)) <= KIB
 
 
