@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate import Graph, Op, OptionError, Plan, Problem, UnitError, Value, simulate
+from checkmate import Graph, Op, OptionError, Plan, Problem, UnitError, Value, simulate, solve
 from checkmate.core.budget import fixed_bytes, keep_all_bytes
 from tests.strategies import graphs
 
@@ -118,3 +118,9 @@ def test_a_problem_tells_its_budget_as_it_was_written():
     assert asked == Problem(chain(), 14)
     assert hash(asked) == hash(Problem(chain(), 14))
     assert Problem(chain(), "14 B").describe_budget() == Problem(chain(), 14).describe_budget() == "14 B"
+
+
+def test_a_graph_without_a_budget_is_no_problem():
+    """What people try first is told what to write."""
+    with pytest.raises(OptionError, match=r"and not Graph\n\nhint: write checkmate\.solve\(checkmate\.Problem"):
+        solve(chain())  # type: ignore[call-overload]

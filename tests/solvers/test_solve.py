@@ -74,13 +74,6 @@ class Claims:
         return Termination(Reason.OPTIMAL)
 
 
-def test_a_graph_without_a_budget_is_no_problem():
-    """What people try first is told what to write."""
-    graph = checkmate.Graph.from_dag(cost=[1, 1], size_bytes=[4, 4], edges=[(0, 1)])
-    with pytest.raises(checkmate.OptionError, match=r"and not Graph\n\nhint: write checkmate\.solve\(checkmate\.Problem"):
-        checkmate.solve(graph)
-
-
 def test_a_bound_above_the_plans_own_cost_is_a_bug_of_the_solver():
     """What a solver says is a claim: a proof against its own plan cannot be one."""
     with pytest.raises(SolverError, match="claims a bound"):

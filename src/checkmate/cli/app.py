@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +31,7 @@ from checkmate.cli import (
     terminal,
     verify,
 )
-from checkmate.cli.run import arranged
+from checkmate.cli.run import arranged, misspelt
 from checkmate.cli.run import run as run_script
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, SolverError
 
@@ -89,10 +88,10 @@ def run(argv: Sequence[str]) -> int:
     except MissingArgumentError as error:
         name = "an argument" if error.argument is None else error.argument.name
         such_as = f"{name} {_SUCH_AS[name]}" if name in _SUCH_AS else ""
-        near = [t for word in argv if (t := word.partition("=")[0]) != name and difflib.get_close_matches(t, [name])]
+        near = misspelt(name, argv)
         message = f"{name} is missing{f', such as {such_as}' if such_as else ''}"
         usage = f"run `checkmate {' '.join(error.command_chain or ())} --help` to see the usage"
-        hint = f"write {name} for {near[0]}" if near else f"add {such_as}" if such_as else usage
+        hint = f"write {name} for {near}" if near else f"add {such_as}" if such_as else usage
         return _fail(BAD_INPUT, type(error).__name__, message, hint, as_json)
     except CycloptsError as error:
         return _fail(BAD_INPUT, type(error).__name__, str(error), "run `checkmate --help` to see the usage", as_json)

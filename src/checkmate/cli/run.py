@@ -49,7 +49,7 @@ def run(
     """
     budget = budget or budget_of_environment()
     if not budget:
-        written = next(iter(difflib.get_close_matches("--budget", [a.partition("=")[0] for a in arguments], 1)), None)
+        written = misspelt("--budget", arguments)
         hint = f"write --budget instead of {written}" if written else "add a budget, such as --budget 20GiB"
         raise OptionError(f"neither --budget nor {BUDGET_VARIABLE} is given", hint=hint)
     parsed(budget)  # now: importing torch takes seconds
@@ -73,6 +73,17 @@ def run(
     heading = "checkmate: interrupted; so far:" if code == _INTERRUPTED else "checkmate:"
     terminal.warn("", heading, *report.lines())
     return code
+
+
+def misspelt(option: str, words: Sequence[str]) -> str:
+    """The first word that may be meant to be an option; empty if there is none.
+
+    Args:
+        option: The option, such as ``--budget``.
+        words: What was typed.
+    """
+    names = (word.partition("=")[0] for word in words)
+    return next((name for name in names if name != option and difflib.get_close_matches(name, [option])), "")
 
 
 def arranged(tokens: Sequence[str]) -> list[str]:

@@ -448,7 +448,7 @@ def test_a_thread_does_not_train_while_another_is_in_the_middle_of_a_step() -> N
 
 def test_the_step_after_an_interrupt_runs_whatever_line_it_came_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C comes between any two statements that keep account of a step."""
-    # CPython calls `__exit__` outside of the block that it ends: an interrupt right before it leaves a lock to this thread.
+    # A tracing function raises where no signal is answered: before `__exit__`, so that a lock may be left to this thread.
     monkeypatch.setattr(COORDINATOR, "_lock", threading.RLock())
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps an interrupt in a finalizer, with all frames
     torch._dynamo.reset()

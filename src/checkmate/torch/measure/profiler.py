@@ -469,7 +469,8 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError) as error:
         # What runs is the same op: the step would fail where tracing it does not. But the backward of batch normalisation under
         # autocast is traced with other types than the kernel of its forward returns.
-        if _OF_TYPES.search(str(error)) and "backward" not in str(node.target):
+        of_types = _OF_TYPES.search(str(error)) is not None
+        if of_types and "backward" not in str(node.target):
             types = [str(t.dtype).removeprefix("torch.") for n in node.all_input_nodes for t in leaves(n.meta.get("val"))]
             odd = min(types, key=types.count)  # the input's: of the parameters there are two, as a rule
             fitting = next((kind for kind in types if kind != odd), odd)
@@ -477,9 +478,8 @@ def _measured_or_warned(node: fx.Node, other: Memory, times: LeastTimes) -> OpCo
                 f"{node.target} of {', '.join(types)} cannot run: {str(error).rstrip('.')}, at {source_of(node) or node.name}",
                 hint=f"convert what is {odd}, such as x.to(torch.{fitting}), or use torch.autocast",
             ) from None
-        known = _OF_TYPES.search(str(error)) is not None
         told = "%s (%s) could not be measured; its time and its workspace are estimated: %s"
-        _log.log(logging.INFO if known else logging.WARNING, told, node.name, node.target, error)
+        _log.log(logging.INFO if of_types else logging.WARNING, told, node.name, node.target, error)
         return None
     return OpCost(quantise(time_ns), workspace_bytes)
 

@@ -189,7 +189,7 @@ class Coordinator:
     def _own_code(self) -> Generator[None]:
         """Context of code that is not the user's: nothing that it allocates is taken for that of eager code.
 
-        Where an exception leaves it the step is forgotten: Ctrl-C comes between any two statements.
+        The step is forgotten if an exception leaves it: Ctrl-C comes between any two statements.
         """
         watch, before = self._watch, self._watch is not None and self._watch.paused
         try:
