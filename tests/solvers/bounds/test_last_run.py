@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 
-from checkmate import BruteForce, Graph, Limits, Op, Problem, Value, min_budget, solve
+import pytest
+
+from checkmate import BruteForce, Graph, InfeasibleBudgetError, Limits, Op, Problem, Value, min_budget, solve
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.bounds import last_run
 from checkmate.solvers.bounds.floor import floor
@@ -108,6 +111,14 @@ def test_the_last_gradient_needs_its_workspace_beside_the_others():
         "when the last of the ops that need 11 B or more runs, at best `gradient0`, its 11 B and 12 B for the values kept to the "
         "end must be there"
     )
+
+
+def test_a_budget_below_it_is_refused_before_any_program_is_solved(caplog):
+    """The search for the smallest peak, which is made where no plan is found, proves it in a part of a second."""
+    with caplog.at_level(logging.DEBUG, "checkmate.solvers.auto"), pytest.raises(InfeasibleBudgetError) as caught:
+        solve(Problem(gradients(12), 52))
+    assert floor(gradients(12)).peak_bytes <= 52 < caught.value.floor_bytes
+    assert not any("event" in message for message in caplog.messages)
 
 
 def test_without_kept_values_it_says_nothing():

@@ -116,3 +116,5 @@ def _tight_budget_start(run: Run, slow: bool) -> None:
     limits = Limits(time_s=session.left_s() if slow else run.seconds_of(Phase.TIGHT_BUDGET), seed=session.limits.seed)
     session.smallest = smallest_peak(session.problem, limits, enough=session.problem.budget_bytes)
     session.offer(session.smallest.plan.order)
+    if session.smallest.floor_bytes > session.problem.budget_bytes:
+        session.prove(math.inf)

@@ -223,26 +223,29 @@ class KnownSteps:
             excess += _freed_before_last_call(step.recorder, each)
             if not ways or (excess > 0 and step.ranks is None):
                 ways.append((fewer, left_bytes, freed, each, what, excess))
-        lacking = 0  # bytes that the budget lacks, as it was proven
-        for way in ways:
-            (fewer, left_bytes, freed, each, what, excess), last = way, way is ways[-1]
-            if lacking > excess and not last:
-                continue  # this frees no more than its excess
+        lacking, last, plans = 0, len(ways) - 1, dict[int, KnownPlan]()
+        # The last one frees the most, so that without a plan of it there is none of those between.
+        for at in dict.fromkeys((0, last, *range(last))):
+            fewer, left_bytes, freed, each, _, excess = ways[at]
+            if lacking > excess and at < last:
+                continue  # this frees no more than its excess, and more than that is proven to be lacking
             try:
-                with beyond_room(last):
-                    planned = self._planned(step, fewer, left_bytes, freed, each)
+                with beyond_room(at == last):
+                    plans[at] = self._planned(step, fewer, left_bytes, freed, each, final=at == last)
             except (InfeasibleBudgetError, PlanNotFoundError) as error:
-                if last:
+                if at == last:
                     raise
                 if isinstance(error, InfeasibleBudgetError):
                     lacking = max(lacking, excess + error.floor_bytes - error.budget_bytes)
-                continue
-            if what:
-                budget = step.recorder.runs[0].planned.budget
-                _log.warning("no plan keeps the budget of %s beside the " + what, budget, format_bytes(excess))
-                step.plans[fewer] = planned
-            return replace(planned, carried=carried)
-        raise AssertionError("the last way has a plan, or raises")
+            if at in plans and (at < last or plans[at].plan is None):
+                break  # of one that is compiled again the first is taken
+        at = min(plans)
+        fewer, *_, what, excess = ways[at]
+        if what:
+            budget = step.recorder.runs[0].planned.budget
+            _log.warning("no plan keeps the budget of %s beside the " + what, budget, format_bytes(excess))
+            step.plans[fewer] = plans[at]
+        return replace(plans[at], carried=carried)
 
     def _look(self, step: KnownStep, gradients: dict[int, int], args: Sequence[Any]) -> None:
         """Find out what exists besides a step that is about to begin: optimizer state, copies, data, other models.
@@ -303,6 +306,8 @@ class KnownSteps:
         gradient_bytes: int,
         carried: tuple[int, ...],
         by_call: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
+        *,
+        final: bool = True,
     ) -> KnownPlan:
         runs = step.recorder.runs
         if any(run.planned.options.plan is not None for run in runs):
@@ -352,6 +357,7 @@ class KnownSteps:
             carried,
             by_call=by_call,
             whole_ops=step.compiled_again,
+            final=final,
         )
         _log.info("the step runs %d graphs: planned as one, peak %s", len(runs), format_bytes(plan.result.peak_bytes))
         if all(planned.replaceable for planned in plan.graphs):

@@ -98,6 +98,7 @@ def plan_step(
     *,
     by_call: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
     whole_ops: bool = False,
+    final: bool = True,
 ) -> StepPlan:
     """Plan a step that was recorded.
 
@@ -109,6 +110,7 @@ def plan_step(
         carried: Bytes besides what the graphs are given and make, at each gap: tensors of earlier steps, and all others.
         by_call: Bytes of `carried` that are freed in a gap, by the call of a compiled function at whose end that is.
         whole_ops: Whether nothing may run piece by piece.
+        final: Whether its refusal is what the user reads: it then says what running ops piece by piece would help.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -157,7 +159,7 @@ def plan_step(
             if first.ranks is None and announce_measurements(joint.capture.joint.graph for joint in joints):
                 joints = [planned.measured(undefined, added) for planned, undefined, added in places]
                 continue
-            if error.binding_op and first.offered is not None:
+            if final and error.binding_op and first.offered is not None:
                 with within_room(room):
                     raise with_offer(error, chunkable, first.offered) from None
             raise
