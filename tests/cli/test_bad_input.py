@@ -58,7 +58,7 @@ CASES = {
     "plan-without-budget": (("plan", "chain.graph.json"), "--budget is missing, such as --budget 50%"),
     "fits-without-device": (("fits", "model.py:two"), "--device is missing, such as --device H100"),
     "plan-without-graph": (("plan",), "GRAPH is missing"),
-    "capture-batch-not-taken": (("capture", "model.py:two", "--batch", "3"), "TypeError"),
+    "capture-batch-not-taken": (("capture", "model.py:two", "--batch", "3"), "two(), which takes no batch size"),
     "min-budget-time": (("min-budget", "chain.graph.json", "--time-limit", "-1"), "time_s=-1.0"),
     "min-budget-no-graph": (("min-budget", "plan.json"), "holds a plan, not a graph"),
     "pareto-one-point": (("pareto", "chain.graph.json", "--points", "1"), "points=1"),
@@ -106,6 +106,7 @@ CASES = {
     "fits-optimizer": (("fits", "model.py:linear", "--device", "H100", "--optimizer", "adamx"), "no optimizer 'adamx'"),
     "fits-autocast": (("fits", "model.py:linear", "--device", "H100", "--autocast", "float64"), "float64"),
     "fits-memory": (("fits", "model.py:linear", "--device", "H100", "--memory", "lots"), "cannot read 'lots'"),
+    "fits-no-sample": (("fits", "model.py:samples", "--device", "H100", "--batch", "0"), "example has no sample: 2 arguments"),
     "fits-no-memory": (("fits", "model.py:linear", "--device", "H100", "--memory", "1MiB"), "leave nothing"),
     "fits-headroom": (("fits", "model.py:linear", "--device", "H100", "--headroom", "2"), "headroom=2.0"),
     "completion-shell": (("completion", "tcsh"), "tcsh"),
@@ -131,7 +132,8 @@ def files(tmp_path):
     checkmate.write(plan(AGAIN), tmp_path / "made.plan.json")
     checkmate.write(checkmate.Plan(plan(AGAIN).steps[1:]), tmp_path / "broken.plan.json")
     model = "def two():\n    return 1, 2\n\n\ndef broken():\n    return {}['weights']\n\n\ndef linear():\n    import torch\n\n"
-    model += "    return torch.nn.Linear(2, 2), torch.nn.MSELoss(), (torch.ones(2, 2), torch.ones(2, 2))\n"
+    model += "    return torch.nn.Linear(2, 2), torch.nn.MSELoss(), (torch.ones(2, 2), torch.ones(2, 2))\n\n\n"
+    model += "def samples(n):\n    model, loss, (x, y) = linear()\n    return model, loss, (x[:n], y[:n])\n"
     (tmp_path / "model.py").write_text(model)
 
 

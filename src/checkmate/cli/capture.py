@@ -55,7 +55,7 @@ def capture(
     path = out or Path(stem + ("" if batch is None else f"-batch{batch}") + ".graph.json")
     outputs = files.Outputs(targets.source(target))
     outputs.check(path)
-    found = targets.returned(target, function if batch is None else lambda: function(batch))
+    found = targets.returned(target, targets.with_batch(function, batch))
     if targets.is_jax_step(found):
         if optimizer or device or not whole:
             raise OptionError(

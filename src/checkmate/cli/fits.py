@@ -12,6 +12,7 @@ from checkmate.cli.configurations import causal_model
 from checkmate.cli.extras import needs
 from checkmate.cli.progress import drawn
 from checkmate.core.errors import OptionError
+from checkmate.core.units import parse_bytes
 from checkmate.cost.device import load_device
 
 
@@ -62,11 +63,9 @@ def fits(
         The exit code: 0 if the step fits, 1 if it does not fit or the answer is not known.
     """
     load_device(device)
+    if memory is not None:
+        parse_bytes(memory)
     needs("torch", "torch")
-    import torch
-
-    import checkmate.torch
-
     if (config is None) == (not target) or (seq is not None and config is None):
         raise OptionError(
             "give either a function or --config; --seq belongs to --config",
@@ -81,7 +80,11 @@ def fits(
         function = targets.resolve(target)
         outputs = files.Outputs(targets.source(target), Path(device) if device.endswith(".json") else None)
         outputs.check(out)
-        built = targets.without_memory(target, function if batch is None else lambda: function(batch))
+        built = targets.without_memory(target, targets.with_batch(function, batch))
+    import torch
+
+    import checkmate.torch
+
     with drawn("tracing the step and looking for plans"), targets.tracing(target):
         answer = checkmate.torch.fits(
             built.model,

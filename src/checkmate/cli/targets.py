@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
 import logging
 import re
@@ -12,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -36,6 +38,25 @@ def resolve(target: str) -> Callable[..., object]:
     if where.endswith(":"):
         raise OptionError(f"{target!r} has two colons", hint=f"write one: {where.rstrip(':')}:{name}")
     return _function(where, name)
+
+
+def with_batch(function: Callable[..., object], batch: int | None) -> Callable[[], object]:
+    """The function of a target with its batch size given; as it is without one.
+
+    Raises:
+        OptionError: The function takes none.
+    """
+    if batch is None:
+        return function
+    try:
+        inspect.signature(function).bind(batch)
+    except TypeError:
+        name = function.__name__
+        raise OptionError(
+            f"--batch {batch} is given to {name}(), which takes no batch size",
+            hint=f"write `def {name}(batch):`, or leave out --batch",
+        ) from None
+    return partial(function, batch)
 
 
 def source(target: str) -> Path | None:

@@ -31,6 +31,7 @@ _FORMATS: dict[str, type[Content]] = {
     "checkmate.result/2": Result,
     "checkmate.curve/2": Curve,
 }
+_VERBS = {Graph: "capture", Plan: "plan", Result: "plan --result", Curve: "pareto"}
 _ONLY_WITH_COPIES = ("Offload", "Fetch", "Discard", "HostMemory")
 """Definitions that the schemas of version 1 do not have."""
 _ENCODER = msgspec.json.Encoder()
@@ -82,7 +83,10 @@ def read_as(path: str | os.PathLike[str], kind: type[_C]) -> _C:
     """
     content = read(path)
     if not isinstance(content, kind):
-        raise FileFormatError(f"{os.fspath(path)}: holds a {type(content).__name__.lower()}, not a {kind.__name__.lower()}")
+        raise FileFormatError(
+            f"{os.fspath(path)}: holds a {type(content).__name__.lower()}, not a {kind.__name__.lower()}",
+            hint=f"write one with `checkmate {_VERBS[kind]}`",
+        )
     return content
 
 

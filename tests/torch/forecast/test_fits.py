@@ -17,7 +17,7 @@ import checkmate
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.errors import OptionError
 from checkmate.torch import measure_peak
-from checkmate.torch.forecast.tracer import OPTIMIZERS
+from checkmate.torch.forecast.tracer import OPTIMIZERS, optimizer_class
 from tests.torch.networks import NETWORKS, Cnn, input_of
 from tests.torch.steps import child
 
@@ -154,6 +154,11 @@ def test_a_plain_loop_needs_all_gradients_at_once() -> None:
     assert (whole.whole, plain.whole) == (True, False)
     gradients = temporaries = plain.parameter_bytes
     assert plain.smallest_bytes >= plain.graph.resident_bytes + gradients + temporaries
+
+
+def test_an_optimizer_is_known_by_name_in_letters_of_any_case() -> None:
+    """As torch writes it, too."""
+    assert optimizer_class("AdamW") is torch.optim.AdamW is optimizer_class("adamw")
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a loader": ({"example": iter([(X, Y)])}, "example=list_iterator is not a batch"),
     "no target": ({"example": (X,)}, "1 of at least 2 elements is not a batch"),
     "numbers in lists": ({"example": (torch.ones(64, 4).tolist(), Y)}, "256 numbers in lists"),
+    "no sample": ({"example": (X[:0], Y[:0])}, r"example has no sample: 2 arguments: float32 \(0, 4\)"),
+    "a lazy module": ({"model": nn.LazyLinear(2)}, "the model's 'weight' is of a lazy module"),
     "a pair for two arguments": ({"model": Two(), "example": ((X, X), Y)}, "missing a required argument: 'b'"),
     "no loss": ({"loss": None}, "too many positional arguments"),
     "LBFGS": ({"optimizer": torch.optim.LBFGS([torch.zeros(1)])}, "optimizer=LBFGS runs the model as often as it likes"),

@@ -67,18 +67,18 @@ def optimizer_class(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     """The optimizer of a name, to be called with parameters.
 
     Args:
-        name: Its name.
+        name: Its name, in letters of any case.
 
     Raises:
         OptionError: No optimizer of that name is known.
     """
-    if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.0)[0]
+    if name.lower() not in OPTIMIZERS:
+        near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1, cutoff=0.0)[0]
         raise OptionError(
             f"no optimizer {name!r} is known by name; the nearest known one is {near!r}",
             hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer",
         )
-    return OPTIMIZERS[name]
+    return OPTIMIZERS[name.lower()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

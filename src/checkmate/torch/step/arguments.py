@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkmate.core.errors import OptionError
+from checkmate.core.errors import OptionError, shortened
 from checkmate.torch.step.batch import Example, described, validate_example
 from checkmate.torch.step.programs import Loss
 
@@ -52,6 +52,11 @@ def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, e
     _check_optimizer(optimizer)
     example = validate_example(example, loss is not None)
     refuse_inference_mode()
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(parameter):
+            raise OptionError(
+                f"the model's {name!r} is of a lazy module, and has no size yet", hint="call the model once with a batch before"
+            )
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise OptionError(
@@ -124,7 +129,7 @@ def _check_loss(loss: Any) -> None:
         raise OptionError(f"loss is an optimizer, {type(loss).__name__}", hint=hint)
     if loss is not None and not callable(loss):
         raise OptionError(
-            f"loss={loss!r} cannot be called with a prediction and a target",
+            f"loss={shortened(repr(loss))} cannot be called with a prediction and a target",
             hint="give a function or a module, such as loss=torch.nn.functional.cross_entropy",
         )
 
