@@ -225,7 +225,8 @@ def test_a_file_of_another_kind_is_refused_by_name(tmp_path):
     checkmate.write(chain(), path)
     with pytest.raises(FileFormatError) as caught:
         read_as(path, Plan)
-    assert str(caught.value) == f"{path}: holds a graph, not a plan"
+    assert caught.value.message == f"{path}: holds a graph, not a plan"
+    assert caught.value.hint == "write one with `checkmate plan`"
     assert read_as(path, Graph) == chain()
 
 
