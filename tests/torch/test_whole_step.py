@@ -87,22 +87,25 @@ def test_an_optimizer_in_the_step_trains_the_same(kind: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("budget", [None, "85%"])
-def test_gradients_never_meet(budget: str | None) -> None:
-    """The planned peak is measured, and less than a step needs that holds every gradient."""
-    torch.manual_seed(0)
+def test_gradients_never_meet() -> None:
+    """The planned peak is measured, and less than a step needs that holds every gradient.
+
+    The first plan, which keeps everything, leaves room to measure the updates. The budget leaves none: alone, the second plan
+    would be one of estimates.
+    """
     model, x = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)]), torch.randn(16, 256)
     y = torch.zeros(16, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters())
     eager_step(model, optimizer, x, y)
     eager = measure_peak(lambda: eager_step(model, optimizer, x, y))
-    step = checkmate.torch.compile(model, loss_of, optimizer, example=(x, y), budget=budget, time_limit_s=3)
-    for _ in range(2):
-        step(x, y)
-    measured = measure_peak(lambda: step(x, y))
-    assert abs(measured - (step.result.peak_bytes - step.graph.resident_bytes)) <= 64
-    assert measured < 0.5 * eager
-    assert checkmate.validate(step.graph, step.plan, step.result.budget_bytes) == ()
+    for budget in (None, "85%"):
+        step = checkmate.torch.compile(model, loss_of, optimizer, example=(x, y), budget=budget, time_limit_s=3)
+        for _ in range(2):
+            step(x, y)
+        measured = measure_peak(lambda step=step: step(x, y))
+        assert abs(measured - (step.result.peak_bytes - step.graph.resident_bytes)) <= 64
+        assert measured < 0.5 * eager
+        assert checkmate.validate(step.graph, step.plan, step.result.budget_bytes) == ()
 
 
 def test_a_learning_rate_schedule_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
