@@ -25,7 +25,7 @@ KEEPS_ITS_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0
 """Settings of glibc with which a process keeps freed memory.
 
 By default it returns much of it to the system, and takes it again page by page: a GPT-2 step that keeps 800 MiB has 60,000 page
-faults, a twentieth of its time, and a step within 96 MiB has none. What a page fault costs is no op's cost (docs/decisions/0012).
+faults, a twentieth of its time, and a step within 96 MiB has none. What a page fault costs is no op's cost (docs/decisions/0009).
 """
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -2,11 +2,11 @@
 
 XLA merges equal computations and schedules what is left, and so would undo a plan. A fence is one `jax.lax.optimization_barrier`
 that depends on all that came before, and on which all that comes after depends. A barrier over the inputs of a recomputation
-alone is kept too, but XLA then schedules the recomputation as early as it likes (docs/decisions/0100). Views are made again
+alone is kept too, but XLA then schedules the recomputation as early as it likes (docs/decisions/0013). Views are made again
 behind a fence: XLA would store a value and its view as two.
 
 Fences change what XLA fuses, and so the rounding. In an exact program every op stands alone between barriers, so that it is
-compiled to the same instructions in every plan (docs/decisions/0101).
+compiled to the same instructions in every plan (docs/decisions/0010).
 """
 
 from __future__ import annotations

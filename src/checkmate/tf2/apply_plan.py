@@ -151,7 +151,7 @@ class _Writer:
 
         `AssignVariableOp` adopts the buffer of the new value (tensorflow/core/kernels/resource_variable_ops.cc). Variables
         then move through the allocator's memory from step to step and the free chunks between them change every time: the
-        same step of VGG19 took 160 to 251 MB in 40 steps (docs/decisions/0051). Instead,
+        same step of VGG19 took 160 to 251 MB in 40 steps (docs/decisions/0014). Instead,
 
         1. `AssignAddVariableOp` adds in place; it copies the variable first if another tensor references its buffer;
         2. `InplaceUpdate` (tensorflow/core/kernels/inplace_ops.cc) overwrites the sum with the new value;

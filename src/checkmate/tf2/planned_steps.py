@@ -31,7 +31,7 @@ class StepParameters:
 
     Attributes:
         ample_share: Without a budget, a step that needs at most this share of the device's memory when it keeps everything is
-            not calibrated: chunks added at most 40 % to a plan (docs/decisions/0051).
+            not calibrated: chunks added at most 40 % to a plan (docs/decisions/0014).
         monitored_steps: First training steps whose peak is compared with the budget, since other tensors of the process can
             leave other free chunks than calibration found.
         time_shares: Shares of the time limit for the first plan, and for each further plan that calibration requests.

@@ -1,4 +1,7 @@
-"""Ops that stand alone between barriers, so that XLA compiles each to the same instructions whatever is around it (0101)."""
+"""Ops that stand alone between barriers, so that XLA compiles each to the same instructions whatever is around it.
+
+The reasons are in docs/decisions/0010.
+"""
 
 from __future__ import annotations
 

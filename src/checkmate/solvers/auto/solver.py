@@ -3,7 +3,7 @@
 Neither is enough alone. Search finds no proof, and its plans can be far off: ResNet-50 at half of its memory stayed at an
 overhead of 1.249 until the solution of an integer program with a few event cuts gave a start at 1.131. The cuts find no
 plan where memory binds between events. Each round (`rounds.refine`) gives one what the other found; ``docs/decisions/0004``
-and ``0005`` have the measurements behind the order of the phases.
+has the measurements behind the order of the phases.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class MeasurementEffort:
 
     Attributes:
         runs: Measurements of a plan. The second one runs with the free chunks that restoring the variables leaves, as
-            training does; it was up to a few per cent off the first (docs/decisions/0051).
+            training does; it was up to a few per cent off the first (docs/decisions/0014).
         steps: Steps of one measurement: the first changes the allocator's free list, the second reproduces the steady state.
         final_trials: Searches that end with a final measurement. The final plan is built and measured alone, without the
             constants and free chunks that functions of other plans leave; it then needed up to 20 % more.

@@ -1,7 +1,7 @@
 """One plan for all ranks of a distributed job: rank 0 makes it, for the largest memory figures of any rank.
 
 Not each rank for itself from the same figures: a search that ends by the clock ends differently on every machine, and ranks
-with different plans wait for the slowest in every collective (docs/decisions/0077).
+with different plans wait for the slowest in every collective (docs/decisions/0008).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory of ``DistributedDataParallel`` and ``fully_shard`` in addition to that of the graphs of a step.
 
 It is computed from the wrappers' parameter groups and not measured: the CPU has no count of allocated bytes, and on CUDA the
-count at compile time is not that at run time (docs/decisions/0078).
+count at compile time is not that at run time (docs/decisions/0007).
 """
 
 from __future__ import annotations

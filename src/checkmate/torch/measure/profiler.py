@@ -148,7 +148,7 @@ def measure_nodes(nodes: Mapping[str, fx.Node], known: Mapping[str, tuple[fx.Nod
     """Measure time and workspace of nodes by running them on tensors of the traced shapes.
 
     A shared machine may be a tenth slower today, or for some seconds, than when other ops of the graph were measured. Some of
-    these are measured again, in turns with the nodes, and times are scaled by what these took then (docs/decisions/0012).
+    these are measured again, in turns with the nodes, and times are scaled by what these took then (docs/decisions/0009).
 
     Args:
         nodes: Signature to node.

@@ -18,7 +18,7 @@ class TimingEffort:
     """How many times an op is run to measure its time; the fastest run counts.
 
     The minimum, because everything else that a machine does only adds time. A run that seems slow is given more chances:
-    stored costs live long, and one reading of 50 ms on a busy machine was a tenth of a MobileNet's step (docs/decisions/0012).
+    stored costs live long, and one reading of 50 ms on a busy machine was a tenth of a MobileNet's step (docs/decisions/0009).
 
     Attributes:
         repeats: Most runs of an op. Readings of one op spread over about a tenth, so one run is not enough.
@@ -45,7 +45,7 @@ class TimingEffort:
         later_repeats: Most runs of an op in each pass after the first.
         between_bytes: Bytes that are read between two runs of an op on a CPU, about a last-level cache, as the other ops of a
             step read theirs. What an op reads in a step is partly in the cache and partly not, its code too; an op that runs
-            over and over finds all of it there (docs/decisions/0012).
+            over and over finds all of it there (docs/decisions/0009).
     """
 
     repeats: int = 5
@@ -77,7 +77,7 @@ class LeastTimes:
     An op is one part, unless it runs piece by piece: then each piece is one, and what it does after the last is another. Equal
     pieces count as runs of one part, but for the first, which finds nothing of what they share in the cache. A long run is seldom
     undisturbed from its beginning to its end: by the least of a few long readings an op in pieces would look slower than the ops
-    that it replaces, of which each is short (docs/decisions/0012).
+    that it replaces, of which each is short (docs/decisions/0009).
 
     Args:
         node: The op.

@@ -6,7 +6,7 @@ gives the backward its own copies of the region's ops that it reads, after the b
 ``FORWARD_ONLY``. The planner sees an ordinary graph in which no value of the region crosses the boundary.
 
 The alternative, a constraint "this value is not live at the boundary", would need support in every solver, bound and
-validator (docs/decisions/0044).
+validator (docs/decisions/0006).
 """
 
 from __future__ import annotations

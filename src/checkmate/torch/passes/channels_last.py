@@ -5,7 +5,7 @@ tensor depends on the plan, so that sums run in another order and results differ
 converted copies of all weights are saved from forward to backward (ResNet-50, 16 images of 64 x 64: 159 MiB measured where
 115 were planned). With explicit copies in the joint graph, as from a user's ``memory_format=torch.channels_last``, layouts
 are properties of the graph and copies are planned like all other ops. Inductor's pass is then switched off
-(docs/decisions/0080).
+(docs/decisions/0010).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _activations_outweigh_weights(graph: fx.Graph) -> bool:
     """Whether converting pays: it speeds up work on activations and costs one copy of each weight per use.
 
     Measured on one CPU core: ResNet-50 on 16 images of 64 x 64 (55 MiB of outputs, 90 MiB of weights) becomes slower, 0.34 s
-    to 0.41 s; on images of 128 x 128 faster, 1.03 s to 0.98 s (docs/decisions/0080). The rule reads the graph alone, so that
+    to 0.41 s; on images of 128 x 128 faster, 1.03 s to 0.98 s (docs/decisions/0010). The rule reads the graph alone, so that
     every rank and every process decides alike.
     """
     made, weights = 0, dict[Any, int]()
