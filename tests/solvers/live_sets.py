@@ -1,6 +1,6 @@
 """The optimum of a graph without views, pinned ops or random states, by Dijkstra's algorithm.
 
-A state is which ops have run and which values are live, as bits. `BruteForce` knows every rule of a graph, and is slow on ten ops.
+A state is which ops have run and which values are live, as bits. `BruteForce` knows more rules, and is slow on ten ops.
 """
 
 from __future__ import annotations
