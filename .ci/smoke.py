@@ -12,7 +12,7 @@ from pathlib import Path
 
 import checkmate
 
-EXTRAS = ("torch", "tensorflow", "jax", "matplotlib", "ortools")  # rich and cyclopts may be there, by [cli]
+EXTRAS = ("torch", "tensorflow", "jax", "matplotlib")  # rich and cyclopts may be there, by [cli]
 
 
 def installed() -> None:
@@ -31,7 +31,7 @@ def plans() -> None:
     """Three solvers that share no engine agree about a graph whose best plan is known; a plan is written, read and validated."""
     chain = checkmate.Graph.from_dag(cost=[1, 1, 1, 1], size_bytes=[4, 4, 4, 1], edges=[(0, 1), (1, 2), (0, 3), (2, 3)])
     problem = checkmate.Problem(chain, 9)
-    for solver in (checkmate.BruteForce(), checkmate.LpRounding(), checkmate.AStar()):  # no engine, HiGHS, numba
+    for solver in (checkmate.BruteForce(), checkmate.LpRounding(), checkmate.LocalSearch()):  # no engine, HiGHS, numba
         result = checkmate.solve(problem, solver)
         assert (result.cost, result.peak_bytes) == (5, 9), result
         assert checkmate.validate(chain, result.plan, budget_bytes=9) == ()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "checkmate"
 FOLDERS = sorted({str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")})
 MOST_MODULES = 12
-HEAVY = ("torch", "jax", "tensorflow", "ortools", "highspy", "scipy", "numba", "matplotlib", "rich", "cyclopts", "sklearn")
+HEAVY = ("torch", "jax", "tensorflow", "highspy", "scipy", "numba", "matplotlib", "rich", "cyclopts", "sklearn")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

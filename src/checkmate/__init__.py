@@ -31,14 +31,11 @@ from checkmate.core.validate import Violation, validate
 from checkmate.cost.device import Device, device_names, load_device
 from checkmate.frontend import last_resort
 from checkmate.solvers import (
-    AStar,
     Auto,
     BruteForce,
-    ChainDP,
     ChenGreedy,
     ChenSqrtN,
     Griewank,
-    Intervals,
     KeepAll,
     LocalSearch,
     LpRounding,
@@ -58,12 +55,10 @@ if TYPE_CHECKING:  # loaded at their first use; editors complete their names and
 __version__ = "0.1.0"
 
 __all__ = [
-    "AStar",
     "AffineGraph",
     "Auto",
     "BruteForce",
     "Budget",
-    "ChainDP",
     "CheckmateError",
     "ChenGreedy",
     "ChenSqrtN",
@@ -83,7 +78,6 @@ __all__ = [
     "Held",
     "HostMemory",
     "InfeasibleBudgetError",
-    "Intervals",
     "KeepAll",
     "Limits",
     "LocalSearch",

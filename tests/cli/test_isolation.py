@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import subprocess
 import sys
@@ -27,13 +26,11 @@ NAMES = (
     "msgspec",
     "numpy",
     "checkmate",
-    "ortools",
 )
-needs_ortools = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
 
 
 @pytest.mark.parametrize("words", [
-    pytest.param(("plan", "chain.graph.json", "--budget", "5.5MiB", "--gap", "0", "--solver", "intervals"), marks=needs_ortools),
+    ("plan", "chain.graph.json", "--budget", "5.5MiB", "--gap", "0"),
     ("pareto", "chain.graph.json", "--points", "3", "--jobs", "2"),
 ], ids=lambda words: words[0])  # fmt: skip
 def test_modules_in_the_folder_are_not_imported(tmp_path, tmp_path_factory, words):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import itertools
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import checkmate
-from checkmate import Intervals, Limits, Problem, solve
+from checkmate import Limits, Problem, solve
 from tests.solvers.generators import transformer
 
 
@@ -26,16 +25,10 @@ def test_no_clock_that_can_be_set_is_read():
 
 
 @pytest.mark.parametrize("step_s", [-3600, 3600])
-@pytest.mark.parametrize("solver", [
-    checkmate.Auto(),
-    pytest.param(
-        Intervals(), marks=pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
-    ),
-], ids=lambda solver: type(solver).__name__)  # fmt: skip
-def test_a_limit_holds_when_the_clock_is_set(monkeypatch, solver, step_s):
+def test_a_limit_holds_when_the_clock_is_set(monkeypatch, step_s):
     """Neither an hour more nor none at all: the time of day jumps at every look at it."""
     day = itertools.count(10**9, step_s)
     monkeypatch.setattr(time, "time", lambda: next(day))
-    result = solve(Problem(transformer(2), "40%"), solver, limits=Limits(time_s=2.0, gap=0.0))
+    result = solve(Problem(transformer(2), "40%"), limits=Limits(time_s=2.0, gap=0.0))
     assert result.elapsed_s < 20
     assert result.plan is not None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Final
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, Result
 from checkmate.doctor.check import Check
-from checkmate.solvers.intervals import Intervals
 from checkmate.solvers.local_search import LocalSearch
 from checkmate.solvers.milp import Milp
 from checkmate.solvers.session import Solver
@@ -28,15 +26,6 @@ def small_problem() -> Problem:
 def check_highs() -> Check:
     """HiGHS, through the exact formulation."""
     return check_engine("HiGHS", Milp(), "run `pip install --force-reinstall highspy`", optimum=OPTIMUM)
-
-
-def check_ortools() -> Check:
-    """OR-Tools, which runs in a separate process, through CP-SAT."""
-    if importlib.util.find_spec("ortools") is None:
-        return Check(
-            name="OR-Tools", verdict="skipped", detail='not installed; only solver="intervals" and other engines need it'
-        )
-    return check_engine("OR-Tools", Intervals(), "run `pip install --force-reinstall ortools`", optimum=OPTIMUM)
 
 
 def check_search() -> Check:

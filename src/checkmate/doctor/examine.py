@@ -65,8 +65,7 @@ def examine(
         on_start("caches")
         add(guarded("cache folder", caches.check_cache_folder), *caches.check_stores())
         on_start("solvers")
-        add(guarded("HiGHS", engines.check_highs), guarded("OR-Tools", engines.check_ortools))
-        add(guarded("local search", engines.check_search))
+        add(guarded("HiGHS", engines.check_highs), guarded("local search", engines.check_search))
         machine: dict[str, Any] = {}
         if usable:
             from checkmate.doctor import settings

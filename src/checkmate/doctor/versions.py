@@ -26,11 +26,10 @@ _SHOWN: Final = (
     "torch",
     "triton",
     "transformers",
-    "ortools",
     "tensorflow",
     "jax",
 )
-_OPTIONAL_EXTRAS: Final = ("dev", "demo", "plot", "cpsat", "all")
+_OPTIONAL_EXTRAS: Final = ("dev", "demo", "plot", "all")
 """Extras whose packages no step and no solver needs."""
 
 

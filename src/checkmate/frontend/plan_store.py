@@ -2,7 +2,7 @@
 
 The peak of a compiled plan is known only after it has run. Measured plans are therefore stored with their peaks. The answer to
 each budget is stored too, so that no smaller budget is later answered with a larger peak (`PlanStore.monotone_bounds`), and
-whether a step is compiled at all (`CompilerChoices`).
+which steps do not fit as Inductor compiles them (`Misfits`).
 """
 
 from __future__ import annotations
@@ -131,39 +131,38 @@ class PlanStore:
         return self.database.run(lambda connection: list(connection.execute(statement, values)), [])
 
 
-class CompilerChoices:
-    """Which compiler was chosen for each step, in the same file.
+class Misfits:
+    """Steps of which no compilation keeps the budget, in the same file.
 
     Args:
         path: The file; ``measured_plans.sqlite`` in the user's cache folder by default.
 
     Examples:
         >>> import tempfile
-        >>> choices = CompilerChoices(Path(tempfile.mkdtemp()) / "plans.sqlite")
-        >>> choices.get("a step") is None
+        >>> misfits = Misfits(Path(tempfile.mkdtemp()) / "plans.sqlite")
+        >>> misfits.get("a step") is None
         True
-        >>> choices.add("a step", "eager", "a step takes 4 ms")
-        >>> choices.get("a step")
-        ('eager', 'a step takes 4 ms')
+        >>> misfits.add("a step", 4096)
+        >>> misfits.get("a step")
+        4096
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.database = _database(path, "the compiler of a step is chosen in every process")
+        self.database = _database(path, "a step is compiled in every process to find out that it does not fit")
 
-    def get(self, key: str) -> tuple[str, str] | None:
-        """The compiler that was chosen for a step, and why; None if none was."""
+    def get(self, key: str) -> int | None:
+        """Bytes of the smallest compilation of a step; None if it fits, or is not known."""
 
-        def read(connection: sqlite3.Connection) -> tuple[str, str] | None:
-            return connection.execute("SELECT compiler, reason FROM compilers WHERE key = ?", (key,)).fetchone()
+        def read(connection: sqlite3.Connection) -> tuple[str] | None:
+            return connection.execute("SELECT reason FROM compilers WHERE key = ?", (key,)).fetchone()
 
-        return self.database.run(read, None)
+        known = self.database.run(read, None)
+        return int(known[0]) if known is not None and known[0].isdecimal() else None
 
-    def add(self, key: str, compiler: str, reason: str) -> None:
-        """Store a choice; an earlier one of another process stays."""
-        self.database.run(
-            lambda connection: connection.execute("INSERT OR IGNORE INTO compilers VALUES (?, ?, ?)", (key, compiler, reason)),
-            None,
-        )
+    def add(self, key: str, least_bytes: int) -> None:
+        """Store the bytes of the smallest compilation of a step; what another process stored before stays."""
+        row = (key, str(least_bytes))
+        self.database.run(lambda db: db.execute("INSERT OR IGNORE INTO compilers VALUES (?, 'eager', ?)", row), None)
 
 
 def _are_counts(numbers: Iterable[object]) -> bool:

@@ -1,13 +1,11 @@
-"""The integer program of Jain et al. (2020), on a choice of engines."""
+"""The integer program of Jain et al. (2020), on HiGHS."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from checkmate.core.errors import OptionError
 from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.backends.stage_program import StageProgram, given_order_plan
@@ -15,7 +13,7 @@ from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 
 if TYPE_CHECKING:
-    from checkmate.solvers.backends.program import Floats, Solved
+    from checkmate.solvers.backends.program import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,26 +44,19 @@ class Milp:
     MobileNet (185 ops) from 8.3 to 1.0 s.
 
     Attributes:
-        backend: Engine: ``"highs"``, or ``"scip"`` from OR-Tools, which runs in a child process and needs
-            ``pip install "checkmate-remat[solvers]"``.
         max_ops: Larger graphs (views not counted) are refused: the program grows with the square.
     """
 
-    backend: Literal["highs", "scip"] = "highs"
     max_ops: int = 400
-
-    def __post_init__(self) -> None:
-        if self.backend not in ("highs", "scip"):
-            raise OptionError(f"backend={self.backend!r} is not an engine", hint="choose 'highs' or 'scip'")
 
     def run(self, problem: Problem, session: Session) -> Termination:
         """Build the program, start it from a quick plan and let the engine run to the limits.
 
         Raises:
-            MissingExtraError: The engine is one of OR-Tools, and that is not installed.
             SolverError: The engine's answer is no solution.
         """
-        solve_integer = self._engine()
+        from checkmate.solvers.backends.highs import solve_integer
+
         fold = FoldViews.of(problem.graph)
         folded = fold.apply(problem)
         if len(folded.graph.ops) > self.max_ops:
@@ -101,18 +92,6 @@ class Milp:
             session.remark(f"given-order bound, stages of the graph's own order only: {bound:.0f}")
         limit = "" if solved.finished or solved.detail else "time"
         return Termination(Reason.FEASIBLE if session.plan else Reason.NOT_FOUND, limit, solved.detail)
-
-    def _engine(self) -> Callable[..., Solved]:
-        """The function that solves integer programs; raises before any work if its engine is not installed."""
-        if self.backend == "highs":
-            from checkmate.solvers.backends.highs import solve_integer
-
-            return solve_integer
-        from checkmate.solvers.backends.child import require_ortools
-        from checkmate.solvers.backends.mathopt import solve_integer as solve_through_mathopt
-
-        require_ortools()
-        return solve_through_mathopt
 
     def _prove_any_order(self, folded: Problem, session: Session, fold: FoldViews) -> None:
         """Prove the bounds of single events."""

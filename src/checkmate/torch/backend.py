@@ -209,12 +209,11 @@ def _without_backward(module: fx.GraphModule, compilation: Compilation) -> Boxed
 
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Callable[..., Any] | None:
-    """Compile the graph by Inductor; None if the measured peak of every compilation exceeds the budget, or it does not pay."""
+    """Compile the graph by Inductor; None if the measured peak of every compilation exceeds the budget."""
     # Imports of a second, which eager does not need.
-    from checkmate.torch.inductor.compiler_choice import compile_if_it_fits, compile_if_it_pays
+    from checkmate.torch.inductor.misfits import compile_if_it_fits
 
-    compile_fused = compile_if_it_pays if compilation.options.compiler == "auto" else compile_if_it_fits
-    compiled = compile_fused(gm, example_inputs, compilation)
+    compiled = compile_if_it_fits(gm, example_inputs, compilation)
     if compiled is None:
         return None
     if compiled.planned is None:

@@ -13,7 +13,7 @@ from checkmate.core.units import Amount, parse_bytes
 from checkmate.frontend.options import PlanningOptions, PlanSource, check_choice, unknown_option
 from checkmate.solvers.session import Solver
 
-Compiler = Literal["eager", "inductor", "auto"]
+Compiler = Literal["eager", "inductor"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Outputs = Literal["held", "released"]
 CostSource = Literal["measured", "estimated", "flops"]
@@ -41,9 +41,6 @@ class Options:
         compiler: ``"eager"`` runs the ops of the plan one by one, in its exact order. ``"inductor"`` fuses them. The compiled
             step then runs twice on the first batch, all that it changes is restored, and its measured peak has to keep the
             budget; this takes up to four compilations. If none keeps it, the ``"eager"`` compiler is used, with a warning.
-            ``"auto"`` is ``"inductor"`` where a compiler for it is installed and the compiled step, as measured, makes up within
-            1,000 steps for the time that compiling took, and ``"eager"`` otherwise. The choice is logged, and kept for the next
-            processes.
         solver: A solver or its name; `Auto` by default.
         time_limit_s: Seconds that planning a step may take, all of its graphs together, or None for no limit.
         plan: A plan, or the path of a file with one, to run instead of solving.

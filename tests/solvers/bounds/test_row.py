@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from benchmarks.generate import chain, skipping
-from checkmate import AStar, BruteForce, Graph, Limits, Op, Problem, Reason, Value, solve
+from checkmate import BruteForce, Graph, Limits, Op, Problem, Reason, Value, solve
 from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.bounds.row import computations, row_bound
 from checkmate.solvers.reductions.fold_views import FoldViews
+from tests.solvers.live_sets import optimum
 from tests.strategies import random_graph
 
 
@@ -34,14 +35,14 @@ def test_the_number_of_computations_is_that_of_the_recursion():
 
 
 def test_it_is_exact_on_unit_chains():
-    """The search over states is the oracle; it assumes nothing about orders or checkpoints."""
+    """The oracle assumes nothing about orders or checkpoints."""
     positive = 0
     for layers in range(2, 10):
         for budget in range(2, layers + 3):
             problem = Problem(chain(layers), budget)
-            optimum = solve(problem, AStar(), limits=Limits(gap=0.0), raise_on_failure=False).cost
+            least = optimum(problem)
             bound = problem.graph.cost + row_bound(problem)
-            assert bound == (math.inf if optimum is None else optimum), (layers, budget)
+            assert bound == (math.inf if least is None else least), (layers, budget)
             positive += row_bound(problem) > 0
     assert positive > 30
 
@@ -69,7 +70,7 @@ def row_graph(rng: random.Random) -> Graph:
 
 
 def test_no_plan_costs_less_where_bytes_and_costs_differ():
-    """Brute force or the search over states is exact; a bound that is infinite means that there is no plan."""
+    """The oracle is exact; a bound that is infinite means that there is no plan."""
     positive = infinite = 0
     for seed in range(250):
         rng = random.Random(seed)
@@ -79,8 +80,8 @@ def test_no_plan_costs_less_where_bytes_and_costs_differ():
         bound = row_bound(problem)
         if bound <= 0:
             continue
-        optimum = solve(problem, AStar(), limits=Limits(gap=0.0), raise_on_failure=False).cost
-        assert graph.cost + bound <= (math.inf if optimum is None else optimum), seed
+        least = optimum(problem)
+        assert graph.cost + bound <= (math.inf if least is None else least), seed
         positive += math.isfinite(bound)
         infinite += math.isinf(bound)
     assert positive > 15
@@ -97,8 +98,8 @@ def test_no_plan_of_any_graph_costs_less():
         bound = row_bound(FoldViews.of(graph, priced=True).apply(problem))
         if bound <= 0 or len(graph.ops) > 6:
             continue
-        optimum = solve(problem, BruteForce(), raise_on_failure=False).cost
-        assert graph.cost + bound <= (math.inf if optimum is None else optimum), seed
+        least = solve(problem, BruteForce(), raise_on_failure=False).cost
+        assert graph.cost + bound <= (math.inf if least is None else least), seed
         positive += 1
     assert positive > 5
 
@@ -155,12 +156,12 @@ def test_room_for_checkpoints_is_what_the_ops_leave(graph, budget, checkpoints):
     """The op with most room decides, and the optimum is never below."""
     problem = Problem(graph, budget)
     assert row_bound(problem) == computations(6, checkpoints) - 6
-    optimum = solve(problem, AStar(), limits=Limits(gap=0.0), raise_on_failure=False).cost
-    assert optimum is None or graph.cost + row_bound(problem) <= optimum
+    least = optimum(problem)
+    assert least is None or graph.cost + row_bound(problem) <= least
 
 
 def test_a_chain_is_solved_to_the_proof():
-    """The recursion for chains has the plan, and the bound of its row is met: A* alone reaches 106 of 111 in a minute."""
+    """The search finds the plan of the recursion for chains, and the bound of its row proves it."""
     result = solve(Problem(chain(32), 6), limits=Limits(time_s=20, gap=0.0))
     assert result.termination.reason is Reason.OPTIMAL
     assert result.cost == 111

@@ -148,7 +148,7 @@ def test_that_no_compiled_step_fits_is_found_out_once(caplog: pytest.LogCaptureF
     model, x = mlp(depth=3), input_of("dropout", ROWS)
     began: list[str] = []
     monkeypatch.setattr(
-        "checkmate.torch.inductor.compiler_choice.compile_by_inductor",
+        "checkmate.torch.inductor.misfits.compile_by_inductor",
         lambda *args: began.append("compiled") or compile_by_inductor(*args),
     )
     for budget, compilations in (("80%", 1), ("80%", 1), ("81%", 2)):

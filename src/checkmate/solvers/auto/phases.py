@@ -16,22 +16,12 @@ class Phase(StrEnum):
     PROVEN_SEARCH = "search within the gap"
     FIRST_SEARCH = "first search"
     SINGLE_EVENTS = "bounds of single events"
-    TIGHT_EVENT = "branches of what is live at the tightest event"
-    BRANCH_SEARCH = "search in the weakest branches"
     CHAINS = "bounds of chains of events"
     SEQUENCES = "plans annealed as sequences"
-    SUGGESTIONS = "event cuts for the order of a plan"
-    SUGGESTED_SEARCH = "search after them"
-    POPULATION = "plans crossed with each other"
-    SEQUENCES_AGAIN = "plans annealed as sequences, again"
-    STATES = "search over states"
-    TIGHT_EVENT_AGAIN = "branches of what is live at the tightest event, continued"
     ANY_ORDER = "event cuts for any order"
-    POPULATION_AGAIN = "plans crossed with each other, again"
     OWN_ORDER = "event cuts for the order of the search"
     ROUND_SEARCH = "search after event cuts"
     ANY_ORDER_AGAIN = "event cuts for any order, again"
-    STATES_AGAIN = "search over states, continued"
 
 
 PHASES: Mapping[Phase, float] = {
@@ -47,37 +37,18 @@ PHASES: Mapping[Phase, float] = {
     Phase.FIRST_SEARCH: 0.05,
     # Linear programs of one event each; at moderate budgets they close the gap, which ends the run.
     Phase.SINGLE_EVENTS: 0.2,
-    # Some seconds on a thousand ops, and only where few of the larger values fit beside an op.
-    Phase.TIGHT_EVENT: 0.3,
-    # What they say is live there makes good starts.
-    Phase.BRANCH_SEARCH: 0.1,
     # Cuts between the events that prove most, and linear programs of those that bind together.
     Phase.CHAINS: 0.25,
-    # Orders and recomputations together, to see whether that gains most.
-    Phase.SEQUENCES: 0.05,
-    # Programs of one or a few events take a tenth of a second, and on captured steps their solutions are the best starts.
-    Phase.SUGGESTIONS: 0.02,
-    Phase.SUGGESTED_SEARCH: 0.05,
-    # New plans, and children of them while they gain. It ends after two that agree with the best.
-    Phase.POPULATION: 0.15,
-    # Where it does, or in its place where the first annealing gained much, as on random layered graphs.
-    Phase.SEQUENCES_AGAIN: 0.3,
-    # A* on a graph that is small enough: where it ends, it ends at once.
-    Phase.STATES: 0.05,
-    # Only if the time was up before; they come to their end in some seconds where they prove most.
-    Phase.TIGHT_EVENT_AGAIN: 0.4,
+    # Orders and recomputations together: on random layered graphs it gains 2 to 9 %, on training steps 0.4 % at most.
+    Phase.SEQUENCES: 0.3,
     # Integer programs of a few events. They end where the gap is met; what they prove beyond the chains takes them seconds.
     Phase.ANY_ORDER: 0.8,
-    # Where no time is left for a program that proves more.
-    Phase.POPULATION_AGAIN: 0.8,
     # Their programs are easier, and their solutions make the best starts for the search.
     Phase.OWN_ORDER: 0.25,
     # Local search; after it, for the same share, search in other orders.
     Phase.ROUND_SEARCH: 0.25,
     # In later rounds, from the better events of the two kinds of cuts: the search has had its part.
     Phase.ANY_ORDER_AGAIN: 0.6,
-    # After one round, because it is all or nothing.
-    Phase.STATES_AGAIN: 0.8,
 }
 """Share of the time left, and of a minute at most (`AutoParameters.horizon_s`), that a phase may take when it begins.
 
@@ -92,13 +63,12 @@ class AutoParameters:
 
     Attributes:
         patience: Orders, or final searches, without gain after which to stop. Gains get rarer, and the time is the user's.
-        order_decodes: Sequences to try in each order of `rounds._reorder_search`: many orders for a moment each, since an order
+        order_decodes: Sequences to try in each order of `rounds.search_orders`: many orders for a moment each, since an order
             that comes near the best does so early.
         rooms: Shares of the budget that a plan may fill at no penalty when it is put in another order, one drawn for each.
             Less than all leaves the search something to spend on cheaper plans.
         few_ops: Graphs on which the final search also tries new orders. On larger ones a search from a new order seldom
             comes near the best.
-        max_states: Most states to store in A*, of about 100 bytes each: 400 MB.
         first_divisor: The first search takes one part in so many of `suggested_decodes`.
         round_divisor: The same for the search in each round and in the final search.
         least_round_decodes: Sequences in a round's search on the largest graphs.
@@ -110,17 +80,6 @@ class AutoParameters:
         clear_gap: Share of the session's gap. First plans that are proven within it are not searched any further.
         plans_for_events: Plans, beside keeping everything, whose peaks are candidates for events.
         first_share: Share of the time left in which the greedy plans of one start have to be made.
-        branch_starts: Branches of the tightest event to start a search from.
-        branch_peaks: Events at which the best plan holds most, to add to a branch that can be divided no further.
-        growth_share: Share of a population's time in which new plans are made; the rest is for their children.
-        sequence_gain: Share of the cost that the first annealing of a plan as a sequence has to gain for it to go on in place of
-            a population: on random layered graphs it gains 2 to 9 %, on training steps 0.4 % at most.
-        sequences_s: Seconds that the first annealing has at least, but no more than a quarter of the time left.
-        wide_gap: Gap, as a share, from which a plan is annealed as a sequence whatever the first annealing gained.
-        suggestion_gain: Share of the cost that programs for the orders of the searches have to gain for a search to go on from
-            their solutions.
-        chain_ops: Largest graph on which the recursion for training chains is tried, where a row of layers has to run again: some
-            seconds.
         many_ops: Largest graph for programs of several events, and for other orders than those of the starts.
         horizon_s: Shares of `PHASES` are of so many seconds at most, so that a phase that does not help ends in time also
             where the limit is an hour, or there is none.
@@ -130,7 +89,6 @@ class AutoParameters:
     order_decodes: int = 750
     rooms: tuple[float, ...] = (0.85, 0.9, 0.95, 0.97, 1.0)
     few_ops: int = 500
-    max_states: int = 1 << 22
     first_divisor: int = 10
     round_divisor: int = 4
     least_round_decodes: int = 200
@@ -142,14 +100,6 @@ class AutoParameters:
     clear_gap: float = 0.2
     plans_for_events: int = 2
     first_share: float = 0.4
-    branch_starts: int = 4
-    branch_peaks: int = 4
-    growth_share: float = 0.4
-    sequence_gain: float = 0.005
-    sequences_s: float = 0.3
-    wide_gap: float = 0.1
-    suggestion_gain: float = 0.002
-    chain_ops: int = 100
     many_ops: int = 30_000
     horizon_s: float = 60.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import cache, partial
 
 from checkmate.solvers.auto import phases
@@ -12,22 +11,19 @@ from checkmate.solvers.auto.run import Run
 from checkmate.solvers.bounds.events.chains import Chain, EventChains
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.refine import Refinement, chain_of, promising_events, quick_bound
-from checkmate.solvers.evict.instance import Code
-from checkmate.solvers.evict.population import Population
 from checkmate.solvers.evict.reorder import reorder
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.sequences import resequence
 from checkmate.solvers.local_search import suggested_decodes
 
 
-def refine(run: Run, searches: list[Search], population: Population | None, chain: Chain, rounds: int) -> None:
+def refine(run: Run, searches: list[Search], chain: Chain, rounds: int) -> None:
     """Rounds of refinement: any order; the search's own order; search; and any order again from the better events.
 
     Args:
         run: The run.
-        searches: Searches with their plans; a round takes one, the next round the next, and replaces it by where its
-            search in other orders ended.
-        population: Plans of one of the searches, to cross further.
+        searches: Searches with their plans; a round takes one, the next round the next, and replaces it by the search in another
+            order that ended cheapest.
         chain: Events of any order.
         rounds: Most rounds.
     """
@@ -40,10 +36,7 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
     for k in range(rounds):
         before = (session.cost, session.bound)
         place = k % len(searches)
-        if population is not None and run.seconds_of(phase) < least_s:
-            place = searches.index(population.search)  # no program would end, and crossing plans gains more than the rest
         search = searches[place]
-        codes: list[Code] = []
         # Without reordering the given order is the only one, and the second kind of cuts below is the sharper.
         if run.folded.reorder and tuple(events) not in ended and run.seconds_of(phase) >= least_s:
             floating = quick(tuple(events))[1]
@@ -53,15 +46,8 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
             )
             ended.add(tuple(events))
             least_s = max(least_s, refined.next_s)
-            codes += refined.codes[-1:]
             if session.done:
                 return
-        own_plans = population if population is not None and population.search is search else None
-        if own_plans is not None and run.seconds_of(phase) < least_s:
-            _evolve(run, own_plans, run.until(Phase.POPULATION_AGAIN), codes)
-            if session.done:
-                return
-            codes = []
         model = CutModel(run.folded, tuple(search.targets))
         event = best_single(run, model, [search])
         if session.done:
@@ -70,46 +56,23 @@ def refine(run: Run, searches: list[Search], population: Population | None, chai
             # Floating ops always: those on demand float, and without variables for them a solution may drop what one of
             # them still needs, and is no plan. A program of all events that would not end gives no start; one of few does.
             some = all(o in search.stage for o in first) and run.seconds_of(Phase.OWN_ORDER) >= least_s
-            own = first if some else [event]
-            cuts, refined = _refine_once(run, model, search, Chain(own), Phase.OWN_ORDER, floating=True)
-            codes += refined.codes[-1:]
+            cuts, _ = _refine_once(run, model, search, Chain(first if some else [event]), Phase.OWN_ORDER, floating=True)
             if session.done:
                 return
             # The events that the given order led to are good ones for any order too, as far as the DAG makes them a chain.
             other = chain_of(run.any_order, [*cuts, *first])
             events = max(events, other, key=lambda chain: quick(tuple(chain))[0])
             phase = Phase.ANY_ORDER_AGAIN
-        searches[place] = _search_round(run, search, own_plans, codes, Phase.ROUND_SEARCH)
-        if own_plans is not None and searches[place] is not search:
-            population = own_plans.moved_to(searches[place])
+        decodes = suggested_decodes(len(run.graph.ops)) // phases.PARAMETERS.round_divisor
+        decodes, until = max(phases.PARAMETERS.least_round_decodes, decodes), run.until(Phase.ROUND_SEARCH)
+        if run.improve(search, decodes, phases.PARAMETERS.temperature, until):
+            run.offer(search.order())
+        searches[place] = search_orders(run, search, run.until(Phase.ROUND_SEARCH))
         if session.done:
             return
         if (session.cost, session.bound) == before and k >= len(searches):
             session.remark(f"no gain in round {k + 1} of refinement")
             return
-
-
-def _search_round(run: Run, search: Search, population: Population | None, codes: Iterable[Code], phase: Phase) -> Search:
-    """Cross the plans of a search, or ruin and repair its plan, and go on in other orders.
-
-    Args:
-        run: The run.
-        search: The search.
-        population: Its plans, if there are several.
-        codes: Solutions of this round's programs, to cross with them.
-        phase: Phase whose time each of the two parts has.
-
-    Returns:
-        The search with the cheapest plan.
-    """
-    decodes = suggested_decodes(len(run.graph.ops)) // phases.PARAMETERS.round_divisor
-    until = run.until(phase)
-    if population is not None:
-        population.add(*search.best())
-        _evolve(run, population, until, codes)
-    elif run.improve(search, max(phases.PARAMETERS.least_round_decodes, decodes), phases.PARAMETERS.temperature, until):
-        run.offer(search.order())
-    return _reorder_search(run, search, run.until(phase))
 
 
 def _quick_bound(run: Run, search: Search, events: tuple[int, ...]) -> tuple[float, bool]:
@@ -162,98 +125,7 @@ def best_chain(run: Run, searches: list[Search], event: int) -> Chain:
     return found if found.first else Chain([event])
 
 
-def suggest(run: Run, searches: list[Search]) -> bool:
-    """Programs for the orders of the plans, and a search on from their solutions, as long as these gain.
-
-    Args:
-        run: The run.
-        searches: Searches with their plans, the cheapest first, also afterwards; where programs gain the first is replaced.
-
-    Returns:
-        Whether they gained.
-    """
-    gain, gained = phases.PARAMETERS.suggestion_gain, False
-    small = len(run.graph.ops) <= resequence.PARAMETERS.most_ops  # on larger graphs a model alone takes as long as it may
-    while small and run.folded.reorder and math.isfinite(before := min(map(_cost, searches))):
-        for search in [search for search in searches if math.isfinite(search.best_cost)]:
-            model = CutModel(run.folded, tuple(search.targets))
-            event = best_single(run, model, [search])
-            if run.session.done:
-                return gained
-            if event is not None:
-                _refine_once(run, model, search, Chain([event]), Phase.SUGGESTIONS, floating=True)
-        searches.sort(key=_cost)
-        if run.session.done or searches[0].best_cost > (1 - gain) * before:
-            break
-        searches[0] = _search_round(run, searches[0], None, [], Phase.SUGGESTED_SEARCH)
-        gained = True
-    return gained
-
-
-def vary(run: Run, searches: list[Search]) -> Population | None:
-    """Anneal the best plan as a sequence; where that gains little, use programs for its order, and cross plans with each other.
-
-    Args:
-        run: The run.
-        searches: Searches with their plans, the cheapest first; that one is improved, or replaced.
-
-    Returns:
-        As `_cross`.
-    """
-    annealed, few = _anneal_first(run, searches[0])
-    if few and not run.session.done and suggest(run, searches) and not run.session.done:
-        annealed, few = _anneal_first(run, searches[0])
-    population = _cross(run, searches) if few and not run.session.done else None
-    if population is None and not run.session.done:
-        best = min(annealed, searches[0], key=_cost)
-        searches[0] = _reorder_search(run, best, run.until(Phase.SEQUENCES_AGAIN))
-    return population
-
-
-def _anneal_first(run: Run, search: Search) -> tuple[Search, bool]:
-    """Anneal a plan as a sequence for a moment; also returns whether that gains too little to go on with it."""
-    least = run.session.elapsed_s() + min(phases.PARAMETERS.sequences_s, run.session.left_s() / 4)
-    annealed = _reorder_search(run, search, max(run.until(Phase.SEQUENCES), least))
-    few = annealed.best_cost >= (1 - phases.PARAMETERS.sequence_gain) * search.best_cost
-    return annealed, few and run.best_share() - run.known_share() < phases.PARAMETERS.wide_gap
-
-
-def _cross(run: Run, searches: list[Search]) -> Population | None:
-    """Cross plans of the best search with each other.
-
-    Args:
-        run: The run.
-        searches: Searches with their plans, the cheapest first; that one is improved.
-
-    Returns:
-        The plans, to go on with; None if there are none, or nothing to cross.
-    """
-    if not math.isfinite(searches[0].best_cost):
-        return None
-    population = Population(searches[0], suggested_decodes(len(run.graph.ops)), run.random.randrange(1 << 32))
-    begin, until = run.session.elapsed_s(), run.until(Phase.POPULATION)
-    left_s = run.seconds_to(until)
-    for_children = (1 - phases.PARAMETERS.growth_share) * (until - begin)
-    with run.session.within(until):
-        promising = population.grow(lambda: left_s() <= for_children)
-    run.offer(population.search.order())
-    if not promising:
-        return None
-    _evolve(run, population, until)
-    return population
-
-
-def _evolve(run: Run, population: Population, until_s: float, codes: Iterable[Code] = ()) -> None:
-    """Cross the plans of a population up to a moment of the session's clock, those of some codes taken in first."""
-    left_s = run.seconds_to(until_s)
-    with run.session.within(until_s):
-        for code in codes:
-            population.take_in(code, lambda: left_s() <= 0)
-        population.evolve(lambda: left_s() <= 0 or population.members[0].cost <= run.enough_cost())
-    run.offer(population.search.order())
-
-
-def _reorder_search(run: Run, search: Search, until_s: float = math.inf) -> Search:
+def search_orders(run: Run, search: Search, until_s: float = math.inf) -> Search:
     """Alternate annealing of the plan's sequence and local search until several sequences in a row bring no gain.
 
     Args:
@@ -305,9 +177,9 @@ def final_search(run: Run, searches: list[Search]) -> None:
     best = min(searches, key=_cost)
     without_gain = 0
     while math.isfinite(best.best_cost) and without_gain < phases.PARAMETERS.patience and not run.session.done:
-        others = [_reorder_search(run, best)]
+        others = [search_orders(run, best)]
         if len(run.graph.ops) <= phases.PARAMETERS.few_ops and run.folded.reorder:
-            others.append(_reorder_search(run, _from_new_order(run)))
+            others.append(search_orders(run, _from_new_order(run)))
         elif run.improve(best, work // phases.PARAMETERS.round_divisor, phases.PARAMETERS.final_temperature, math.inf):
             run.offer(best.order())
         other = min(*others, best, key=_cost)

@@ -16,21 +16,18 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
-from checkmate.solvers.chain_dp import ChainDP
 from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.session import Session
 
 if TYPE_CHECKING:
     from checkmate.solvers.auto.run import Run
-    from checkmate.solvers.states.exploration import Exploration
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
     """Local search for plans and event cuts for the proof, each started from what the other found.
 
-    Plans are crossed with each other and put in other orders, and small graphs are also searched over states (`AStar`). Which
-    phases run, and for how long, is in `PHASES`; set the logger ``checkmate.solvers.auto`` to DEBUG to see it.
+    Which phases run, and for how long, is in `PHASES`; set the logger ``checkmate.solvers.auto`` to DEBUG to see it.
 
     Attributes:
         rounds: Most rounds of refinement; each costs some seconds on a thousand ops.
@@ -77,9 +74,8 @@ def _load_engines() -> None:
 
 def _solve(run: Run, rounds: int) -> None:
     """All phases, one after another, until the session is done."""
-    from checkmate.solvers.auto.branches import branch, branch_on
     from checkmate.solvers.auto.first_plans import first_plans
-    from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine, vary
+    from checkmate.solvers.auto.rounds import best_chain, best_single, final_search, refine, search_orders
     from checkmate.solvers.bounds.events.chains import Chain
     from checkmate.solvers.bounds.row import row_bound
 
@@ -87,37 +83,20 @@ def _solve(run: Run, rounds: int) -> None:
     searches = first_plans(run)
     if session.done:
         return
-    again = row_bound(run.folded)
-    session.prove(run.fold.original.cost + again)
-    if not session.done and again > 0 and len(run.graph.ops) <= phases.PARAMETERS.chain_ops:
-        ChainDP().run(session.problem, session)  # says so if the graph is no chain
+    session.prove(run.fold.original.cost + row_bound(run.folded))
     if session.done:
         return
     event = best_single(run, run.any_order, searches)
     if session.done or event is None:
         return
-    exploration = _explore(run)
-    if session.done:
-        return
     if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
-        tight = branch(run, searches, event)
-        if session.done:
-            return
         chain = best_chain(run, searches, event) if run.folded.reorder else Chain([event])
         if session.done:
             return
-        population = vary(run, searches)
+        searches[0] = search_orders(run, searches[0], run.until(Phase.SEQUENCES))
         if session.done:
             return
-        if tight is not None:
-            branch_on(run, searches, tight)
-            if session.done:
-                return
-        # A* may still close the gap; one round gives it a better plan, and so a lower limit.
-        under_way = exploration is not None and exploration.ended is None
-        refine(run, searches, population, chain, 1 if under_way else rounds)
-    if exploration is not None and not session.done:
-        exploration.run(run.begin(Phase.STATES_AGAIN))
+        refine(run, searches, chain, rounds)
     final_search(run, searches)
     best = min(searches, key=lambda search: search.best_cost)
     if best.order_bound > 0 and run.folded.reorder:
@@ -125,17 +104,3 @@ def _solve(run: Run, rounds: int) -> None:
         session.remark(
             f"given-order bound: no plan with its first computations, each of them read, has an overhead below {least:.5f}"
         )
-
-
-def _explore(run: Run) -> Exploration | None:
-    """Search the states of a small graph for a moment; None for graphs that it does not take."""
-    from checkmate.solvers.states.exploration import Exploration, load_kernels
-    from checkmate.solvers.states.packed_problem import pack
-
-    packed = pack(run.folded)
-    if isinstance(packed, str):
-        return None
-    run.session.prepare(load_kernels)
-    exploration = Exploration(run.fold, packed, run.session, phases.PARAMETERS.max_states)
-    exploration.run(run.begin(Phase.STATES))
-    return exploration

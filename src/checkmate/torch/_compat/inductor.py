@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +13,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppKernel, CppOverrides, CppScheduling, CppVecOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.fx_passes.post_grad import addmm as fuse_addmm
 from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._inductor.graph import GraphLowering, SubgraphLowering
@@ -27,7 +25,6 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._ordered_set import OrderedSet
-from torch.utils._triton import has_triton
 
 from checkmate.torch._compat.codegen.generated_code import buffer_bytes
 from checkmate.torch._compat.symbolic import at_upper_bounds
@@ -44,7 +41,6 @@ __all__ = [
     "freed_between_loops",
     "inductor_config",
     "invoke_subgraph",
-    "missing_compiler",
     "one_function_for_vectors_and_scalars",
     "prefers_channels_last",
     "reads_after_writes",
@@ -77,22 +73,6 @@ def stock_patches(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
         RuntimeError: An option is unknown, or its value has another type.
     """
     return dict(torch._TorchCompileInductorWrapper(mode, dict(options), None).config)
-
-
-def missing_compiler(device_types: Collection[str]) -> str | None:
-    """In words, that Inductor has no compiler for one of the devices; None if it has one for each.
-
-    Args:
-        device_types: Types of devices.
-    """
-    if "cuda" in device_types and not has_triton():
-        return "Triton is not installed, or does not know the GPU"
-    if "cpu" in device_types or not device_types:
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            return "no C++ compiler is installed"
-    return None
 
 
 @contextmanager

@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from checkmate.core.errors import OptionError
-from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import format_at_least, format_bytes
 from checkmate.frontend.plan_store import sources_digest
@@ -191,8 +190,6 @@ def compile_by_inductor(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     compilation: Compilation,
-    *,
-    on_captured: Callable[[Graph], None] | None = None,
 ) -> Compiled | None:
     """Compile a graph of Dynamo so that its measured peak keeps the budget.
 
@@ -200,7 +197,6 @@ def compile_by_inductor(
         gm: The graph; it is not changed.
         example_inputs: Its real inputs; the trial steps run on them.
         compilation: Options, resident memory and planner of the graph.
-        on_captured: Called with the captured graph before it is planned; may raise.
 
     Returns:
         The cheapest compilation whose measured peak keeps the budget; None if no compilation that was tried keeps it.
@@ -229,7 +225,7 @@ def compile_by_inductor(
     best: Compiled | None = None
     while True:
         whole = WholeStep() if compilation.hooks.whole else None
-        planning = dataclasses.replace(task, plan=functools.partial(_plan, search, on_captured, compilation.in_pieces))
+        planning = dataclasses.replace(task, plan=functools.partial(_plan, search, compilation.in_pieces))
         compiled = _generate(gm, example_inputs, planning, options, patches, whole, problem)
         if compiled.planned is None or compiled.cached or not search.measures:
             compiled.kernels.build()
@@ -277,7 +273,6 @@ def compile_by_inductor(
 
 def _plan(
     search: CalibratedSearch,
-    on_captured: Callable[[Graph], None] | None,
     allows: Callable[[fx.Node], bool] | None,
     capture: Capture,
     recapture: Recapture,
@@ -287,8 +282,6 @@ def _plan(
     Without the marks Inductor inlines a pointwise op into its readers and may compute it once for each. The memory would not be
     the planned one; and reductions would run over other loops from plan to plan, which changes the order of sums and the bits.
     """
-    if on_captured is not None:
-        on_captured(capture.graph)
     capture, kinds = (capture, []) if allows is None else with_pieces(capture, recapture, allows)
     graph, result = search.plan(capture.graph, trailing_reductions(m.node for m in capture.members))
     if kinds:

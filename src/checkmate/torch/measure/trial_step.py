@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from checkmate.torch._compat.profiler import memory_trace, outside_of_profilers
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key, unique_bytes
 from checkmate.torch.measure.peak import measure_peak
-from checkmate.torch.measure.timing import clock
 
 _log = logging.getLogger("checkmate.torch")
 _BACKWARD = "checkmate::backward"
@@ -48,27 +46,6 @@ def _measure_step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: 
         except torch.OutOfMemoryError as error:  # a smaller plan may still fit
             _log.info("a measured step ran out of memory: %s", error)
         return _whole_device()
-
-
-def time_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool, rounds: int = 3) -> float:
-    """Seconds of the fastest of some steps, after one more; see `measure_step`.
-
-    Args:
-        run: A compiled forward with its backward.
-        inputs: The inputs it was compiled for: real tensors, and numbers.
-        hold_outputs: Whether the caller holds the outputs until the backward is over.
-        rounds: How many steps.
-    """
-    device, took = _device(inputs), list[int]()
-    now = time.perf_counter_ns if device.type == "cuda" else clock()
-    with _put_back(inputs), no_modes(), torch.enable_grad():
-        for _ in range(rounds + 1):
-            began = now()
-            _step(run, inputs, hold_outputs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            took.append(now() - began)
-    return min(took[1:]) / 1e9
 
 
 def measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMemory:

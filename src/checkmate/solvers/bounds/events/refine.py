@@ -276,7 +276,6 @@ class Refinement:
 
     Attributes:
         next_s: Seconds that an integer program of one event more than the longest takes.
-        codes: Solutions of the integer programs that were solved to their ends, where they have a plan.
     """
 
     def __init__(
@@ -289,7 +288,6 @@ class Refinement:
         self.gap = gap
         self.threads = threads
         self.next_s = 0.0
-        self.codes: list[Code] = []
         graph = model.problem.graph
         self.rank = {o: i for i, o in enumerate(model.targets or range(len(graph.ops)))}
         # In a given order any targets form a chain; in any order only what the DAG orders does.
@@ -357,7 +355,6 @@ class Refinement:
             if order:
                 self.offer(order)
                 self._continue_from(code)
-                self.codes += [code] if solved.finished else []
             # A solution that time cut short may break the budget where the optimum does not.
             if not solved.finished or solved.bound < known:
                 break

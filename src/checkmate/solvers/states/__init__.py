@@ -1,1 +1,0 @@
-"""Best-first search over what is live, exact where few states are within reach."""
