@@ -238,7 +238,7 @@ def main() -> int:
         finally:
             stop.set()
     else:
-        print(table(list(rows.values()), stored["where"]))
+        print(table(list(rows.values()), stored["where"]), end="")
     return 0 if all(row.in_time for row in rows.values()) else 1
 
 

@@ -130,7 +130,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.table:
         stored = json.loads(RESULTS.read_text())
-        print(table([Row(**row) for row in stored["rows"]], stored["where"]))
+        print(table([Row(**row) for row in stored["rows"]], stored["where"]), end="")
         return 0
     rows: list[Row] = []
     for network in NETWORKS:

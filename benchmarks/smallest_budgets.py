@@ -144,7 +144,7 @@ def main() -> None:
                 json.dumps({"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}, indent=1) + "\n"
             )
     else:
-        print(table(list(rows.values()), stored["where"]))
+        print(table(list(rows.values()), stored["where"]), end="")
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.table:
         stored = json.loads(RESULTS.read_text())
-        print(table([Point(**point) for point in stored["points"]], stored["where"]))
+        print(table([Point(**point) for point in stored["points"]], stored["where"]), end="")
         return 0
     points: list[Point] = []
     with ProcessPoolExecutor(options.jobs) as pool:
