@@ -22,7 +22,7 @@ from checkmate.solvers.evict.search import Search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PopulationParameters:
-    """Parameters of `Population`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+    """Parameters of `Population`.
 
     Attributes:
         size: Most members.

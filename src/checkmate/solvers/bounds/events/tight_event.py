@@ -44,8 +44,6 @@ from checkmate.solvers.bounds.events.refine import longest_chain
 class TightEventParameters:
     """Parameters of `TightEvent`.
 
-    How much each matters: ``docs/benchmarks/solver_parameters.md``.
-
     Attributes:
         most_live: Most of the larger values that may be live at once: their least size is chosen so. The number of branches
             grows with its power.
