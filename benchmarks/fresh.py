@@ -94,26 +94,41 @@ def results_of(script: str) -> Path:
     return ROOT / "benchmarks" / "results" / f"{Path(script).stem}.json"
 
 
-def earlier_models(script: str) -> dict[str, Any]:
-    """The rows of a benchmark's last run, by model; empty before the first one.
+def earlier(script: str, rows: str = "models") -> Any:
+    """The rows of a benchmark's last run; empty before the first one.
 
     Args:
         script: File of the benchmark.
+        rows: Their name in the report.
     """
     results = results_of(script)
-    return json.loads(results.read_text())["models"] if results.exists() else {}
+    return json.loads(results.read_text())[rows] if results.exists() else {}
 
 
-def publish(script: str, report: dict[str, Any], page: str) -> None:
-    """Write a report to ``benchmarks/results`` and its page to ``docs/benchmarks``, named as the script.
+def save(script: str, report: dict[str, Any]) -> None:
+    """Write a report to ``benchmarks/results``, named as the script.
 
     Args:
         script: File of the benchmark.
         report: The results.
-        page: The same as Markdown.
     """
     results_of(script).write_text(json.dumps(report, indent=1) + "\n")
-    (ROOT / "docs" / "benchmarks" / f"{Path(script).stem}.md").write_text(page)
+
+
+def parse(parser: argparse.ArgumentParser, script: str, table: Callable[[dict[str, Any]], str]) -> argparse.Namespace:
+    """The command line of a benchmark; with ``--table`` it prints the committed results and the process ends.
+
+    Args:
+        parser: All other options.
+        script: File of the benchmark.
+        table: The results as Markdown.
+    """
+    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(results_of(script).read_text())).rstrip())
+        sys.exit()
+    return options
 
 
 def by_model(
@@ -124,7 +139,6 @@ def by_model(
     run: Callable[[str, float, int], Any],
     table: Callable[[dict[str, Any]], str],
     verdict: Callable[[str, Any], list[str]],
-    draw: Callable[[str, Any], None] = lambda name, row: None,
     rounds: int = 5,
     own_cache: bool = False,
     packages: Sequence[str] = ("torch", "transformers"),
@@ -132,8 +146,8 @@ def by_model(
 ) -> int:
     """The main program of a benchmark that has a child for every model: measure, keep the results, and check the promises.
 
-    Results go to ``benchmarks/results`` and the table to ``docs/benchmarks``, named as the script. Models that are not named on
-    the command line keep their rows of the last run.
+    Results go to ``benchmarks/results``, named as the script. Models that are not named on the command line keep their rows of
+    the last run.
 
     Args:
         script: File of the benchmark.
@@ -142,7 +156,6 @@ def by_model(
         run: Measures a model, given seconds for a solve and rounds of steps; called in the child.
         table: The results as Markdown.
         verdict: Promises that a row breaks, in words.
-        draw: Draws a row.
         rounds: How many there are by default.
         own_cache: Whether what an earlier run measured must not answer for this one.
         packages: Packages whose versions are kept.
@@ -156,12 +169,12 @@ def by_model(
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, script, table)
     if options.child:
         name, limit, times = options.child
         answer(run(name, float(limit), int(times)))
         return 0
-    rows = earlier_models(script)
+    rows = earlier(script)
     for name in options.models:
         with tempfile.TemporaryDirectory() as cache:
             environment = {**settings, **({"CHECKMATE_CACHE": cache} if own_cache else {})}
@@ -171,8 +184,7 @@ def by_model(
             "versions": versions(*packages),
             "models": {n: rows[n] for n in models if n in rows},
         }
-        publish(script, report, table(report))
-        draw(name, rows[name])
+        save(script, report)
     broken = [line for name in models for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)

@@ -1,4 +1,4 @@
-"""Child of `torch_inductor.py` and `inductor_layers.py`: wall seconds to the end of the first step, in a fresh process.
+"""Child of `torch_inductor.py`: wall seconds to the end of the first step, in a fresh process.
 
 The clock starts before the model is compiled. Compilers that run in other processes are in wall time, and not in time of the
 process. Caches are those of the environment: an empty folder for a cold start, and the same folder again for a cached one.

@@ -369,12 +369,12 @@ def of_cell(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The page of the documentation."""
+    """The results as Markdown."""
     rows = report["models"]
     lines = [
         "# JAX: compiled bytes of plans, and the policies of `jax.checkpoint`",
         "",
-        "Made by `benchmarks/jax_peaks.py`; do not edit. Every row is a process. Bytes are MiB of temporary values of loss and",
+        "Made by `benchmarks/jax_peaks.py`. Every row is a process. Bytes are MiB of temporary values of loss and",
         "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything.",
         "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything. Loops",
         "have an exact plan beside those that XLA may fuse; times of both are over that of one choice for all layers.",

@@ -37,7 +37,6 @@ from checkmate.solvers.bounds.floor import floor
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "limits.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "limits.md"
 CAPTURED = ("bert", "gpt2_loss", "resnet50_split")
 WITH_HOST = ", host"
 """End of the name of a graph whose values may be copied to a host."""
@@ -173,7 +172,7 @@ def spin(stop: object) -> None:
 
 
 def table(rows: list[Row], where: dict[str, str]) -> str:
-    """The Markdown page."""
+    """The results as Markdown."""
     lines = [
         "# Time limits",
         "",
@@ -204,11 +203,11 @@ def table(rows: list[Row], where: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Run the cases and write the JSON and the table."""
+    """Run the cases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of graphs")
     parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="busy processes beside each solve")
-    parser.add_argument("--table", action="store_true", help="only rewrite the table")
+    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
     options = parser.parse_args()
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "where": {}}
     rows = {(row["graph"], row["ops"], row["budget"], row["limit_s"]): Row(**row) for row in stored["rows"]}
@@ -238,7 +237,8 @@ def main() -> int:
                 RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
         finally:
             stop.set()
-    TABLE.write_text(table(list(rows.values()), stored["where"]))
+    else:
+        print(table(list(rows.values()), stored["where"]), end="")
     return 0 if all(row.in_time for row in rows.values()) else 1
 
 

@@ -26,7 +26,6 @@ from checkmate.core.budget import keep_all_bytes
 HERE = Path(__file__).parent
 GRAPHS = HERE / "graphs"
 RESULTS = HERE / "results" / "max_batch.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "max_batch.md"
 BUDGET = 16_000_000_000
 
 
@@ -97,7 +96,7 @@ def measure(network: Network, time_s: float) -> Row:
 
 
 def table(rows: list[Row], where: dict[str, str]) -> str:
-    """The Markdown page."""
+    """The results as Markdown."""
     known = {network.name: network for network in NETWORKS}
     lines = [
         "# Largest batches",
@@ -123,15 +122,15 @@ def table(rows: list[Row], where: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Run the networks and write the JSON and the table."""
+    """Run the networks and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of networks")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds a network")
-    parser.add_argument("--table", action="store_true", help="only rewrite the table")
+    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
     options = parser.parse_args()
     if options.table:
         stored = json.loads(RESULTS.read_text())
-        TABLE.write_text(table([Row(**row) for row in stored["rows"]], stored["where"]))
+        print(table([Row(**row) for row in stored["rows"]], stored["where"]), end="")
         return 0
     rows: list[Row] = []
     for network in NETWORKS:
@@ -146,7 +145,6 @@ def main() -> int:
     if not options.only:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps({"where": where, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-        TABLE.write_text(table(rows, where))
     return 0
 
 

@@ -11,17 +11,13 @@ Rows of cases and devices that are not named stay as they are.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import hardware, ran_on, versions
+from fresh import earlier, hardware, parse, ran_on, save, versions
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "offload.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "offload.md"
 DEVICES = ("RTX 4090", "H100", "H200", "GH200")
 BUDGETS = ("20%", "40%")
 HOST = "64GiB"
@@ -170,15 +166,16 @@ def _overhead(figures: dict[str, Any]) -> str:
     return f"{figures['overhead']:.4f} (at least {max(1.0, figures['bound']):.4f})"
 
 
-def page(rows: list[dict[str, Any]], ran: dict[str, Any]) -> str:
-    """The page of the documentation."""
+def table(ran: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    rows = ran["rows"]
     about = {row["case"]: f"{row['about']} {row['ops']} ops." for row in rows}
     rates = {row["device"]: (row["out_bytes_per_s"], row["in_bytes_per_s"]) for row in rows}
     lines = [
         "# Fronts with and without a host",
         "",
         "Overheads of the best plans found, each with the proven bound for every plan of its kind: without copies, and",
-        f"with copies to {HOST} of a host planned jointly with recomputation ([offload](../explanation/offload.md)). An",
+        f"with copies to {HOST} of a host planned jointly with recomputation ([offload](docs/explanation/offload.md)). An",
         "overhead is the time at which the step ends, over the time of computing every op once. Budgets are shares of",
         "what a plan can change. The steps are plain loops; that of Llama 7B is a whole step with SGD.",
         "",
@@ -207,13 +204,13 @@ def page(rows: list[dict[str, Any]], ran: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the named cases, keep the rows of the others, and write both files."""
+    """Run the named cases, keep the rows of the others, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
     parser.add_argument("--seconds", type=float, default=30.0)
-    options = parser.parse_args()
-    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    options = parse(parser, __file__, table)
+    rows: list[dict[str, Any]] = list(earlier(__file__, "rows"))
     for device in options.devices:
         for case in options.cases:
             new = front(case, device, options.seconds)
@@ -222,8 +219,7 @@ def main() -> None:
                 key=lambda row: (list(CASES).index(row["case"]), DEVICES.index(row["device"]), BUDGETS.index(row["budget"]))
             )
             ran = {"hardware": hardware(), "versions": versions("torch", "transformers"), "seconds": options.seconds}
-            RESULTS.write_text(json.dumps({**ran, "rows": rows}, indent=1) + "\n")
-            TABLE.write_text(page(rows, ran))
+            save(__file__, {**ran, "rows": rows})
 
 
 if __name__ == "__main__":

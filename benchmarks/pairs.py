@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fresh import ChildError, answer, child, digest, hardware, mib, publish, ran_on, results_of, versions
+from fresh import ChildError, answer, child, digest, hardware, mib, parse, ran_on, results_of, save, versions
 from steps import Variant, timed
 
 KEEP_ALL = "keep all"
@@ -145,7 +145,7 @@ def main(
     parser.add_argument("--without-ours", action="store_true", help="measure the other ways alone")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; the result is printed, not kept")
     parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, script, table)
     if options.child:
         quick, suite, row, reference, limit, rounds = options.child
         found = suites(bool(int(quick)))[suite]
@@ -174,7 +174,7 @@ def main(
                 print("\n".join(f"{name}: {row}: {line(v)}" for v in rows[row]), flush=True)
                 report["suites"][name] = {r: rows[r] for r in suite.pairs if r in rows}
                 if not options.quick:
-                    publish(script, report, table(report))
+                    save(script, report)
     if options.quick:
         print(table(report))
         return 0

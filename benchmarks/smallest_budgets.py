@@ -35,7 +35,6 @@ from solvers import GRAPHS, read
 from examples.gpt2 import build as build_example
 
 RESULTS = HERE / "results" / "smallest_budgets.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "smallest_budgets.md"
 EXAMPLE = "examples/gpt2.py"
 CLOSE = 0.005
 """How far above its floor a budget may be to count as close to it, as a share of the floor."""
@@ -101,7 +100,7 @@ def measure(step: str, graph: Graph) -> Row:
 
 
 def table(rows: list[Row], where: dict[str, str]) -> str:
-    """The page."""
+    """The results as Markdown."""
     close = sum(row.excess <= CLOSE for row in rows)
     lines = [
         "# Smallest budgets",
@@ -125,10 +124,10 @@ def table(rows: list[Row], where: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Measure, or write the table."""
+    """Measure, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of steps")
-    parser.add_argument("--table", action="store_true", help="only rewrite the table")
+    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
     options = parser.parse_args()
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "where": {}}
     rows = {row["step"]: Row(**row) for row in stored["rows"]}
@@ -144,7 +143,8 @@ def main() -> None:
             RESULTS.write_text(
                 json.dumps({"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}, indent=1) + "\n"
             )
-    TABLE.write_text(table(list(rows.values()), stored["where"]))
+    else:
+        print(table(list(rows.values()), stored["where"]), end="")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 GRAPHS = HERE / "graphs"
 RESULTS = HERE / "results" / "solvers.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "solvers.md"
 CAPTURED = ("bert", "gpt2_loss", "resnet50", "resnet50_split", "unet")
 UNTRIED = {
     "ResNet101": (1,),
@@ -178,7 +177,7 @@ def measure(suite: str, solver: str, name: str, graph: Graph, label: str, budget
 
 
 def table(points: list[Point], where: dict[str, str]) -> str:
-    """The Markdown page."""
+    """The results as Markdown."""
     beside = "one point at a time" if where["jobs"] == 1 else f"{where['jobs']} points side by side"
     lines = [
         "# Gaps of the default solver",
@@ -214,18 +213,18 @@ def table(points: list[Point], where: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Run the points and write the JSON and the table."""
+    """Run the points and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of graphs")
     parser.add_argument("--suite", nargs="*", choices=SUITES, default=list(SUITES))
     parser.add_argument("--solver", nargs="*", default=["auto"], help="names as `checkmate solvers` lists them")
     parser.add_argument("--time-limit", type=float, help="seconds a point, instead of those of each suite")
     parser.add_argument("--jobs", type=int, default=1, help="points side by side")
-    parser.add_argument("--table", action="store_true", help="only rewrite the table")
+    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
     options = parser.parse_args()
     if options.table:
         stored = json.loads(RESULTS.read_text())
-        TABLE.write_text(table([Point(**point) for point in stored["points"]], stored["where"]))
+        print(table([Point(**point) for point in stored["points"]], stored["where"]), end="")
         return 0
     points: list[Point] = []
     with ProcessPoolExecutor(options.jobs) as pool:
@@ -256,7 +255,6 @@ def main() -> int:
         points = sorted(rows.values(), key=lambda p: list(SUITES).index(p.suite))
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps({"where": where, "points": [asdict(p) for p in points]}, indent=1) + "\n")
-        TABLE.write_text(table(points, where))
     return 0
 
 

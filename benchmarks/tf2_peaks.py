@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import sys
 import time
@@ -24,14 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from fresh import answer, child, hardware, mib, ran_on, versions
+from fresh import answer, child, earlier, hardware, mib, parse, ran_on, save, versions
 
 from tests.tf2.budgets import BUDGETS
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-RESULTS = HERE / "results" / "tf2_peaks.json"
-TABLE = ROOT / "docs" / "benchmarks" / "tf2_peaks.md"
 PIECES = 6
 TOLERANCE = 0.02
 STEPS = 5
@@ -45,16 +40,15 @@ def main() -> int:
     parser.add_argument("--networks", nargs="+", default=list(BUDGETS))
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds that the searches of a point may take")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, __file__, table)
     if options.child:
         answer(CHILDREN[options.child[0]](*options.child[1:]))
         return 0
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["networks"] if RESULTS.exists() else {}
+    rows = earlier(__file__, "networks")
     for name in options.networks:
         rows[name] = run_network(name, options.time_limit)
         report = {"hardware": hardware(), "versions": versions("tensorflow", "keras"), "networks": rows}
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.write_text(table(report))
+        save(__file__, report)
     broken = [line for name in BUDGETS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
@@ -234,11 +228,11 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The page of the documentation."""
+    """The results as Markdown."""
     lines = [
         "# Planned and measured peaks in TensorFlow",
         "",
-        "Made by `benchmarks/tf2_peaks.py`; do not edit. Every row is a separate process. Peaks are MiB above the resident",
+        "Made by `benchmarks/tf2_peaks.py`. Every row is a separate process. Peaks are MiB above the resident",
         "memory; time is processor time divided by that of the step with control edges that keeps everything. *Live* is the peak",
         "of the plan, *forwarded* the same with outputs that reuse the buffer of an input without later readers, *requested* the",
         "peak in TensorFlow's own trace of requests, *measured* that of the allocator's chunks. *Identical* compares",

@@ -218,7 +218,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Below the floor of whole ops",
         "",
-        'Made by `benchmarks/torch_below_floor.py`; do not edit. Ours with `chunking="auto"`; peaks are MiB above the resident',
+        'Made by `benchmarks/torch_below_floor.py`. Ours with `chunking="auto"`; peaks are MiB above the resident',
         "memory, times are ratios to our own step that keeps everything, steps interleaved in one process that keeps freed",
         "memory. *Equal* counts the gradients, or updated parameters, that are equal to the bit; *error* is the largest of a",
         "gradient against float64, as a multiple of plain PyTorch's. *Overhead* is by the costs that the plan was made from, and",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, hardware, mib, publish, ran_on, versions
+from fresh import answer, child, digest, hardware, mib, parse, ran_on, save, versions
 
 GRAPHS = (1, 2, 3, 4, 6)
 SHARES = ("70%", "50%", "35%")
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds that planning may take")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, __file__, table)
     if options.child:
         graphs, budget, limit = options.child
         answer(run(int(graphs), budget, float(limit)))
@@ -43,10 +43,9 @@ def main() -> int:
                     found = child(__file__, str(graphs), budget, str(options.time_limit), CHECKMATE_CACHE=cache)
                 rows.append({"share": share, "parts": graphs, **(found if graphs > 1 else whole)})
     report = {"hardware": hardware(), "versions": versions("torch"), "time_limit_s": options.time_limit, "rows": rows}
-    page = table(report)
-    publish(__file__, report, page)
+    save(__file__, report)
     broken = broken_promises(rows)
-    print(page, *broken or ["all promises hold"], sep="\n")
+    print(table(report), *broken or ["all promises hold"], sep="\n")
     return bool(broken)
 
 
@@ -146,7 +145,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Graph breaks",
         "",
-        "Made by `benchmarks/torch_breaks.py`; do not edit. A language model of eight blocks in one graph, and broken into",
+        "Made by `benchmarks/torch_breaks.py`. A language model of eight blocks in one graph, and broken into",
         "several, which are planned as one step. MiB of the whole step; overhead and gap are of the whole step.",
         "",
         f"{ran_on(report)} Time limit {report['time_limit_s']:g} s.",

@@ -253,7 +253,7 @@ def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
     size = report["sizes"]
     model = [
-        "Made by `benchmarks/torch_chunked_loss.py`; do not edit. A Llama of transformers with a vocabulary of",
+        "Made by `benchmarks/torch_chunked_loss.py`. A Llama of transformers with a vocabulary of",
         f"{size['vocabulary']:,}, {size['sequences']} sequences of {size['length']:,} tokens, width {size['width']},"
         f" {size['layers']} layers.",
     ]

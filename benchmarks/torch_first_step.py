@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, earlier_models, hardware, publish, ran_on, versions
+from fresh import answer, child, earlier, hardware, parse, ran_on, save, versions
 
 VARIANTS = {
     "eager": "plain eager",
@@ -52,11 +52,11 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, __file__, table)
     if options.child:
         answer(two_steps(*options.child))
         return 0
-    rows = earlier_models(__file__)
+    rows = earlier(__file__)
     warm_up()
     for name in options.models:
         rows[name] = {}
@@ -74,7 +74,7 @@ def main() -> int:
             "versions": versions("torch", "transformers"),
             "models": {n: rows[n] for n in MODELS if n in rows},
         }
-        publish(__file__, report, table(report))
+        save(__file__, report)
     broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
@@ -175,7 +175,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Time to the first step",
         "",
-        "Made by `benchmarks/torch_first_step.py`; do not edit. Seconds from the call of `torch.compile` to the end of the",
+        "Made by `benchmarks/torch_first_step.py`. Seconds from the call of `torch.compile` to the end of the",
         "first and of the second training step, wall and processor time. Other jobs ran on the machine, so that the second",
         "is the one to compare. Ours has a budget of 60 %. *Cold*: empty caches, and kernels that an earlier plan has",
         "compiled, which takes half a minute once on a machine. *Cached*: a second process. Every run is a separate process,",

@@ -12,7 +12,6 @@ takes three more traces.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import sys
@@ -21,11 +20,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, hardware, ran_on, versions
+from fresh import answer, child, earlier, hardware, parse, ran_on, save, versions
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_fits.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_fits.md"
 LIMIT_S, LIMIT_BYTES = 60.0, 4 * 2**30
 LONGEST_S = 1500.0
 """Time limit of cases that look for the longest sequence."""
@@ -163,7 +159,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Fits: large models on GPUs that are not present",
         "",
-        "Made by `benchmarks/torch_fits.py`; do not edit. Nothing was run on a GPU: sizes come from shapes, and times are lower",
+        "Made by `benchmarks/torch_fits.py`. Nothing was run on a GPU: sizes come from shapes, and times are lower",
         "bounds from the device's profile. Seconds are those of `fits`, on a machine shared with other users; *load* is its",
         "load. *Memory* is the peak resident size of the process.",
         "",
@@ -206,11 +202,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, __file__, table)
     if options.child:
         answer(ask(options.child))
         return 0
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
+    rows = earlier(__file__, "cases")
     for name in options.cases:
         rows[name] = child(__file__, name)
         print(name, rows[name], flush=True)
@@ -219,8 +215,7 @@ def main() -> int:
             "versions": versions("torch", "transformers"),
             "cases": {n: rows[n] for n in CASES if n in rows},
         }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.write_text(table(report))
+        save(__file__, report)
     limited = [row for row in rows.values() if row.get("longest") is None]
     return int(any(row["cpu_s"] > LIMIT_S or row["max_resident_bytes"] > LIMIT_BYTES for row in limited))
 

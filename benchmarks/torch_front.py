@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import ROOT, by_model, mib, ran_on
+from fresh import by_model, mib, ran_on
 from models import WHOLE, build
 from steps import Variant, backward, beaten, best_at, by_backend, compiled_by_torch, observe, returned, timed
 
-FIGURES = ROOT / "docs" / "images"
 MODELS = (
     *("gpt2", "bert", "vit", "resnet50", "unet", "llama_4", "llama_6", "llama_8"),
     *(name + WHOLE for name in ("gpt2", "bert", "vit", "resnet50", "unet")),
@@ -43,7 +42,7 @@ FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": tuple(f / 10 for f in ran
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    return by_model(__file__, str(__doc__), MODELS, run=run, table=table, verdict=verdict, draw=draw)
+    return by_model(__file__, str(__doc__), MODELS, run=run, table=table, verdict=verdict)
 
 
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
@@ -193,7 +192,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Peak against step time in PyTorch",
         "",
-        "Made by `benchmarks/torch_front.py`; do not edit. All variants of a model ran in one process, their steps interleaved.",
+        "Made by `benchmarks/torch_front.py`. All variants of a model ran in one process, their steps interleaved.",
         "Peaks are MiB above the resident memory; time is the fastest of the rounds, as a ratio to our own step that keeps",
         "everything. *Ours at this peak* is the time of our fastest variant with at most this peak. *Right* compares loss,",
         "gradients and buffers, byte by byte: ours with keeping everything on the same backend, the others with eager mode",
@@ -206,8 +205,6 @@ def table(report: dict[str, Any]) -> str:
         keep = next(v for v in row["variants"] if v["name"] == "keep all")
         lines += [
             f"## {name}",
-            "",
-            f"![{name}: peak against time](../images/front_{name}.svg)",
             "",
             f"{row['ops']} ops; no plan needs less than {mib(row['floor_bytes'])}, the smallest peak found is "
             f"{mib(row['smallest_bytes'])}; keeping everything takes {keep['time_s']:.3f} s.{_tangents(name, row)}",
@@ -241,31 +238,6 @@ def _tangents(name: str, row: dict[str, Any]) -> str:
     if not name.endswith(WHOLE):
         return ""
     return f" The zero gradient of the logits needs {mib(row['tangent_bytes'])}; `{name.removesuffix(WHOLE)}` has none."
-
-
-def draw(name: str, row: dict[str, Any]) -> None:
-    """Peak against time, every variant a mark."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = name
-    import matplotlib.pyplot as plt
-
-    keep = next(v for v in row["variants"] if v["name"] == "keep all")
-    marks = {"ours": "o-", "knob": "s--", "checkpoint": "^", "selective": "v", "eager": "x"}
-    labels = {"ours": "ours", "knob": "activation_memory_budget", "checkpoint": "checkpoint per block"}
-    labels |= {"selective": "selective checkpoint per block", "eager": "eager"}
-    figure, ax = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for kind, mark in marks.items():
-        found = sorted((v for v in row["variants"] if v["kind"] == kind), key=lambda v: v["peak_bytes"])
-        xs, ys = [v["peak_bytes"] / 2**20 for v in found], [v["time_s"] / keep["time_s"] for v in found]
-        ax.plot(xs, ys, mark, label=labels[kind], zorder=3 if kind == "ours" else 2, markersize=5)
-    ax.set(title=name, xlabel="measured peak above what is resident, MiB", ylabel="time of a step over keeping all")
-    ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
-    FIGURES.mkdir(exist_ok=True)
-    figure.savefig(FIGURES / f"front_{name}.svg", metadata={"Date": None})
-    plt.close(figure)
 
 
 if __name__ == "__main__":

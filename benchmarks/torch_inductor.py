@@ -247,7 +247,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Plans compiled by Inductor",
         "",
-        "Made by `benchmarks/torch_inductor.py`; do not edit. All variants of a model ran in one process, their steps",
+        "Made by `benchmarks/torch_inductor.py`. All variants of a model ran in one process, their steps",
         "interleaved. Peaks are MiB above the resident memory; time is the fastest of the rounds, as a ratio to stock Inductor.",
         "*Ours at this peak* is the time of our fastest variant with at most this peak. *Error* is the largest difference of a",
         "gradient from stock Inductor's, divided by the largest entry of that gradient. *Right* compares loss, gradients and",

@@ -174,7 +174,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Whole steps compiled by Inductor",
         "",
-        "Made by `benchmarks/torch_inductor_whole.py`; do not edit. Peaks are MiB above the resident memory, which includes",
+        "Made by `benchmarks/torch_inductor_whole.py`. Peaks are MiB above the resident memory, which includes",
         "parameters and optimizer state; times are process times on one thread, the fastest of interleaved rounds, of a step",
         "that follows one of the same variant; the time to compile is that of the clock. *Stock* is `torch.compile` of the",
         "model and of AdamW's step; the budgets are shares of its peak. *Bits* compares losses, parameters, buffers and",

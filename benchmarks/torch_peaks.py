@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
 import sys
 import tempfile
 import time
@@ -24,11 +23,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, hardware, mib, ran_on, versions
+from fresh import answer, child, digest, earlier, hardware, mib, parse, ran_on, save, versions
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_peaks.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_peaks.md"
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
 """Budgets: this share of the way from the smallest feasible peak to keeping everything."""
 TOLERANCE = 0.01
@@ -40,20 +36,17 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, __file__, table)
     if options.child:
         answer(CHILDREN[options.child[0]](*options.child[1:]))
         return 0
     from models import MODELS
 
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
+    rows = earlier(__file__)
     for name in options.models or MODELS:
         rows[name] = run_model(name, options.time_limit)
         report = {"hardware": hardware(), "versions": versions("torch", "transformers"), "fractions": FRACTIONS, "models": rows}
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.parent.mkdir(parents=True, exist_ok=True)
-        TABLE.write_text(table(report))
+        save(__file__, report)
     broken = [line for name in MODELS for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
@@ -215,7 +208,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Planned and measured peaks in PyTorch",
         "",
-        "Made by `benchmarks/torch_peaks.py`; do not edit. Every row is a separate process. Peaks are MiB above the resident",
+        "Made by `benchmarks/torch_peaks.py`. Every row is a separate process. Peaks are MiB above the resident",
         "memory, time is the ratio of process time to keeping everything on the same backend. *Identical* compares loss,",
         "gradients, buffers and random state, byte by byte, with keeping everything.",
         "",

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import digest, earlier_models, hardware, mib, publish, ran_on, versions
+from fresh import digest, earlier, hardware, mib, parse, ran_on, save, versions
 
 SHARE = 0.8
 BUDGETS = ("60%", "80% of eager")
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
     parser.add_argument("--print-only", action="store_true", help="keep no results")
     parser.add_argument("--unchanged", action="store_true", help="run the scripts as `checkmate run` does; keep no results")
-    options = parser.parse_args()
+    options = parse(parser, __file__, table)
     options.print_only |= options.unchanged
     import transformers  # noqa: F401 - once, before the processes are forked
     from counting_allocator import counting_allocator
@@ -74,7 +74,7 @@ def main() -> int:
 
     counting_allocator()
     load_kernels()
-    rows = {} if options.print_only else earlier_models(__file__)
+    rows = {} if options.print_only else earlier(__file__)
     for row in rows.values():
         classify(row)
     for name in options.scripts or SCRIPTS:
@@ -88,7 +88,7 @@ def main() -> int:
                 "time_limit_s": options.time_limit,
                 "models": {n: rows[n] for n in SCRIPTS if n in rows},
             }
-            publish(__file__, report, table(report))
+            save(__file__, report)
     missing = [f"{n}: not run" for n in SCRIPTS if n not in rows and not options.scripts]
     broken = missing + broken_promises({n: rows[n] for n in SCRIPTS if n in rows})
     print("\n".join(broken) or "all promises hold")
@@ -462,7 +462,7 @@ def table(report: dict[str, Any]) -> str:
     page = [
         "# Public training scripts",
         "",
-        "Made by `benchmarks/torch_scripts.py`; do not edit. Loops of public training scripts, in the shape of their sources,",
+        "Made by `benchmarks/torch_scripts.py`. Loops of public training scripts, in the shape of their sources,",
         "with small models, random weights and data; the one line changed is `torch.compile(model, backend='checkmate')`. Each",
         "run is a fresh process with an empty cache. Peaks are of everything that PyTorch allocates in the process: tracing,",
         "measuring, planning, optimizer state and evaluations included. After a budget stand the peaks of the first, the second",

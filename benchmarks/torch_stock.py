@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import ChildError, answer, child, digest, earlier_models, hardware, mib, publish, ran_on, versions
+from fresh import ChildError, answer, child, digest, earlier, hardware, mib, parse, ran_on, save, versions
 
 BUDGETS = ("100%", "60%", "40%")
 STEPS = 4
@@ -45,14 +45,14 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
     parser.add_argument("--cache", help="folder for measured costs, kernels and plans; a new one by default")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, __file__, table)
     if options.child:
         name, budget, limit = options.child
         answer(run(name, budget, float(limit)))
         return 0
     from stock_models import MODELS
 
-    rows = earlier_models(__file__)
+    rows = earlier(__file__)
     cache = options.cache or tempfile.mkdtemp()
     for name in options.models or MODELS:
         rows[name] = {budget: _child(name, budget, options.time_limit, cache) for budget in BUDGETS}
@@ -63,7 +63,7 @@ def main() -> int:
             "time_limit_s": options.time_limit,
             "models": {n: rows[n] for n in MODELS if n in rows},
         }
-        publish(__file__, report, table(report))
+        save(__file__, report)
     broken = [f"{n}: not run" for n in MODELS if n not in rows]
     broken += [f"{n} at {b}: {why}" for n in MODELS if n in rows for b in BUDGETS for why in broken_promises(rows[n], b)]
     print("\n".join(broken) or "all promises hold")
@@ -278,7 +278,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Unmodified models",
         "",
-        "Made by `benchmarks/torch_stock.py`; do not edit. Each model as its package installs it, with random weights, in the",
+        "Made by `benchmarks/torch_stock.py`. Each model as its package installs it, with random weights, in the",
         "call that its documentation shows; what it returns is held until the next step assigns its own. Every run is a fresh",
         "process with four steps. MiB are of everything that a step takes: parameters, data, gradients, activations, the loss,",
         "eager code. Loss, gradients, buffers and random state after every step were compared with those of `100%`, byte by",

@@ -194,7 +194,7 @@ def table(report: dict[str, Any]) -> str:
     """The results as Markdown."""
     size = report["sizes"]
     model = [
-        "Made by `benchmarks/torch_tiled_mlp.py`; do not edit. One transformer block of width",
+        "Made by `benchmarks/torch_tiled_mlp.py`. One transformer block of width",
         f"{size['width']} with a gated MLP of {size['inner']:,}; forward, loss and backward.",
     ]
     about = {

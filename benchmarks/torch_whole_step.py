@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -23,11 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, hardware, mib, ran_on, versions
+from fresh import answer, child, digest, earlier, hardware, mib, parse, ran_on, save, versions
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_whole_step.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_whole_step.md"
 CASES = {"gpt2_small": 0.5, "gpt2": 0.4, "resnet50": None}
 """Name -> share of eager's peak that is promised: without a budget for the small one, else with one."""
 
@@ -43,12 +39,12 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, __file__, table)
     if options.child:
         name, kind, limit = options.child
         answer(run(name, kind, float(limit)))
         return 0
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
+    rows = earlier(__file__, "cases")
     for name in options.cases or CASES:
         rows[name] = {}
         for kind in OPTIMIZERS:
@@ -59,8 +55,7 @@ def main() -> int:
             "versions": versions("torch", "transformers"),
             "cases": {n: rows[n] for n in CASES if n in rows},
         }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.write_text(table(report))
+        save(__file__, report)
     broken = [line for name in CASES for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
@@ -164,7 +159,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# The optimizer inside the step",
         "",
-        "Made by `benchmarks/torch_whole_step.py`; do not edit. Peaks are MiB above the resident memory, which includes",
+        "Made by `benchmarks/torch_whole_step.py`. Peaks are MiB above the resident memory, which includes",
         "parameters and optimizer state; times are process times on one thread, the fastest of four rounds in which all steps",
         "alternated.",
         "*Bits* compares losses, parameters, buffers and optimizer state after three steps with eager mode.",

@@ -1,6 +1,6 @@
 """Architectures of transformers under a budget: bits, planned and measured peaks, each in a fresh process.
 
-The check is that of `tests/torch/test_zoo.py`; this script writes what it found as a table. Exit status 1 if a promise breaks.
+The check is that of `tests/torch/test_zoo.py`; this script keeps the results. Exit status 1 if a promise breaks.
 
     python benchmarks/torch_zoo.py [--models gpt2 vit]
 
@@ -10,7 +10,6 @@ Models that are not named keep their rows of the last run.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import sys
@@ -19,11 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from fresh import ChildError, answer, child, hardware, ran_on, versions
-
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "torch_zoo.json"
-TABLE = HERE.parent / "docs" / "benchmarks" / "torch_zoo.md"
+from fresh import ChildError, answer, child, earlier, hardware, parse, ran_on, save, versions
 
 
 def main() -> int:
@@ -31,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, __file__, table)
     from tests.torch.zoo import ZOO, as_row, check
 
     if options.child:
@@ -41,7 +36,7 @@ def main() -> int:
         except Exception as error:  # noqa: BLE001 - what fails is a row of the table, with its cause
             answer(_failed(options.child, f"{type(error).__name__}: {error}"))
         return 0
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["models"] if RESULTS.exists() else {}
+    rows = earlier(__file__)
     for name in options.models or ZOO:
         try:
             rows[name] = child(__file__, name)
@@ -53,8 +48,7 @@ def main() -> int:
             "versions": versions("torch", "transformers"),
             "models": {n: rows[n] for n in ZOO if n in rows},
         }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-        TABLE.write_text(table(report))
+        save(__file__, report)
     broken = [n for n, row in rows.items() if row.get("error") or not all(p["holds"] for p in row["points"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
@@ -72,7 +66,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         "# Architectures under a budget",
         "",
-        "Made by `benchmarks/torch_zoo.py`; do not edit. Small models of `transformers` with random weights and their default",
+        "Made by `benchmarks/torch_zoo.py`. Small models of `transformers` with random weights and their default",
         'dropout, at `"70%"` of the step, counted above parameters, batch, gradients and held outputs, and at the',
         "smallest budget found. *Bits* compares loss, gradients, buffers and random state of two steps with keeping",
         "everything on the same backend. Sizes are KiB above the resident memory; every row is a test of",

@@ -1,4 +1,4 @@
-"""Make `docs/benchmarks/gpu.md` from the results of `run.py`; what was not measured says so.
+"""Print the results of `run.py` as Markdown; what was not measured says so.
 
 python benchmarks/gpu/page.py [FOLDER]
 """
@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from run import CLOCK, KINDS, MODELS, PARTS, fastest_within, read, verdict
 
-PAGE = HERE.parents[1] / "docs" / "benchmarks" / "gpu.md"
 PREDICTED = HERE / "predicted.json"
 NOT_MEASURED = "not measured"
 TITLES = {
@@ -45,10 +44,9 @@ ABOUT = {
 
 
 def main() -> int:
-    """Write the page."""
+    """Print the page."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results"
-    PAGE.write_text(page({part: known for part in PARTS if (known := read(folder, part)) is not None}))
-    print(f"wrote {PAGE}")
+    print(page({part: known for part in PARTS if (known := read(folder, part)) is not None}))
     return 0
 
 
@@ -58,8 +56,7 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
     lines = [
         "# Measurements on a GPU",
         "",
-        "Made by `benchmarks/gpu/page.py` from what `python benchmarks/gpu/run.py` left; do not edit. What they mean:",
-        "[what a GPU adds](../explanation/what-a-gpu-adds.md).",
+        "From the results of `python benchmarks/gpu/run.py`. What they mean: `docs/explanation/what-a-gpu-adds.md`.",
         "",
         f"{len(done)} of {len(PARTS)} parts were measured{'' if done else ': no GPU has been at hand'}.",
         "",

@@ -14,7 +14,6 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCS = ROOT / "docs" / "benchmarks"
 
 
 def where() -> dict[str, str]:
@@ -28,19 +27,6 @@ def said(stored: dict[str, Any]) -> str:
     """Machine and versions in words."""
     at = stored["where"]
     return f"{at['cpu']}, Python {at['python']}, HiGHS {at['highspy']}, OR-Tools {at['ortools']}."
-
-
-def save(name: str, stored: dict[str, Any], page: str, *, quick: bool) -> None:
-    """Write the JSON and the page; a quick run is only shown, so that it replaces no full one."""
-    print(page)
-    if not quick:
-        (RESULTS / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
-        (DOCS / f"{name}.md").write_text(page)
-
-
-def load(name: str) -> dict[str, Any]:
-    """The JSON of the committed run."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
@@ -59,24 +45,26 @@ Stored = dict[str, Any]
 
 
 def run(name: str, about: str | None, page: Callable[[Stored], str], measure: Callable[[bool], Stored]) -> int:
-    """The command line of a paper's script: measure and write the JSON and the page, or the page alone.
+    """The command line of a paper's script: measure, write the JSON and print its tables, or print those of the committed one.
 
     Args:
         name: Name of the paper's files.
         about: The script's docstring.
-        page: The Markdown page of a run.
+        page: The results as Markdown.
         measure: A run, a quick one if True.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less of it, with short limits; writes nothing")
-    parser.add_argument("--table", action="store_true", help="only rewrite the page")
+    parser.add_argument("--quick", action="store_true", help="less of it, with short limits; replaces no full run")
+    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
     options = parser.parse_args()
+    path = RESULTS / f"{name}.json"
     if options.table:
-        stored = load(name)
-        save(name, stored, page(stored), quick=False)
+        print(page(json.loads(path.read_text())))
         return 0
     began = time.perf_counter()
     stored = {"where": where(), **measure(options.quick)}
     stored["seconds"] = round(time.perf_counter() - began)
-    save(name, stored, page(stored), quick=options.quick)
+    print(page(stored))
+    if not options.quick:
+        path.write_text(json.dumps(stored, indent=1) + "\n")
     return 0

@@ -12,7 +12,7 @@ from checkmate.solvers.session import Session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSearchParameters:
-    """Parameters of `LocalSearch`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+    """Parameters of `LocalSearch`.
 
     Attributes:
         work: Sequences times ops that are worth trying: decoding takes time in proportion to the ops, about a microsecond

@@ -52,14 +52,14 @@ PHASES: Mapping[Phase, float] = {
 }
 """Share of the time left, and of a minute at most (`AutoParameters.horizon_s`), that a phase may take when it begins.
 
-Most phases end earlier, by the work that they are given. Chosen on the graphs of ``docs/benchmarks/solvers.md``; how much each
-matters is in ``docs/benchmarks/solver_parameters.md``. The final search takes what they leave.
+Most phases end earlier, by the work that they are given. Chosen on the graphs of ``benchmarks/solvers.py``. The final search
+takes what they leave.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoParameters:
-    """Parameters of `Auto` beside `PHASES`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+    """Parameters of `Auto` beside `PHASES`.
 
     Attributes:
         patience: Orders, or final searches, without gain after which to stop. Gains get rarer, and the time is the user's.

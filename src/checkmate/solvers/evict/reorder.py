@@ -30,7 +30,7 @@ from checkmate.solvers.evict.instance import Floats, Ints, rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReorderParameters:
-    """Parameters of `reorder`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+    """Parameters of `reorder`.
 
     Attributes:
         moves: Most moves tried.

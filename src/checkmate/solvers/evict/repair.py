@@ -62,8 +62,6 @@ class Repaired(NamedTuple):
 class RuinParameters(NamedTuple):
     """Choices of `ruin_and_repair`, drawn uniformly in each iteration. Chosen on the graphs of ``benchmarks/graphs``.
 
-    How much each matters: ``docs/benchmarks/solver_parameters.md``.
-
     Attributes:
         most_values: Most values whose intervals one iteration clears; a third of the evicted ones on small plans.
         window_share: Longest window of stages to clear, as one part in so many of all stages.

@@ -40,7 +40,7 @@ class Noise(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleParameters:
-    """Parameters of `low_order`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+    """Parameters of `low_order`.
 
     Attributes:
         tries: Most orders made.

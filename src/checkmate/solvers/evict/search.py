@@ -55,7 +55,7 @@ class Greedy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionSearchParameters:
-    """Parameters of `Search`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+    """Parameters of `Search`.
 
     Attributes:
         attempts: Greedy plans, made one after another. No exponent is best on all graphs, and each plan takes little
@@ -73,7 +73,7 @@ class EvictionSearchParameters:
         slots: Intervals of absence that a value can have, which limits how often it is computed again for a later stage. Each
             takes 8 bytes a value in each of three codes.
         stretch: Longest plan, as a multiple of the number of ops; a code that decodes to more counts as no plan. Of the plans of
-            ``docs/benchmarks/solvers.md`` the longest computes 8.6 times as many ops as its graph has, a unit chain of 32
+            ``benchmarks/solvers.py`` the longest computes 8.6 times as many ops as its graph has, a unit chain of 32
             layers at 3 % of its range of budgets (`build_scratch` adds room for small graphs), the next longest 4.6 times.
         checks: How often `improve` looks at the clock and lowers the temperature.
         least_decodes: Fewest sequences between two looks.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartParameters:
-    """Parameters of `starts`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+    """Parameters of `starts`.
 
     Attributes:
         lower: A scheduled order is used if its peak is below this share of the given one's: a search takes the same

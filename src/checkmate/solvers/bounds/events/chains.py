@@ -36,8 +36,6 @@ from checkmate.solvers.bounds.events.relaxation import relax
 class ChainParameters:
     """Parameters of `EventChains`.
 
-    How much each matters: ``docs/benchmarks/solver_parameters.md``.
-
     Attributes:
         tried: Ops that are bounded alone, evenly spread: a cut takes a millisecond on 700 ops.
         candidates: Candidates, of these the ones that prove most and more than their neighbours, on a longest chain or beside it.

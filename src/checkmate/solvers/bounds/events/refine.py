@@ -33,8 +33,6 @@ Prove = Callable[[float, bool], None]
 class RefinementParameters:
     """Parameters of the choice of events and of the programs' limits.
 
-    How much each matters: ``docs/benchmarks/solver_parameters.md``.
-
     Attributes:
         candidates: Events of each plan that are tried alone. A linear program of one event takes from milliseconds to 1.7 s
             (9,000 ops), and which event proves most is not known before.

@@ -33,8 +33,6 @@ from checkmate.solvers.bounds.events.event_cuts import CutProgram
 class RelaxationParameters:
     """Parameters of `relax`.
 
-    How much each matters: ``docs/benchmarks/solver_parameters.md``.
-
     Attributes:
         least_rows: Rows of longer segments up to which a program is solved with all of them at once, which takes less time.
         least_gain: Share of the distance from the bound to what is enough that a round has to gain.

@@ -65,7 +65,7 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResequenceParameters:
-    """Parameters of `Resequencing`. How much each matters: ``docs/benchmarks/solver_parameters.md``.
+    """Parameters of `Resequencing`.
 
     Attributes:
         moves: Moves tried, for each op of the graph.
