@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def where() -> dict[str, str]:
     """Machine and versions."""
-    packages = ("highspy", "numba", "numpy", "ortools", "checkmate-remat")
+    packages = ("highspy", "numba", "numpy", "checkmate-remat")
     cpu = f"{os.cpu_count()} cores, {platform.machine()}"
     return {"cpu": cpu, "python": platform.python_version(), **{name: version(name) for name in packages}}
 
@@ -26,7 +26,7 @@ def where() -> dict[str, str]:
 def said(stored: dict[str, Any]) -> str:
     """Machine and versions in words."""
     at = stored["where"]
-    return f"{at['cpu']}, Python {at['python']}, HiGHS {at['highspy']}, OR-Tools {at['ortools']}."
+    return f"{at['cpu']}, Python {at['python']}, HiGHS {at['highspy']}."
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:

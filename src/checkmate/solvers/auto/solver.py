@@ -16,6 +16,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
+from checkmate.solvers.brute_force import BruteForce
 from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.session import Session
 
@@ -89,6 +90,11 @@ def _solve(run: Run, rounds: int) -> None:
     event = best_single(run, run.any_order, searches)
     if session.done or event is None:
         return
+    tiny = BruteForce(max_ops=phases.PARAMETERS.tiny_ops)
+    if len(session.problem.graph.ops) <= tiny.max_ops:
+        tiny.run(session.problem, session, run.begin(Phase.EVERY_SCHEDULE))
+        if session.done:
+            return
     if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
         chain = best_chain(run, searches, event) if run.folded.reorder else Chain([event])
         if session.done:

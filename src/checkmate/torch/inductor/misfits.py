@@ -43,7 +43,7 @@ def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compil
         )
         return None
     compiled = compile_by_inductor(gm, example_inputs, compilation)
-    if compiled is None:
+    if compiled is None and compilation.least_fused_bytes is not None:
         misfits.add(key, compilation.least_fused_bytes)
     return compiled
 
