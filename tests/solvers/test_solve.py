@@ -415,8 +415,6 @@ def test_problems_that_mean_nothing_are_refused():
         Problem(chain(), "lots")
     with pytest.raises(OptionError, match="recompute="):
         Problem(chain(), 100, recompute="some")
-    with pytest.raises(OptionError, match="is not an engine"):
-        checkmate.Milp(backend="gurobi")
 
 
 def test_min_budget_finds_a_plan_at_its_peak_and_names_the_binding_op():

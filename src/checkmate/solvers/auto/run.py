@@ -88,10 +88,6 @@ class Run:
         enough = self.session.cost * (1 - self.session.limits.gap)
         return min(self.best_share(), (enough - self.fold.original.cost) / self.once + _TOLERANCE)
 
-    def enough_cost(self) -> float:
-        """The cost of a plan of the folded graph from which on the gap is met."""
-        return self.session.bound / (1 - self.session.limits.gap) - self.fold.original.cost + self.graph.cost
-
     def known_share(self) -> float:
         """The best bound for any order, as a share."""
         return (self.session.bound - self.fold.original.cost) / self.once

@@ -119,17 +119,6 @@ def add_interval(code, value, start, stop):
 
 
 @kernel
-def cross_stages(a, b, first, last, child):
-    """Fill an empty code with the intervals of ``b`` in the stages ``first`` to ``last``, and those of ``a`` in all others."""
-    for v in range(len(a.used)):
-        for k in range(a.used[v]):
-            add_interval(child, v, a.low[v, k], min(a.high[v, k], first - 1))
-            add_interval(child, v, max(a.low[v, k], last + 1), a.high[v, k])
-        for k in range(b.used[v]):
-            add_interval(child, v, max(b.low[v, k], first), min(b.high[v, k], last))
-
-
-@kernel
 def decode(g, w, code):
     """Sequence of an eviction code: each stage computes its target, and before it, depth first, whatever is missing.
 

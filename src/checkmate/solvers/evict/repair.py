@@ -183,48 +183,6 @@ def relieve(g, w, code, best, settings, random):
             w.stuck[stage] = 1
 
 
-@kernel
-def _same_row(a, b, v):
-    same = a.used[v] == b.used[v]
-    for q in range(a.used[v] if same else 0):
-        same = same and a.low[v, q] == b.low[v, q] and a.high[v, q] == b.high[v, q]
-    return same
-
-
-@kernel
-def adopt_rows(g, w, code, other, trial, settings, random):
-    """Give each value in turn the intervals that another code has for it, where that and a repair make the plan cheaper.
-
-    Args:
-        g: The instance.
-        w: The scratch arrays.
-        code: Code of a plan within the budget, changed in place.
-        other: The other code.
-        trial: Working space.
-        settings: How to evict. The cutoff is the cost of the plan.
-        random: State of the random numbers; drawn from only with noise.
-
-    Returns:
-        The cost of the plan after that.
-    """
-    cheapest = settings.cutoff
-    for v in range(len(code.used)):
-        if _same_row(code, other, v):
-            continue
-        _copy(code, trial)
-        _copy_row(other, v, trial)
-        below = RepairSettings(
-            settings.budget, settings.duration_exponent, settings.noise, settings.batch_fraction, cheapest, settings.rounds
-        )
-        found, cost, _, _ = repair(g, w, trial, below, random)
-        if found:
-            cheapest = cost
-            _copy(trial, code)
-        if w.time_up[0] != 0:
-            break
-    return cheapest
-
-
 class Improved(NamedTuple):
     """Where `ruin_and_repair` stands; given back to it, it goes on.
 

@@ -31,7 +31,6 @@ from checkmate.solvers.evict.repair import (
     Repaired,
     RepairSettings,
     RuinParameters,
-    adopt_rows,
     relieve,
     repair,
     ruin,
@@ -239,11 +238,6 @@ class Search:
             own[:] = given
         return self._repair(PARAMETERS.start_exponent, 0.0, 0.0)
 
-    def restart_from(self, code: Code) -> bool:
-        """As `start_from`, whatever the best plan so far cost."""
-        self.forget()
-        return self.start_from(code)
-
     def relieve(
         self, code: Code, exponent: float, noise: float, batch: float, cleared: RuinParameters | None = None
     ) -> tuple[float, list[int]]:
@@ -297,22 +291,6 @@ class Search:
         other = Search(self.problem, on_demand, seed, stages, self._time_up, given=self._given)
         other.start_from_order(order)
         return other
-
-    def adopt(self, code: Code) -> bool:
-        """Give each value in turn the intervals that a code has for it, where that makes the best plan cheaper.
-
-        Args:
-            code: The code; left as it is.
-
-        Returns:
-            Whether it did for any.
-        """
-        if not math.isfinite(self.best_cost):
-            return False
-        before = self.best_cost
-        settings = self._settings(PARAMETERS.start_exponent, 0.0, 0.0)
-        self.best_cost = adopt_rows(self.instance, self._scratch, self._best, code, self._trial, settings, self._random)
-        return self.best_cost < before
 
     def improve(self, decodes: int, temperature: float, out_of_time: Callable[[], bool]) -> bool:
         """Ruin and repair from the best plan for a given amount of work.

@@ -64,7 +64,6 @@ class Start(NamedTuple):
 @cache
 def load_kernels() -> None:
     """Compile the kernels of orders and searches, which takes half a minute once, or load them, which takes a second."""
-    from checkmate.solvers.evict.decode import cross_stages
     from checkmate.solvers.evict.repair import RuinParameters
     from checkmate.solvers.evict.sequences.resequence import Resequencing
 
@@ -78,7 +77,6 @@ def load_kernels() -> None:
         search.improve(8, 0.0, lambda: False)
         code = search.best()[1]
         search.relieve(code, 0.0, 0.0, 1.0, RuinParameters())
-        cross_stages(code, code, 0, 1, search.empty_code())
         Resequencing(problem).anneal(search.order(), 0)
 
 

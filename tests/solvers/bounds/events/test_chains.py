@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import cache
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from msgspec import structs
 
-from checkmate import Graph, Problem
+from checkmate import BruteForce, Graph, Plan, Problem, Result, simulate, solve
 from checkmate.solvers.alarm import no_alarm
 from checkmate.solvers.backends import highs
 from checkmate.solvers.backends.highs import solve_linear
@@ -22,8 +24,30 @@ from checkmate.solvers.bounds.events.event_cuts import CutProgram, build_cuts
 from checkmate.solvers.bounds.events.min_cut import segment, single_event
 from checkmate.solvers.bounds.floor import floor
 from tests.solvers.bounds.events.test_event_cuts import some_chain, tight_problem
-from tests.solvers.bounds.events.test_tight_event import solved, tight_chain
 from tests.solvers.chains import uneven_chain
+
+
+def tight_chain(rng: random.Random) -> Problem:
+    """A training chain, some of whose ops run once, at a budget of little more than the smallest."""
+    graph = uneven_chain(rng, rng.randint(4, 6))
+    ops = [structs.replace(op, recomputable=op.phase == "forward" and rng.random() < 0.95) for op in graph.ops]
+    graph = structs.replace(graph, ops=tuple(ops))
+    own = simulate(graph, Plan.from_order(graph, range(len(graph.ops)))).peak_bytes
+    low = min(floor(graph).peak_bytes, own)
+    return Problem(graph, rng.randint(low, (2 * low + own) // 3), recompute=rng.choice(["all", "forward"]))
+
+
+@cache
+def solved() -> list[tuple[int, Problem, Result]]:
+    """Problems and their optima: small graphs of any kind, with replay states, and longer chains without."""
+    found: list[tuple[int, Problem, Result]] = []
+    for seed in range(500):
+        rng, small = random.Random(seed), seed % 5 < 3
+        problem = tight_problem(rng, training=0.9, most_ops=(6, 7)) if small else tight_chain(rng)
+        result = solve(problem, BruteForce(max_ops=13), raise_on_failure=False)
+        if isinstance(result, Result) and result.gap == 0:
+            found.append((seed, problem, result))
+    return found
 
 
 def sum_of_segments(model: CutModel, events: list[int]) -> float:
