@@ -78,11 +78,11 @@ def steps(only: list[str] | None) -> Iterator[tuple[str, Graph]]:
             yield name, read(name)
     if only is None or EXAMPLE in only:
         model, loss, example = build_example()
-        yield EXAMPLE, checkmate.torch.capture(model, loss, example=example, costs="flops")  # pyright: ignore[reportArgumentType]
+        yield EXAMPLE, checkmate.torch.capture(model, loss, example=example, costs="estimated")  # pyright: ignore[reportArgumentType]
     for name in MODELS:
         if only is None or f"{name} step" in only:
             case = build(name)
-            yield f"{name} step", checkmate.torch.capture(case.model, example=case.batch, costs="flops")
+            yield f"{name} step", checkmate.torch.capture(case.model, example=case.batch, costs="estimated")
 
 
 def measure(step: str, graph: Graph) -> Row:

@@ -67,14 +67,6 @@ def test_resident_bytes_are_weights_slots_and_batch(graph):
     assert 0 <= graph.resident_bytes - (3 * weights + X.nbytes + Y.nbytes) < 4096
 
 
-def test_estimated_costs_have_an_earlier_name(graph):
-    """Programs that say `bytes` get the same graph, not an error."""
-    optimizer = keras.optimizers.AdamW(1e-3, weight_decay=0.1)
-    earlier = checkmate.tf2.capture(net(), "sparse_categorical_crossentropy", optimizer, X, Y, costs="bytes")
-    assert [op.cost for op in earlier.ops] == [op.cost for op in graph.ops]
-    assert all(op.workspace_bytes == 0 for op in earlier.ops)
-
-
 def test_steps_run_in_threads():
     """The scope without Grappler is the calling thread's own."""
 

@@ -21,7 +21,7 @@ from checkmate.torch.backend import compile_graph
 from checkmate.torch.compilation.compilation import Hooks
 from checkmate.torch.options import Options
 
-OPTIONS = {"budget": "60%", "time_limit_s": 2, "costs": "flops"}
+OPTIONS = {"budget": "60%", "time_limit_s": 2, "costs": "estimated"}
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def run(program: fx.GraphModule, tensors: list[torch.Tensor], **options: Any) ->
     """Loss, gradients and random state, and how much was computed again."""
     planned: list[Any] = []
     hooks = Hooks(planned=lambda capture, result: planned.append((capture, result)))
-    step = compile_graph(program, tensors, Options(costs="flops", **options), hooks)
+    step = compile_graph(program, tensors, Options(costs="estimated", **options), hooks)
     torch.manual_seed(0)
     (loss,) = step(*tensors)
     wanted = [t for t in tensors if t.requires_grad]

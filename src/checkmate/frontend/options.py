@@ -23,8 +23,8 @@ PlanSource = Plan | str | os.PathLike[str]
 """A plan, or the path of a file with a plan or a result."""
 
 
-CostSource = Literal["measured", "estimated", "bytes"]
-"""Where costs come from; ``"bytes"`` is the earlier name of ``"estimated"``."""
+CostSource = Literal["measured", "estimated"]
+"""Where costs come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,7 @@ def capture(
         input_spec: A batch of inputs, or its specification, as in `compile`.
         label_spec: A batch of labels, or its specification, as in `compile`.
         costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, estimates times from the
-            bytes that an op reads and writes, and takes workspace as 0 (``"bytes"``, the earlier name, means the same).
+            bytes that an op reads and writes, and takes workspace as 0.
 
     Raises:
         NotBuiltError: The model has no variables yet.

@@ -10,14 +10,12 @@ from typing import Any, Literal, get_args
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.units import Amount, parse_bytes
-from checkmate.frontend.options import PlanningOptions, PlanSource, check_choice, unknown_option
+from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource, check_choice, unknown_option
 from checkmate.solvers.session import Solver
 
 Compiler = Literal["eager", "inductor"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Outputs = Literal["held", "released"]
-CostSource = Literal["measured", "estimated", "flops"]
-"""Where costs come from; ``"flops"`` is the earlier name of ``"estimated"``."""
 Checkpoints = Literal["hints", "respected"]
 RanksMode = Literal["together", "alone"]
 Unplanned = Literal["error", "warn"]
@@ -58,8 +56,7 @@ class Options:
             Values that selective checkpointing must save are computed once in both cases.
         ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all
             of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans the graphs that it traces.
-        costs: ``"measured"`` on the device, or ``"estimated"`` by a roofline model, without workspace (``"flops"``, the earlier
-            name, means the same).
+        costs: ``"measured"`` on the device, or ``"estimated"`` by a roofline model, without workspace.
         unplanned: What happens if nothing of a call is planned although a budget is given, because Dynamo makes no graph of it:
             with ``"error"`` the first call raises `NothingPlannedError`, with ``"warn"`` it logs a warning and runs as it is.
         chunking: Whether ops on large tensors may run piece by piece, such as the head of a language model with its loss, so

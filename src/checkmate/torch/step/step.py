@@ -361,7 +361,7 @@ def capture(
         outputs: Whether the prediction is held until the backward is over.
         reserve: Memory to leave free.
         costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, and the graph then has no
-            workspace (``"flops"``, the earlier name, means the same).
+            workspace.
         chunking: ``"auto"`` or ``"exact"`` for the graph in which those regions run piece by piece that make the smallest peak
             lower: for `min_budget`, `pareto` and reports. `compile` takes no plan of it: it chooses regions by the budget.
         device: A device that need not be present: a name (``"H100"``), a profile or the path of a file with one. The step is
