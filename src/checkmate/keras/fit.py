@@ -44,7 +44,7 @@ class PlannedFit:
     """A model whose `fit` keeps a budget. Create one with `fit_within`.
 
     As a context manager it calls `undo` at the end of the block. On PyTorch, where a step can be several graphs, `results` is
-    empty and the bytes are None; `checkmate.torch.explain` describes such a step.
+    empty and the bytes are None; `checkmate.torch.last_plan` has the plan of such a step.
 
     Attributes:
         model: The model.

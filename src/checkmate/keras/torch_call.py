@@ -45,7 +45,7 @@ class CompiledCall:
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """Empty: `checkmate.torch.explain` describes a step of PyTorch, which can be several graphs."""
+        """Empty: `checkmate.torch.last_plan` has the plan of a step of PyTorch, which can be several graphs."""
         return ()
 
     @property

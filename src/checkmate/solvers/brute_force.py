@@ -23,7 +23,8 @@ class _State(NamedTuple):
 class BruteForce:
     """Exact for any order and any number of recomputations, by Dijkstra's algorithm over sets of computed ops and live values.
 
-    It knows every rule of a graph, views and random states included, and shares no code with other solvers.
+    It knows every rule of a graph, views and random states included, and shares no code with the searches and bounds of other
+    solvers. `Auto` runs it on tiny graphs.
 
     Attributes:
         max_ops: Larger graphs are refused.

@@ -25,7 +25,7 @@ class BudgetPlugin(TorchDynamoPlugin):
 
     Args:
         budget: The memory that a training step may take: ``"8GiB"`` or a number of bytes, or a share such as ``"70%"``. None:
-            that of the environment variable ``CHECKMATE_BUDGET``, or the memory of the device.
+            that of the environment variable ``CHECKMATE_BUDGET``; without it everything is kept.
         dynamic: As in `torch.compile`. The settings of ``accelerate launch`` for other backends are not used.
         **options: Further options of the backend, such as ``time_limit_s``.
 

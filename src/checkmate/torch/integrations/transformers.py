@@ -35,7 +35,7 @@ class BudgetCallback(TrainerCallback):
 
     Args:
         budget: The memory that a training step may take, optimizer state included: ``"8GiB"`` or a number of bytes, or a share
-            such as ``"70%"``. None: that of the environment variable ``CHECKMATE_BUDGET``, or the memory of the device.
+            such as ``"70%"``. None: that of the environment variable ``CHECKMATE_BUDGET``; without it everything is kept.
         **options: Further options of the backend, such as ``time_limit_s``.
 
     Examples:
