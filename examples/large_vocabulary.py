@@ -33,7 +33,7 @@ class Loss(torch.nn.Module):
         return self.net(input_ids=ids, labels=ids).loss
 
 
-def compiled(chunking: str, budget: str = BUDGET) -> tuple[Loss, torch.Tensor, checkmate.torch.TrainingStep]:
+def compiled(chunking: str, budget: str = BUDGET) -> tuple[Loss, torch.Tensor, checkmate.torch.Step]:
     """The model, its batch and its training step within the budget."""
     torch.manual_seed(0)
     model, ids = Loss(), torch.randint(VOCABULARY, (SEQUENCES, LENGTH))

@@ -40,7 +40,9 @@ def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 KERNELS = """
 from checkmate.solvers.evict import starts
+from checkmate.solvers.states import exploration
 starts.load_kernels()
+exploration.load_kernels()
 """
 COMPILING = pytest.StashKey[tuple[Path, subprocess.Popen[bytes]]]()
 """The process that compiles the kernels, and a file that it holds locked; only where several processes run the tests."""

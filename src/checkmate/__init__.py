@@ -31,6 +31,7 @@ from checkmate.core.validate import Violation, validate
 from checkmate.cost.device import Device, device_names, load_device
 from checkmate.frontend import last_resort
 from checkmate.solvers import (
+    AStar,
     Auto,
     BruteForce,
     ChenGreedy,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # loaded at their first use; editors complete their names and
 __version__ = "0.1.0"
 
 __all__ = [
+    "AStar",
     "AffineGraph",
     "Auto",
     "BruteForce",

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 from checkmate import (
+    AStar,
     Auto,
     BruteForce,
     ChenGreedy,
@@ -37,6 +38,7 @@ HEURISTICS = (KeepAll(), LocalSearch(decodes=200), Auto(rounds=2), Milp())
 METHODS = (
     *(kind(points) for kind in (ChenSqrtN, ChenGreedy, Griewank) for points in ("articulation", "linearized")),
     LpRounding(samples=2, shares=(1.0, 0.8)),
+    AStar(max_states=1 << 16),
 )
 """Methods to compare with. Most are made for training graphs and find plans of those only."""
 

@@ -17,22 +17,26 @@ from benchmarks.generate import chain
 from checkmate import Auto, Limits, Problem, solve
 from checkmate.core.budget import keep_all_bytes
 from checkmate.solvers.evict import decode, price, reorder, repair, schedule
+from checkmate.solvers.states import exploration, kernel
 from checkmate.solvers.evict.starts import load_kernels
 
 def versions():
-    kernels = [k for module in (decode, price, repair, reorder, schedule) for k in vars(module).items()]
+    kernels = [k for module in (decode, price, repair, reorder, schedule, kernel) for k in vars(module).items()]
     return {name: len(k.signatures) for name, k in kernels if isinstance(k, Dispatcher)}
 
 # What only other kernels call has a version for each kind of constant argument where nothing was cached.
-called = ("seed_random", "decode", "measure", "repair", "ruin_and_repair", "anneal", "lowest_peak")
+called = (
+    "seed_random", "decode", "measure", "repair", "ruin_and_repair", "anneal", "lowest_peak", "begin", "expand"
+)
 load_kernels()
+exploration.load_kernels()
 before = versions()
 for layers, share in ((8, 0.6), (8, 0.9), (40, 0.5)):
     graph = chain(layers)
     solve(Problem(graph, int(share * keep_all_bytes(graph))), Auto(), limits=Limits(time_s=3, gap=0.0))
 assert versions() == before, (before, versions())
 # Ctrl-C during a kernel that returns a named tuple to Python ends the process by a segmentation fault.
-for module in (decode, price, repair, reorder, schedule):
+for module in (decode, price, repair, reorder, schedule, kernel):
     for name in set(called) & set(vars(module)):
         returned = [s.return_type for s in vars(module)[name].nopython_signatures]
         assert not any(isinstance(r, (NamedTuple, NamedUniTuple)) for r in returned), (name, returned)

@@ -1,5 +1,6 @@
 """Solvers: each a frozen dataclass of its options, in one file."""
 
+from checkmate.solvers.a_star import AStar
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.baselines.chen import ChenGreedy, ChenSqrtN
 from checkmate.solvers.baselines.griewank import Griewank
@@ -12,6 +13,7 @@ from checkmate.solvers.registry import available
 from checkmate.solvers.session import Session, Solver
 
 __all__ = [
+    "AStar",
     "Auto",
     "BruteForce",
     "ChenGreedy",

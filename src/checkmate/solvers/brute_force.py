@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,8 +23,7 @@ class _State(NamedTuple):
 class BruteForce:
     """Exact for any order and any number of recomputations, by Dijkstra's algorithm over sets of computed ops and live values.
 
-    It knows every rule of a graph, views and random states included, and shares no code with the searches and bounds of other
-    solvers. `Auto` runs it on tiny graphs.
+    It knows every rule of a graph, views and random states included, and shares no code with other solvers.
 
     Attributes:
         max_ops: Larger graphs are refused.
@@ -32,15 +31,14 @@ class BruteForce:
 
     max_ops: int = 7
 
-    def run(self, problem: Problem, session: Session, out_of_time: Callable[[], bool] | None = None) -> Termination:
-        """Search every schedule, until the session's time is up or a caller's is."""
+    def run(self, problem: Problem, session: Session) -> Termination:
+        """Search every schedule."""
         graph = problem.graph
         if len(graph.ops) > self.max_ops:
             return Termination(Reason.NOT_FOUND, detail=f"{len(graph.ops)} ops, and brute force stops at {self.max_ops}")
-        late = out_of_time or (lambda: session.left_s() <= 0)
-        found = _Exhaustive(problem).search(late)
+        found = _Exhaustive(problem).search(session)
         if found is None:
-            if late():
+            if session.left_s() <= 0:
                 return Termination(Reason.NOT_FOUND, limit="time")
             session.prove(float("inf"))
             return Termination(Reason.INFEASIBLE, detail="every schedule was tried")
@@ -69,7 +67,7 @@ class _Exhaustive:
         ]
         self.everything = (1 << len(graph.ops)) - 1
 
-    def search(self, late: Callable[[], bool]) -> tuple[int, list[int]] | None:
+    def search(self, session: Session) -> tuple[int, list[int]] | None:
         start = _State(0, (-1,) * len(self.graph.values), 0)
         best = {start: 0}
         came: dict[_State, tuple[_State, int]] = {}
@@ -83,7 +81,7 @@ class _Exhaustive:
                 state.storage[v] >= 0 for v, value in enumerate(self.graph.values) if value.kept
             ):
                 return cost, self._path(came, state)
-            if popped % 4096 == 4095 and late():
+            if popped % 4096 == 4095 and session.left_s() <= 0:
                 return None
             for op, following in self._moves(state):
                 reached = cost + (0 if op < 0 else self.graph.ops[op].cost)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from checkmate import BruteForce, Compute, Graph, Limits, Op, Plan, Problem, Value, simulate, solve, validate
+from checkmate import AStar, Auto, BruteForce, Compute, Graph, Limits, Op, Plan, Problem, Value, simulate, solve, validate
 from checkmate.solvers.reductions.fold_views import FoldViews, may_run_again
 from tests.solvers.bounds.proof import strict_ancestors
 from tests.strategies import graphs, random_graph
@@ -288,13 +288,14 @@ def test_what_the_end_keeps_is_a_reader():
 
 
 def test_priced_views_leave_the_optimum_what_it_is():
-    """`Auto`, on the folded problem, against brute force on the original."""
+    """Exact solvers, on the folded problem, against brute force on the original."""
     for graph in (step(2), step(2, early=2), step(2, early=2, order=((0, 4),)), step(1)):
         for budget in range(4, 16):
             exact = solve(Problem(graph, budget), BruteForce(), limits=Limits(gap=0.0), raise_on_failure=False)
-            result = solve(Problem(graph, budget), limits=Limits(time_s=5, gap=0.0), raise_on_failure=False)
-            assert result.cost == exact.cost
-            assert result.bound <= exact.bound
+            for solver in (AStar(), Auto()):
+                result = solve(Problem(graph, budget), solver, limits=Limits(time_s=5, gap=0.0), raise_on_failure=False)
+                assert result.cost == exact.cost
+                assert result.bound <= exact.bound
 
 
 @pytest.mark.parametrize("recompute", ["all", "forward"])

@@ -16,13 +16,14 @@ class Phase(StrEnum):
     PROVEN_SEARCH = "search within the gap"
     FIRST_SEARCH = "first search"
     SINGLE_EVENTS = "bounds of single events"
-    EVERY_SCHEDULE = "every schedule of a tiny graph"
+    FIRST_STATES = "search over states"
     CHAINS = "bounds of chains of events"
     SEQUENCES = "plans annealed as sequences"
     ANY_ORDER = "event cuts for any order"
     OWN_ORDER = "event cuts for the order of the search"
     ROUND_SEARCH = "search after event cuts"
     ANY_ORDER_AGAIN = "event cuts for any order, again"
+    STATES = "search over states, continued"
 
 
 PHASES: Mapping[Phase, float] = {
@@ -38,8 +39,8 @@ PHASES: Mapping[Phase, float] = {
     Phase.FIRST_SEARCH: 0.05,
     # Linear programs of one event each; at moderate budgets they close the gap, which ends the run.
     Phase.SINGLE_EVENTS: 0.2,
-    # A second on 13 ops, whose cuts leave a gap of 13 %.
-    Phase.EVERY_SCHEDULE: 0.25,
+    # A* on a graph that is small enough: it finds plans that no search finds, such as those of 31 fused ops at a tight budget.
+    Phase.FIRST_STATES: 0.05,
     # Cuts between the events that prove most, and linear programs of those that bind together.
     Phase.CHAINS: 0.25,
     # Orders and recomputations together: on random layered graphs it gains 2 to 9 %, on training steps 0.4 % at most.
@@ -52,6 +53,8 @@ PHASES: Mapping[Phase, float] = {
     Phase.ROUND_SEARCH: 0.25,
     # In later rounds, from the better events of the two kinds of cuts: the search has had its part.
     Phase.ANY_ORDER_AGAIN: 0.6,
+    # After one round, because it is all or nothing.
+    Phase.STATES: 0.8,
 }
 """Share of the time left, and of a minute at most (`AutoParameters.horizon_s`), that a phase may take when it begins.
 
@@ -83,7 +86,7 @@ class AutoParameters:
         clear_gap: Share of the session's gap. First plans that are proven within it are not searched any further.
         plans_for_events: Plans, beside keeping everything, whose peaks are candidates for events.
         first_share: Share of the time left in which the greedy plans of one start have to be made.
-        tiny_ops: Largest graph of which every schedule is tried.
+        max_states: Most states to store in A*, of about 100 bytes each: 400 MB.
         many_ops: Largest graph for programs of several events, and for other orders than those of the starts.
         horizon_s: Shares of `PHASES` are of so many seconds at most, so that a phase that does not help ends in time also
             where the limit is an hour, or there is none.
@@ -104,7 +107,7 @@ class AutoParameters:
     clear_gap: float = 0.2
     plans_for_events: int = 2
     first_share: float = 0.4
-    tiny_ops: int = 14
+    max_states: int = 1 << 22
     many_ops: int = 30_000
     horizon_s: float = 60.0
 

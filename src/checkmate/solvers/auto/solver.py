@@ -16,12 +16,12 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
-from checkmate.solvers.brute_force import BruteForce
 from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.session import Session
 
 if TYPE_CHECKING:
     from checkmate.solvers.auto.run import Run
+    from checkmate.solvers.states.exploration import Exploration
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,9 @@ def _solve(run: Run, rounds: int) -> None:
     event = best_single(run, run.any_order, searches)
     if session.done or event is None:
         return
-    tiny = BruteForce(max_ops=phases.PARAMETERS.tiny_ops)
-    if len(session.problem.graph.ops) <= tiny.max_ops:
-        tiny.run(session.problem, session, run.begin(Phase.EVERY_SCHEDULE))
-        if session.done:
-            return
+    exploration = _explore(run)
+    if session.done:
+        return
     if len(run.graph.ops) <= phases.PARAMETERS.many_ops:
         chain = best_chain(run, searches, event) if run.folded.reorder else Chain([event])
         if session.done:
@@ -102,7 +100,11 @@ def _solve(run: Run, rounds: int) -> None:
         searches[0] = search_orders(run, searches[0], run.until(Phase.SEQUENCES))
         if session.done:
             return
-        refine(run, searches, chain, rounds)
+        # A* may still close the gap; one round gives it a better plan, and so a lower limit.
+        under_way = exploration is not None and exploration.ended is None
+        refine(run, searches, chain, 1 if under_way else rounds)
+    if exploration is not None and not session.done:
+        exploration.run(run.begin(Phase.STATES))
     final_search(run, searches)
     best = min(searches, key=lambda search: search.best_cost)
     if best.order_bound > 0 and run.folded.reorder:
@@ -110,3 +112,17 @@ def _solve(run: Run, rounds: int) -> None:
         session.remark(
             f"given-order bound: no plan with its first computations, each of them read, has an overhead below {least:.5f}"
         )
+
+
+def _explore(run: Run) -> Exploration | None:
+    """Search the states of a small graph for a moment; None for graphs that it does not take."""
+    from checkmate.solvers.states.exploration import Exploration, load_kernels
+    from checkmate.solvers.states.packed_problem import pack
+
+    packed = pack(run.folded)
+    if isinstance(packed, str):
+        return None
+    run.session.prepare(load_kernels)
+    exploration = Exploration(run.fold, packed, run.session, phases.PARAMETERS.max_states)
+    exploration.run(run.begin(Phase.FIRST_STATES))
+    return exploration

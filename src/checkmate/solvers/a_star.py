@@ -1,0 +1,51 @@
+"""The exact optimum, or a bound, by best-first search over sets of live values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkmate.core.errors import OptionError
+from checkmate.core.problem import Problem
+from checkmate.core.result import Reason, Termination
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class AStar:
+    """Exact for any order and any number of recomputations, where few states are within reach.
+
+    A* (Hart, Nilsson and Raphael, 1968) over the values that are live. A move computes one op, after
+    dropping one of the smallest sets of values that make room for it; the cost of what must still run is the
+    estimate. States that cannot beat the best plan are never stored. Small graphs, and long chains with
+    room for few values, are solved; when the time or ``max_states`` ends the search, the least cost
+    of what it has not expanded is a proven bound.
+
+    Attributes:
+        max_states: Most states to store, of about 100 bytes.
+    """
+
+    max_states: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        if self.max_states < 1:
+            raise OptionError(f"max_states={self.max_states!r} must be one or more")
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        """Expand states in the order of the least cost of a plan through them.
+
+        A graph with more than 128 bits of state, views tied to a place or replay bytes is refused.
+        """
+        from checkmate.solvers.states.exploration import Exploration, load_kernels
+        from checkmate.solvers.states.packed_problem import pack
+
+        fold = FoldViews.of(problem.graph, priced=problem.reorder)
+        folded = fold.apply(problem)
+        packed = pack(folded)
+        if isinstance(packed, str):
+            return Termination(Reason.NOT_FOUND, detail=packed)
+        session.prepare(load_kernels)
+        exploration = Exploration(fold, packed, session, self.max_states)
+        exploration.run(lambda: session.left_s() <= 0)
+        reason = Reason.NOT_FOUND if session.cost is None else Reason.FEASIBLE
+        return exploration.ended or Termination(reason, limit="time")

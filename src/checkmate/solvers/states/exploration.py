@@ -1,0 +1,144 @@
+"""A best-first search over states, as an object that can be continued where it stopped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from checkmate.core.graph import Graph
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Reason, Termination
+from checkmate.solvers.reductions.fold_views import FoldViews
+from checkmate.solvers.session import Session
+from checkmate.solvers.states.kernel import EXPANDED, FOUND, FULL, GOAL, LEAST, QUEUED, begin, expand
+from checkmate.solvers.states.packed_problem import PackedProblem, pack
+
+_CHUNK: Final = 2000
+"""States to expand between two looks at the clock: some milliseconds."""
+
+
+class Exploration:
+    """An A* search that is interrupted and continued.
+
+    Args:
+        fold: The reduction of the session's problem, its views priced if first computations may be reordered.
+        packed: Its folded problem, packed.
+        session: Takes plans and bounds. States that cost as much as its best plan, when the search is made, are not stored.
+        max_states: Most states to store, of about 100 bytes each.
+
+    Attributes:
+        bound: Proven lower bound on the cost of every plan.
+        ended: Why the search cannot be continued, or None while it can.
+    """
+
+    def __init__(self, fold: FoldViews, packed: PackedProblem, session: Session, max_states: int) -> None:
+        self._fold = fold
+        self._packed = packed
+        self._session = session
+        self._offset = fold.cost_offset
+        self._limit = np.iinfo(np.int64).max if session.cost is None else session.cost - self._offset
+        self._store = _store(max_states)
+        self._counters = np.zeros(8, dtype=np.int64)
+        self._chosen = np.zeros(3 * len(packed.size) + 2, dtype=np.int64)
+        self._begun = False
+        self.bound = 0.0
+        self.ended: Termination | None = None
+
+    def run(self, out_of_time: Callable[[], bool]) -> None:
+        """Expand states until the search ends, the session is done, or it is out of time.
+
+        Args:
+            out_of_time: Called between chunks of work.
+        """
+        counters, session = self._counters, self._session
+        # A plan that was found elsewhere since the last run: states at or above its cost are no longer wanted.
+        if session.cost is not None:
+            self._limit = min(self._limit, session.cost - self._offset)
+        if not self._begun:
+            begin(self._packed, self._store, counters, self._limit)
+            self._begun = True
+        while self.ended is None and not out_of_time():
+            expand(self._packed, self._store, counters, self._limit, _CHUNK, self._chosen)
+            # The estimate is consistent, so states are expanded in the order of the least cost of a plan through them, and
+            # what is not expanded costs no less than the last one that was. What was never stored costs the limit or more.
+            self.bound = self._offset + float(min(counters[LEAST], self._limit))
+            session.prove(self.bound)
+            if counters[GOAL] >= 0:
+                session.offer(self._fold.invert(self._order(int(counters[GOAL]))))
+                self._end(Reason.OPTIMAL)
+            elif counters[FULL]:
+                self._end(Reason.NOT_FOUND if session.cost is None else Reason.FEASIBLE)
+            elif not counters[QUEUED]:
+                # Every state below the limit was expanded and none was the goal: no plan is cheaper than the best one.
+                session.prove(math.inf if session.cost is None else self._limit + self._offset)
+                self._end(Reason.INFEASIBLE if session.cost is None else Reason.OPTIMAL)
+            if session.done:
+                break
+
+    def _end(self, reason: Reason) -> None:
+        counters = self._counters
+        full = ", and the store is full" if counters[FULL] else ""
+        self.ended = Termination(reason, detail=f"{counters[EXPANDED]} of {counters[FOUND]} states expanded{full}")
+
+    def _order(self, state: int) -> list[int]:
+        """Ops along the cheapest path to a state. What is freed between them follows from the order."""
+        order: list[int] = []
+        while self._store.op[state] >= 0:
+            order.append(int(self._store.op[state]))
+            state = int(self._store.parent[state])
+        return order[::-1]
+
+
+@cache
+def load_kernels() -> None:
+    """Compile the kernels of the search, which takes seconds once, or load them."""
+    problem = Problem(Graph.from_dag(cost=[1, 1], size_bytes=[1, 1], edges=[(0, 1)]), 2)
+    packed = pack(problem)
+    assert not isinstance(packed, str)
+    Exploration(FoldViews.of(problem.graph), packed, Session(problem, Limits()), 16).run(lambda: False)
+
+
+class _Store(NamedTuple):
+    """States that were reached, a hash table to find them and a binary heap of those to expand.
+
+    Attributes:
+        states: The two words of each state. Shape ``[state, word]``.
+        cost: Least cost at which it was reached. Shape ``[state]``.
+        left: Estimate of what remains. Shape ``[state]``.
+        parent: State that it was reached from, or -1. Shape ``[state]``.
+        op: Op computed on the way, or -1. Shape ``[state]``.
+        table: Hash table with open addressing: a state plus one, or 0 where free. A power of two. Shape ``[entry]``.
+        queue_key: Heap: least cost of a plan through each entry. Shape ``[queued]``.
+        queue_left: Heap: estimate of what remains. Shape ``[queued]``.
+        queue_state: Heap: the state. Shape ``[queued]``.
+    """
+
+    states: Any
+    cost: Any
+    left: Any
+    parent: Any
+    op: Any
+    table: Any
+    queue_key: Any
+    queue_left: Any
+    queue_state: Any
+
+
+def _store(max_states: int) -> _Store:
+    # A state that is reached again at a lower cost is queued again, and its old entry skipped when it comes up.
+    queued = 2 * max_states
+    return _Store(
+        states=np.empty((max_states, 2), dtype=np.uint64),
+        cost=np.empty(max_states, dtype=np.int64),
+        left=np.empty(max_states, dtype=np.int64),
+        parent=np.empty(max_states, dtype=np.int32),
+        op=np.empty(max_states, dtype=np.int16),
+        table=np.zeros(1 << (2 * max_states).bit_length(), dtype=np.int32),
+        queue_key=np.empty(queued, dtype=np.int64),
+        queue_left=np.empty(queued, dtype=np.int64),
+        queue_state=np.empty(queued, dtype=np.int32),
+    )
