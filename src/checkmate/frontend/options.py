@@ -24,7 +24,7 @@ PlanSource = Plan | str | os.PathLike[str]
 
 
 CostSource = Literal["measured", "estimated"]
-"""Where costs come from."""
+"""Source of costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

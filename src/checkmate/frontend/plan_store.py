@@ -161,7 +161,7 @@ class Misfits:
 
     def add(self, key: str, least_bytes: int) -> None:
         """Store the bytes of the smallest compilation of a step; what another process stored before stays."""
-        row = (key, str(least_bytes))
+        row = (key, str(least_bytes))  # the columns are those of stores that earlier versions made
         self.database.run(lambda db: db.execute("INSERT OR IGNORE INTO compilers VALUES (?, 'eager', ?)", row), None)
 
 

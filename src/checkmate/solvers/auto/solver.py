@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Auto:
     """Local search for plans and event cuts for the proof, each started from what the other found.
 
-    Which phases run, and for how long, is in `PHASES`; set the logger ``checkmate.solvers.auto`` to DEBUG to see it.
+    `PHASES` has the phases and their times; the logger ``checkmate.solvers.auto`` shows them at level DEBUG.
 
     Attributes:
         rounds: Most rounds of refinement; each costs some seconds on a thousand ops.

@@ -185,15 +185,7 @@ class Search:
             budget_bytes: The budget, resident bytes included.
         """
         self._budget = float(budget_bytes - self.problem.graph.resident_bytes)
-        self.forget()
-
-    def forget(self) -> None:
-        """Search on without the best plan so far; the random numbers go on as well, so that the next plans are others."""
         self.best_cost = math.inf
-
-    def best(self) -> tuple[float, Code]:
-        """Cost of the best plan, infinite if there is none, and a copy of its code."""
-        return self.best_cost, Code(*(rows.copy() for rows in self._best))
 
     def first(
         self, tries: int | None = None, out_of_time: Callable[[], bool] = lambda: False, *, stop_at_first: bool = False

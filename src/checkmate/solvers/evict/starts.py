@@ -75,8 +75,7 @@ def load_kernels() -> None:
         search.first()
         search.start_from_order((0, 1, 2, 3, 0, 4))
         search.improve(8, 0.0, lambda: False)
-        code = search.best()[1]
-        search.relieve(code, 0.0, 0.0, 1.0, RuinParameters())
+        search.relieve(search.code_of(search.order()), 0.0, 0.0, 1.0, RuinParameters())
         Resequencing(problem).anneal(search.order(), 0)
 
 

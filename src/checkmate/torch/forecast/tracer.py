@@ -72,13 +72,14 @@ def optimizer_class(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     Raises:
         OptionError: No optimizer of that name is known.
     """
-    if name.lower() not in OPTIMIZERS:
+    known = OPTIMIZERS.get(name.lower())
+    if known is None:
         near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1, cutoff=0.0)[0]
         raise OptionError(
             f"no optimizer {name!r} is known by name; the nearest known one is {near!r}",
             hint=f"give one of {', '.join(OPTIMIZERS)}, or an optimizer",
         )
-    return OPTIMIZERS[name.lower()]
+    return known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,11 +39,11 @@ def validate_example(example: Example, has_loss: bool) -> Example:
         what = "an input and a target" if has_loss else "an input"
         given = f"example with {len(example)} of at least {least} elements is not a batch" if example else "no example is given"
         raise OptionError(f"{given}: {what} must be in it", hint="write example=(x, y), or give a mapping")
-    if (tensors := [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]) and not any(
-        tensor.numel() for tensor in tensors
-    ):
+    leaves = pytree.tree_leaves(example)
+    sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if sizes and not any(sizes):
         raise OptionError(f"example has no sample: {described(example)}", hint="give a batch of at least one")
-    if len(numbers := [leaf for leaf in pytree.tree_leaves(example) if type(leaf) in (int, float, bool)]) > _MOST_NUMBERS:
+    if len(numbers := [leaf for leaf in leaves if type(leaf) in (int, float, bool)]) > _MOST_NUMBERS:
         raise OptionError(
             f"example has {len(numbers):,} numbers in lists, and each would be a constant of the graph",
             hint="give tensors: torch.tensor(...) makes one of a list",

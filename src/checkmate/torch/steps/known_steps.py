@@ -224,20 +224,22 @@ class KnownSteps:
             if not ways or (excess > 0 and step.ranks is None):
                 ways.append((fewer, left_bytes, freed, each, what, excess))
         lacking, last, plans = 0, len(ways) - 1, dict[int, KnownPlan]()
-        # The last one frees the most, so that without a plan of it there is none of those between.
+        # The last one frees the most: where none is found for it, those between are not tried.
         for at in dict.fromkeys((0, last, *range(last))):
             fewer, left_bytes, freed, each, _, excess = ways[at]
             if lacking > excess and at < last:
                 continue  # this frees no more than its excess, and more than that is proven to be lacking
             try:
                 with beyond_room(at == last):
-                    plans[at] = self._planned(step, fewer, left_bytes, freed, each, final=at == last)
+                    planned = self._planned(step, fewer, left_bytes, freed, each, final=at == last)
             except (InfeasibleBudgetError, PlanNotFoundError) as error:
                 if at == last:
                     raise
                 if isinstance(error, InfeasibleBudgetError):
                     lacking = max(lacking, excess + error.floor_bytes - error.budget_bytes)
-            if at in plans and (at < last or plans[at].plan is None):
+                continue
+            plans[at] = planned
+            if at < last or planned.plan is None:
                 break  # of one that is compiled again the first is taken
         at = min(plans)
         fewer, *_, what, excess = ways[at]
