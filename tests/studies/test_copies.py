@@ -9,7 +9,7 @@ import numpy as np
 from checkmate import explain, simulate
 from checkmate.report.data import _code
 from checkmate.studies.lifetimes import by_category
-from checkmate.studies.requests import requests
+from checkmate.studies.reserved import requests
 from tests.strategies import random_copies, random_graph, random_host
 
 

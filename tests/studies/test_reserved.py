@@ -11,8 +11,7 @@ from checkmate.allocators.heap import Chunk
 from checkmate.allocators.pytorch import CachingAllocator
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.problem import Problem
-from checkmate.studies.requests import requests
-from checkmate.studies.reserved import allocator_peaks, reserved_bytes, smallest_arena
+from checkmate.studies.reserved import allocator_peaks, requests, reserved_bytes, smallest_arena
 
 KIB, MIB = 2**10, 2**20
 

@@ -9,8 +9,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.simulate import Timeline
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.plot import style
-from checkmate.studies.explain import held_at
-from checkmate.studies.modules import remats_by_module
+from checkmate.studies.explain import held_at, remats_by_module
 
 
 def peak_residents(ax: Axes, timeline: Timeline, *, most: int = 10, title: str = "") -> Axes:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.core.graph import BOUNDARY, Graph
-from checkmate.studies.modules import module_of
+from checkmate.studies.explain import module_of
 
 _NUMBERED = re.compile(r"^(?:[^.]*[^.\d][^.]*\.)*?\d+(?=\.|$)")  # a path up to its first part that is a number
 

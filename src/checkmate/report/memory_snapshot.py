@@ -11,7 +11,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
 from checkmate.oom.snapshot import Block, Event, Frame, Segment, Snapshot
-from checkmate.studies.requests import requests
+from checkmate.studies.reserved import requests
 
 _PLACE = re.compile(r"(?:^|, )([^,]+):(\d+)$")
 _BASE = 0x7F0000000000

@@ -12,7 +12,7 @@ from checkmate.core.units import format_bytes, format_cost
 from checkmate.report.data import Run
 from checkmate.report.markup import Markup
 from checkmate.studies.compare import Comparison
-from checkmate.studies.modules import ModuleRemats, remats_by_module
+from checkmate.studies.explain import ModuleRemats, remats_by_module
 
 _SHOWN = 15
 

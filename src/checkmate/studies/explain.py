@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from checkmate.core.errors import WrongGraphError, printable
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Fetch, Free, Plan
+from checkmate.core.plan import Compute, Plan
 from checkmate.core.result import Curve
 from checkmate.core.simulate import simulate
 from checkmate.core.units import format_bytes, format_cost
+from checkmate.studies.lifetimes import StorageLifetime, replays, storage_lifetimes
 
 Kind = Literal["resident", "value", "workspace", "replay"]
-_MIB: Final = 2**20
-_SAME_PEAK: Final = 200
-"""Peaks closer than one part in so many count as the same in `_prices`."""
 
 
 class Held(NamedTuple):
@@ -184,93 +182,73 @@ def explain(graph: Graph, plan: Plan, *, curve: Curve | None = None) -> Explanat
 
 
 def remats(graph: Graph, plan: Plan) -> tuple[Remat, ...]:
-    """Ops that a plan computes more than once, the most costly first.
-
-    Args:
-        graph: The graph.
-        plan: The plan.
-    """
+    """Ops that a plan computes more than once, the most costly first."""
     again = {o: n - 1 for o, n in Counter(plan.order).items() if n > 1}
     found = (Remat(o, graph.ops[o].name, n, n * graph.ops[o].cost, graph.ops[o].source) for o, n in again.items())
     return tuple(sorted(found, key=lambda r: (-r.cost, r.op)))
 
 
 def held_at(graph: Graph, plan: Plan, step: int) -> tuple[Held, ...]:
-    """Bytes that a plan holds while a step runs, resident ones included, largest first.
-
-    Args:
-        graph: The graph.
-        plan: A plan that can be run.
-        step: Index of the step.
-    """
+    """Bytes that a plan holds while a step runs, resident ones included, largest first."""
     running = plan.steps[step] if plan.steps else None
     entries = [Held("resident", "resident", graph.resident_bytes, "there before and after, whatever the plan")]
     if isinstance(running, Compute):
         op = graph.ops[running.op]
         entries.append(Held("workspace", op.name, op.workspace_bytes, f"workspace of `{op.name}`", op.source, op=running.op))
-    entries += _replaying(graph, plan, step)
-    for instance, why in _reasons(graph, plan, step):
-        value, maker = graph.values[instance.value], graph.producer[instance.value]
-        entries.append(Held("value", value.name, value.size_bytes, why, graph.ops[maker].source, instance.value, maker))
+    for replay in replays(graph, plan):
+        if replay.first <= step <= replay.last:
+            op = graph.ops[replay.op]
+            why = f"to compute `{op.name}` again the same way"
+            entries.append(Held("replay", op.name, op.replay_bytes, why, op.source, op=replay.op))
+    for storage in storage_lifetimes(graph, plan):
+        if storage.made_at <= step < storage.gone_at:
+            value, maker = graph.values[storage.value], graph.producer[storage.value]
+            why = _reason(graph, plan, storage, step)
+            entries.append(Held("value", value.name, value.size_bytes, why, graph.ops[maker].source, storage.value, maker))
     kept = [entry for entry in entries if entry.size_bytes]
     return tuple(sorted(kept, key=lambda h: (-h.size_bytes, h.kind, -1 if h.value is None else h.value)))
 
 
-class _Instance(NamedTuple):
-    value: int
-    made_at: int
+def _reason(graph: Graph, plan: Plan, storage: StorageLifetime, step: int) -> str:
+    """Why a storage is live while a step runs."""
+    running = plan.steps[step]
+    if isinstance(running, Compute) and step in (storage.made_at, *storage.reads):
+        return f"{'read' if step in storage.reads else 'made'} by `{graph.ops[running.op].name}`, which is running"
+    reader = next((plan.steps[p] for p in storage.reads if p > step), None)
+    if isinstance(reader, Compute):
+        op = graph.ops[reader.op]
+        return f"next read by `{op.name}`{_at(op.source)}"
+    return "kept to the end of the step" if storage.kept else "not read again; freed later"
 
 
-def _replaying(graph: Graph, plan: Plan, step: int) -> Iterator[Held]:
-    runs: dict[int, list[int]] = {}
-    for p, done in enumerate(plan.steps):
-        if isinstance(done, Compute) and graph.ops[done.op].replay_bytes:
-            runs.setdefault(done.op, []).append(p)
-    for o, at in runs.items():
-        if len(at) > 1 and at[0] <= step <= at[-1]:
-            op = graph.ops[o]
-            yield Held("replay", op.name, op.replay_bytes, f"to compute `{op.name}` again the same way", op.source, op=o)
+class ModuleRemats(NamedTuple):
+    """Recomputations of a plan in one module; for ops without a module, the name is their file and line, or their kind."""
+
+    name: str
+    ops: int
+    times: int
+    cost: int
 
 
-def _reasons(graph: Graph, plan: Plan, step: int) -> Iterator[tuple[_Instance, str]]:
-    """Storage that is live while a step runs, with the reason."""
-    storage: dict[int, _Instance] = {}  # value -> storage that its newest instance shares
-    why: dict[_Instance, str] = {}
-    unread: set[_Instance] = set()
-    for p, done in enumerate(plan.steps):
-        if isinstance(done, Free):
-            storage.pop(done.value)
-        elif isinstance(done, Fetch):
-            storage[done.value] = _Instance(done.value, p)
-        if not isinstance(done, Compute):
-            if p == step:
-                unread = set(storage.values())
-            continue
-        op = graph.ops[done.op]
-        read = {storage[v] for v in op.inputs}
-        before = set(storage.values()) if p == step else set[_Instance]()
-        _make(graph, op.outputs, p, storage)
-        if p == step:
-            made = {storage[v] for v in op.outputs}
-            why = dict.fromkeys(read, f"read by `{op.name}`, which is running")
-            why |= dict.fromkeys(made - read, f"made by `{op.name}`, which is running")
-            unread = (before | set(storage.values())) - set(why)
-        elif p > step:
-            for instance in read & unread:
-                why[instance] = f"next read by `{op.name}`{_at(op.source)}"
-            unread -= read
-    kept = {storage[v] for v, value in enumerate(graph.values) if value.kept and v in storage}
-    why |= {i: "kept to the end of the step" if i in kept else "not read again; freed later" for i in unread}
-    yield from sorted(why.items())
+def remats_by_module(graph: Graph, plan: Plan) -> tuple[ModuleRemats, ...]:
+    """Recomputations of a plan by module, the most costly first."""
+    groups: dict[str, list[int]] = {}
+    for remat in remats(graph, plan):
+        group = groups.setdefault(module_of(remat.source) or graph.ops[remat.op].kind or "ops without a source", [0, 0, 0])
+        for index, amount in enumerate((1, remat.times, remat.cost)):
+            group[index] += amount
+    found = (ModuleRemats(name, *counts) for name, counts in groups.items())
+    return tuple(sorted(found, key=lambda group: (-group.cost, group.name)))
 
 
-def _make(graph: Graph, outputs: tuple[int, ...], step: int, storage: dict[int, _Instance]) -> None:
-    for v in outputs:
-        if graph.values[v].base is None:
-            storage[v] = _Instance(v, step)
-    for v in outputs:
-        if graph.values[v].base is not None:
-            storage[v] = storage[graph.storage_from[v]]
+def module_of(source: str) -> str:
+    """The module path of a source, without its file and line; the source itself if it has no path.
+
+    Examples:
+        >>> module_of("transformer.h.0.mlp, model.py:12"), module_of("model.py:12")
+        ('transformer.h.0.mlp', 'model.py:12')
+    """
+    return re.sub(r", [^,]*:\d+$", "", source)
 
 
 def _prices(curve: Curve, peak_bytes: int, cost: int) -> tuple[float | None, float | None]:
@@ -279,14 +257,14 @@ def _prices(curve: Curve, peak_bytes: int, cost: int) -> tuple[float | None, flo
     Plans whose peaks differ by less than half a per cent are skipped: plans of a search differ by as much by chance, and a
     slope between them would be noise.
     """
-    near = peak_bytes // _SAME_PEAK
+    near = peak_bytes // 200
     lower = [p for p in curve.points if p.peak_bytes < peak_bytes - near and p.cost >= cost]
     higher = [p for p in curve.points if p.peak_bytes > peak_bytes + near and p.cost < cost]
     below = max(lower, key=lambda p: p.peak_bytes, default=None)
     above = min(higher, key=lambda p: p.peak_bytes, default=None)
     return (
-        None if below is None else (below.cost - cost) * _MIB / (peak_bytes - below.peak_bytes),
-        None if above is None else (cost - above.cost) * _MIB / (above.peak_bytes - peak_bytes),
+        None if below is None else (below.cost - cost) * 2**20 / (peak_bytes - below.peak_bytes),
+        None if above is None else (cost - above.cost) * 2**20 / (above.peak_bytes - peak_bytes),
     )
 
 

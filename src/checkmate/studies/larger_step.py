@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,49 +20,27 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 
-_KEPT: Final = 16
-"""Planned steps that are remembered, over all budgets of the process."""
-
 
 class _Planned(NamedTuple):
-    """A step that was planned.
+    """A step that was planned."""
 
-    Attributes:
-        budget: The budget, as the object that a compiled function's options hold: another function has another object.
-        graph: The step, in which nothing runs piece by piece.
-        result: The result of planning it; its plan may be of another graph, with regions in pieces.
-        whole: Whether it is of this graph.
-    """
-
-    budget: Budget
-    graph: Graph
-    result: Result
-    whole: bool
+    budget: Budget  # the object that a compiled function's options hold: another function has another object
+    graph: Graph  # nothing in it runs piece by piece
+    result: Result  # its plan may be of another graph, with regions in pieces
+    whole: bool  # whether the plan is of this graph
 
 
-_planned: deque[_Planned] = deque(maxlen=_KEPT)
+_planned: deque[_Planned] = deque(maxlen=16)
 
 
 def remember(budget: Budget | None, graph: Graph, result: Result, *, whole: bool) -> None:
-    """Remember a planned step for smaller batches of it.
-
-    Args:
-        budget: The budget that it was planned for.
-        graph: The step.
-        result: Its plan.
-        whole: Whether that is a plan of this graph, and not of one with regions in pieces.
-    """
+    """Remember a planned step for smaller batches of it; ``whole`` if the plan is of this graph, without regions in pieces."""
     if budget is not None:
         _planned.append(_Planned(budget, graph, result, whole and result.plan.host is None))
 
 
 def bytes_of_larger(budget: Budget, graph: Graph) -> int | None:
-    """Bytes of a budget as they were resolved for a larger batch of a step; None if there was none.
-
-    Args:
-        budget: The budget.
-        graph: The step.
-    """
+    """Bytes of a budget as they were resolved for a larger batch of a step; None if there was none."""
     larger = _larger(budget, graph)
     if larger is None:
         return None
@@ -78,14 +56,8 @@ def plan_of_larger(
 ) -> Result | None:
     """The cheaper of two plans that keeps a budget as a larger batch had it: keeping everything, and the order of its plan.
 
-    Args:
-        budget: The budget.
-        graph: The step.
-        counted: Bytes of a plan that count against the budget; None for its peak of live bytes.
-        moved: Changes an order as the programs that run it need it.
-
-    Returns:
-        The result; None if there was no larger batch, or neither keeps the budget.
+    ``counted`` gives the bytes of a plan that count against the budget, by default its peak of live bytes; ``moved`` changes an
+    order as the programs that run it need it. None if there was no larger batch, or neither plan keeps the budget.
     """
     larger = None if budget is None else _larger(budget, graph)
     limit = None if budget is None else bytes_of_larger(budget, graph)

@@ -24,29 +24,36 @@ class StorageLifetime(NamedTuple):
         made_at: Step that makes it.
         gone_at: First step whose bytes do not count it; one more than the number of steps if it stays.
         category: Kind of memory.
+        reads: Steps that read it, under its own name or that of a view.
+        kept: Whether a value that must be live at the end shares it there.
     """
 
     value: int
     made_at: int
     gone_at: int
     category: Category
+    reads: tuple[int, ...]
+    kept: bool
 
 
 def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
     """Lifetimes of all storages that a plan makes, in the order in which they are made.
 
     A storage is freed with its last instance, its own or that of a view. An op that runs while its outputs are live
-    replaces them: the old storage is there until the op has finished.
-
-    Args:
-        graph: The graph.
-        plan: A plan that can be run (`checkmate.simulate` says whether).
+    replaces them: the old storage is there until the op has finished. The plan must be one that `checkmate.simulate` can run.
     """
     made: list[tuple[int, int, Category]] = []
     gone: dict[int, int] = {}
+    reads: list[list[int]] = []
     sharers: list[int] = []
     newest: dict[int, int] = {}  # value -> storage of its newest instance
     runs: dict[int, int] = {}
+
+    def make(v: int, step: int, category: Category) -> None:
+        newest[v] = len(made)
+        made.append((v, step, category))
+        reads.append([])
+        sharers.append(1)
 
     def leave(storage: int, step: int) -> None:
         sharers[storage] -= 1
@@ -57,19 +64,17 @@ def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
         if isinstance(step, Free):
             leave(newest.pop(step.value), p)
         elif isinstance(step, Fetch):
-            newest[step.value] = len(made)
-            made.append((step.value, p, _category(graph.ops[graph.producer[step.value]].phase, 1)))
-            sharers.append(1)
+            make(step.value, p, _category(graph.ops[graph.producer[step.value]].phase, 1))
         if not isinstance(step, Compute):
             continue
         op = graph.ops[step.op]
         runs[step.op] = runs.get(step.op, 0) + 1
+        for storage in {newest[v] for v in op.inputs}:
+            reads[storage].append(p)
         replaced = [newest[v] for v in op.outputs if v in newest]
         for v in op.outputs:
             if graph.values[v].base is None:
-                newest[v] = len(made)
-                made.append((v, p, _category(op.phase, runs[step.op])))
-                sharers.append(1)
+                make(v, p, _category(op.phase, runs[step.op]))
         for v in op.outputs:
             if graph.values[v].base is not None:
                 newest[v] = newest[graph.storage_from[v]]
@@ -77,7 +82,10 @@ def storage_lifetimes(graph: Graph, plan: Plan) -> tuple[StorageLifetime, ...]:
         for storage in replaced:
             leave(storage, p + 1)
     never = len(plan.steps) + 1
-    return tuple(StorageLifetime(v, p, gone.get(k, never), category) for k, (v, p, category) in enumerate(made))
+    kept = {storage for v, storage in newest.items() if graph.values[v].kept}
+    return tuple(
+        StorageLifetime(v, p, gone.get(k, never), category, tuple(reads[k]), k in kept) for k, (v, p, category) in enumerate(made)
+    )
 
 
 class Replay(NamedTuple):
@@ -95,12 +103,7 @@ class Replay(NamedTuple):
 
 
 def replays(graph: Graph, plan: Plan) -> tuple[Replay, ...]:
-    """States that a plan holds for random ops that it computes more than once.
-
-    Args:
-        graph: The graph.
-        plan: A plan that can be run.
-    """
+    """States that a plan holds for random ops that it computes more than once."""
     runs: dict[int, list[int]] = {}
     for p, step in enumerate(plan.steps):
         if isinstance(step, Compute) and graph.ops[step.op].replay_bytes:
@@ -109,15 +112,7 @@ def replays(graph: Graph, plan: Plan) -> tuple[Replay, ...]:
 
 
 def by_category(graph: Graph, plan: Plan) -> npt.NDArray[np.int64]:
-    """Bytes of each category at every step. A column sums to `Timeline.bytes` of that step.
-
-    Args:
-        graph: The graph.
-        plan: A plan that can be run.
-
-    Returns:
-        Bytes, in the order of `CATEGORIES`. Shape ``[category, step]``.
-    """
+    """Bytes of each of `CATEGORIES` at every step, shape ``[category, step]``; a column sums to `Timeline.bytes` of that step."""
     steps = len(plan.steps)
     change = np.zeros((len(CATEGORIES), steps + 2), dtype=np.int64)
     change[CATEGORIES.index("resident"), 0] += graph.resident_bytes

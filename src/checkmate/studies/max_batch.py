@@ -32,28 +32,8 @@ MaxOverhead = float | Literal["one extra forward"]
 ONE_EXTRA_FORWARD: Final[Literal["one extra forward"]] = "one extra forward"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MaxBatchParameters:
-    """Parameters of `max_batch`.
-
-    Attributes:
-        rounds: Bisections, each with twice the time a solve and another seed. A search that finds no plan proves nothing, and
-            may find one for a larger batch.
-        solves: Solves for which the time would do, each with the time of the first round: about two bisections of a range
-            of 1,000 batches with two solves a batch.
-        last_share: Part of the time, as one in so many, that is left for the last solve, at the batch found.
-        least_time_s: Shortest time of a solve, in seconds.
-        largest: Batch at which the search for an upper bound gives up: what an op needs does not grow with the batch.
-    """
-
-    rounds: int = 5
-    solves: int = 40
-    last_share: int = 20
-    least_time_s: float = 0.05
-    largest: int = 1 << 40
-
-
-PARAMETERS = MaxBatchParameters()
+_LEAST_S: Final = 0.05
+"""Shortest time of a solve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +216,9 @@ class _BatchSearch:
         self.batch = 0
         self.plan: Plan | None = None
         self.upper, self.why = self._memory_bound()
-        self.slice_s = math.inf if limits.time_s is None else limits.time_s / PARAMETERS.solves
+        self.slice_s = (
+            math.inf if limits.time_s is None else limits.time_s / 40
+        )  # two bisections of 1,000 batches, two solves a batch
         self.seed = limits.seed
 
     def run(self) -> MaxBatch:
@@ -249,7 +231,7 @@ class _BatchSearch:
             self.slice_s = 0.0
         if self.plan is None:
             self._refuse()
-        last_s = None if math.isinf(self.slice_s) else max(PARAMETERS.least_time_s, min(self.slice_s, self.clock.left_s()))
+        last_s = None if math.isinf(self.slice_s) else max(_LEAST_S, min(self.slice_s, self.clock.left_s()))
         last_limits = replace(self.limits, time_s=last_s)
         last = solve(self.problems.problem(self.batch), self.solver, limits=last_limits, initial=self.plan)
         return MaxBatch(
@@ -277,7 +259,7 @@ class _BatchSearch:
         return keep_all_bytes(graph) <= self.problems.budget_bytes and graph.cost <= self.problems.most(batch)
 
     def _rounds(self) -> None:
-        for k in range(PARAMETERS.rounds):
+        for k in range(5):  # a search that finds no plan proves nothing, and another seed with more time may find one
             self._bisect(self.upper if k == 0 else (self.batch + self.upper + 1) // 2)
             if self.batch == self.upper or self.left_s() <= 0:
                 break
@@ -286,7 +268,7 @@ class _BatchSearch:
 
     def left_s(self) -> float:
         """Seconds left of the search, without those for the last solve."""
-        return self.clock.left_s() - (0.0 if self.limits.time_s is None else self.limits.time_s / PARAMETERS.last_share)
+        return self.clock.left_s() - (0.0 if self.limits.time_s is None else self.limits.time_s / 20)
 
     def _memory_bound(self) -> tuple[int, str]:
         """The largest batch at which no op and no kept values alone exceed the budget."""
@@ -296,7 +278,7 @@ class _BatchSearch:
         low, high = 1, 2
         while problems.fits(high):
             low, high = high, 2 * high
-            if high > PARAMETERS.largest:
+            if high > 1 << 40:
                 raise GraphError(
                     "the memory of the largest op does not grow with the batch, so no batch is the largest",
                     hint="let `graph_at` return graphs whose sizes grow with the batch",
@@ -388,7 +370,7 @@ class _BatchSearch:
         return session.bound
 
     def _limits(self, most: int) -> Limits:
-        time_s = None if self.limits.time_s is None else max(PARAMETERS.least_time_s, min(self.slice_s, self.left_s()))
+        time_s = None if self.limits.time_s is None else max(_LEAST_S, min(self.slice_s, self.left_s()))
         return replace(self.limits, time_s=time_s, seed=self.seed, target_cost=most)
 
     def _infeasible(self) -> InfeasibleBudgetError:

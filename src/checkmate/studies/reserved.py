@@ -1,4 +1,4 @@
-"""Reserved memory of a plan: device memory that PyTorch's CUDA caching allocator holds, allocated or not."""
+"""The requests that a plan makes of an allocator, and the memory that PyTorch's CUDA caching allocator reserves for them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from typing import Final, NamedTuple
 from checkmate.allocators.heap import Chunk
 from checkmate.allocators.pytorch import CachingAllocator
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Plan
-from checkmate.studies.requests import Request, requests
-
-_STEPS: Final = 3
-"""Runs of the plan. The first starts without cached segments; the second reaches the layout that later runs keep."""
+from checkmate.core.plan import Compute, Plan
+from checkmate.studies.lifetimes import replays, storage_lifetimes
 
 _GRANULE: Final = 2 << 20
 """Sizes of arenas that are tried are multiples of it, as those of large segments are."""
-
-_TRIES: Final = 8
-"""Sizes of arenas that are tried, between the smallest conceivable and the smallest known to be large enough."""
 
 
 class AllocatorPeaks(NamedTuple):
@@ -122,7 +116,7 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> Ar
     best = Arena(0, alone.reserved_bytes)
     # Whether an arena is large enough does not rise with its size at every byte, but it does by and large.
     low, high = -(-(alone.allocated_bytes - before) // _GRANULE), (alone.reserved_bytes - before) // _GRANULE
-    for _ in range(_TRIES):
+    for _ in range(8):
         if low >= high:
             break
         middle = max(1, (low + high) // 2)
@@ -132,6 +126,54 @@ def smallest_arena(graph: Graph, plan: Plan, resident: Iterable[int] = ()) -> Ar
         else:
             low = middle + 1
     return best
+
+
+class Request(NamedTuple):
+    """One request to an allocator.
+
+    Attributes:
+        step: Step of the plan that makes it.
+        block: Number of the block that is allocated or freed.
+        size_bytes: Bytes to allocate; 0 frees the block.
+        name: Name of the value or op, and the kind of memory.
+    """
+
+    step: int
+    block: int
+    size_bytes: int
+    name: str
+
+
+def requests(graph: Graph, plan: Plan) -> list[Request]:
+    """Requests for all storages, workspaces and replay states of a plan, in the order in which they are made.
+
+    A block is allocated in the step that makes it and freed in its last one; within a step allocations come before frees,
+    as an op's inputs are freed after it has run. Empty storages and resident bytes make no requests.
+
+    Examples:
+        >>> graph = Graph.from_dag(cost=[1, 2], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
+        >>> [(r.step, r.block, r.size_bytes) for r in requests(graph, Plan.from_order(graph, [0, 1]))]
+        [(0, 0, 4), (1, 1, 2), (1, 0, 0)]
+    """
+    blocks = [
+        (
+            lifetime.made_at,
+            lifetime.gone_at - 1,
+            graph.values[lifetime.value].size_bytes,
+            f"{graph.values[lifetime.value].name} [{lifetime.category}]",
+        )
+        for lifetime in storage_lifetimes(graph, plan)
+    ]
+    for replay in replays(graph, plan):
+        op = graph.ops[replay.op]
+        blocks.append((replay.first, replay.last, op.replay_bytes, f"{op.name} [replay]"))
+    for p, step in enumerate(plan.steps):
+        if isinstance(step, Compute) and graph.ops[step.op].workspace_bytes:
+            op = graph.ops[step.op]
+            blocks.append((p, p, op.workspace_bytes, f"{op.name} [workspace]"))
+    found = [Request(made, k, size, name) for k, (made, _, size, name) in enumerate(blocks) if size]
+    found += [Request(gone, k, 0, name) for k, (_, gone, size, name) in enumerate(blocks) if size and gone < len(plan.steps)]
+    return sorted(found, key=lambda r: (r.step, not r.size_bytes))
 
 
 def _resident(graph: Graph, resident: Iterable[int]) -> list[int]:
@@ -146,7 +188,7 @@ def _replayed(sequence: Sequence[Request], resident: Sequence[int], arena_bytes:
     if arena_bytes:
         allocator.release(allocator.allocate(arena_bytes))
     allocator.peak = allocator.in_use
-    for _ in range(_STEPS):
+    for _ in range(3):  # the first starts without cached segments; the second reaches the layout that later ones keep
         held: dict[int, Chunk] = {}
         for request in sequence:
             if request.size_bytes:
