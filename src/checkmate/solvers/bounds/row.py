@@ -135,7 +135,7 @@ def _bound_of(problem: Problem, row: list[_Link]) -> float:
 
 
 def _needs(graph: Graph, o: int, values: set[int], read: int | None) -> int:
-    """Bytes of an op without those ``values`` of the row that it only might read at this moment; ``read`` is the one it surely reads."""
+    """Bytes of an op without those ``values`` of the row that it only might read at this moment; ``read`` it surely reads."""
     op = graph.ops[o]
     own = {v for v in (*op.inputs, *op.outputs) if v not in values or v == read or v in op.outputs}
     return op.workspace_bytes + sum(graph.values[v].size_bytes for v in own if graph.values[v].base is None)
