@@ -33,10 +33,6 @@ A program that cannot be interrupted within its limit is not begun."""
 def solve_linear(program: Program, *, time_s: float = math.inf) -> Solved:
     """Solve the relaxation without integers.
 
-    Args:
-        program: The program.
-        time_s: Seconds it may take.
-
     Returns:
         A bound that is computed here from the engine's duals (`dual_bound`), so that it holds whatever the engine did, and
         infeasibility only with a certificate that passes `proves_infeasible`.

@@ -20,9 +20,6 @@ def kernel(function: Callable[..., Any]) -> Any:
     It runs without the interpreter's lock, so that an `Alarm` can end it, and it may not allocate: arrays are made by the caller.
     So numba counts no references. It would count them, in atomic operations, for every array of every tuple that a kernel
     passes on or reads from: seven eighths of the time of a search.
-
-    Args:
-        function: A function that numba can compile.
     """
     try:
         compiled = njit(cache=True, **_OPTIONS)(function)

@@ -46,20 +46,12 @@ def inputs_with_storage(graph: Graph) -> list[list[int]]:
     """Values that each op needs. Shape ``[op]`` of lists.
 
     A view that folding left is taken to need its storage's owner too, which can only rule plans out.
-
-    Args:
-        graph: A graph whose free views are folded.
     """
     return [list(dict.fromkeys(u for v in op.inputs for u in (v, graph.root[v]))) for op in graph.ops]
 
 
 def given_order_plan(problem: Problem, session: Session) -> list[int] | None:
-    """A quick plan whose first computations are in the graph's own order, to start an engine from; None if none is found.
-
-    Args:
-        problem: A problem whose views are folded.
-        session: The session; kernels are loaded outside of its time.
-    """
+    """A quick plan whose first computations are in the graph's own order, to start an engine from; None if none is found."""
     from checkmate.solvers.evict.search import Search
 
     session.prepare(load_kernels)
@@ -78,9 +70,6 @@ class StageProgram:
     S[t, v]: value v is held when stage t begins.
     L[t, i, v]: value v is held while op i runs in stage t. It can change only at the readers of v, and only there it has
     columns.
-
-    Args:
-        problem: A problem whose views are folded.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -245,11 +234,7 @@ class StageProgram:
         ]
 
     def solution(self, order: list[int]) -> Floats | None:
-        """Values of R for an order, NaN elsewhere; None if the order is not in stage form.
-
-        Args:
-            order: Ops in the order of their computations.
-        """
+        """Values of R for an order, NaN elsewhere; None if the order is not in stage form."""
         start = np.full(self.builder.columns, np.nan)
         start[self.R[self.R >= 0]] = 0.0
         # In stage form ops ascend within a stage, and a stage ends with the first computation of its op.

@@ -37,10 +37,6 @@ def floor(graph: Graph, *, copies: bool = False) -> Floor:
 
     The bound is often reached: five of the six networks on which it was first tried have a plan that peaks at exactly
     this many bytes. It is loose where two branches must be held at once.
-
-    Args:
-        graph: Any graph; views count as the storage that they share.
-        copies: Whether values may be copied to a host: what may run only once need not wait on the device then.
     """
     # Views of one storage hold its bytes once, so every set below is a set of storage owners.
     kept = sum(graph.values[v].size_bytes for v in {graph.root[v] for v, value in enumerate(graph.values) if value.kept})

@@ -56,9 +56,6 @@ class _Link(NamedTuple):
 def row_bound(problem: Problem) -> float:
     """Bound the cost of every plan by the best row that is found.
 
-    Args:
-        problem: A problem whose views are folded.
-
     Returns:
         The bound on the cost of recomputation, in the graph's unit; infinite if no plan exists.
     """
@@ -73,12 +70,7 @@ def row_bound(problem: Problem) -> float:
 
 
 def computations(steps: int, checkpoints: int) -> int:
-    """P: fewest computations that reverse a row of steps.
-
-    Args:
-        steps: Steps.
-        checkpoints: Values that fit beside the step that runs.
-    """
+    """P: fewest computations that reverse a row of steps."""
     total, left, times = 0, steps, 1
     while left > 0:
         some = min(left, math.comb(checkpoints + times, checkpoints))
@@ -143,14 +135,7 @@ def _bound_of(problem: Problem, row: list[_Link]) -> float:
 
 
 def _needs(graph: Graph, o: int, values: set[int], read: int | None) -> int:
-    """Bytes of an op without those values of the row that it only might read at this moment.
-
-    Args:
-        graph: The graph.
-        o: The op.
-        values: Values of the row.
-        read: The one that it surely reads, or None.
-    """
+    """Bytes of an op without those ``values`` of the row that it only might read at this moment; ``read`` it surely reads."""
     op = graph.ops[o]
     own = {v for v in (*op.inputs, *op.outputs) if v not in values or v == read or v in op.outputs}
     return op.workspace_bytes + sum(graph.values[v].size_bytes for v in own if graph.values[v].base is None)

@@ -66,11 +66,6 @@ class ContractChains:
         A light op whose result is no smaller than its operands is never stored: it becomes part of each chain that reads it, on
         both sides of the boundary. Its operands are there in place of its result, and take no more.
 
-        Args:
-            graph: Any graph.
-            kinds: The kinds that are fused.
-            rows: Reductions over rows, as those of a softmax: a chain may contain them anywhere.
-
         Examples:
             >>> x, y, z = Value("x", 400), Value("y", 400), Value("z", 4, kept=True)
             >>> mm, mul = Op("mm", (), (0,), 50, kind="mm"), Op("mul", (0,), (1,), 10, kind="mul")
@@ -91,20 +86,12 @@ class ContractChains:
         return cls(contracted, tuple(tuple(members[last]) for last in ends), stored, over_rows)
 
     def apply_order(self, order: Iterable[int]) -> tuple[int, ...]:
-        """Order of the contracted graph from which `invert` made an order.
-
-        Args:
-            order: Ops of the original graph; those inside chains are left out.
-        """
+        """Order of the contracted graph from which `invert` made an order."""
         position = {part[-1]: o for o, part in enumerate(self.parts)}
         return tuple(position[o] for o in order if o in position)
 
     def invert(self, order: Iterable[int]) -> tuple[int, ...]:
-        """Order of the original graph for an order of the contracted one.
-
-        Args:
-            order: Ops of the contracted graph, in the order of their computations.
-        """
+        """Order of the original graph for an order of the contracted one."""
         return tuple(part for o in order for part in self.parts[o])
 
 
@@ -154,13 +141,7 @@ def _inside(graph: Graph, op: Op) -> bool:
 
 
 def _contracted(graph: Graph, kinds: FusibleKinds, members: dict[int, list[int]]) -> Graph:
-    """The contracted graph.
-
-    Args:
-        graph: The original graph.
-        kinds: The kinds that are fused.
-        members: Ops of each chain, by its last op.
-    """
+    """The contracted graph."""
     ends = sorted(members)
     new_op = {m: i for i, last in enumerate(ends) for m in members[last]}  # of ops in pairs, which are in one chain
     kept = [v for v in range(len(graph.values)) if graph.producer[v] in members]

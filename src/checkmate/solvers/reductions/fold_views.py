@@ -38,12 +38,9 @@ class FoldViews:
     def of(cls, graph: Graph, *, priced: bool = False) -> FoldViews:
         """Fold the graph's `Graph.view_ops`.
 
-        Args:
-            graph: Any graph.
-            priced: Whether the cost of an op includes that of views which are recomputed with it. A bound on the folded
-                problem plus `cost_offset` is then a bound on the original one, provided that the problem lets first
-                computations be reordered. Without it views count as free, which is a weaker bound: on BERT at 40 to
-                50 % of keep-all a gap of 0.14 % was the cost of views, and 0.04 % are left with it.
+        With ``priced`` the cost of an op includes that of views which are recomputed with it. A bound on the folded problem plus
+        `cost_offset` is then a bound on the original one, provided that first computations may be reordered. Without it views
+        count as free, a weaker bound: on BERT at 40 to 50 % of keep-all the gap is 0.14 %, and 0.04 % with it.
         """
         if _is_folded(graph):
             return cls(graph, graph, tuple(range(len(graph.ops))))
@@ -86,19 +83,11 @@ class FoldViews:
         return self.original.cost - self.folded.cost
 
     def apply(self, problem: Problem) -> Problem:
-        """The problem on the folded graph.
-
-        Args:
-            problem: A problem of the original graph.
-        """
+        """The problem on the folded graph."""
         return Problem(self.folded, problem.budget_bytes, problem.recompute, problem.reorder, problem.host)
 
     def apply_order(self, order: Iterable[int]) -> list[int]:
-        """Order of the folded graph for an order of the original one.
-
-        Args:
-            order: Ops of the original graph; views are left out.
-        """
+        """Order of the folded graph for an order of the original one."""
         new_op = {o: i for i, o in enumerate(self.kept_ops)}
         return [new_op[o] for o in order if o in new_op]
 
@@ -107,9 +96,6 @@ class FoldViews:
 
         A view is computed right before the op that reads it, and again after its storage has been recomputed. A view
         without readers is computed when its storage is first computed, since a plan has to compute every op.
-
-        Args:
-            order: Ops of the folded graph, in the order of their computations.
         """
         return [step.op for step in self.invert_steps([Compute(o) for o in order]) if isinstance(step, Compute)]
 
@@ -117,9 +103,6 @@ class FoldViews:
         """As `invert`, for a sequence in which copies stand between the computations.
 
         Views of a value that was fetched are computed again, since its storage is another one.
-
-        Args:
-            steps: `Compute`, `Offload`, `Fetch` and `Free` steps of the folded graph.
         """
         kept_ops = set(self.kept_ops)
         values = [v for v, o in enumerate(self.original.producer) if o in kept_ops]
@@ -135,12 +118,7 @@ class FoldViews:
         return self._emit(sequence, missing) if missing else emitted
 
     def _emit(self, sequence: Sequence[Step], eager: frozenset[int]) -> list[Step]:
-        """The sequence with views inserted.
-
-        Args:
-            sequence: Steps of the original graph without its views.
-            eager: Views to compute as soon as their storage is first computed.
-        """
+        """The sequence with views inserted."""
         graph = self.original
         solid = frozenset(self.kept_ops)
         # A view instance keeps the storage instance from which it was made alive (`core.simulate`). A view bound to an old
@@ -203,12 +181,7 @@ def _is_folded(graph: Graph) -> bool:
 
 
 def may_run_again(folded: Problem, o: int) -> bool:
-    """Whether an op may be computed more than once.
-
-    Args:
-        folded: A problem whose views are folded.
-        o: Index of the op.
-    """
+    """Whether an op may be computed more than once."""
     op = folded.graph.ops[o]
     return op.recomputable and (op.phase == "forward" or folded.recompute == "all")
 

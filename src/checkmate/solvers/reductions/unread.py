@@ -27,10 +27,6 @@ def without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
     Dead code elimination: frameworks drop such computations, so that a plan which counted them would take less than it
     says (up to 4 % on captured steps). It costs no more and holds no more at any step. An op's first computation
     goes too if a later one stays, unless its place among the first computations of other ops is prescribed.
-
-    Args:
-        problem: Decides, with its graph's `order`, whether the places of first computations are prescribed.
-        order: Ops in an order that can run.
     """
     graph = problem.graph
     tied = ordered_ops(graph)

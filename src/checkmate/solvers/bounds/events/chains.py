@@ -80,11 +80,6 @@ class Chain(NamedTuple):
 class EventChains:
     """Chains among the candidates of a model.
 
-    Args:
-        model: The problem's model, for any order.
-        time_up: Ends a minimum cut when it is raised.
-        out_of_time: Called between cuts. Ops for which no time is left are no candidates.
-
     Attributes:
         candidates: The candidates, in the order of the graph.
     """
@@ -112,9 +107,6 @@ class EventChains:
 
     def longest(self, out_of_time: Callable[[], bool]) -> tuple[float, list[int]]:
         """The chain whose segments prove most in all.
-
-        Args:
-            out_of_time: Called between events; ends the search with the best chain among those before.
 
         Returns:
             The bound, as a share of computing every op once, and the events.
@@ -144,13 +136,6 @@ class EventChains:
         known: Callable[[], float] = lambda: -math.inf,
     ) -> Chain:
         """Prove by the linear programs of a chain and of more and more events.
-
-        Args:
-            events: The chain to begin with.
-            prove: Takes every bound, as a share.
-            best_share: Extra cost of the best plan so far, as a share.
-            left_s: Seconds left.
-            known: What is proven so far, by whatever means. Where a program is far below it, no more events are added.
 
         Returns:
             The events of the program that proved most, by the prices of their memory in its relaxation: as many of the dearest as

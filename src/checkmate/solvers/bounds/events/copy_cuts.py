@@ -53,26 +53,15 @@ PARAMETERS = CopyCutParameters()
 
 
 def build_with_host(model: CutModel, event: int, host: HostMemory, least_ns: int) -> CutProgram:
-    """The program of an event with copies. It minimises T less ``least_ns``, as a share of the model's cost.
+    """The program of an event with copies. It minimises T less ``least_ns``, the cost of every op once, as a share of the cost.
 
-    Args:
-        model: The model, for any order. Costs of views must not be priced into those of ops (`FoldViews.of`), since times are
-            absolute here.
-        event: Op of the event.
-        host: The host and the bus.
-        least_ns: Cost of computing every op once, views included.
+    The model is for any order, and costs of views are not priced into those of ops (`FoldViews.of`): times are absolute here.
     """
     return CutBuilder(model, (event,), True, copies=True).build(lambda cut: _Times(cut, event, host, least_ns).add())
 
 
 def proven_ns(bound: float, model: CutModel, least_ns: int) -> float:
-    """The bound on the end of every step that a bound on the program proves.
-
-    Args:
-        bound: Bound on the program's optimum.
-        model: Its model.
-        least_ns: As in `build_with_host`.
-    """
+    """The bound on the end of every step that a bound on the program proves."""
     total = max(1.0, float(model.cost.sum()))
     # A plan with a larger b or a than the columns allow takes longer than LONGEST as a whole.
     return min(least_ns + total * max(0.0, bound), max(least_ns, LONGEST * total))

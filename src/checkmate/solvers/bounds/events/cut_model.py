@@ -79,9 +79,6 @@ class CutModel:
     def sides(self, op: int) -> tuple[Mask, Mask]:
         """Ops surely computed before the event of an op, and ops surely not (A and D of the proof).
 
-        Args:
-            op: Op of the event.
-
         Returns:
             Two masks, without the op itself. Shapes ``[op + 1]``.
         """

@@ -73,11 +73,6 @@ class Line(NamedTuple):
 def single_event(model: CutModel, event: int, time_up: Flag) -> float:
     """Bound the cost of every plan by what has to be computed again after one event.
 
-    Args:
-        model: The problem's model.
-        event: The event.
-        time_up: When it is raised, the best bound so far is returned.
-
     Returns:
         The bound on the cost of recomputation, as a share of computing every op once; infinite if no plan exists.
     """
@@ -86,12 +81,6 @@ def single_event(model: CutModel, event: int, time_up: Flag) -> float:
 
 def segment(model: CutModel, event: int, until: int, time_up: Flag) -> float:
     """Bound what has to be computed again after an event begins and before another does; bounds of disjoint segments add up.
-
-    Args:
-        model: The problem's model.
-        event: The first event.
-        until: An op that comes after it in every plan: the second event, or END.
-        time_up: As in `single_event`.
 
     Returns:
         As in `single_event`.
@@ -234,12 +223,7 @@ class _Network:
         return flow / scale - price * self.room, runs
 
     def _flow(self, of_cost: float, of_byte: float) -> tuple[int, npt.NDArray[np.bool_]]:
-        """The largest flow for capacities that are rounded down, and the source's side of its cut.
-
-        Args:
-            of_cost: Capacity of a unit of cost.
-            of_byte: Capacity of a byte.
-        """
+        """The largest flow for capacities that are rounded down, and the source's side of its cut."""
         scaled = np.concatenate([_rounded_down(self._paid_cost, of_cost), _rounded_down(self._held_bytes, of_byte)])
         capacity = np.minimum(scaled, _UNLIMITED).astype(np.int64)
         whole = np.concatenate([capacity, np.full(self._unlimited, _UNLIMITED, dtype=np.int64)])

@@ -74,10 +74,6 @@ PARAMETERS = RefinementParameters()
 def first_bytes(graph: Graph, order: Iterable[int]) -> dict[int, int]:
     """Bytes held while each op of an order is computed for the first time, resident bytes included.
 
-    Args:
-        graph: The graph.
-        order: Ops in the order of their computations.
-
     Returns:
         Op -> bytes.
     """
@@ -109,12 +105,7 @@ def separated_peaks(held: dict[int, int], rank: dict[int, int], count: int, apar
 
 
 def promising_events(graph: Graph, orders: Iterable[Iterable[int]]) -> list[int]:
-    """Candidates for single events: where plans hold most, and the loss, before which a training step holds most.
-
-    Args:
-        graph: The graph, its views folded.
-        orders: Plans as orders of computations.
-    """
+    """Candidates for single events: where plans hold most, and the loss, before which a training step holds most."""
     count = len(graph.ops)
     rank = {o: o for o in range(count)}
     events: dict[int, None] = {o: None for o, op in enumerate(graph.ops) if op.phase == "loss"}
@@ -198,11 +189,6 @@ def quick_bound(model: CutModel, cuts: Sequence[int], left_s: Callable[[], float
     If they do not, their columns only slow the integer program: transformers have few such ops, convolutional networks with
     their weight gradients have many.
 
-    Args:
-        model: The problem's model.
-        cuts: The events, from first to last.
-        left_s: Seconds left.
-
     Returns:
         The bound as a share, and whether to build the integer program with ``floating=True``, which is also the answer where time
         was too short to tell.
@@ -263,14 +249,6 @@ def code_of(cut: CutProgram, live: Floats, model: CutModel, search: Search) -> C
 
 class Refinement:
     """Bound with few events first; realise the solution as a plan, add events where that plan breaks the budget, repeat.
-
-    Args:
-        model: The cuts' model, for any order or for the search's targets.
-        search: Where realised plans are repaired and improved.
-        prove: Takes bounds, as shares.
-        offer: Takes orders of the folded graph.
-        gap: Distance of share at which an integer program may stop.
-        threads: Threads of an integer program.
 
     Attributes:
         next_s: Seconds that an integer program of one event more than the longest takes.

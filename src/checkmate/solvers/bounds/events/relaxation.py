@@ -95,9 +95,6 @@ class LongSegments:
 
     Each of these rows is a clause: its coefficients are 1 or -1, its lower limit is 1 less the number of those that are -1, and
     it has no upper limit. So none asks for a column beyond 1.
-
-    Args:
-        cut: The program.
     """
 
     def __init__(self, cut: CutProgram) -> None:
