@@ -1,6 +1,7 @@
-"""Committed results of a benchmark as Markdown, every row of them.
+"""Results of a benchmark as Markdown, every row of them.
 
     python benchmarks/table.py torch_peaks
+    python benchmarks/table.py benchmarks/gpu/results/*.json
 
 A nested object of the JSON file is a row, named by its path; rows with the same keys are one table. Sizes are MiB.
 """
@@ -18,11 +19,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    """Print the tables of a file of results."""
-    names = sorted(path.stem for path in RESULTS.glob("*.json"))
+    """Print the tables of files of results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=names)
-    report = json.loads((RESULTS / f"{parser.parse_args().name}.json").read_text())
+    parser.add_argument("name", nargs="+", help="name of committed results, or a file")
+    for name in parser.parse_args().name:
+        path = Path(name) if name.endswith(".json") else RESULTS / f"{name}.json"
+        show(json.loads(path.read_text()))
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the tables of a report."""
     for keys, rows in itertools.groupby(rows_of(report), key=lambda row: tuple(row[1])):
         print("| |", *(f"{key.removesuffix('_bytes')} |" for key in keys))
         print("|---|" + "---:|" * len(keys))
