@@ -115,29 +115,12 @@ def save(script: str, report: dict[str, Any]) -> None:
     results_of(script).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def parse(parser: argparse.ArgumentParser, script: str, table: Callable[[dict[str, Any]], str]) -> argparse.Namespace:
-    """The command line of a benchmark; with ``--table`` it prints the committed results and the process ends.
-
-    Args:
-        parser: All other options.
-        script: File of the benchmark.
-        table: The results as Markdown.
-    """
-    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
-    options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(results_of(script).read_text())).rstrip())
-        sys.exit()
-    return options
-
-
 def by_model(
     script: str,
     about: str,
     models: Sequence[str],
     *,
     run: Callable[[str, float, int], Any],
-    table: Callable[[dict[str, Any]], str],
     verdict: Callable[[str, Any], list[str]],
     rounds: int = 5,
     own_cache: bool = False,
@@ -154,7 +137,6 @@ def by_model(
         about: What ``--help`` says.
         models: Names of the models.
         run: Measures a model, given seconds for a solve and rounds of steps; called in the child.
-        table: The results as Markdown.
         verdict: Promises that a row breaks, in words.
         rounds: How many there are by default.
         own_cache: Whether what an earlier run measured must not answer for this one.
@@ -169,7 +151,7 @@ def by_model(
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parse(parser, script, table)
+    options = parser.parse_args()
     if options.child:
         name, limit, times = options.child
         answer(run(name, float(limit), int(times)))
@@ -188,10 +170,3 @@ def by_model(
     broken = [line for name in models for line in (verdict(name, rows[name]) if name in rows else [f"{name}: not run"])]
     print("\n".join(broken) or "all promises hold")
     return bool(broken)
-
-
-def ran_on(report: dict[str, Any]) -> str:
-    """Hardware and versions of a report, as a line of its table."""
-    machine, tools = report["hardware"], report["versions"]
-    frameworks = ", ".join(f"{name} {version}" for name, version in tools.items() if name not in ("python", *BESIDE))
-    return f"{machine['processor']}, {machine['cores']} cores, one thread; Python {tools['python']}, {frameworks}."

@@ -1,8 +1,8 @@
 """Compiled bytes, FLOPs and times of plans in JAX: networks in Flax NNX and Equinox, against the policies of `jax.checkpoint`.
 
 Every cell is a process: a network in a library with one budget (`exact=True`, so that bits are compared), with the smallest
-bytes of a plan, or with a policy of `jax.checkpoint` on each block and two plans within the bytes that the policy needs: one by
-measured costs, one by costs in FLOPs. A loop over 32 layers has one choice for all layers and layers that differ at each budget.
+bytes of a plan, or with a policy of `jax.checkpoint` on each block and a plan within the bytes that the policy needs.
+A loop over 32 layers has one choice for all layers and layers that differ at each budget.
 Bytes are those of temporary values as XLA compiles loss and gradients, FLOPs those of the compiled program, times the least
 processor time of several runs, programs in turn. Exit status 1 if a promise breaks.
 
@@ -23,19 +23,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import by_model, mib, ran_on
+from fresh import by_model, mib
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
-FLOPS = Path(__file__).parent / "flops.device.json"
-"""The profile of a device on which time is arithmetic alone: 1 ns for each FLOP."""
 SCAN = "scan"
 SMALLEST = "smallest"
 BUDGETS = ("85%", "70%", "55%", "40%", "25%")
 SHARES = ("0.85", "0.7", "0.5", "0.35", "0.2", "0.185", "0.17", "0.14")
-MODEL = "model"
-POINTS = 24
-LAYERS_LESS = 0.05
-"""Share of what is computed again that layers that differ should save at three budgets."""
 NESTED = "nested"
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")
 NETWORKS = ("transformer", "bert", "vit", "unet", "resnet", "llama")
@@ -53,8 +47,6 @@ def cells(section: str) -> list[str]:
     """What is measured of a network in a library."""
     name, library = section.split("-")
     found = list(SHARES if name == SCAN else BUDGETS)
-    if name == SCAN:
-        found.append(MODEL)
     if library == COMPARED:
         found += [*([] if name == SCAN else [SMALLEST]), *POLICIES, *([] if name in WITHOUT_LAYERS else [NESTED])]
     return [f"{section}-{cell}" for cell in found]
@@ -64,7 +56,7 @@ def main() -> int:
     """Run the benchmark, or one child of it."""
     packages = ("jax", "jaxlib", "flax", "equinox")
     models = [cell for section in SECTIONS for cell in cells(section)]
-    return by_model(__file__, str(__doc__), models, run=run, table=table, verdict=verdict, rounds=7, packages=packages)
+    return by_model(__file__, str(__doc__), models, run=run, verdict=verdict, rounds=7, packages=packages)
 
 
 def run(model: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
@@ -159,8 +151,8 @@ def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds:
     exact = cell in BUDGETS
     whole = Program(jax.value_and_grad(cj.remat(network.loss, exact=exact)), network.arguments)
 
-    def planned(budget: Any, costs: str = "measured") -> tuple[Program, dict[str, Any]]:
-        loss: Any = cj.remat(network.loss, budget=budget, time_limit_s=time_limit_s, exact=exact, costs=costs)
+    def planned(budget: Any) -> tuple[Program, dict[str, Any]]:
+        loss: Any = cj.remat(network.loss, budget=budget, time_limit_s=time_limit_s, exact=exact)
         began = time.perf_counter()
         _, count = compilations.during(lambda: jax.eval_shape(jax.value_and_grad(loss), *network.arguments))
         took = time.perf_counter() - began
@@ -198,11 +190,8 @@ def run_network(name: str, library: str, cell: str, time_limit_s: float, rounds:
             return row
         ours, row["plan"] = planned(refused.smallest_bytes)
     programs.append(ours)
-    if "policy" in row:
-        fewest, row["flop_plan"] = planned(budget, str(FLOPS))
-        programs.append(fewest)
     times = in_turn(programs, rounds)
-    for key, time_s in zip(("policy", "plan", "flop_plan") if "policy" in row else ("whole", "plan"), times, strict=True):
+    for key, time_s in zip(("policy" if "policy" in row else "whole", "plan"), times, strict=True):
         row[key]["time_s"] = time_s
     return row
 
@@ -226,8 +215,6 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     block, carry, slices = jax_networks.scanned_layer(jax_networks.LIBRARIES[library]())
     x = jax.ShapeDtypeStruct(carry.shape, carry.dtype)
     one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), slices)
-    if cell == MODEL:
-        return {"points": by_model_of_layers(block, x, one, length)}
     compilations = Compilations()
 
     def program(loop: Callable[..., Any]) -> Program:
@@ -251,11 +238,9 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     # The first carry, the slices, the last carry, and the gradients of all of them.
     fixed = 2 * sum(a.nbytes for a in jax.tree.leaves((carry, slices, carry)))
 
-    def planned(
-        find: Callable[..., Any], room_bytes: int, costs: str = "measured", exact: Program | None = None
-    ) -> tuple[Program, dict[str, Any]]:
+    def planned(find: Callable[..., Any], room_bytes: int, exact: Program | None = None) -> tuple[Program, dict[str, Any]]:
         began = time.perf_counter()
-        options = {"costs": costs, "exact": True} if exact else {"costs": costs}
+        options = {"exact": True} if exact else {}
         found, count = compilations.during(lambda: find(block, x, one, length=length, budget=fixed + room_bytes, **options))
         took = time.perf_counter() - began
         ours = program(found if find is cj.scan else under(found.policy, found.block))
@@ -286,39 +271,11 @@ def run_scan(library: str, cell: str, rounds: int) -> dict[str, Any]:
     row["policy"] = {"temp_bytes": theirs.temp_bytes, "flop": theirs.flop}
     try:
         ours, row["plan"] = planned(cj.scan, theirs.temp_bytes)
-        fewest, row["flop_plan"] = planned(cj.scan, theirs.temp_bytes, str(FLOPS))
     except checkmate.InfeasibleBudgetError:
         return row
-    for key, time_s in zip(("policy", "plan", "flop_plan"), in_turn([theirs, ours, fewest], rounds), strict=True):
+    for key, time_s in zip(("policy", "plan"), in_turn([theirs, ours], rounds), strict=True):
         row[key]["time_s"] = time_s
     return row
-
-
-def by_model_of_layers(block: Callable[..., Any], x: Any, one: Any, length: int) -> list[dict[str, Any]]:
-    """Overheads within limits of saved bytes by the model: one choice for all layers, layers that differ, the bound."""
-    from checkmate.jax.arguments import Arguments, FlatFunction
-    from checkmate.jax.measure.profiler import cost_source
-    from checkmate.jax.scan.arrangements import Layers, cheapest
-    from checkmate.jax.scan.choices import Choices
-    from checkmate.jax.scan.named_block import NamedBlock
-
-    arguments = Arguments.of((x, one), {})
-    choices = Choices(arguments.arrays, FlatFunction(NamedBlock(block, None), arguments), cost_source("measured"))
-    layers = Layers(choices=choices, length=length, carry_bytes=math.prod(x.shape) * x.dtype.itemsize)
-    least, most = (length * (layers.carry_bytes + choice.saved_bytes) for choice in (choices.front[0], choices.front[-1]))
-    points: list[dict[str, Any]] = []
-    for i in range(1, POINTS):
-        limit = least + (most - least) * i // POINTS
-        one_choice, differ = (
-            cheapest(a for family in layers.families(groups=groups).values() if (a := family(limit)) is not None)
-            for groups in (False, True)
-        )
-        assert one_choice is not None
-        assert differ is not None
-        costs = (one_choice.cost, differ.cost, min(differ.cost, choices.bound(length, layers.carry_bytes, limit)))
-        uniform, by_layer, bound = (1 + cost / (length * choices.total) for cost in costs)
-        points.append({"saved_bytes": limit, "uniform": uniform, "differ": by_layer, "bound": bound})
-    return points
 
 
 def compared(expected: Sequence[Any], given: Sequence[Any]) -> dict[str, Any]:
@@ -339,9 +296,6 @@ def compared(expected: Sequence[Any], given: Sequence[Any]) -> dict[str, Any]:
 def verdict(model: str, row: dict[str, Any]) -> list[str]:
     """What does not hold in a cell."""
     policy, plan = row.get("policy"), row.get("plan")
-    if "points" in row:
-        found = sum(_less(p["uniform"], p["differ"]) >= LAYERS_LESS for p in row["points"])
-        return [] if found >= 3 else [f"{model}: layers that differ save {LAYERS_LESS:.0%} at {found} budgets of the model"]
     if plan is None:
         return [f"{model}: no plan within its bytes"]
     broken = [
@@ -355,9 +309,6 @@ def verdict(model: str, row: dict[str, Any]) -> list[str]:
             broken.append(f"{model}: other bits")
         if model.startswith("transformer") and abs(plan["planned_bytes"] / plan["temp_bytes"] - 1) > WITHIN:
             broken.append(f"{model}: planned {mib(plan['planned_bytes'])}, compiled {mib(plan['temp_bytes'])}")
-    for kind in ("plan", "flop_plan"):
-        if policy is not None and kind in row and row[kind]["flop"] > policy["flop"]:
-            broken.append(f"{model}: {row[kind]['flop'] / policy['flop']:.3f} of the FLOPs ({kind})")
     if policy is not None and plan["time_s"] > SLOWER * policy["time_s"]:
         broken.append(f"{model}: {plan['time_s'] / policy['time_s']:.3f} of the time")
     return broken
@@ -365,124 +316,7 @@ def verdict(model: str, row: dict[str, Any]) -> list[str]:
 
 def of_cell(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The plans of a cell."""
-    return [row[key] for key in ("uniform", "plan", "exact", "flop_plan") if key in row]
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    rows = report["models"]
-    lines = [
-        "# JAX: compiled bytes of plans, and the policies of `jax.checkpoint`",
-        "",
-        "Made by `benchmarks/jax_peaks.py`. Every row is a process. Bytes are MiB of temporary values of loss and",
-        "gradients: *planned* by the plan, *compiled* by XLA. *Overhead* is the plan's cost over that of keeping everything.",
-        "Plans at a budget are exact (`exact=True`) and compared bit by bit with the exact program that keeps everything. Loops",
-        "have an exact plan beside those that XLA may fuse; times of both are over that of one choice for all layers.",
-        "Beside a policy of `jax.checkpoint` are two plans within its bytes, one by measured costs and one by costs in FLOPs",
-        "(`benchmarks/flops.device.json`), with FLOPs (of the compiled programs) and times over those of the policy.",
-        "",
-        f"{ran_on(report)} {len(rows)} of {sum(len(cells(section)) for section in SECTIONS)} cells have been run.",
-    ]
-    for section in SECTIONS:
-        found = {cell.removeprefix(f"{section}-"): rows[cell] for cell in cells(section) if cell in rows}
-        if found:
-            lines += [
-                "",
-                f"## {section.replace('-', ' in ')}",
-                "",
-                *(loops(found) if section.startswith(SCAN) else budgets(found)),
-            ]
-            lines += against(found)
-    return "\n".join(lines) + "\n"
-
-
-def budgets(found: dict[str, Any]) -> list[str]:
-    """Budgets of a network."""
-    lines = [
-        "| budget | of | planned | compiled | planned / compiled | overhead | gap | compilations | seconds | time | same bits |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for cell, row in found.items():
-        if cell in (*BUDGETS, SMALLEST):
-            p, whole = row["plan"], row["whole"]
-            bits = f"{p['identical']} of {p['arrays']}" + (f", {p['difference']:.0e}" if p["difference"] else "")
-            lines.append(
-                f"| {cell}: {mib(p['room_bytes'])} | {mib(whole['temp_bytes'])} | {mib(p['planned_bytes'])} "
-                f"| {mib(p['temp_bytes'])} | {p['planned_bytes'] / p['temp_bytes']:.3f} | {p['overhead']:.4f} "
-                f"| {100 * p['gap']:.1f} % | {p['compilations']} | {p['plan_s']:.1f} "
-                f"| {p['time_s'] / whole['time_s']:.3f} | {bits} |"
-            )
-    return lines if len(lines) > 2 else []
-
-
-def loops(found: dict[str, Any]) -> list[str]:
-    """Budgets of a loop over layers: one choice for all layers against layers that differ."""
-    lines = [
-        "| budget | of | one: compiled | overhead | differ: compiled | overhead | bound | less again | time | layers "
-        "| exact: compiled | overhead | time | same bits |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|",
-    ]
-    for cell, row in found.items():
-        if cell in SHARES:
-            one, other = row["uniform"], row["plan"]
-            less = _less(one["overhead"], other["overhead"])
-            groups = ", ".join(f"{n} save {k}" + (f" in loops of {m}" if m > 1 else "") for n, m, k in other["groups"])
-            lines.append(
-                f"| {mib(one['room_bytes'])} | {mib(row['whole']['temp_bytes'])} | {mib(one['temp_bytes'])} "
-                f"| {one['overhead']:.4f} | {mib(other['temp_bytes'])} | {other['overhead']:.4f} | {other['bound']:.4f} "
-                f"| {100 * less:.1f} % | {other['time_s'] / one['time_s']:.3f} | {groups} {_exact(row, one)}|"
-            )
-    lines = lines if len(lines) > 2 else []
-    if MODEL in found:
-        lines += [
-            "",
-            "By the model, nothing compiled: limits of saved bytes between nothing and all. *Possible* is what the bound leaves.",
-            "",
-            "| saved | one choice | differ | bound | less again | possible |",
-            "|---:|---:|---:|---:|---:|---:|",
-        ]
-        lines += [
-            f"| {mib(p['saved_bytes'])} | {p['uniform']:.4f} | {p['differ']:.4f} | {p['bound']:.4f} "
-            f"| {100 * _less(p['uniform'], p['differ']):.1f} % | {100 * _less(p['uniform'], p['bound']):.1f} % |"
-            for p in found[MODEL]["points"]
-        ]
-    return lines
-
-
-def _exact(row: dict[str, Any], one: dict[str, Any]) -> str:
-    """Columns of the exact loop of a cell, and its time over that of one choice for all layers."""
-    if "exact" not in row:
-        return "| | | | "
-    e = row["exact"]
-    bits = f"{e['identical']} of {e['arrays']}"
-    return f"| {mib(e['temp_bytes'])} | {e['overhead']:.4f} | {e['time_s'] / one['time_s']:.3f} | {bits} "
-
-
-def _less(overhead: float, other: float) -> float:
-    """Share of what is computed again at an overhead that another one saves."""
-    return 1 - (other - 1) / (overhead - 1) if overhead > 1 else 0.0
-
-
-def against(found: dict[str, Any]) -> list[str]:
-    """Policies of `jax.checkpoint`, and plans within the bytes of each."""
-    lines = [
-        "",
-        "| policy | compiled | plan compiled | FLOPs | time | plan by FLOPs: compiled | FLOPs | time |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for cell, row in found.items():
-        theirs = row.get("policy")
-        if theirs is not None:
-            columns = [_beside(row.get(key), theirs, refused) for key, refused in (("plan", "refused"), ("flop_plan", ""))]
-            lines.append(f"| {cell} | {mib(theirs['temp_bytes'])} | {' | '.join(columns)} |")
-    return lines if len(lines) > 3 else []
-
-
-def _beside(plan: dict[str, Any] | None, theirs: dict[str, Any], refused: str) -> str:
-    """Bytes of a plan, and its FLOPs and time over those of a policy."""
-    if plan is None:
-        return f"{refused} | |"
-    return f"{mib(plan['temp_bytes'])} | {plan['flop'] / theirs['flop']:.3f} | {plan['time_s'] / theirs['time_s']:.3f}"
+    return [row[key] for key in ("uniform", "plan", "exact") if key in row]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
     python benchmarks/limits.py --only skipping     # these graphs only; the others keep their rows
     python benchmarks/limits.py --only "layered, host" "gpt, host"
     python benchmarks/limits.py --busy 0            # on a machine that does nothing else
-    python benchmarks/limits.py --table             # the Markdown table from the committed JSON
 
 Every solve has a gap of 0, so that only the time limit or a proof ends it; one below the floor is refused, with the smallest
 budget that was found in the time. `min_budget` looks for that alone. A call has to return within 1.1 times its limit and
@@ -171,74 +170,39 @@ def spin(stop: object) -> None:
         sum(range(100_000))
 
 
-def table(rows: list[Row], where: dict[str, str]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Time limits",
-        "",
-        "Made by `python benchmarks/limits.py`: each call in a fresh process, with a gap of 0, so that only its limit or",
-        f"a proof ends it, and with {where['busy']} busy processes beside it on {where['cpu']}. A call has to return within",
-        "1.1 times its limit and one second. `f` is the fraction of the way from the largest working set to the peak of keeping",
-        "everything; below 0 a budget is refused with the smallest that was found in the time, and `smallest` is",
-        "`min_budget`, with the distance of the peak from its floor as the gap. With a host values may be copied to it,",
-        f"{HOST.out_bytes_per_s // 10**9} GB a second each way.",
-        "Memory is the largest resident size of the process, Python and its libraries included.",
-        f"The machine had other work as well: its load average was up to {where['load']}.",
-        f"Python {where['python']}, HiGHS {where['highspy']}, numba {where['numba']}.",
-        "",
-        f"{sum(row.in_time for row in rows)} of {len(rows)} calls returned in time.",
-        "",
-        "| graph | ops | budget | limit, s | wall, s | first plan, s | overhead | gap | memory, MiB |",
-        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        first = "" if row.first_s is None else f"{row.first_s:.1f}"
-        overhead = row.reason if row.overhead is None else f"{row.overhead:.4f}"
-        gap = "" if row.gap is None else f"{100 * row.gap:.3f} %"
-        lines.append(
-            f"| {row.graph} | {row.ops} | {row.budget} | {row.limit_s:g} | {row.wall_s:.1f} | {first} | {overhead} | {gap} "
-            f"| {row.rss_bytes >> 20} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     """Run the cases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of graphs")
     parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="busy processes beside each solve")
-    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
     options = parser.parse_args()
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "where": {}}
     rows = {(row["graph"], row["ops"], row["budget"], row["limit_s"]): Row(**row) for row in stored["rows"]}
-    if not options.table:
-        stored["where"] = {
-            "cpu": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}",
-            "busy": str(options.busy),
-            "load": stored["where"].get("load", "0") if options.only else "0",
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("highspy", "numba", "numpy")},
-        }
-        spawn = multiprocessing.get_context("spawn")
-        stop = spawn.Event()
-        beside = [spawn.Process(target=spin, args=(stop,), daemon=True) for _ in range(options.busy)]
-        for process in beside:
-            process.start()
-        try:
-            for case in CASES:
-                if options.only and case[0] not in options.only:
-                    continue
-                with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-                    row = pool.submit(measure, *case).result()
-                rows[row.graph, row.ops, row.budget, row.limit_s] = row
-                stored["where"]["load"] = str(max(round(os.getloadavg()[0]), int(stored["where"]["load"])))
-                print("in time" if row.in_time else "LATE", *asdict(row).values(), flush=True)
-                whole = {"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}
-                RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
-        finally:
-            stop.set()
-    else:
-        print(table(list(rows.values()), stored["where"]), end="")
+    stored["where"] = {
+        "cpu": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}",
+        "busy": str(options.busy),
+        "load": stored["where"].get("load", "0") if options.only else "0",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("highspy", "numba", "numpy")},
+    }
+    spawn = multiprocessing.get_context("spawn")
+    stop = spawn.Event()
+    beside = [spawn.Process(target=spin, args=(stop,), daemon=True) for _ in range(options.busy)]
+    for process in beside:
+        process.start()
+    try:
+        for case in CASES:
+            if options.only and case[0] not in options.only:
+                continue
+            with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+                row = pool.submit(measure, *case).result()
+            rows[row.graph, row.ops, row.budget, row.limit_s] = row
+            stored["where"]["load"] = str(max(round(os.getloadavg()[0]), int(stored["where"]["load"])))
+            print("in time" if row.in_time else "LATE", *asdict(row).values(), flush=True)
+            whole = {"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}
+            RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
+    finally:
+        stop.set()
     return 0 if all(row.in_time for row in rows.values()) else 1
 
 

@@ -2,7 +2,6 @@
 
     python benchmarks/max_batch.py                  # all networks, about a minute and a half on one core
     python benchmarks/max_batch.py --only MobileNet
-    python benchmarks/max_batch.py --table          # the Markdown table from the committed JSON
 
 The protocol of figure 6 of Jain et al. (2020): 16e9 bytes with parameters and their gradients counted once, sizes and
 costs proportional to the batch, a plan's cost at most that of computing every op once and every forward op once more.
@@ -95,43 +94,12 @@ def measure(network: Network, time_s: float) -> Row:
     )
 
 
-def table(rows: list[Row], where: dict[str, str]) -> str:
-    """The results as Markdown."""
-    known = {network.name: network for network in NETWORKS}
-    lines = [
-        "# Largest batches",
-        "",
-        "Made by `python benchmarks/max_batch.py`: figure 6 of Jain et al. (2020). 16e9 bytes with parameters and their",
-        "gradients counted once, at most one extra forward pass, the paper's cost and memory model. *Proven* is the proven",
-        "upper bound for any plan and order; if it equals the batch found, that batch is optimal. *Heuristic* is the best",
-        "of the simple heuristics, *program* the paper's integer program and how it was solved. One thread, at",
-        f"most 60 s a network. {where['cpu']}, Python {where['python']}, HiGHS {where['highspy']}.",
-        "",
-        "| network | keep all | heuristic | program | batch | proven | overhead | seconds |",
-        "|---|---:|---:|---|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        network = known[row.network]
-        program = f"{network.program} ({network.note})"
-        lines.append(
-            f"| {row.network} | {row.keep_all} | {network.heuristic} | {program} | {row.batch} | {row.upper_bound} | "
-            f"{row.overhead:.4f} | {row.elapsed_s} |"
-        )
-    lines += ["", "Proofs of the bounds:", "", *(f"- {row.network}: {row.why}." for row in rows)]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     """Run the networks and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of networks")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds a network")
-    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
     options = parser.parse_args()
-    if options.table:
-        stored = json.loads(RESULTS.read_text())
-        print(table([Row(**row) for row in stored["rows"]], stored["where"]), end="")
-        return 0
     rows: list[Row] = []
     for network in NETWORKS:
         if not options.only or network.name in options.only:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import earlier, hardware, parse, ran_on, save, versions
+from fresh import earlier, hardware, save, versions
 
 DEVICES = ("RTX 4090", "H100", "H200", "GH200")
 BUDGETS = ("20%", "40%")
@@ -155,52 +155,10 @@ def _line(row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _window(row: dict[str, Any]) -> str:
-    window = row["forward_ns"] * row["out_bytes_per_s"] / 1e9
-    return f"| {row['case']} | {row['device']} | {row['forward_ns'] / 1e6:.1f} ms | {window / 2**30:.2f} GiB |"
-
-
 def _overhead(figures: dict[str, Any]) -> str:
     if "overhead" not in figures:
         return figures["status"]
     return f"{figures['overhead']:.4f} (at least {max(1.0, figures['bound']):.4f})"
-
-
-def table(ran: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    rows = ran["rows"]
-    about = {row["case"]: f"{row['about']} {row['ops']} ops." for row in rows}
-    rates = {row["device"]: (row["out_bytes_per_s"], row["in_bytes_per_s"]) for row in rows}
-    lines = [
-        "# Fronts with and without a host",
-        "",
-        "Overheads of the best plans found, each with the proven bound for every plan of its kind: without copies, and",
-        f"with copies to {HOST} of a host planned jointly with recomputation ([offload](docs/explanation/offload.md)). An",
-        "overhead is the time at which the step ends, over the time of computing every op once. Budgets are shares of",
-        "what a plan can change. The steps are plain loops; that of Llama 7B is a whole step with SGD.",
-        "",
-        "**Nothing here was measured on a GPU.** Times of ops are roofline estimates, which real kernels take longer",
-        "than: on a device more copies are hidden than here. Rates of buses are those of the device profiles; for the",
-        "H100, the H200 and the GH200 they are from published measurements, see `checkmate devices NAME`. *Window* is",
-        "what can leave the device while the forward runs, at the rate of the bus.",
-        "",
-        *(f"- {name}: {text}" for name, text in about.items()),
-        "",
-        *(f"- {name}: {out / 1e9:g} GB/s to the host, {back / 1e9:g} GB/s from it." for name, (out, back) in rates.items()),
-        "",
-        "| step | device | forward | window |",
-        "|---|---|---|---|",
-        *dict.fromkeys(map(_window, rows)),
-        "",
-        "| step | device | budget | bytes | without copies | with copies | offloaded | waits |",
-        "|---|---|---|---|---|---|---|---|",
-        *map(_line, rows),
-        "",
-        f"At most {ran['seconds'] / 2:g} s for a plan without copies, and {ran['seconds']:g} s for one with copies. "
-        + ran_on(ran),
-        "",
-    ]
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -209,7 +167,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
     parser.add_argument("--seconds", type=float, default=30.0)
-    options = parse(parser, __file__, table)
+    options = parser.parse_args()
     rows: list[dict[str, Any]] = list(earlier(__file__, "rows"))
     for device in options.devices:
         for case in options.cases:

@@ -2,7 +2,6 @@
 
     python benchmarks/smallest_budgets.py                  # three minutes on one core
     python benchmarks/smallest_budgets.py --only "vit step" unet   # these only; the others keep their rows
-    python benchmarks/smallest_budgets.py --table          # the Markdown table from the committed JSON
 
 The steps: those of `graphs/`, captured from PyTorch and of the paper's cost model, and steps captured here from the models of
 `models.py` and from `examples/gpt2.py`. Each has the 20 seconds that `min_budget` takes by default, most end earlier. Sizes
@@ -24,7 +23,6 @@ from pathlib import Path
 import checkmate
 import checkmate.torch
 from checkmate import Graph
-from checkmate.core.units import format_bytes
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -99,52 +97,24 @@ def measure(step: str, graph: Graph) -> Row:
     )
 
 
-def table(rows: list[Row], where: dict[str, str]) -> str:
-    """The results as Markdown."""
-    close = sum(row.excess <= CLOSE for row in rows)
-    lines = [
-        "# Smallest budgets",
-        "",
-        "Made by `python benchmarks/smallest_budgets.py`: the smallest peak for which {func}`~checkmate.min_budget` finds a plan",
-        "within its 20 seconds, and the proven floor below which no plan exists, resident memory included. *without resident* is",
-        "the same share of the memory above it. A *step* is captured from a model of `benchmarks/models.py`; the others are the",
-        "graphs of `benchmarks/graphs`, where sizes of the linear chains have no unit. *Set by*: the op that sets the floor.",
-        f"{where['cpu']}, Python {where['python']}, torch {where['torch']}.",
-        "",
-        f"{close} of {len(rows)} smallest budgets are within {100 * CLOSE:g} % of their floor.",
-        "",
-        "| step | ops | floor | smallest | above the floor | without resident | set by | seconds |",
-        "|---|---:|---:|---:|---:|---:|---|---:|",
-    ]
-    for row in rows:
-        sizes = f"{format_bytes(row.floor_bytes)} | {format_bytes(row.smallest_bytes)}"
-        shares = f"{100 * row.excess:.2f} % | {100 * row.step_excess:.2f} %"
-        lines.append(f"| {row.step} | {row.ops} | {sizes} | {shares} | {row.op} | {row.elapsed_s:.1f} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
-    """Measure, or print the table."""
+    """Measure the steps and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of steps")
-    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
     options = parser.parse_args()
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "where": {}}
     rows = {row["step"]: Row(**row) for row in stored["rows"]}
-    if not options.table:
-        stored["where"] = {
-            "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "numba", "numpy")},
-        }
-        for step, graph in steps(options.only):
-            rows[step] = measure(step, graph)
-            print(*asdict(rows[step]).values(), f"{100 * rows[step].excess:.2f} %", file=sys.stderr, flush=True)
-            RESULTS.write_text(
-                json.dumps({"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}, indent=1) + "\n"
-            )
-    else:
-        print(table(list(rows.values()), stored["where"]), end="")
+    stored["where"] = {
+        "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "numba", "numpy")},
+    }
+    for step, graph in steps(options.only):
+        rows[step] = measure(step, graph)
+        print(*asdict(rows[step]).values(), f"{100 * rows[step].excess:.2f} %", file=sys.stderr, flush=True)
+        RESULTS.write_text(
+            json.dumps({"where": stored["where"], "rows": [asdict(row) for row in rows.values()]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

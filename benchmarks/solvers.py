@@ -5,7 +5,7 @@
     python benchmarks/solvers.py --only unet bert           # these graphs only; the others keep their rows
     python benchmarks/solvers.py --suite grid               # 140 points with 10 s each, ten minutes
     python benchmarks/solvers.py --suite paper --solver chen-sqrt-n griewank local-search    # prints, writes nothing
-    python benchmarks/solvers.py --table                    # the Markdown table from the committed JSON
+    python benchmarks/solvers.py --summary                  # sums of the committed results
 
 Budgets: fractions of the way from the largest working set to the peak of keeping everything, and the absolute
 points of Jain et al. (2020), for the paper's graphs; shares of what keeping everything takes above resident bytes,
@@ -16,6 +16,7 @@ Auto stops at a gap of 0.01 %. The grid has the paper's graphs and networks that
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -176,40 +177,18 @@ def measure(suite: str, solver: str, name: str, graph: Graph, label: str, budget
     )
 
 
-def table(points: list[Point], where: dict[str, str]) -> str:
-    """The results as Markdown."""
-    beside = "one point at a time" if where["jobs"] == 1 else f"{where['jobs']} points side by side"
-    lines = [
-        "# Gaps of the default solver",
-        "",
-        "Made by `python benchmarks/solvers.py`: the networks of Jain et al. (2020) in the paper's cost model, training steps",
-        "captured from PyTorch, generated graphs, and a grid of budgets with networks that no parameter was chosen on. `f` is",
-        "the fraction of the way from the largest working set to the peak of keeping everything; a share is relative to the",
-        "memory that keeping everything needs above resident bytes. The bound holds for every order of execution and any number",
-        "of recomputations. One thread, at most 60 s for each point, 10 s for those of the grid, stopped at a gap of 0.01 %.",
-        f"{where['cpu']}, {beside}, Python {where['python']}, HiGHS {where['highspy']}.",
-    ]
-    for suite in dict.fromkeys(p.suite for p in points):
-        rows = [p for p in points if p.suite == suite]
-        possible = [p for p in rows if p.reason != "infeasible"]
-        closed_s = [p.closed_s for p in possible if p.closed_s is not None]
-        median = f", the median in {statistics.median(closed_s):.1f} s" if closed_s else ""
-        lines += [
-            "",
-            f"## {suite.capitalize()}",
-            "",
-            f"{len(closed_s)} of {len(possible)} points are proven within 0.1 %{median}; "
-            f"{sum(p.gap is not None and p.gap <= 1e-2 for p in possible)} within 1 %.",
-            "",
-            "| graph | ops | budget | overhead | proven bound | gap | first plan, s | within 0.1 %, s | seconds |",
-            "|---|---:|---|---:|---:|---:|---:|---:|---:|",
-        ]
-        for p in rows:
-            overhead = p.reason if p.overhead is None else f"{p.overhead:.5f}"
-            gap = "" if p.gap is None else f"{100 * p.gap:.3f} %"
-            seconds = " | ".join("" if s is None else f"{s:.1f}" for s in (p.first_s, p.closed_s, p.elapsed_s))
-            lines.append(f"| {p.graph} | {p.ops} | {p.budget} | {overhead} | {p.bound:.5f} | {gap} | {seconds} |")
-    return "\n".join(lines) + "\n"
+def summary(points: list[Point]) -> str:
+    """How near to the bound each suite ends, and its geometric mean of overheads."""
+    lines = []
+    for suite, group in itertools.groupby(points, key=lambda p: p.suite):
+        rows = list(group)
+        gaps = [p.gap for p in rows if p.gap is not None]
+        mean = statistics.geometric_mean([p.overhead for p in rows if p.overhead is not None] or [1.0])
+        close = ", ".join(f"{sum(gap <= most for gap in gaps)} within {most:.1%}" for most in (1e-3, 1e-2))
+        lines.append(
+            f"{suite}: {len(rows)} points, {len(gaps)} with a plan, {close}, largest {max(gaps, default=0):.3%}, mean {mean:.5f}"
+        )
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -220,11 +199,10 @@ def main() -> int:
     parser.add_argument("--solver", nargs="*", default=["auto"], help="names as `checkmate solvers` lists them")
     parser.add_argument("--time-limit", type=float, help="seconds a point, instead of those of each suite")
     parser.add_argument("--jobs", type=int, default=1, help="points side by side")
-    parser.add_argument("--table", action="store_true", help="only print the committed results as Markdown")
+    parser.add_argument("--summary", action="store_true", help="only sum up the committed results")
     options = parser.parse_args()
-    if options.table:
-        stored = json.loads(RESULTS.read_text())
-        print(table([Point(**point) for point in stored["points"]], stored["where"]), end="")
+    if options.summary:
+        print(summary([Point(**point) for point in json.loads(RESULTS.read_text())["points"]]))
         return 0
     points: list[Point] = []
     with ProcessPoolExecutor(options.jobs) as pool:
@@ -255,6 +233,7 @@ def main() -> int:
         points = sorted(rows.values(), key=lambda p: list(SUITES).index(p.suite))
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps({"where": where, "points": [asdict(p) for p in points]}, indent=1) + "\n")
+    print(summary(points))
     return 0
 
 

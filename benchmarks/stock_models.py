@@ -2,12 +2,13 @@
 
 A step is the body of a training loop up to the backward of its loss. It assigns to the variables of the loop, so that outputs and
 loss of the step before are held until the new ones are assigned. Weights are random, since nothing is downloaded; sizes are such
-that activations outweigh the weights. It is long because it is a list: a function of a few lines for each model.
+that activations outweigh the weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,655 +75,379 @@ def tokens(vocabulary: int, *shape: int) -> torch.Tensor:
     return torch.randint(3, vocabulary, shape)
 
 
-def image(*shape: int) -> torch.Tensor:
+def images(*shape: int) -> torch.Tensor:
     """A random batch of images."""
     return torch.randn(*shape)
 
 
-# Decoders of transformers: `model(input_ids, labels=...)`, with the cache that is on by default.
+def hugging(kind: str, head: str, batch: Callable[[], dict[str, Any]], **config: Any) -> Callable[[], Case]:
+    """A model of transformers in the call that computes its loss."""
+
+    def case() -> Case:
+        import transformers
+
+        model = getattr(transformers, f"{kind}{head}")(getattr(transformers, f"{kind}Config")(**config))
+        return documented(model, **batch())
+
+    return case
 
 
-def _decoder(kind: str, head: str = "ForCausalLM", *, shape: tuple[int, int] = (8, 128), **config: Any) -> Case:
-    import transformers
+def text(*shape: int, labels: str = "tokens", mask: bool = True) -> Callable[[], dict[str, Any]]:
+    """A batch of token ids, with labels for each token, each of two classes, or one for each text."""
 
-    cfg = getattr(transformers, f"{kind}Config")(vocab_size=512, **config)
-    ids = tokens(512, *shape)
-    return documented(getattr(transformers, f"{kind}{head}")(cfg), input_ids=ids, labels=ids)
+    def batch() -> dict[str, Any]:
+        ids = tokens(512, *shape)
+        target = ids if labels == "tokens" else torch.randint(2, shape[:1] if labels == "classes" else shape)
+        return {"input_ids": ids, **({"attention_mask": torch.ones_like(ids)} if mask else {}), "labels": target}
 
-
-_LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-_KV = {**_LLAMA, "num_key_value_heads": 2}
-_ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return batch
 
 
-def gpt2() -> Case:
-    return _decoder("GPT2", "LMHeadModel", n_embd=64, n_layer=3, n_head=4, n_positions=128, **_ENDS)
+def pictures(size: int = 64, count: int = 8, **labels: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
+    """A batch of square images, with two classes if no other labels are given."""
+    target = labels.get("labels", lambda: torch.randint(2, (count,)))
+    return lambda: {"pixel_values": images(count, 3, size, size), "labels": target()}
 
 
+def two_texts(vocabulary: int, first: int, second: int) -> Callable[[], dict[str, Any]]:
+    """Token ids of texts, and of others that a decoder writes."""
+    return lambda: {"input_ids": tokens(vocabulary, 8, first), "labels": tokens(vocabulary, 8, second)}
+
+
+def wave() -> dict[str, Any]:
+    """Sound, and letters."""
+    return {"input_values": images(4, 8000), "labels": torch.randint(1, 32, (4, 10))}
+
+
+def boxes(count: int) -> list[dict[str, torch.Tensor]]:
+    """Three objects in each image."""
+    return [{"class_labels": torch.randint(4, (3,)), "boxes": torch.rand(3, 4) * 0.4 + 0.2} for _ in range(count)]
+
+
+LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+KV = {**LLAMA, "num_key_value_heads": 2}
+TWO = {**KV, "num_hidden_layers": 2}
+ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+GPT2 = {"vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, **ENDS}
+BART = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BART |= {"encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+WAVE = {"vocab_size": 32, **LLAMA, "conv_dim": (32, 32, 32), "conv_stride": (5, 4, 4), "conv_kernel": (10, 8, 4)}
+WAVE |= {"num_feat_extract_layers": 3, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+TEXT = {"vocab_size": 512, "max_position_embeddings": 64, **LLAMA, **ENDS}
+IMAGE = {"image_size": 64, "patch_size": 8, **LLAMA}
+STAGES = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 2, 1]}
+
+decoder = functools.partial(hugging, head="ForCausalLM", batch=text(8, 128, mask=False), vocab_size=512)
+encoder = functools.partial(hugging, vocab_size=512)
+classifier = functools.partial(hugging, head="ForImageClassification")
+MASKED, TEXTS, EACH = text(8, 128), text(8, 128, labels="classes"), text(8, 128, labels="each")
+
+MODELS: dict[str, Callable[[], Case]] = {
+    # Decoders of transformers: `model(input_ids, labels=...)`, with the cache that is on by default.
+    "gpt2": hugging("GPT2", "LMHeadModel", text(8, 128, mask=False), **GPT2),
+    "gpt_neo": decoder(
+        "GPTNeo", hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=128, window_size=32, **ENDS,
+    ),
+    "gpt_neox": decoder("GPTNeoX", **LLAMA, **ENDS),
+    "opt": decoder(
+        "OPT", hidden_size=64, ffn_dim=128, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=64, **ENDS
+    ),
+    "bloom": decoder("Bloom", hidden_size=64, n_layer=3, n_head=4, **ENDS),
+    "llama": decoder("Llama", **KV),
+    "mistral": decoder("Mistral", **KV, sliding_window=64),
+    "qwen3": decoder("Qwen3", **KV, head_dim=16),
+    "gemma2": decoder("Gemma2", **KV, head_dim=16),
+    "phi": decoder("Phi", **LLAMA),
+    "falcon": decoder("Falcon", hidden_size=64, num_hidden_layers=3, num_attention_heads=4, **ENDS),
+    "mamba": decoder("Mamba", batch=text(8, 32, mask=False), hidden_size=64, num_hidden_layers=2, state_size=8, **ENDS),
+    "mixtral": decoder("Mixtral", **TWO, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": decoder(
+        "Qwen2Moe", **TWO, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64
+    ),
+    "olmoe": decoder("Olmoe", **TWO, num_experts=4, num_experts_per_tok=2),
+    # Encoders of transformers.
+    "bert": encoder("Bert", "ForMaskedLM", MASKED, **LLAMA),
+    "roberta": encoder("Roberta", "ForSequenceClassification", TEXTS, max_position_embeddings=160, **LLAMA),
+    "distilbert": encoder("DistilBert", "ForTokenClassification", EACH, dim=64, hidden_dim=128, n_layers=3, n_heads=4),
+    "albert": encoder("Albert", "ForMaskedLM", MASKED, embedding_size=32, **LLAMA),
+    "electra": encoder("Electra", "ForPreTraining", EACH, embedding_size=64, **LLAMA),
+    "deberta_v2": encoder(
+        "DebertaV2", "ForSequenceClassification", TEXTS, relative_attention=True, pos_att_type=["p2c", "c2p"], **LLAMA
+    ),
+    "modernbert": encoder("ModernBert", "ForMaskedLM", MASKED, **LLAMA, **ENDS, cls_token_id=0, sep_token_id=1),
+    "xlnet": encoder("XLNet", "ForSequenceClassification", TEXTS, d_model=64, n_layer=3, n_head=4, d_inner=128),
+    "longformer": encoder(
+        "Longformer", "ForMaskedLM", MASKED, attention_window=[32, 32], max_position_embeddings=160,
+        **{**LLAMA, "num_hidden_layers": 2},
+    ),
+    "fnet": encoder(
+        "FNet", "ForMaskedLM", text(8, 128, mask=False), hidden_size=64, num_hidden_layers=3, intermediate_size=128
+    ),
+    # Encoder-decoder models of transformers.
+    "t5": encoder("T5", "ForConditionalGeneration", two_texts(512, 96, 64), **T5),
+    "bart": encoder("Bart", "ForConditionalGeneration", two_texts(512, 96, 64), **BART),
+    "marian": hugging(
+        "Marian", "MTModel", two_texts(511, 96, 64), vocab_size=512, pad_token_id=511, decoder_start_token_id=511, **BART
+    ),
+    "switch_transformer": encoder(
+        "SwitchTransformers", "ForConditionalGeneration", two_texts(512, 64, 32), num_decoder_layers=2, num_experts=4, **T5
+    ),
+    # Vision models of transformers: `model(pixel_values, labels=...)`.
+    "vit": classifier("ViT", batch=pictures(), **IMAGE),
+    "deit": classifier("DeiT", batch=pictures(), **IMAGE),
+    "swin": classifier(
+        "Swin", batch=pictures(), image_size=64, patch_size=4, embed_dim=24, depths=[2, 2], num_heads=[2, 4], window_size=4
+    ),
+    "convnext": classifier("ConvNext", batch=pictures(96), **STAGES),
+    "segformer": hugging(
+        "Segformer", "ForSemanticSegmentation", pictures(labels=lambda: torch.randint(4, (8, 64, 64))), num_labels=4,
+        hidden_sizes=[16, 32, 40, 64], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 4, 4], decoder_hidden_size=32,
+    ),
+    "resnet_transformers": classifier("ResNet", batch=pictures(96), embedding_size=16, layer_type="basic", **STAGES),
+    "mobilevit": classifier(
+        "MobileViT", batch=pictures(), image_size=64, hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 32, 64],
+        num_attention_heads=2,
+    ),
+    "dinov2": classifier(
+        "Dinov2", batch=pictures(), image_size=64, patch_size=8, hidden_size=64, num_hidden_layers=3, num_attention_heads=4
+    ),
+    "beit": classifier("Beit", batch=pictures(), **IMAGE),
+    "vit_mae": hugging(
+        "ViTMAE", "ForPreTraining", lambda: {"pixel_values": images(8, 3, 64, 64)}, decoder_hidden_size=32,
+        decoder_num_hidden_layers=2, decoder_num_attention_heads=4, decoder_intermediate_size=64, **IMAGE,
+    ),
+    "yolos": hugging(
+        "Yolos", "ForObjectDetection", lambda: {"pixel_values": images(8, 3, 64, 96), "labels": boxes(8)}, image_size=[64, 96],
+        patch_size=8, num_detection_tokens=20, num_labels=4, **LLAMA,
+    ),
+    "dpt": hugging(
+        "DPT", "ForSemanticSegmentation", pictures(count=4, labels=lambda: torch.randint(4, (4, 64, 64))), num_labels=4,
+        backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[16, 24, 32, 48], fusion_hidden_size=32,
+        **{**IMAGE, "num_hidden_layers": 4},
+    ),
+    "videomae": hugging(
+        "VideoMAE", "ForVideoClassification",
+        lambda: {"pixel_values": images(4, 8, 3, 32, 32), "labels": torch.randint(2, (4,))},
+        **{**IMAGE, "image_size": 32}, num_frames=8,
+    ),
+    # Audio models of transformers.
+    "wav2vec2": hugging("Wav2Vec2", "ForCTC", wave, **WAVE),
+    "hubert": hugging("Hubert", "ForCTC", wave, **WAVE),
+    "whisper": encoder(
+        "Whisper", "ForConditionalGeneration", lambda: {"input_features": images(8, 16, 128), "labels": tokens(512, 8, 48)},
+        num_mel_bins=16, max_source_positions=64, max_target_positions=64, decoder_start_token_id=1, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, suppress_tokens=None, begin_suppress_tokens=None, **BART,
+    ),
+    "audio_spectrogram_transformer": hugging(
+        "AST", "ForAudioClassification", lambda: {"input_values": images(8, 128, 32), "labels": torch.randint(2, (8,))},
+        max_length=128, num_mel_bins=32, patch_size=8, frequency_stride=8, time_stride=8, **LLAMA,
+    ),
+    # Multimodal models of transformers.
+    "clip": hugging(
+        "CLIP", "Model", lambda: {"input_ids": tokens(512, 8, 32), "pixel_values": images(8, 3, 64, 64), "return_loss": True},
+        text_config=TEXT, vision_config=IMAGE, projection_dim=32,
+    ),
+    "siglip": hugging(
+        "Siglip", "Model", lambda: {"input_ids": tokens(512, 8, 64), "pixel_values": images(8, 3, 64, 64), "return_loss": True},
+        text_config={**TEXT, "projection_size": 64}, vision_config=IMAGE,
+    ),
+    "blip": hugging(
+        "Blip", "ForConditionalGeneration", lambda: {"pixel_values": images(8, 3, 64, 64), **text(8, 32, mask=False)()},
+        text_config={**TEXT, "encoder_hidden_size": 64, "sep_token_id": 1}, vision_config=IMAGE, projection_dim=32,
+    ),
+    "vilt": encoder(
+        "Vilt", "ForQuestionAnswering",
+        lambda: {"input_ids": tokens(512, 4, 32), "pixel_values": images(4, 3, 64, 64), "labels": torch.rand(4, 8)},
+        max_position_embeddings=40, max_image_length=64, num_labels=8, **IMAGE,
+    ),
+}  # fmt: skip
+
+
+def model(case: Callable[[], Case]) -> Callable[[], Case]:
+    """Decorator of a model that the table above has no form for."""
+    MODELS[case.__name__] = case
+    return case
+
+
+@model
 def gpt2_outside() -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=64, n_layer=3, n_head=4, n_positions=128, **_ENDS))
     ids = tokens(512, 8, 128)
-    return with_loss(model, lambda out: F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), input_ids=ids)
+    net = GPT2LMHeadModel(GPT2Config(**GPT2))
+    return with_loss(net, lambda out: F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), input_ids=ids)
 
 
-def gpt_neo() -> Case:
-    return _decoder(
-        "GPTNeo",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        max_position_embeddings=128,
-        window_size=32,
-        **_ENDS,
-    )
-
-
-def gpt_neox() -> Case:
-    return _decoder("GPTNeoX", **_LLAMA, **_ENDS)
-
-
-def opt() -> Case:
-    return _decoder(
-        "OPT", hidden_size=64, ffn_dim=128, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=64, **_ENDS
-    )
-
-
-def bloom() -> Case:
-    return _decoder("Bloom", hidden_size=64, n_layer=3, n_head=4, **_ENDS)
-
-
-def llama() -> Case:
-    return _decoder("Llama", **_KV)
-
-
+@model
 def llama_outside() -> Case:
     from transformers import LlamaConfig, LlamaModel
 
-    model = LlamaModel(LlamaConfig(vocab_size=512, **_KV))
-    return with_loss(model, lambda out: out.last_hidden_state.square().mean(), input_ids=tokens(512, 8, 128))
+    net = LlamaModel(LlamaConfig(vocab_size=512, **KV))
+    return with_loss(net, lambda out: out.last_hidden_state.square().mean(), input_ids=tokens(512, 8, 128))
 
 
-def mistral() -> Case:
-    return _decoder("Mistral", **_KV, sliding_window=64)
-
-
-def qwen3() -> Case:
-    return _decoder("Qwen3", **_KV, head_dim=16)
-
-
-def gemma2() -> Case:
-    return _decoder("Gemma2", **_KV, head_dim=16)
-
-
-def phi() -> Case:
-    return _decoder("Phi", **_LLAMA)
-
-
-def falcon() -> Case:
-    return _decoder("Falcon", hidden_size=64, num_hidden_layers=3, num_attention_heads=4, **_ENDS)
-
-
-def mamba() -> Case:
-    return _decoder("Mamba", shape=(8, 32), hidden_size=64, num_hidden_layers=2, state_size=8, **_ENDS)
-
-
-def mixtral() -> Case:
-    return _decoder("Mixtral", **{**_KV, "num_hidden_layers": 2}, num_local_experts=4, num_experts_per_tok=2)
-
-
-def qwen2_moe() -> Case:
-    return _decoder(
-        "Qwen2Moe",
-        **{**_KV, "num_hidden_layers": 2},
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-    )
-
-
-def olmoe() -> Case:
-    return _decoder("Olmoe", **{**_KV, "num_hidden_layers": 2}, num_experts=4, num_experts_per_tok=2)
-
-
-# Encoders of transformers.
-
-
-def _encoder(kind: str, head: str, *, shape: tuple[int, int] = (8, 128), labels: str = "tokens", **config: Any) -> Case:
-    import transformers
-
-    cfg = getattr(transformers, f"{kind}Config")(vocab_size=512, **config)
-    ids = tokens(512, *shape)
-    target = ids if labels == "tokens" else torch.randint(2, (shape[0],) if labels == "classes" else shape)
-    model = getattr(transformers, f"{kind}{head}")(cfg)
-    return documented(model, input_ids=ids, attention_mask=torch.ones_like(ids), labels=target)
-
-
-def bert() -> Case:
-    return _encoder("Bert", "ForMaskedLM", **_LLAMA)
-
-
+@model
 def bert_outside() -> Case:
     from transformers import BertConfig, BertForMaskedLM
 
     ids = tokens(512, 8, 128)
-    return with_loss(
-        BertForMaskedLM(BertConfig(vocab_size=512, **_LLAMA)),
-        lambda out: F.cross_entropy(out.logits.flatten(0, 1), ids.flatten()),
-        input_ids=ids,
-    )
+    net = BertForMaskedLM(BertConfig(vocab_size=512, **LLAMA))
+    return with_loss(net, lambda out: F.cross_entropy(out.logits.flatten(0, 1), ids.flatten()), input_ids=ids)
 
 
-def roberta() -> Case:
-    return _encoder("Roberta", "ForSequenceClassification", labels="classes", max_position_embeddings=160, **_LLAMA)
-
-
-def distilbert() -> Case:
-    return _encoder("DistilBert", "ForTokenClassification", labels="each", dim=64, hidden_dim=128, n_layers=3, n_heads=4)
-
-
-def albert() -> Case:
-    return _encoder("Albert", "ForMaskedLM", embedding_size=32, **_LLAMA)
-
-
-def electra() -> Case:
-    return _encoder("Electra", "ForPreTraining", labels="each", embedding_size=64, **_LLAMA)
-
-
-def deberta_v2() -> Case:
-    return _encoder(
-        "DebertaV2", "ForSequenceClassification", labels="classes", relative_attention=True, pos_att_type=["p2c", "c2p"], **_LLAMA
-    )
-
-
-def modernbert() -> Case:
-    return _encoder("ModernBert", "ForMaskedLM", **_LLAMA, **_ENDS, cls_token_id=0, sep_token_id=1)
-
-
-def xlnet() -> Case:
-    return _encoder("XLNet", "ForSequenceClassification", labels="classes", d_model=64, n_layer=3, n_head=4, d_inner=128)
-
-
-def longformer() -> Case:
-    return _encoder(
-        "Longformer", "ForMaskedLM", attention_window=[32, 32], max_position_embeddings=160, **{**_LLAMA, "num_hidden_layers": 2}
-    )
-
-
-def fnet() -> Case:
-    return _encoder_without_mask("FNet", "ForMaskedLM", hidden_size=64, num_hidden_layers=3, intermediate_size=128)
-
-
-def _encoder_without_mask(kind: str, head: str, **config: Any) -> Case:
-    case = _encoder(kind, head, **config)
-    ids, _, labels = case.data
-    return documented(case.modules[0], input_ids=ids, labels=labels)
-
-
-# Encoder-decoder models of transformers.
-
-
-def t5() -> Case:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=512, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0)
-    return documented(T5ForConditionalGeneration(config), input_ids=tokens(512, 8, 96), labels=tokens(512, 8, 64))
-
-
-_BART = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 128,
-    "decoder_ffn_dim": 128,
-}
-
-
-def bart() -> Case:
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    return documented(
-        BartForConditionalGeneration(BartConfig(vocab_size=512, **_BART)), input_ids=tokens(512, 8, 96), labels=tokens(512, 8, 64)
-    )
-
-
-def marian() -> Case:
-    from transformers import MarianConfig, MarianMTModel
-
-    config = MarianConfig(vocab_size=512, pad_token_id=511, decoder_start_token_id=511, **_BART)
-    return documented(MarianMTModel(config), input_ids=tokens(511, 8, 96), labels=tokens(511, 8, 64))
-
-
-def switch_transformer() -> Case:
-    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
-
-    config = SwitchTransformersConfig(
-        vocab_size=512,
-        d_model=64,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=4,
-        num_experts=4,
-        decoder_start_token_id=0,
-    )
-    return documented(SwitchTransformersForConditionalGeneration(config), input_ids=tokens(512, 8, 64), labels=tokens(512, 8, 32))
-
-
-# Vision models of transformers: `model(pixel_values, labels=...)`.
-
-
-def _vision(kind: str, head: str = "ForImageClassification", *, size: int = 64, labels: Any = None, **config: Any) -> Case:
-    import transformers
-
-    model = getattr(transformers, f"{kind}{head}")(getattr(transformers, f"{kind}Config")(**config))
-    return documented(model, pixel_values=image(8, 3, size, size), labels=torch.randint(2, (8,)) if labels is None else labels)
-
-
-def vit() -> Case:
-    return _vision("ViT", image_size=64, patch_size=8, **_LLAMA)
-
-
-def deit() -> Case:
-    return _vision("DeiT", image_size=64, patch_size=8, **_LLAMA)
-
-
-def swin() -> Case:
-    return _vision("Swin", image_size=64, patch_size=4, embed_dim=24, depths=[2, 2], num_heads=[2, 4], window_size=4)
-
-
-def convnext() -> Case:
-    return _vision("ConvNext", hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1], size=96)
-
-
-def segformer() -> Case:
-    return _vision(
-        "Segformer",
-        "ForSemanticSegmentation",
-        labels=torch.randint(4, (8, 64, 64)),
-        num_labels=4,
-        hidden_sizes=[16, 32, 40, 64],
-        depths=[1, 1, 1, 1],
-        num_attention_heads=[1, 2, 4, 4],
-        decoder_hidden_size=32,
-    )
-
-
-def resnet_transformers() -> Case:
-    return _vision("ResNet", embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1], layer_type="basic", size=96)
-
-
-def mobilevit() -> Case:
-    return _vision(
-        "MobileViT",
-        size=64,
-        image_size=64,
-        hidden_sizes=[16, 24, 32],
-        neck_hidden_sizes=[8, 8, 16, 16, 24, 32, 64],
-        num_attention_heads=2,
-    )
-
-
-def dinov2() -> Case:
-    return _vision("Dinov2", image_size=64, patch_size=8, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
-
-
-def beit() -> Case:
-    return _vision("Beit", image_size=64, patch_size=8, **_LLAMA)
-
-
-def vit_mae() -> Case:
-    from transformers import ViTMAEConfig, ViTMAEForPreTraining
-
-    config = ViTMAEConfig(
-        image_size=64,
-        patch_size=8,
-        decoder_hidden_size=32,
-        decoder_num_hidden_layers=2,
-        decoder_num_attention_heads=4,
-        decoder_intermediate_size=64,
-        **_LLAMA,
-    )
-    return documented(ViTMAEForPreTraining(config), pixel_values=image(8, 3, 64, 64))
-
-
-def _boxes(images: int) -> list[dict[str, torch.Tensor]]:
-    return [{"class_labels": torch.randint(4, (3,)), "boxes": torch.rand(3, 4) * 0.4 + 0.2} for _ in range(images)]
-
-
+@model
 def detr() -> Case:
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
     backbone = ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16, 32, 64], depths=[1, 1, 1, 1], layer_type="basic", out_features=["stage4"]
     )
-    config = DetrConfig(
-        use_timm_backbone=False,
-        use_pretrained_backbone=False,
-        backbone=None,
-        backbone_config=backbone,
-        num_queries=100,
-        num_labels=4,
-        **{**_BART, "encoder_layers": 4, "decoder_layers": 4},
-    )
-    return documented(DetrForObjectDetection(config), pixel_values=image(4, 3, 128, 128), labels=_boxes(4))
+    settings = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
+    config = DetrConfig(**settings, num_queries=100, num_labels=4, **{**BART, "encoder_layers": 4, "decoder_layers": 4})
+    return documented(DetrForObjectDetection(config), pixel_values=images(4, 3, 128, 128), labels=boxes(4))
 
 
-def yolos() -> Case:
-    from transformers import YolosConfig, YolosForObjectDetection
-
-    config = YolosConfig(image_size=[64, 96], patch_size=8, num_detection_tokens=20, num_labels=4, **_LLAMA)
-    return documented(YolosForObjectDetection(config), pixel_values=image(8, 3, 64, 96), labels=_boxes(8))
-
-
-def dpt() -> Case:
-    from transformers import DPTConfig, DPTForSemanticSegmentation
-
-    config = DPTConfig(
-        image_size=64,
-        patch_size=8,
-        num_labels=4,
-        backbone_out_indices=[0, 1, 2, 3],
-        neck_hidden_sizes=[16, 24, 32, 48],
-        fusion_hidden_size=32,
-        **{**_LLAMA, "num_hidden_layers": 4},
-    )
-    return documented(DPTForSemanticSegmentation(config), pixel_values=image(4, 3, 64, 64), labels=torch.randint(4, (4, 64, 64)))
-
-
-def videomae() -> Case:
-    from transformers import VideoMAEConfig, VideoMAEForVideoClassification
-
-    config = VideoMAEConfig(image_size=32, patch_size=8, num_frames=8, **_LLAMA)
-    return documented(VideoMAEForVideoClassification(config), pixel_values=image(4, 8, 3, 32, 32), labels=torch.randint(2, (4,)))
-
-
-# Audio models of transformers.
-
-_WAVE = {
-    "vocab_size": 32,
-    **_LLAMA,
-    "conv_dim": (32, 32, 32),
-    "conv_stride": (5, 4, 4),
-    "conv_kernel": (10, 8, 4),
-    "num_feat_extract_layers": 3,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4,
-}
-
-
-def wav2vec2() -> Case:
-    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
-
-    return documented(Wav2Vec2ForCTC(Wav2Vec2Config(**_WAVE)), input_values=image(4, 8000), labels=torch.randint(1, 32, (4, 10)))
-
-
-def hubert() -> Case:
-    from transformers import HubertConfig, HubertForCTC
-
-    return documented(HubertForCTC(HubertConfig(**_WAVE)), input_values=image(4, 8000), labels=torch.randint(1, 32, (4, 10)))
-
-
-def whisper() -> Case:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=512,
-        num_mel_bins=16,
-        max_source_positions=64,
-        max_target_positions=64,
-        decoder_start_token_id=1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        **_BART,
-    )
-    return documented(WhisperForConditionalGeneration(config), input_features=image(8, 16, 128), labels=tokens(512, 8, 48))
-
-
-def audio_spectrogram_transformer() -> Case:
-    from transformers import ASTConfig, ASTForAudioClassification
-
-    config = ASTConfig(max_length=128, num_mel_bins=32, patch_size=8, frequency_stride=8, time_stride=8, **_LLAMA)
-    return documented(ASTForAudioClassification(config), input_values=image(8, 128, 32), labels=torch.randint(2, (8,)))
-
-
-# Multimodal models of transformers.
-
-_TEXT = {"vocab_size": 512, "max_position_embeddings": 64, **_LLAMA, **_ENDS}
-_IMAGE = {"image_size": 64, "patch_size": 8, **_LLAMA}
-
-
-def clip() -> Case:
-    from transformers import CLIPConfig, CLIPModel
-
-    config = CLIPConfig(text_config=_TEXT, vision_config=_IMAGE, projection_dim=32)
-    return documented(CLIPModel(config), input_ids=tokens(512, 8, 32), pixel_values=image(8, 3, 64, 64), return_loss=True)
-
-
-def siglip() -> Case:
-    from transformers import SiglipConfig, SiglipModel
-
-    config = SiglipConfig(text_config={**_TEXT, "projection_size": 64}, vision_config=_IMAGE)
-    return documented(SiglipModel(config), input_ids=tokens(512, 8, 64), pixel_values=image(8, 3, 64, 64), return_loss=True)
-
-
-def blip() -> Case:
-    from transformers import BlipConfig, BlipForConditionalGeneration
-
-    text = {**_TEXT, "encoder_hidden_size": 64, "sep_token_id": 1}
-    ids = tokens(512, 8, 32)
-    return documented(
-        BlipForConditionalGeneration(BlipConfig(text_config=text, vision_config=_IMAGE, projection_dim=32)),
-        pixel_values=image(8, 3, 64, 64),
-        input_ids=ids,
-        labels=ids,
-    )
-
-
-def vilt() -> Case:
-    from transformers import ViltConfig, ViltForQuestionAnswering
-
-    config = ViltConfig(
-        vocab_size=512, image_size=64, patch_size=8, max_position_embeddings=40, max_image_length=64, num_labels=8, **_LLAMA
-    )
-    ids = tokens(512, 4, 32)
-    return documented(ViltForQuestionAnswering(config), input_ids=ids, pixel_values=image(4, 3, 64, 64), labels=torch.rand(4, 8))
-
-
+@model
 def llava() -> Case:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**_IMAGE),
-        text_config=LlamaConfig(vocab_size=512, **_KV),
-        image_token_index=511,
-        image_seq_length=64,
-        vision_feature_layer=-1,
-    )
+    vision, language = CLIPVisionConfig(**IMAGE), LlamaConfig(vocab_size=512, **KV)
+    settings = {"image_token_index": 511, "image_seq_length": 64, "vision_feature_layer": -1}
+    net = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=language, **settings))
     ids = torch.cat([torch.full((4, 64), 511), tokens(511, 4, 64)], 1)
-    return documented(
-        LlavaForConditionalGeneration(config),
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        pixel_values=image(4, 3, 64, 64),
-        labels=ids,
-    )
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    return documented(net, **batch, pixel_values=images(4, 3, 64, 64))
 
 
+@model
 def image_captioning() -> Case:
     from transformers import GPT2Config, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
 
-    decoder = GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=128, add_cross_attention=True, **_ENDS)
-    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**_IMAGE), decoder)
+    writer = GPT2Config(**{**GPT2, "n_layer": 2}, add_cross_attention=True)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**IMAGE), writer)
     config.decoder_start_token_id, config.pad_token_id = 0, 2
-    return documented(VisionEncoderDecoderModel(config), pixel_values=image(8, 3, 64, 64), labels=tokens(512, 8, 48))
+    return documented(VisionEncoderDecoderModel(config), pixel_values=images(8, 3, 64, 64), labels=tokens(512, 8, 48))
 
 
 # timm: the loss is outside of the model.
 
 
-def _timm(name: str, size: int = 64, images: int = 4, **config: Any) -> Case:
+def timm_case(name: str, size: int, **config: Any) -> Case:
+    """A model of timm."""
     import timm
 
-    target = torch.randint(10, (images,))
-    model = timm.create_model(name, num_classes=10, **config)
-    return with_loss(model, lambda logits: F.cross_entropy(logits, target), image(images, 3, size, size), given=[target])
+    target = torch.randint(10, (4,))
+    net = timm.create_model(name, num_classes=10, **config)
+    return with_loss(net, lambda logits: F.cross_entropy(logits, target), images(4, 3, size, size), given=[target])
 
 
-def timm_resnet18() -> Case:
-    return _timm("resnet18", size=224)
-
-
-def timm_vit_tiny() -> Case:
-    return _timm("vit_tiny_patch16_224", size=224, depth=4)
-
-
-def timm_regnety() -> Case:
-    return _timm("regnety_002", size=224)
-
-
-def timm_efficientnet() -> Case:
-    return _timm("efficientnet_b0", size=128)
-
-
-def timm_convnext() -> Case:
-    return _timm("convnext_atto", size=128)
-
-
-def timm_mobilenetv3() -> Case:
-    return _timm("mobilenetv3_small_100", size=160)
+MODELS |= {
+    "timm_resnet18": lambda: timm_case("resnet18", 224),
+    "timm_vit_tiny": lambda: timm_case("vit_tiny_patch16_224", 224, depth=4),
+    "timm_regnety": lambda: timm_case("regnety_002", 224),
+    "timm_efficientnet": lambda: timm_case("efficientnet_b0", 128),
+    "timm_convnext": lambda: timm_case("convnext_atto", 128),
+    "timm_mobilenetv3": lambda: timm_case("mobilenetv3_small_100", 160),
+}
 
 
 # diffusers: noise is predicted, the loss is outside.
 
+SMALL_UNET = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8}
 
+
+def denoiser(net: nn.Module, shape: tuple[int, ...], *data: Any, **named: Any) -> Case:
+    """A model of diffusers, which predicts noise."""
+    noise = images(*shape)
+    return with_loss(net, lambda out: F.mse_loss(out.sample, noise), images(*shape), *data, given=[noise], **named)
+
+
+@model
 def unet2d() -> Case:
     from diffusers import UNet2DModel
 
-    model = UNet2DModel(
-        sample_size=32,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        norm_num_groups=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=8,
-    )
-    noise = image(4, 3, 32, 32)
-    return with_loss(
-        model, lambda out: F.mse_loss(out.sample, noise), image(4, 3, 32, 32), torch.randint(1000, (4,)), given=[noise]
-    )
+    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    net = UNet2DModel(sample_size=32, down_block_types=down, up_block_types=up, attention_head_dim=8, **SMALL_UNET)
+    return denoiser(net, (4, 3, 32, 32), torch.randint(1000, (4,)))
 
 
+@model
 def unet2d_condition() -> Case:
     from diffusers import UNet2DConditionModel
 
-    model = UNet2DConditionModel(
-        sample_size=16,
-        in_channels=4,
-        out_channels=4,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        norm_num_groups=8,
-        cross_attention_dim=32,
-        attention_head_dim=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )
-    noise, text = image(4, 4, 32, 32), image(4, 16, 32)
-    return with_loss(
-        model,
-        lambda out: F.mse_loss(out.sample, noise),
-        image(4, 4, 32, 32),
-        torch.randint(1000, (4,)),
-        given=[noise],
-        encoder_hidden_states=text,
-    )
+    down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+    sizes = {"sample_size": 16, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 32, "attention_head_dim": 4}
+    net = UNet2DConditionModel(down_block_types=down, up_block_types=up, **sizes, **SMALL_UNET)
+    return denoiser(net, (4, 4, 32, 32), torch.randint(1000, (4,)), encoder_hidden_states=images(4, 16, 32))
 
 
+@model
 def dit() -> Case:
     from diffusers import DiTTransformer2DModel
 
-    model = DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, in_channels=4, num_layers=3, sample_size=16, num_embeds_ada_norm=10
-    )
-    noise = image(8, 4, 16, 16)
-    return with_loss(
-        model,
-        lambda out: F.mse_loss(out.sample, noise),
-        image(8, 4, 16, 16),
-        given=[noise],
-        timestep=torch.randint(1000, (8,)),
-        class_labels=torch.randint(10, (8,)),
-    )
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "num_layers": 3, "sample_size": 16}
+    net = DiTTransformer2DModel(num_embeds_ada_norm=10, **sizes)
+    return denoiser(net, (8, 4, 16, 16), timestep=torch.randint(1000, (8,)), class_labels=torch.randint(10, (8,)))
 
 
+@model
 def autoencoder_kl() -> Case:
     from diffusers import AutoencoderKL
 
-    model = AutoencoderKL(
-        block_out_channels=(16, 32),
-        norm_num_groups=8,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-    )
-    pixels = image(4, 3, 32, 32)
-    return with_loss(model, lambda out: F.mse_loss(out.sample, pixels), pixels)
+    down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
+    net = AutoencoderKL(block_out_channels=(16, 32), norm_num_groups=8, down_block_types=down, up_block_types=up)
+    pixels = images(4, 3, 32, 32)
+    return with_loss(net, lambda out: F.mse_loss(out.sample, pixels), pixels)
 
 
 # PEFT.
 
 
+@model
 def lora_llama() -> Case:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ids = tokens(512, 8, 128)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **_KV))
-    return documented(
-        get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)), input_ids=ids, labels=ids
-    )
+    net = LlamaForCausalLM(LlamaConfig(vocab_size=512, **KV))
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    return documented(get_peft_model(net, adapters), **text(8, 128, mask=False)())
 
 
+@model
 def lora_bert() -> Case:
     from peft import LoraConfig, get_peft_model
     from transformers import BertConfig, BertForSequenceClassification
 
-    model = BertForSequenceClassification(BertConfig(vocab_size=512, **_LLAMA))
-    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"]))
-    return documented(adapted, input_ids=tokens(512, 8, 128), labels=torch.randint(2, (8,)))
+    net = BertForSequenceClassification(BertConfig(vocab_size=512, **LLAMA))
+    adapters = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
+    return documented(get_peft_model(net, adapters), **text(8, 128, labels="classes", mask=False)())
 
 
 # Other libraries and plain torch.
 
 
+@model
 def retinanet() -> Case:
     from torchvision.models import resnet18
     from torchvision.models.detection import RetinaNet
     from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
 
-    model = RetinaNet(_resnet_fpn_extractor(resnet18(), 5), num_classes=4, min_size=96, max_size=128)
-    images = [torch.rand(3, 96, 128) for _ in range(2)]
+    net = RetinaNet(_resnet_fpn_extractor(resnet18(), 5), num_classes=4, min_size=96, max_size=128)
+    rooms = [torch.rand(3, 96, 128) for _ in range(2)]
     corner = torch.rand(3, 2) * 40
-    targets = [{"boxes": torch.cat([corner, corner + 40], 1), "labels": torch.randint(4, (3,))} for _ in images]
-    return with_loss(model, lambda losses: sum(losses.values()), images, targets)
+    targets = [{"boxes": torch.cat([corner, corner + 40], 1), "labels": torch.randint(4, (3,))} for _ in rooms]
+    return with_loss(net, lambda losses: sum(losses.values()), rooms, targets)
 
 
+@model
 def fcn_resnet() -> Case:
     from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
     target = torch.randint(4, (4, 96, 96))
-    model = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4)
-    return with_loss(model, lambda out: F.cross_entropy(out["out"], target), image(4, 3, 96, 96), given=[target])
+    net = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4)
+    return with_loss(net, lambda out: F.cross_entropy(out["out"], target), images(4, 3, 96, 96), given=[target])
 
 
 class LanguageModel(nn.Module):
@@ -740,6 +465,7 @@ class LanguageModel(nn.Module):
         return self.head(self.rnn(self.embedding(ids))[0])
 
 
+@model
 def lstm() -> Case:
     ids = tokens(256, 32, 32)
     return with_loss(LanguageModel(), lambda out: F.cross_entropy(out.flatten(0, 1), ids.flatten()), ids)
@@ -762,25 +488,29 @@ class PackedGRU(nn.Module):
         return self.head(last[0])
 
 
+@model
 def packed_gru() -> Case:
     target = torch.randint(4, (32,))
     lengths = torch.randint(8, 33, (32,))
     return with_loss(PackedGRU(), lambda out: F.cross_entropy(out, target), tokens(256, 32, 32), lengths, given=[target])
 
 
+@model
 def nn_transformer() -> Case:
-    model = nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
-    target = image(8, 64, 64)
-    return with_loss(model, lambda out: F.mse_loss(out, target), image(8, 96, 64), image(8, 64, 64), given=[target])
+    net = nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
+    target = images(8, 64, 64)
+    return with_loss(net, lambda out: F.mse_loss(out, target), images(8, 96, 64), images(8, 64, 64), given=[target])
 
 
+@model
 def mambapy_lm() -> Case:
     from mambapy.mamba import Mamba, MambaConfig
 
-    x = image(4, 64, 32)
+    x = images(4, 64, 32)
     return with_loss(Mamba(MambaConfig(d_model=32, n_layers=2)), lambda out: F.mse_loss(out, x), x)
 
 
+@model
 def gcn() -> Case:
     from torch_geometric.nn.models import GCN
 
@@ -788,12 +518,13 @@ def gcn() -> Case:
     return with_loss(
         GCN(32, 64, 3, out_channels=4, dropout=0.5),
         lambda out: F.cross_entropy(out, target),
-        image(2000, 32),
+        images(2000, 32),
         edges,
         given=[target],
     )
 
 
+@model
 def gat() -> Case:
     from torch_geometric.nn.models import GAT
 
@@ -801,12 +532,13 @@ def gat() -> Case:
     return with_loss(
         GAT(32, 64, 3, out_channels=4, heads=4),
         lambda out: F.cross_entropy(out, target),
-        image(1000, 32),
+        images(1000, 32),
         edges,
         given=[target],
     )
 
 
+@model
 def dcgan() -> Case:
     """The DCGAN of PyTorch's examples: both networks are compiled, and each has a step."""
     generator = nn.Sequential(
@@ -834,7 +566,7 @@ def dcgan() -> Case:
         nn.Conv2d(64, 1, 4, 1, 0, bias=False),
         nn.Sigmoid(),
     )
-    real, noise = image(32, 3, 32, 32), image(32, 32, 1, 1)
+    real, noise = images(32, 3, 32, 32), images(32, 32, 1, 1)
     ones, zeros = torch.ones(32, 1, 1, 1), torch.zeros(32, 1, 1, 1)
     criterion = nn.BCELoss()
 
@@ -852,6 +584,7 @@ def dcgan() -> Case:
     return Case([generator.train(), discriminator.train()], step, [real, noise, ones, zeros], outside=True)
 
 
+@model
 def contrastive() -> Case:
     """SimCLR: the compiled encoder runs twice in a step, on two views of the same images."""
     encoder = nn.Sequential(
@@ -867,7 +600,7 @@ def contrastive() -> Case:
         nn.ReLU(),
         nn.Linear(64, 32),
     )
-    first, second, target = image(16, 3, 32, 32), image(16, 3, 32, 32), torch.arange(16)
+    first, second, target = images(16, 3, 32, 32), images(16, 3, 32, 32), torch.arange(16)
 
     def step(compiled: Compiled, loop: Loop) -> None:
         one, two = compiled[0](first), compiled[0](second)
@@ -887,21 +620,3 @@ def _declare_torchvision_ops() -> None:
 
 if importlib.util.find_spec("torchvision") and not torch.cuda.is_available():
     _declare_torchvision_ops()
-
-
-MODELS: dict[str, Callable[[], Case]] = {
-    f.__name__: f
-    for f in (
-        gpt2, gpt2_outside, gpt_neo, gpt_neox, opt, bloom, llama, llama_outside, mistral, qwen3, gemma2, phi, falcon, mamba,
-        mixtral, qwen2_moe, olmoe,
-        bert, bert_outside, roberta, distilbert, albert, electra, deberta_v2, modernbert, xlnet, longformer, fnet,
-        t5, bart, marian, switch_transformer,
-        vit, deit, swin, convnext, segformer, resnet_transformers, mobilevit, dinov2, beit, vit_mae, detr, yolos, dpt, videomae,
-        wav2vec2, hubert, whisper, audio_spectrogram_transformer,
-        clip, siglip, blip, vilt, llava, image_captioning,
-        timm_resnet18, timm_vit_tiny, timm_regnety, timm_efficientnet, timm_convnext, timm_mobilenetv3,
-        unet2d, unet2d_condition, dit, autoencoder_kl,
-        lora_llama, lora_bert,
-        retinanet, fcn_resnet, lstm, packed_gru, nn_transformer, mambapy_lm, gcn, gat, dcgan, contrastive,
-    )
-}  # fmt: skip

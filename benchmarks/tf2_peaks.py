@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from fresh import answer, child, earlier, hardware, mib, parse, ran_on, save, versions
+from fresh import answer, child, earlier, hardware, mib, save, versions
 
 from tests.tf2.budgets import BUDGETS
 
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--networks", nargs="+", default=list(BUDGETS))
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds that the searches of a point may take")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    options = parse(parser, __file__, table)
+    options = parser.parse_args()
     if options.child:
         answer(CHILDREN[options.child[0]](*options.child[1:]))
         return 0
@@ -225,52 +225,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
         if point["executed_remats"] != point["planned_remats"]:
             broken.append(f"{where}: {point['executed_remats']} of {point['planned_remats']} recomputations ran")
     return broken
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Planned and measured peaks in TensorFlow",
-        "",
-        "Made by `benchmarks/tf2_peaks.py`. Every row is a separate process. Peaks are MiB above the resident",
-        "memory; time is processor time divided by that of the step with control edges that keeps everything. *Live* is the peak",
-        "of the plan, *forwarded* the same with outputs that reuse the buffer of an input without later readers, *requested* the",
-        "peak in TensorFlow's own trace of requests, *measured* that of the allocator's chunks. *Identical* compares",
-        "predictions, losses and all variables of five steps.",
-        "",
-        ran_on(report),
-    ]
-    for name, row in report["networks"].items():
-        keep, plain_row, pieces = row["keep_all"], row["plain"], row["recompute_grad"]
-        piece = (
-            "cannot be split for `tf.recompute_grad`"
-            if pieces["peak_bytes"] is None
-            else f"`tf.recompute_grad` on {pieces['pieces']} pieces {mib(pieces['peak_bytes'])} in {ratio(pieces, keep)} of the "
-            f"time, with results {'equal to' if pieces['digest'] == plain_row['digest'] else 'different from'} plain"
-        )
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            f"{keep['ops']} ops; keeping everything {mib(keep['measured_bytes'])} in {keep['time_s']:.2f} s; plain `tf.function` "
-            f"{mib(plain_row['peak_bytes'])} in {ratio(plain_row, keep)} of the time; {piece}.",
-            "",
-            "| budget | live | forwarded | requested | measured | recomputed | overhead | time | identical |",
-            "|---:|---:|---:|---:|---:|---:|---:|---:|---|",
-        ]
-        lines += [
-            f"| {mib(p['budget_bytes'])} | {mib(p['live_bytes'])} | {mib(p['forwarded_bytes'])} | {mib(p['asked_bytes'])} "
-            f"| {mib(p['measured_bytes'])} | {p['executed_remats']} | {p['overhead']:.4f} | {ratio(p, keep)} "
-            f"| {'yes' if p['identical'] else 'no'} |"
-            for p in row["points"]
-            if "refused" not in p
-        ]
-        lines += [f"\nRefused at {p['budget']}: {p['refused']}." for p in row["points"] if "refused" in p]
-    return "\n".join(lines) + "\n"
-
-
-def ratio(row: dict[str, Any], keep: dict[str, Any]) -> str:
-    return f"{row['time_s'] / keep['time_s']:.3f}"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import KEEPS_ITS_HEAP, by_model, mib, ran_on
+from fresh import KEEPS_ITS_HEAP, by_model, mib
 from models import build
 from steps import CLOCK, Variant
 
@@ -35,7 +35,7 @@ MOST_ERROR = 1.05
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    parts = {"run": run, "table": table, "verdict": verdict}
+    parts = {"run": run, "verdict": verdict}
     return by_model(__file__, str(__doc__), tuple(ASKED), **parts, rounds=9, own_cache=True, settings=KEEPS_ITS_HEAP)
 
 
@@ -211,41 +211,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
     if mine["error_of_plain"] is not None and mine["error_of_plain"] > MOST_ERROR:
         broken.append(f"{name}: {mine['error_of_plain']:.2f} times the error of plain PyTorch")
     return broken
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Below the floor of whole ops",
-        "",
-        'Made by `benchmarks/torch_below_floor.py`. Ours with `chunking="auto"`; peaks are MiB above the resident',
-        "memory, times are ratios to our own step that keeps everything, steps interleaved in one process that keeps freed",
-        "memory. *Equal* counts the gradients, or updated parameters, that are equal to the bit; *error* is the largest of a",
-        "gradient against float64, as a multiple of plain PyTorch's. *Overhead* is by the costs that the plan was made from, and",
-        "*by ops* by the costs of the same ops as measured in turns with the steps.",
-        "",
-        ran_on(report),
-        "",
-    ]
-    lines += [
-        "| model, budget | keep all | planned | measured | overhead | gap | by ops | time | loss | equal | error | in pieces |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|---:|---|",
-    ]
-    for name, row in report["models"].items():
-        if "refused" in row:
-            lines.append(f"| {name} | refused | | | | | | | | | | |")
-            continue
-        keep, v = row["keep_all"], row["ours"]
-        error = "-" if v["error_of_plain"] is None else f"{v['error_of_plain']:.2f}"
-        pieces = "; ".join(r.removeprefix("in pieces: ") for r in v["remarks"] if r.startswith("in pieces: "))
-        by_ops = f"{v['ops_s'] / keep['ops_s']:.3f}" if "ops_s" in v else "-"
-        cells = [
-            *(name, mib(keep["peak_bytes"]), mib(v["planned_bytes"]), mib(v["peak_bytes"]), f"{v['overhead']:.3f}"),
-            *(f"{v['gap']:.1%}", by_ops, f"{v['time_s'] / keep['time_s']:.3f}", "equal" if v["loss_equal"] else "DIFFERS"),
-            *(f"{v['equal']} of {v['tensors']}", error, pieces),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

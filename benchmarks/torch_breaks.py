@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, hardware, mib, parse, ran_on, save, versions
+from fresh import answer, child, digest, hardware, save, versions
 
 GRAPHS = (1, 2, 3, 4, 6)
 SHARES = ("70%", "50%", "35%")
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds that planning may take")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parse(parser, __file__, table)
+    options = parser.parse_args()
     if options.child:
         graphs, budget, limit = options.child
         answer(run(int(graphs), budget, float(limit)))
@@ -45,7 +45,7 @@ def main() -> int:
     report = {"hardware": hardware(), "versions": versions("torch"), "time_limit_s": options.time_limit, "rows": rows}
     save(__file__, report)
     broken = broken_promises(rows)
-    print(table(report), *broken or ["all promises hold"], sep="\n")
+    print(*broken or ["all promises hold"], sep="\n")
     return bool(broken)
 
 
@@ -138,26 +138,6 @@ def broken_promises(rows: list[dict[str, Any]]) -> list[str]:
         if row["gradients"] != one["gradients"]:
             broken.append(f"{label}: gradients differ")
     return broken
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Graph breaks",
-        "",
-        "Made by `benchmarks/torch_breaks.py`. A language model of eight blocks in one graph, and broken into",
-        "several, which are planned as one step. MiB of the whole step; overhead and gap are of the whole step.",
-        "",
-        f"{ran_on(report)} Time limit {report['time_limit_s']:g} s.",
-        "",
-        "| budget | MiB | graphs | overhead | gap | planned | measured |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in report["rows"]:
-        cells = [row["share"], mib(row["budget_bytes"]), str(row["graphs"]), f"{row['overhead']:.4f}", f"{row['gap']:.4f}"]
-        cells += [mib(row["planned_bytes"]), mib(row["measured_bytes"])]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, earlier, hardware, parse, ran_on, save, versions
+from fresh import answer, child, earlier, hardware, save, versions
 
 LIMIT_S, LIMIT_BYTES = 60.0, 4 * 2**30
 LONGEST_S = 1500.0
@@ -154,55 +154,12 @@ def _longest(found: Any) -> dict[str, Any] | None:
     }
 
 
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Fits: large models on GPUs that are not present",
-        "",
-        "Made by `benchmarks/torch_fits.py`. Nothing was run on a GPU: sizes come from shapes, and times are lower",
-        "bounds from the device's profile. Seconds are those of `fits`, on a machine shared with other users; *load* is its",
-        "load. *Memory* is the peak resident size of the process.",
-        "",
-        ran_on(report),
-        "",
-        "| model | device | ops | verdict | available | keep-all | smallest | overhead | wall s | CPU s | load | memory |",
-        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, row in report["cases"].items():
-        sizes = ("available_bytes", "keep_all_bytes", "smallest_bytes", "max_resident_bytes")
-        gib = [f"{row[k] / 2**30:.2f} GiB" for k in sizes]
-        overhead = "-" if row["overhead"] is None else f"{row['overhead']:.3f}"
-        lines.append(
-            f"| {name} | {row['device']} | {row['ops']} | {row['verdict']} | {' | '.join(gib[:3])} | {overhead} "
-            f"| {row['wall_s']} | {row['cpu_s']} | {row['load'][0]} | {gib[3]} |"
-        )
-    lines += [
-        "",
-        "The longest sequence with at most one extra forward pass, the plan for it, and the bound that no plan exceeds:",
-        "",
-        "| model | longest | peak | overhead | none above | because | in pieces |",
-        "|---|---:|---:|---:|---:|---|---|",
-    ]
-    for name, row in report["cases"].items():
-        longest = row.get("longest")
-        if longest is not None:
-            pieces = "; ".join(remark.removeprefix("in pieces: ") for remark in longest["remarks"]) or "-"
-            lines.append(
-                f"| {name} | {longest['sequence']:,} | {longest['peak_bytes'] / 2**30:.2f} GiB | {longest['overhead']:.3f} "
-                f"| {longest['upper_bound']:,} | {longest['why']} | {pieces} |"
-            )
-    for name, row in report["cases"].items():
-        lines += ["", f"{name}: {row['about']} {row['optimizer']}. Remarks of `fits`:", ""]
-        lines += [f"- {remark}" for remark in row["remarks"]]
-    return "\n".join([*lines, ""])
-
-
 def main() -> int:
     """Run the cases, or one child."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parse(parser, __file__, table)
+    options = parser.parse_args()
     if options.child:
         answer(ask(options.child))
         return 0

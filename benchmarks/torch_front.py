@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import by_model, mib, ran_on
+from fresh import by_model, mib
 from models import WHOLE, build
-from steps import Variant, backward, beaten, best_at, by_backend, compiled_by_torch, observe, returned, timed
+from steps import Variant, backward, beaten, by_backend, compiled_by_torch, observe, returned, timed
 
 MODELS = (
     *("gpt2", "bert", "vit", "resnet50", "unet", "llama_4", "llama_6", "llama_8"),
@@ -42,7 +42,7 @@ FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": tuple(f / 10 for f in ran
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    return by_model(__file__, str(__doc__), MODELS, run=run, table=table, verdict=verdict)
+    return by_model(__file__, str(__doc__), MODELS, run=run, verdict=verdict)
 
 
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
@@ -185,59 +185,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
             continue
         broken += beaten(name, row, v, in_time=v["kind"] == "knob" or not name.startswith("llama_"))
     return broken
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Peak against step time in PyTorch",
-        "",
-        "Made by `benchmarks/torch_front.py`. All variants of a model ran in one process, their steps interleaved.",
-        "Peaks are MiB above the resident memory; time is the fastest of the rounds, as a ratio to our own step that keeps",
-        "everything. *Ours at this peak* is the time of our fastest variant with at most this peak. *Right* compares loss,",
-        "gradients and buffers, byte by byte: ours with keeping everything on the same backend, the others with eager mode",
-        "(if a model traces to a different program than eager mode runs, all compiled variants differ from eager mode).",
-        "",
-        ran_on(report),
-        "",
-    ]
-    for name, row in report["models"].items():
-        keep = next(v for v in row["variants"] if v["name"] == "keep all")
-        lines += [
-            f"## {name}",
-            "",
-            f"{row['ops']} ops; no plan needs less than {mib(row['floor_bytes'])}, the smallest peak found is "
-            f"{mib(row['smallest_bytes'])}; keeping everything takes {keep['time_s']:.3f} s.{_tangents(name, row)}",
-            "",
-            "| variant | peak | time | ours at this peak | right |",
-            "|---|---:|---:|---:|---|",
-        ]
-        for v in row["variants"]:
-            if v["kind"] != "ours":
-                mine = best_at(row, v["peak_bytes"])
-                at = "-" if mine is None else f"{mine['time_s'] / keep['time_s']:.3f}"
-                right = "yes" if v["identical"] else "no"
-                lines.append(f"| {v['name']} | {mib(v['peak_bytes'])} | {v['time_s'] / keep['time_s']:.3f} | {at} | {right} |")
-        lines += [
-            "",
-            "| budget | planned | measured | overhead | proven at least | time | right |",
-            "|---:|---:|---:|---:|---:|---:|---|",
-        ]
-        for v in sorted((v for v in row["variants"] if v["kind"] == "ours"), key=lambda v: v["budget_bytes"]):
-            share = f"{v['budget_bytes'] / row['keep_all_bytes']:.0%}"
-            lines.append(
-                f"| {mib(v['budget_bytes'])} ({share}) | {mib(v['planned_bytes'])} | {mib(v['peak_bytes'])} | "
-                f"{v['overhead']:.4f} | {v['bound_overhead']:.4f} | {v['time_s'] / keep['time_s']:.3f} | "
-                f"{'yes' if v['identical'] else 'NO'} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _tangents(name: str, row: dict[str, Any]) -> str:
-    if not name.endswith(WHOLE):
-        return ""
-    return f" The zero gradient of the logits needs {mib(row['tangent_bytes'])}; `{name.removesuffix(WHOLE)}` has none."
 
 
 if __name__ == "__main__":

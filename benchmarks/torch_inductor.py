@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import by_model, mib, ran_on
+from fresh import by_model, mib
 from inductor_start import in_fresh_processes
 from models import Case, build
-from steps import CLOCK, Variant, backward, beaten, best_at, buffers_put_back, compiled_by_torch, observe, returned, timed
+from steps import CLOCK, Variant, backward, beaten, buffers_put_back, compiled_by_torch, observe, returned, timed
 
 MODELS = ("gpt2", "bert", "vit", "unet", "resnet50", "llama_2", "llama_4", "layers_32", "llama_6", "llama_8")
 FRACTIONS = {"llama": (0.05, 0.1, 0.15, 0.2, 0.3), "": (0.9, 0.7, 0.5, 0.3, 0.1)}
@@ -47,7 +47,7 @@ GENERATED_ONCE = 0.8
 
 def main() -> int:
     """Run the benchmark, or one child of it."""
-    return by_model(__file__, str(__doc__), MODELS, run=run, table=table, verdict=verdict, own_cache=True)
+    return by_model(__file__, str(__doc__), MODELS, run=run, verdict=verdict, own_cache=True)
 
 
 def run(name: str, time_limit_s: float, rounds: int) -> dict[str, Any]:
@@ -240,75 +240,6 @@ def slow_starts(name: str, row: dict[str, Any]) -> list[str]:
     if sum(v["plans"] == 1 for v in mine) < GENERATED_ONCE * len(mine):
         broken.append(f"{name}: code is generated once at {sum(v['plans'] == 1 for v in mine)} of {len(mine)} budgets")
     return broken
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Plans compiled by Inductor",
-        "",
-        "Made by `benchmarks/torch_inductor.py`. All variants of a model ran in one process, their steps",
-        "interleaved. Peaks are MiB above the resident memory; time is the fastest of the rounds, as a ratio to stock Inductor.",
-        "*Ours at this peak* is the time of our fastest variant with at most this peak. *Error* is the largest difference of a",
-        "gradient from stock Inductor's, divided by the largest entry of that gradient. *Right* compares loss, gradients and",
-        "buffers of ours, byte by byte, with our step that keeps everything. *First step* is the wall time to the end of the",
-        "first step in a fresh process with empty caches, *cached* the same with filled ones, both as ratios to those of stock",
-        "Inductor; *plans* says for how many plans code was generated.",
-        "",
-        "An error near one does not mean a wrong gradient. With dropout (BERT) stock Inductor draws different masks if its",
-        "partition differs. Fused code rounds differently from eager code, and BatchNorm of small batches magnifies the",
-        "difference: compared with gradients in float64, those of ResNet-50 are off by 0.18 in plain eager mode, 0.25 with stock",
-        "Inductor, and 0.24 with ours.",
-        "",
-        "*Computed again* counts every repetition, also of light ops that each kernel computes in registers.",
-        "",
-        ran_on(report),
-        "",
-    ]
-    for name, row in report["models"].items():
-        lines += section(name, row)
-    return "\n".join(lines)
-
-
-def section(name: str, row: dict[str, Any]) -> list[str]:
-    """The tables of a model."""
-    one = row["variants"][0]
-    first = one["time_s"]
-    begun = (
-        f" Its first step takes {one['cold_s']:.1f} s, and {one['cached_s']:.1f} s from its caches." if "cold_s" in one else ""
-    )
-    lines = [
-        f"## {name}",
-        "",
-        f"Stock Inductor takes {first:.3f} s.{begun}",
-        "",
-        "| variant | peak | time | ours at this peak | error | compiled in, s |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for v in (v for v in row["variants"] if v["kind"] != "ours"):
-        mine = best_at(row, v["peak_bytes"])
-        at = "-" if mine is None else f"{mine['time_s'] / first:.3f}"
-        figures = f"{mib(v['peak_bytes'])} | {v['time_s'] / first:.3f} | {at} | {v['error']:.0e} | {v['compile_s']:.0f}"
-        lines.append(f"| {v['name']} | {figures} |")
-    lines += [
-        "",
-        "| budget | measured | time | computed again | compiler | error | right | plans | first step | cached |",
-        "|---:|---:|---:|---:|---|---:|---|---:|---:|---:|",
-    ]
-    for v in sorted((v for v in row["variants"] if v["kind"] == "ours"), key=lambda v: -v["budget_bytes"]):
-        figures = (
-            f"{mib(v['peak_bytes'])} | {v['time_s'] / first:.3f} | {v['computed_again']} | {v['compiler']} | {v['error']:.0e}"
-        )
-        right = "yes" if v["identical"] else "NO"
-        begun = " | ".join(
-            [str(v.get("plans", "-")), *(f"{v[k] / one[k]:.2f}" if k in v else "-" for k in ("cold_s", "cached_s"))]
-        )
-        lines.append(f"| {mib(v['budget_bytes'])} | {figures} | {right} | {begun} |")
-    for no in row.get("refused", ()):
-        known = no["floor_bytes"] is not None
-        why = f"no plan of single ops needs less than {mib(no['floor_bytes'])}" if known else "no plan was found"
-        lines += ["", f"{mib(no['budget_bytes'])} MiB is refused: {why}."]
-    return [*lines, ""]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, earlier, hardware, mib, parse, ran_on, save, versions
+from fresh import answer, child, digest, earlier, hardware, mib, save, versions
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75)
 """Budgets: this share of the way from the smallest feasible peak to keeping everything."""
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    options = parse(parser, __file__, table)
+    options = parser.parse_args()
     if options.child:
         answer(CHILDREN[options.child[0]](*options.child[1:]))
         return 0
@@ -201,41 +201,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
     if peaks[0] > row["checkpoint_per_block"]["measured_bytes"]:
         broken.append(f"{name}: smallest peak {peaks[0]}, checkpoint per block {row['checkpoint_per_block']['measured_bytes']}")
     return broken
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Planned and measured peaks in PyTorch",
-        "",
-        "Made by `benchmarks/torch_peaks.py`. Every row is a separate process. Peaks are MiB above the resident",
-        "memory, time is the ratio of process time to keeping everything on the same backend. *Identical* compares loss,",
-        "gradients, buffers and random state, byte by byte, with keeping everything.",
-        "",
-        ran_on(report),
-        "",
-    ]
-    for name, row in report["models"].items():
-        keep, blocks = row["keep_all"], row["checkpoint_per_block"]
-        lines += [
-            f"## {name}",
-            "",
-            f"{row['ops']} ops; keeping everything {mib(keep['measured_bytes'])} (planned {mib(row['planned_keep_all_bytes'])}), "
-            f"{keep['time_s']:.2f} s; eager {mib(row['eager']['measured_bytes'])}, {row['eager']['time_s']:.2f} s;",
-            f"`torch.utils.checkpoint` on each of {blocks['blocks']} blocks {mib(blocks['measured_bytes'])}, "
-            f"{blocks['time_s'] / keep['time_s']:.3f} of the time; no plan needs less than {mib(row['floor_bytes'])}.",
-            "",
-            "| budget | planned | measured | difference, bytes | overhead | proven at least | time | identical |",
-            "|---:|---:|---:|---:|---:|---:|---:|---|",
-        ]
-        for p in row["points"]:
-            lines.append(
-                f"| {mib(p['budget_bytes'])} | {mib(p['planned_bytes'])} | {mib(p['measured_bytes'])} | "
-                f"{p['measured_bytes'] - p['planned_bytes']:+d} | {p['overhead']:.4f} | {p['bound_overhead']:.4f} | "
-                f"{p['time_ratio']:.3f} | {'yes' if p['identical'] else 'NO'} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
 
 
 CHILDREN = {"plan": plan_points, "run": run_point, "eager": run_eager}

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import digest, earlier, hardware, mib, parse, ran_on, save, versions
+from fresh import digest, earlier, hardware, mib, save, versions
 
 SHARE = 0.8
 BUDGETS = ("60%", "80% of eager")
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run counts as hung")
     parser.add_argument("--print-only", action="store_true", help="keep no results")
     parser.add_argument("--unchanged", action="store_true", help="run the scripts as `checkmate run` does; keep no results")
-    options = parse(parser, __file__, table)
+    options = parser.parse_args()
     options.print_only |= options.unchanged
     import transformers  # noqa: F401 - once, before the processes are forked
     from counting_allocator import counting_allocator
@@ -451,58 +451,6 @@ def lines(name: str, row: dict[str, Any]) -> list[str]:
         if each.get("warnings"):
             found.append("    " + " | ".join(f"[{at}] {text[:250]}" for at, text in each["warnings"][:4]))
     return found
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    from scripts import SCRIPTS
-
-    rows = report["models"]
-    kept = counted(rows)
-    page = [
-        "# Public training scripts",
-        "",
-        "Made by `benchmarks/torch_scripts.py`. Loops of public training scripts, in the shape of their sources,",
-        "with small models, random weights and data; the one line changed is `torch.compile(model, backend='checkmate')`. Each",
-        "run is a fresh process with an empty cache. Peaks are of everything that PyTorch allocates in the process: tracing,",
-        "measuring, planning, optimizer state and evaluations included. After a budget stand the peaks of the first, the second",
-        "and the worst later step, in MiB. *Refused*: no plan keeps the budget, and the smallest one that the error names was",
-        "kept in another run; or nothing can be planned, as an error says that names the place and a cure.",
-        "",
-        f"**{sum(kept.values())} of {len(kept)} scripts keep every promise at both budgets.** *Not compiled* are not among them:",
-        "PyTorch's own `aot_eager` raises the same error, as it does for gradients of gradients.",
-        "",
-        f"{ran_on(report)} Time limit {report['time_limit_s']:g} s.",
-        "",
-        "| script | source | features | eager | 60 %: budget | first | second | later | outcome "
-        "| 80 % of eager: budget | first | second | later | outcome |",
-        "|---|---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|---|",
-    ]
-    for name, row in rows.items():
-        cells = [
-            f"`{name}`",
-            SCRIPTS[name].source,
-            SCRIPTS[name].features,
-            mib(highest(row["eager"])) if row["eager"].get("steps") else "",
-        ]
-        for label in budgets_of(row):
-            found = row[label]
-            peaks = [step["peak_bytes"] for step in found.get("steps", [])]
-            limit = max(limits(found, budget_of(label, row["eager"]), row["eager"]), default=0) if peaks else 0
-            if "refused" in found:
-                limit, peaks = found["refused"]["budget_bytes"], []
-            shown = [limit, *[*peaks[:2], 0, 0][:2], max(peaks[2:], default=0)]
-            cells += [mib(each) if each else "" for each in shown]
-            cells.append(found["outcome"] if found["outcome"] in KEPT else f"**{found['outcome']}**")
-        page.append("| " + " | ".join(cells) + " |")
-    broken = [
-        f"- `{n}` at {b}: {rows[n][b]['outcome']}: {rows[n][b]['why'].splitlines()[0] if rows[n][b]['why'] else ''}"
-        for n in rows
-        for b in budgets_of(rows[n])
-        if rows[n][b]["outcome"] not in KEPT
-    ]
-    page += ["", *(["## Broken promises", "", *broken, ""] if broken else [])]
-    return "\n".join(page)
 
 
 if __name__ == "__main__":

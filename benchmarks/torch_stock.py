@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import ChildError, answer, child, digest, earlier, hardware, mib, parse, ran_on, save, versions
+from fresh import ChildError, answer, child, digest, earlier, hardware, mib, save, versions
 
 BUDGETS = ("100%", "60%", "40%")
 STEPS = 4
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds that planning may take")
     parser.add_argument("--cache", help="folder for measured costs, kernels and plans; a new one by default")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parse(parser, __file__, table)
+    options = parser.parse_args()
     if options.child:
         name, budget, limit = options.child
         answer(run(name, budget, float(limit)))
@@ -268,55 +268,6 @@ def line(name: str, budget: str, row: dict[str, Any]) -> str:
         f"{mib(last.get('budget_bytes', 0))} MiB, graphs {last.get('graphs')}, overhead {last.get('overhead', 0):.4f}, gap "
         f"{last.get('gap', 0):.4f}, first step {first:.1f} s: {'; '.join(broken) or 'holds'}"
     )
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    rows = report["models"]
-    held = [n for n in rows if not any(broken_promises(rows[n], b) for b in BUDGETS)]
-    outside = [n for n in rows if rows[n]["100%"].get("outside")]
-    lines = [
-        "# Unmodified models",
-        "",
-        "Made by `benchmarks/torch_stock.py`. Each model as its package installs it, with random weights, in the",
-        "call that its documentation shows; what it returns is held until the next step assigns its own. Every run is a fresh",
-        "process with four steps. MiB are of everything that a step takes: parameters, data, gradients, activations, the loss,",
-        "eager code. Loss, gradients, buffers and random state after every step were compared with those of `100%`, byte by",
-        "byte. *Refused* means that the bound proves that no plan keeps the budget: where most of the memory is needed at one",
-        "moment, as in the GNNs and GANs of this size, there is little to give up.",
-        "",
-        f"**{len(held)} of {len(rows)} models keep every promise**, {len(set(held) & set(outside))} of {len(outside)} of those",
-        "whose loss is outside of the compiled model.",
-        "",
-        f"{ran_on(report)} Time limit {report['time_limit_s']:g} s.",
-        "",
-        "| model | loss | graphs | 100 %, MiB | 60 %: budget | measured | overhead | gap "
-        "| 40 %: budget | measured | overhead | gap |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, row in rows.items():
-        whole = row["100%"]
-        last = whole["steps"][-1] if whole.get("steps") and "error" not in whole else {}
-        cells = [
-            name,
-            "outside" if whole.get("outside") else "inside",
-            str(last.get("graphs", "")),
-            mib(last.get("measured_bytes", 0)),
-        ]
-        for budget in BUDGETS[1:]:
-            point = row[budget]
-            if "refused" in point:
-                cells += ["refused", "", "", ""]
-            elif broken_promises(row, budget):
-                cells += ["**broken**", "", "", ""]
-            else:
-                found = point["steps"][-1]
-                cells += [mib(found["budget_bytes"]), mib(found.get("measured_bytes", 0))]
-                cells += [f"{found['overhead']:.3f}", f"{found['gap']:.3f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    broken = [f"- `{n}` at {b}: {why}" for n in rows for b in BUDGETS for why in broken_promises(rows[n], b)]
-    lines += ["", *(["## Broken promises", "", *broken] if broken else []), ""]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

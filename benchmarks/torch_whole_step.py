@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fresh import answer, child, digest, earlier, hardware, mib, parse, ran_on, save, versions
+from fresh import answer, child, digest, earlier, hardware, mib, save, versions
 
 CASES = {"gpt2_small": 0.5, "gpt2": 0.4, "resnet50": None}
 """Name -> share of eager's peak that is promised: without a budget for the small one, else with one."""
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds a solve may take")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parse(parser, __file__, table)
+    options = parser.parse_args()
     if options.child:
         name, kind, limit = options.child
         answer(run(name, kind, float(limit)))
@@ -152,34 +152,6 @@ def verdict(name: str, row: dict[str, Any]) -> list[str]:
         if most is not None and point["measured_bytes"] > most * found["eager_bytes"]:
             broken.append(f"{name}, {kind}: {mib(point['measured_bytes'])} is over {most} of {mib(found['eager_bytes'])}")
     return broken
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# The optimizer inside the step",
-        "",
-        "Made by `benchmarks/torch_whole_step.py`. Peaks are MiB above the resident memory, which includes",
-        "parameters and optimizer state; times are process times on one thread, the fastest of four rounds in which all steps",
-        "alternated.",
-        "*Bits* compares losses, parameters, buffers and optimizer state after three steps with eager mode.",
-        "",
-        ran_on(report),
-        "",
-        "| model | optimizer | eager | budget | planned | measured | of eager | overhead | proven | time of eager | bits |",
-        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
-    for name, row in report["cases"].items():
-        for kind, found in row.items():
-            for p in found["points"]:
-                peaks = " | ".join(mib(p[k]) for k in ("planned_bytes", "measured_bytes"))
-                share, took = p["measured_bytes"] / found["eager_bytes"], p["time_s"] / found["eager_s"]
-                lines.append(
-                    f"| {name} | {kind} | {mib(found['eager_bytes'])} | {p['budget'] or 'none'} | {peaks} | {share:.3f} | "
-                    f"{p['overhead']:.4f} | {p['bound_overhead']:.4f} | {took:.3f} | "
-                    f"{'equal' if p['identical'] else 'NOT equal'} |"
-                )
-    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ REHEARSED = ("peaks:gpt2", "fits:gpt2", "front:gpt2", "reserved:gpt2", "offload:
 @pytest.fixture(scope="module")
 def pack() -> Iterator[Any]:
     """The runner; its modules have names that others have too."""
-    names = ("run", "page", "parts", "cases", "measure", "fresh")
+    names = ("run", "parts", "cases", "measure", "fresh")
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, str(PACK))
     yield importlib.import_module("run")
@@ -123,49 +123,6 @@ def test_every_broken_promise_is_found(pack, rehearsed):
     assert pack.verdict({"part": "fits:gpt2", "tiny": False, "result": predicted})
     failed = {"part": "fits:gpt2", "failed": "it took more than 8 minutes"}
     assert pack.verdict(failed) == ["failed: it took more than 8 minutes"]
-
-
-def test_the_page_says_what_was_not_measured(pack, rehearsed):
-    """With results it has their figures."""
-    import page
-
-    folder, _ = rehearsed
-    found = {part: pack.read(folder, part) for part in REHEARSED}
-    text = page.page(found)
-    assert f"{len(REHEARSED)} of {len(pack.PARTS)} parts were measured." in text
-    assert "| gpt2 | keep all |" in text
-    assert "| bert | not measured |" in text
-    assert "Inductor.\n\nNot measured." in text
-    failed = page.page({"peaks:bert": {"part": "peaks:bert", "failed": "OutOfMemoryError: CUDA | out", "left_out": []}})
-    assert "not measured: OutOfMemoryError: CUDA / out" in failed
-
-
-def test_the_documents_have_the_committed_results(pack):
-    """Rows and counts of the benchmark page are those of the committed results; broken promises and missing parts are counted."""
-    import page
-
-    committed = {part: known for part in pack.PARTS if (known := pack.read(PACK / "results", part)) is not None}
-    text = page.page(committed)
-    rendered = [cells(line) for line in text.splitlines()]
-    section = (ROOT / "docs" / "benchmarks" / "index.md").read_text().split("\n## GPU\n")[1].split("\n## ")[0]
-    rows = [cells(line) for line in section.splitlines() if line.startswith("| ")]
-    assert len(rows) > 10
-    for row in rows:
-        assert any(is_part(row, known) for known in rendered), f"no such results: {row}; see `python benchmarks/gpu/page.py`"
-    broken = text.partition("## Broken promises")[2].count("\n- ")
-    counts = f"{len(committed)} of {len(pack.PARTS)} parts were measured, with {broken} broken promises."
-    assert counts in section.replace("\n", " ")
-
-
-def cells(line: str) -> list[str]:
-    """Those of a row of a table."""
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def is_part(row: list[str], of: list[str]) -> bool:
-    """Whether all cells of a row are among those of another one, in the same order."""
-    rest = iter(of)
-    return all(cell in rest for cell in row)
 
 
 def test_wrong_usage_is_refused(pack, capsys):

@@ -6,7 +6,7 @@
 
 Each part is a process of its own that takes at most eight minutes, and leaves one JSON with what it ran on. Nothing is
 downloaded. A part that is there already, from the same versions and hardware, is not run again. Exit status 1 if a promise is
-broken or a part failed. `python benchmarks/gpu/page.py` makes the page of the results.
+broken or a part failed. `python benchmarks/table.py` prints the results.
 """
 
 from __future__ import annotations

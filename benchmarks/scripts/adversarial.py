@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .loop import STEPS, compiled, log, script, steps
@@ -120,67 +119,3 @@ def wgan_gp() -> None:
         G_cost.backward()
         optimizerG.step()
         log(D_cost, G_cost)
-
-
-@script("junyanz/pytorch-CycleGAN-and-pix2pix", "four networks, requires_grad switched, a buffer of old images, two optimizers")
-def cyclegan() -> None:
-    def generator(width: int = 12) -> nn.Sequential:
-        def norm(c: int) -> list[nn.Module]:
-            return [nn.InstanceNorm2d(c), nn.ReLU(True)]
-
-        return nn.Sequential(
-            nn.ReflectionPad2d(3),
-            nn.Conv2d(3, width, 7),
-            *norm(width),
-            nn.Conv2d(width, 2 * width, 3, 2, 1),
-            *norm(2 * width),
-            nn.Conv2d(2 * width, 2 * width, 3, 1, 1),
-            *norm(2 * width),
-            nn.ConvTranspose2d(2 * width, width, 3, 2, 1, output_padding=1),
-            *norm(width),
-            nn.ReflectionPad2d(3),
-            nn.Conv2d(width, 3, 7),
-            nn.Tanh(),
-        )
-
-    def discriminator(width: int = 16) -> nn.Sequential:
-        return nn.Sequential(
-            nn.Conv2d(3, width, 4, 2, 1),
-            nn.LeakyReLU(0.2, True),
-            nn.Conv2d(width, 2 * width, 4, 2, 1),
-            nn.LeakyReLU(0.2, True),
-            nn.Conv2d(2 * width, 1, 4, 1, 1),
-        )
-
-    netG_A, netG_B = compiled(generator()), compiled(generator())
-    netD_A, netD_B = compiled(discriminator()), compiled(discriminator())
-    optimizer_G = torch.optim.Adam([*netG_A.parameters(), *netG_B.parameters()], lr=2e-4, betas=(0.5, 0.999))
-    optimizer_D = torch.optim.Adam([*netD_A.parameters(), *netD_B.parameters()], lr=2e-4, betas=(0.5, 0.999))
-    pool: list[torch.Tensor] = []
-
-    def gan(prediction: torch.Tensor, real: bool) -> torch.Tensor:
-        return F.mse_loss(prediction, torch.full_like(prediction, float(real)))
-
-    def backward_D(netD: nn.Module, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-        loss_D = (gan(netD(real), True) + gan(netD(fake.detach()), False)) * 0.5
-        loss_D.backward()
-        return loss_D
-
-    for real_A, real_B in steps((torch.rand(2, 3, 48, 48), torch.rand(2, 3, 48, 48)) for _ in range(STEPS)):
-        fake_B, fake_A = netG_A(real_A), netG_B(real_B)
-        rec_A, rec_B = netG_B(fake_B), netG_A(fake_A)
-        for p in (*netD_A.parameters(), *netD_B.parameters()):
-            p.requires_grad = False
-        optimizer_G.zero_grad()
-        idt = F.l1_loss(netG_A(real_B), real_B) + F.l1_loss(netG_B(real_A), real_A)
-        cycle = F.l1_loss(rec_A, real_A) + F.l1_loss(rec_B, real_B)
-        loss_G = gan(netD_A(fake_B), True) + gan(netD_B(fake_A), True) + 10.0 * cycle + 5.0 * idt
-        loss_G.backward()
-        optimizer_G.step()
-        for p in (*netD_A.parameters(), *netD_B.parameters()):
-            p.requires_grad = True
-        optimizer_D.zero_grad()
-        pool.append(fake_B.detach().clone())
-        loss_D = backward_D(netD_A, real_B, pool[len(pool) // 2]) + backward_D(netD_B, real_A, fake_A)
-        optimizer_D.step()
-        log(loss_G, loss_D)

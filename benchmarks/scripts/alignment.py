@@ -61,35 +61,6 @@ def dpo_by_hand() -> None:
         log(loss)
 
 
-@script("CarperAI/trlx: summarize, reward model", "pairwise loss by hand, two halves of one batch, clipping")
-def reward_model() -> None:
-    class GPTRewardModel(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.transformer, self.v_head = tiny_gpt2().transformer, nn.Linear(64, 1, bias=False)
-
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-            rewards = self.v_head(self.transformer(input_ids, attention_mask=attention_mask)[0]).squeeze(-1)
-            bs = input_ids.shape[0] // 2
-            chosen, rejected = rewards[:bs], rewards[bs:]
-            loss = torch.zeros(())
-            for i in range(bs):
-                end = int(attention_mask[i].sum())
-                loss = loss - F.logsigmoid(chosen[i, end // 2 :] - rejected[i, end // 2 :]).mean()
-            return {"loss": loss / bs, "chosen_end_scores": chosen[:, -1], "rejected_end_scores": rejected[:, -1]}
-
-    model = compiled(GPTRewardModel())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    model.train()
-    for ids in steps(torch.randint(3, 384, (8, 96)) for _ in range(STEPS)):
-        out = model(ids, torch.ones_like(ids))
-        out["loss"].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        log(out["loss"], (out["chosen_end_scores"] > out["rejected_end_scores"]).float().mean())
-
-
 def tiny_tokenizer() -> object:
     """A tokenizer of words `w0` to `w379`."""
     from tokenizers import Tokenizer, models, pre_tokenizers

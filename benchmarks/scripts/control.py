@@ -99,38 +99,6 @@ def reinforce() -> None:
         log(loss)
 
 
-@script("pytorch/examples: actor_critic", "episodes of other lengths, many forwards before one backward")
-def actor_critic() -> None:
-    class Policy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.affine1, self.affine2 = nn.Linear(64, 256), nn.Linear(256, 256)
-            self.action_head, self.value_head = nn.Linear(256, 4), nn.Linear(256, 1)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            x = torch.tanh(self.affine2(torch.tanh(self.affine1(x))))
-            return F.softmax(self.action_head(x), dim=-1), self.value_head(x)
-
-    model = compiled(Policy())
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
-    for length in steps((8, 10, 8, 6, 10, 8)):
-        saved_actions, returns = [], torch.rand(length, 512)
-        for _ in range(length):
-            probs, state_value = model(torch.randn(512, 64))
-            m = Categorical(probs)
-            saved_actions.append((m.log_prob(m.sample()), state_value))
-        policy_losses, value_losses = [], []
-        for (log_prob, value), R in zip(saved_actions, returns, strict=True):
-            advantage = R - value.detach().squeeze(1)
-            policy_losses.append(-log_prob * advantage)
-            value_losses.append(F.smooth_l1_loss(value.squeeze(1), R))
-        optimizer.zero_grad()
-        loss = torch.stack(policy_losses).sum() + torch.stack(value_losses).sum()
-        loss.backward()
-        optimizer.step()
-        log(loss)
-
-
 @script("PyTorch tutorial: DQN", "target network updated softly, gradients of chosen actions, clipping by value")
 def dqn() -> None:
     def net() -> nn.Sequential:

@@ -126,25 +126,6 @@ def nanogpt() -> None:
         log(loss * gradient_accumulation_steps)
 
 
-@script("karpathy/minGPT", "trainer with a while loop, gradients set to None before the backward, clipping")
-def mingpt() -> None:
-    model = GPT(vocab=64, n_embd=96)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95))
-    model = compiled(model)
-    model.train()
-    batches = iter(steps((torch.randint(64, (16, 64)), torch.randint(64, (16, 64))) for _ in range(STEPS)))
-    iter_num = 0
-    while iter_num < STEPS:
-        x, y = next(batches)
-        _, loss = model(x, y)
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        log(loss)
-        iter_num += 1
-
-
 class RNNModel(nn.Module):
     """An LSTM or GRU language model."""
 

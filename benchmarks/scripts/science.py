@@ -126,46 +126,6 @@ def gcn() -> None:
             log(loss, (output[idx_val].argmax(1) == labels[idx_val]).float().mean())
 
 
-@script("pytorch/examples: gat", "attention masked by a dense adjacency matrix, the whole graph in each step")
-def gat() -> None:
-    class GraphAttention(nn.Module):
-        def __init__(self, inner: int, outer: int, heads: int, concat: bool) -> None:
-            super().__init__()
-            self.heads, self.hidden, self.concat = heads, outer // heads if concat else outer, concat
-            self.W = nn.Parameter(torch.randn(inner, self.hidden * heads) * 0.1)
-            self.a = nn.Parameter(torch.randn(heads, 2 * self.hidden, 1) * 0.1)
-
-        def forward(self, h: torch.Tensor, adj: torch.Tensor) -> torch.Tensor:
-            n = h.shape[0]
-            h = F.dropout(torch.mm(h, self.W).view(n, self.heads, self.hidden).permute(1, 0, 2), 0.4, self.training)
-            source, target = h @ self.a[:, : self.hidden], h @ self.a[:, self.hidden :]
-            e = F.leaky_relu(source + target.mT, 0.2)
-            attention = F.softmax(torch.where(adj > 0, e, -9e16 * torch.ones_like(e)), dim=-1)
-            h_prime = torch.matmul(F.dropout(attention, 0.4, self.training), h)
-            return h_prime.permute(1, 0, 2).reshape(n, -1) if self.concat else h_prime.mean(dim=0)
-
-    class GAT(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gat1, self.gat2 = GraphAttention(64, 64, 4, True), GraphAttention(64, 7, 1, False)
-
-        def forward(self, x: torch.Tensor, adj: torch.Tensor) -> torch.Tensor:
-            return F.log_softmax(self.gat2(F.elu(self.gat1(x, adj)), adj), dim=1)
-
-    nodes = 500
-    adj = (torch.rand(nodes, nodes) < 0.02).float() + torch.eye(nodes)
-    features, labels = torch.randn(nodes, 64), torch.randint(7, (nodes,))
-    model = compiled(GAT())
-    criterion, optimizer = nn.NLLLoss(), torch.optim.Adam(model.parameters(), lr=0.005, weight_decay=5e-4)
-    for _ in steps(range(STEPS)):
-        model.train()
-        optimizer.zero_grad()
-        loss = criterion(model(features, adj)[:140], labels[:140])
-        loss.backward()
-        optimizer.step()
-        log(loss)
-
-
 @script("pyg-team/pytorch_geometric: message passing", "scatter of messages, graphs of other sizes in each batch")
 def message_passing() -> None:
     class Layer(nn.Module):
@@ -204,45 +164,3 @@ def message_passing() -> None:
         optimizer.step()
         optimizer.zero_grad()
         log(loss)
-
-
-@script("Blealtan/efficient-kan", "spline bases, scheduler, validation in between")
-def kan() -> None:
-    class KANLinear(nn.Module):
-        def __init__(self, inner: int, outer: int, grid_size: int = 5, order: int = 3) -> None:
-            super().__init__()
-            self.order = order
-            grid = torch.arange(-order, grid_size + order + 1) * (2 / grid_size) - 1
-            self.register_buffer("grid", grid.expand(inner, -1).contiguous())
-            self.base_weight = nn.Parameter(torch.randn(outer, inner) * 0.1)
-            self.spline_weight = nn.Parameter(torch.randn(outer, inner, grid_size + order) * 0.1)
-
-        def b_splines(self, x: torch.Tensor) -> torch.Tensor:
-            grid, x = self.grid, x.unsqueeze(-1)
-            bases = ((x >= grid[:, :-1]) & (x < grid[:, 1:])).to(x.dtype)
-            for k in range(1, self.order + 1):
-                left = (x - grid[:, : -(k + 1)]) / (grid[:, k:-1] - grid[:, : -(k + 1)]) * bases[:, :, :-1]
-                bases = left + (grid[:, k + 1 :] - x) / (grid[:, k + 1 :] - grid[:, 1:-k]) * bases[:, :, 1:]
-            return bases.contiguous()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            spline = F.linear(self.b_splines(x).view(x.size(0), -1), self.spline_weight.view(self.spline_weight.size(0), -1))
-            return F.linear(F.silu(x), self.base_weight) + spline
-
-    model = compiled(nn.Sequential(KANLinear(64, 32), KANLinear(32, 10)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
-    criterion = nn.CrossEntropyLoss()
-    for _ in range(2):
-        model.train()
-        for images, labels in steps((torch.rand(1024, 64) * 2 - 1, torch.randint(10, (1024,))) for _ in range(STEPS // 2)):
-            optimizer.zero_grad()
-            output = model(images)
-            loss = criterion(output, labels)
-            loss.backward()
-            optimizer.step()
-            log(loss, (output.argmax(dim=1) == labels).float().mean())
-        model.eval()
-        with torch.no_grad():
-            log(criterion(model(torch.rand(1024, 64) * 2 - 1), torch.randint(10, (1024,))))
-        scheduler.step()

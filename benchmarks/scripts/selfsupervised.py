@@ -13,73 +13,6 @@ from .loop import STEPS, compiled, log, script, steps
 from .vision import VisionTransformer, resnet
 
 
-@script("facebookresearch/mae", "random masking, accumulation, GradScaler, layer groups")
-def mae() -> None:
-    class MaskedAutoencoder(nn.Module):
-        def __init__(self, dim: int = 64, decoder_dim: int = 48, patch: int = 4) -> None:
-            super().__init__()
-            self.patch = patch
-            self.patch_embed = nn.Linear(3 * patch**2, dim)
-            self.pos_embed = nn.Parameter(torch.randn(1, 64, dim) * 0.02, requires_grad=False)
-            self.blocks = nn.TransformerEncoder(
-                nn.TransformerEncoderLayer(dim, 4, 2 * dim, 0.0, F.gelu, batch_first=True, norm_first=True),
-                2,
-                enable_nested_tensor=False,
-            )
-            self.decoder_embed, self.mask_token = nn.Linear(dim, decoder_dim), nn.Parameter(torch.zeros(1, 1, decoder_dim))
-            self.decoder_blocks = nn.TransformerEncoder(
-                nn.TransformerEncoderLayer(decoder_dim, 4, 2 * decoder_dim, 0.0, F.gelu, batch_first=True, norm_first=True),
-                1,
-                enable_nested_tensor=False,
-            )
-            self.decoder_pred = nn.Linear(decoder_dim, 3 * patch**2)
-
-        def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
-            p, h = self.patch, imgs.shape[2] // self.patch
-            x = imgs.reshape(imgs.shape[0], 3, h, p, h, p)
-            return torch.einsum("nchpwq->nhwpqc", x).reshape(imgs.shape[0], h * h, p**2 * 3)
-
-        def forward(self, imgs: torch.Tensor, mask_ratio: float = 0.75) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            target = self.patchify(imgs)
-            x = self.patch_embed(target) + self.pos_embed
-            N, L, D = x.shape
-            len_keep = int(L * (1 - mask_ratio))
-            ids_shuffle = torch.argsort(torch.rand(N, L), dim=1)
-            ids_restore = torch.argsort(ids_shuffle, dim=1)
-            x = torch.gather(x, 1, ids_shuffle[:, :len_keep].unsqueeze(-1).repeat(1, 1, D))
-            mask = torch.ones([N, L])
-            mask[:, :len_keep] = 0
-            mask = torch.gather(mask, 1, ids_restore)
-            x = self.decoder_embed(self.blocks(x))
-            x = torch.cat([x, self.mask_token.repeat(N, L - len_keep, 1)], dim=1)
-            x = torch.gather(x, 1, ids_restore.unsqueeze(-1).repeat(1, 1, x.shape[2]))
-            pred = self.decoder_pred(self.decoder_blocks(x))
-            loss = ((pred - target) ** 2).mean(dim=-1)
-            return (loss * mask).sum() / mask.sum(), pred, mask
-
-    model = MaskedAutoencoder()
-    decay = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-    no_decay = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.05}, {"params": no_decay, "weight_decay": 0.0}], lr=1e-3)
-    loss_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model = compiled(model)
-    accum_iter = 2
-    model.train()
-    optimizer.zero_grad()
-    for samples in steps(torch.rand(2 * 48, 3, 32, 32) for _ in range(STEPS)):
-        for data_iter_step, part in enumerate(samples.chunk(accum_iter)):
-            loss, _, _ = model(part, mask_ratio=0.75)
-            loss_value = loss.item()
-            loss /= accum_iter
-            loss_scaler.scale(loss).backward()
-            if (data_iter_step + 1) % accum_iter == 0:
-                loss_scaler.unscale_(optimizer)
-                loss_scaler.step(optimizer)
-                loss_scaler.update()
-                optimizer.zero_grad()
-        log(loss_value)
-
-
 @script("sthalles/SimCLR", "two views in one batch, GradScaler, loss outside, accuracy in the loop")
 def simclr() -> None:
     batch_size, temperature = 24, 0.07
@@ -156,29 +89,6 @@ def moco() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        log(loss)
-
-
-@script("lucidrains/byol-pytorch", "target network (EMA) updated after each step, two online forwards")
-def byol() -> None:
-    online, predictor = resnet(64), nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 64))
-    target = copy.deepcopy(online).requires_grad_(False)
-    online, target, predictor = compiled(online), compiled(target), compiled(predictor)
-    opt = torch.optim.Adam([*online.parameters(), *predictor.parameters()], lr=3e-4)
-
-    def loss_fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return 2 - 2 * (F.normalize(x, dim=-1, p=2) * F.normalize(y, dim=-1, p=2)).sum(dim=-1)
-
-    for image_one, image_two in steps((torch.rand(16, 3, 32, 32), torch.rand(16, 3, 32, 32)) for _ in range(STEPS)):
-        online_pred_one, online_pred_two = predictor(online(image_one)), predictor(online(image_two))
-        with torch.no_grad():
-            target_proj_one, target_proj_two = target(image_one), target(image_two)
-        loss = (loss_fn(online_pred_one, target_proj_two.detach()) + loss_fn(online_pred_two, target_proj_one.detach())).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        for current_params, ma_params in zip(online.parameters(), target.parameters(), strict=True):
-            ma_params.data = ma_params.data * 0.99 + (1 - 0.99) * current_params.data
         log(loss)
 
 

@@ -62,40 +62,6 @@ def seq2seq() -> None:
         log(loss)
 
 
-@script("pytorch/examples: snli", "bidirectional LSTM, batches of other lengths, accuracy in the loop")
-def snli() -> None:
-    class SNLIClassifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.projection = nn.Embedding(500, 64), nn.Linear(64, 64)
-            self.encoder = nn.LSTM(64, 48, 1, bidirectional=True)
-            self.out = nn.Sequential(
-                nn.Linear(2 * 96, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 3)
-            )
-
-        def encode(self, sentence: torch.Tensor) -> torch.Tensor:
-            embed = F.relu(self.projection(self.embed(sentence).detach()))
-            _, (ht, _) = self.encoder(embed)
-            return ht[-2:].transpose(0, 1).contiguous().view(sentence.size(1), -1)
-
-        def forward(self, premise: torch.Tensor, hypothesis: torch.Tensor) -> torch.Tensor:
-            return self.out(torch.cat([self.encode(premise), self.encode(hypothesis)], 1))
-
-    model = compiled(SNLIClassifier())
-    criterion, opt = nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), lr=0.001)
-    batches = (
-        (torch.randint(500, (n, 96)), torch.randint(500, (n - 4, 96)), torch.randint(3, (96,))) for n in (28, 24, 28, 20, 24, 28)
-    )
-    for premise, hypothesis, label in steps(batches):
-        model.train()
-        opt.zero_grad()
-        answer = model(premise, hypothesis)
-        loss = criterion(answer, label)
-        loss.backward()
-        opt.step()
-        log(loss, (answer.argmax(1) == label).float().mean())
-
-
 @script("SeanNaren/deepspeech.pytorch", "convolutions and GRU, CTC loss on lengths, batches of other lengths, SGD with Nesterov")
 def speech_ctc() -> None:
     class DeepSpeech(nn.Module):

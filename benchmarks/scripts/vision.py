@@ -132,50 +132,6 @@ class VisionTransformer(nn.Module):
         return self.mlp_head(self.transformer(x)[:, 0])
 
 
-@script("pytorch/examples: vision_transformer", "scheduler, running accuracy")
-def vision_transformer() -> None:
-    model = compiled(VisionTransformer())
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    running_loss = 0.0
-    model.train()
-    for images, labels in steps((torch.randn(24, 3, 32, 32), torch.randint(10, (24,))) for _ in range(STEPS)):
-        optimizer.zero_grad()
-        outputs = model(images)
-        loss = criterion(outputs, labels)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        running_loss += loss.item()
-        log(running_loss, (outputs.argmax(1) == labels).float().mean())
-
-
-@script("pytorch/examples: siamese_network", "two forwards of one network, Adadelta")
-def siamese() -> None:
-    class SiameseNetwork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.resnet = resnet(64, width=8)
-            self.fc = nn.Sequential(nn.Linear(128, 64), nn.ReLU(inplace=True), nn.Linear(64, 1))
-
-        def forward(self, input1: torch.Tensor, input2: torch.Tensor) -> torch.Tensor:
-            output1, output2 = self.resnet(input1), self.resnet(input2)
-            return torch.sigmoid(self.fc(torch.cat((output1.flatten(1), output2.flatten(1)), 1)))
-
-    model = compiled(SiameseNetwork())
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    criterion = nn.BCELoss()
-    batches = ((torch.rand(24, 3, 28, 28), torch.rand(24, 3, 28, 28), torch.randint(2, (24,)).float()) for _ in range(STEPS))
-    for images_1, images_2, targets in steps(batches):
-        optimizer.zero_grad()
-        outputs = model(images_1, images_2).squeeze()
-        loss = criterion(outputs, targets)
-        loss.backward()
-        optimizer.step()
-        log(loss)
-
-
 @script("pytorch/vision: references/detection", "a dictionary of losses, targets of other lengths, warm-up, SGD")
 def detection() -> None:
     class Detector(nn.Module):

@@ -23,12 +23,3 @@ CHAINS = (
     (16, 8, 43, "optimal"),
     (32, 6, 120, "open, 120 s"),
 )
-
-# Table 2 of the paper: geometric mean over budgets of the cost over the integer program's.
-TABLE_2 = {
-    "MobileNet": {"LP rounding": 1.06, "sqrt(n)": 1.14, "greedy": 1.07},
-    "VGG16": {"LP rounding": 1.01, "sqrt(n)": 1.28, "greedy": 1.06},
-    "VGG19": {"LP rounding": 1.00, "sqrt(n)": 1.54, "greedy": 1.39},
-    "vgg_unet": {"LP rounding": 1.03, "sqrt(n)": 1.27, "greedy": 1.23},
-    "ResNet50": {"LP rounding": 1.05, "sqrt(n)": 1.20, "greedy": 1.25},
-}

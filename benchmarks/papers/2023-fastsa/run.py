@@ -1,8 +1,7 @@
 """The protocol of FastSA (2023): unit costs, 50 % and 25 % of the initial peak, graphs to over 8,000 ops.
 
 python benchmarks/papers/2023-fastsa/run.py --quick    # some three minutes
-python benchmarks/papers/2023-fastsa/run.py            # all, about ten minutes; writes the JSON and the page
-python benchmarks/papers/2023-fastsa/run.py --table    # the page from the committed JSON
+python benchmarks/papers/2023-fastsa/run.py            # all, about ten minutes; writes the JSON
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import checkmate
 from benchmarks.generate import gpt_of
 from benchmarks.networks import training_step
-from benchmarks.papers.record import markdown, ratio, run, said
+from benchmarks.papers.record import run
 from checkmate import Auto, Graph, Limits, Problem
 from checkmate.core.budget import keep_all_bytes
 
@@ -68,38 +67,6 @@ def measure(graph: Graph, share: float, time_s: float) -> dict[str, Any]:
     return row
 
 
-def page(stored: dict[str, Any]) -> str:
-    """The Markdown page."""
-    cells = [
-        [
-            row["graph"],
-            row["ops"],
-            f"{row['share']:.0%}",
-            "-" if row["peak"] is None else f"{row['peak']:.2%}",
-            ratio(row["overhead"]) if row["overhead"] else row["status"],
-            ratio(row["bound"]) if row["overhead"] else row["detail"],
-            "-" if row["gap"] is None else f"{row['gap']:.2%}",
-            "-" if row["first_s"] is None else row["first_s"],
-            row["seconds"],
-        ]
-        for row in stored["rows"]
-    ]
-    lines = [
-        "# FastSA (2023)",
-        "",
-        "Made by `python benchmarks/papers/2023-fastsa/run.py`; its README lists the differences from the paper. Every op costs",
-        f"1, the budget is a share of the initial peak above the resident memory, at most {stored['time_s']:g} s for each solve,",
-        "one thread.",
-        said(stored),
-        "",
-        "The paper reports, at 25 %, 1.08 to 1.43 times the time and a peak 10 % below to 5 % above the budget, in 36 s",
-        "or less for 8,330 ops. Here the peak never exceeds the budget, and the bound holds for every plan and order.",
-        "",
-        *markdown(["graph", "ops", "budget", "peak", "overhead", "bound", "gap", "first plan, s", "seconds"], cells),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def measured(quick: bool) -> dict[str, Any]:
     """All graphs at all shares."""
     time_s = 10.0 if quick else 36.0
@@ -107,4 +74,4 @@ def measured(quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(NAME, __doc__, page, measured))
+    run(NAME, __doc__, measured)

@@ -1,8 +1,7 @@
 """The protocol of Moccasin (Bartan et al. 2023): its random layered graphs and the Checkmate graphs at 0.9 and 0.8 of the peak.
 
 python benchmarks/papers/2023-moccasin/run.py --quick    # graphs to 250 nodes, short limits; some five minutes
-python benchmarks/papers/2023-moccasin/run.py            # all, about 25 minutes; writes the JSON and the page
-python benchmarks/papers/2023-moccasin/run.py --table    # the page from the committed JSON
+python benchmarks/papers/2023-moccasin/run.py            # all, about 25 minutes; writes the JSON
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import checkmate
 from benchmarks.generate import layered
 from benchmarks.networks import training_step
-from benchmarks.papers.record import markdown, ratio, run, said
+from benchmarks.papers.record import run
 from checkmate import Graph, Limits, Problem
 from checkmate.core.budget import keep_all_bytes
 
@@ -57,30 +56,6 @@ def measure(graph: Graph, share: float, time_s: float) -> dict[str, Any]:
     return row
 
 
-def page(stored: dict[str, Any]) -> str:
-    """The Markdown page."""
-    rows: list[list[object]] = []
-    for row in stored["rows"]:
-        fixed, ours = (row["methods"][name] for name in ("ours, their order", "ours"))
-        cells = [
-            f"{ratio(m['overhead'])} ({m['status'] if m['best_s'] is None else str(m['best_s']) + ' s'})" for m in (fixed, ours)
-        ]
-        rows.append([row["graph"], row["ops"], f"{row['share']:.0%}", *cells, ratio(ours["bound"])])
-    lines = [
-        "# Moccasin (Bartan et al. 2023)",
-        "",
-        "Made by `python benchmarks/papers/2023-moccasin/run.py`; its README lists the differences from the paper. Overhead at",
-        "a share of the peak of keeping everything, and the seconds after which that plan was found; at most",
-        f"{stored['time_s']:g} s for each solve, one thread. {said(stored)}",
-        "",
-        "Ours is shown in the graph's own order, like theirs, and in any order. The paper reports 65 s for ResNet-50 (353 ops)",
-        "and a plan for 1,000 nodes within an hour.",
-        "",
-        *markdown(["graph", "ops", "share", "ours, their order", "ours", "bound"], rows),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def measured(quick: bool) -> dict[str, Any]:
     """All graphs at all shares."""
     time_s = 8.0 if quick else 20.0
@@ -89,4 +64,4 @@ def measured(quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(NAME, __doc__, page, measured))
+    run(NAME, __doc__, measured)
