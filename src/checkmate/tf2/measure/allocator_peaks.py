@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from checkmate.allocators.heap import Chunk
-from checkmate.allocators.tensorflow import Bfc
+from checkmate.allocators import Bfc, Chunk
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.simulate import simulate
 from checkmate.tf2.graph.capture import Capture

@@ -12,8 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from checkmate.cost.device import Device, load_device
-from checkmate.cost.roofline import roofline_ns
+from checkmate.cost.device import Device, load_device, roofline_ns
 from checkmate.cost.store import OpCost
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.pieces import PIECES, Pieces
