@@ -12,7 +12,7 @@ from torch import fx
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
 from checkmate.torch.integrations import PeakCallback
-from checkmate.torch.measure import profiler as profile
+from checkmate.torch.measure import timing
 from checkmate.torch.measure.trial_step import _measured_on_cuda, measure_step
 from checkmate.torch.steps.coordinator import Coordinator
 
@@ -70,7 +70,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
     }
     for name, value in known.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(profile, "keep_busy", lambda cycles: None)
+    monkeypatch.setattr(timing, "keep_busy", lambda cycles: None)
     return device
 
 
@@ -158,8 +158,7 @@ def test_workspace_and_time_of_an_op(cuda: Device) -> None:
 
     node = graph.call_function(op, (x,))
     x.meta["val"], node.meta["val"] = torch.ones(128), torch.ones(128)
-    assert profile._cuda_workspace(node) == 2048
-    assert profile._cuda_time_ns(lambda: iter([None])) == 1e6
+    assert timing.measure_on_cuda(node) == (1e6, 2048)
 
 
 def test_a_trainers_step_is_measured_by_the_allocator(cuda: Device) -> None:

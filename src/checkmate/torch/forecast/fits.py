@@ -125,7 +125,7 @@ class _Room:
 
     @classmethod
     def of(cls, device: Device, memory: Amount | None, headroom: float, host: HostMemory | None) -> _Room:
-        """What is left of the memory."""
+        """The room in the memory of a device, or in another amount."""
         if not 0 <= headroom < 1:
             raise OptionError(
                 f"headroom={headroom!r} is not a share from 0 to less than 1",
@@ -145,7 +145,7 @@ class _Room:
 
 @dataclass(slots=True)
 class _Forecast:
-    """What is found out about a traced step and a device."""
+    """The answers for a traced step and a device."""
 
     tracer: DeviceTracer
     target: EmulatedDevice

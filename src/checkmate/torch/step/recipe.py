@@ -98,7 +98,7 @@ class StepRecipe:
         return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm), wrapped=wrapped)
 
     def spec_of_model(self) -> StepSpec:
-        """What a plain loop compiles, called with the example: the model alone."""
+        """The model alone, which a plain loop compiles, called with the example."""
         self._check()
         program = model_program(self.model)
         if self.autocast is not None:

@@ -17,7 +17,7 @@ from checkmate.torch.chunking.variants import cuttable
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.graph.op_properties import makes_views
-from checkmate.torch.measure.piece_memory import pieces_workspace_bytes
+from checkmate.torch.measure.estimated_workspace import pieces_workspace_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.roofline import estimate_ns, estimated_costs
 from checkmate.torch.step.recipe import StepRecipe
