@@ -154,6 +154,30 @@ def test_new_ops_are_measured_with_known_ones() -> None:
         assert profiler.measure_nodes(new, known, bench.clock) == {"new": OpCost(66_000_000, 0)}
 
 
+def test_what_a_slice_tells_of_an_op_holds_for_that_op() -> None:
+    """Regions that run in pieces have copies of the metadata of the ops whose place they take."""
+    x, weight = torch.rand(8, 1, 64, 160), torch.rand(16, 1, 11, 11)
+    gradient = torch.rand_like(nn.functional.conv2d(x, weight, None, 2, 5))
+
+    def backward_of(rows: int, **meta: object) -> fx.Node:
+        graph, values = fx.Graph(), (gradient[:rows], x[:rows], weight)
+        nodes = [graph.placeholder(name) for name in ("gradient", "x", "weight")]
+        settings = (None, [2, 2], [5, 5], [1, 1], False, [0, 0], 1, [True, True, False])
+        node = graph.call_function(torch.ops.aten.convolution_backward.default, (*nodes, *settings))
+        for placeholder, value in zip(nodes, values, strict=True):
+            placeholder.meta["val"] = value
+        node.meta = {**meta, "val": node.target(*values, *settings)}  # type: ignore[operator]
+        return node
+
+    whole, piece = backward_of(8), backward_of(4)
+    estimates = [profiler._estimated(node).workspace_bytes for node in (whole, piece)]
+    with within_room(gradient.nbytes + x.nbytes + estimates[0] // 2):
+        profiler.measure_nodes({"op": whole}, {})
+    in_its_place = backward_of(4, **whole.meta)
+    assert profiler._estimated(whole).workspace_bytes < estimates[0]
+    assert profiler._estimated(in_its_place).workspace_bytes == estimates[1]
+
+
 @pytest.mark.parametrize("rows", [(0, 1), (1, 1)], ids=["two views of a storage", "one view twice"])
 def test_an_op_runs_in_no_more_than_the_room_it_is_said_to_need(rows: tuple[int, int]) -> None:
     """Each argument is made anew, whether or not another one has the same storage."""

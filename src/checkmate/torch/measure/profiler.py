@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,18 +19,18 @@ from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.torch._compat.aot import is_tangent
 from checkmate.torch._compat.dispatch import OpOverload, dispatches_in_python, no_dispatch, no_modes
-from checkmate.torch._compat.profiler import outside_of_profilers
+from checkmate.torch._compat.profiler import memory_trace, outside_of_profilers
 from checkmate.torch.graph.kernel_settings import kernel_settings
 from checkmate.torch.graph.op_properties import is_collective
 from checkmate.torch.graph.optimizer_ops import UPDATE, updates_of
 from checkmate.torch.graph.pieces import PIECES
 from checkmate.torch.graph.provenance import source_of
 from checkmate.torch.graph.rng import generators_restored
-from checkmate.torch.graph.storages import leaves, storage_bytes, storage_key
+from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key, unique_bytes
 from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
 from checkmate.torch.measure.resident import free_bytes
 from checkmate.torch.measure.roofline import estimate_ns
-from checkmate.torch.measure.single_op import INPUTS, call_of, layout, materialised, needed_bytes, on_cuda
+from checkmate.torch.measure.single_op import INPUTS, call_of, layout, materialised, needed_bytes, on_cuda, ready_to_run
 from checkmate.torch.measure.timing import (
     LONG_NS,
     Clock,
@@ -46,6 +47,10 @@ _log = logging.getLogger("checkmate.torch")
 
 _LACKED_ROOM = "lacked_room"
 """Key in the metadata of a node for whether there was no room to measure it."""
+
+
+_OF_SLICE: dict[str, int] = {}
+"""The least workspace of ops that slices of their batch have told, by signature. It is not stored: it depends on the room."""
 
 
 class Profiler:
@@ -92,6 +97,8 @@ def _has_plain_storage(tensor: torch.Tensor) -> bool:
 
 def _estimated(node: fx.Node) -> OpCost:
     """Cost of an op that is not run in isolation. A collective on the CPU runs in gloo, which copies the result once."""
+    if _is_told_by_slice(node):
+        return OpCost(estimate_ns(node), _OF_SLICE[signature(node) or ""])
     if is_collective(node):
         return OpCost(estimate_ns(node), 0 if on_cuda(node) else sum(map(storage_bytes, leaves(node.meta.get("val")))))
     return OpCost(estimate_ns(node), estimated_workspace_bytes(node) if isinstance(node.target, OpOverload) else 0)
@@ -206,6 +213,11 @@ def lacked_room(node: fx.Node) -> bool:
     return bool(node.meta.get(_LACKED_ROOM))
 
 
+def is_guessed(node: fx.Node) -> bool:
+    """Whether a node was estimated for want of room, and not even a slice of its batch told what it takes."""
+    return lacked_room(node) and not _is_told_by_slice(node)
+
+
 def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
     """Warn before ops of a step are measured beyond its budget, since no plan keeps it with what is estimated for them.
 
@@ -224,8 +236,41 @@ def announce_measurements(graphs: Iterable[fx.Graph]) -> bool:
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether there is room to run an op."""
-    return needed_bytes(node) + _estimated(node).workspace_bytes <= _free_bytes(node)
+    """Whether there is room to run an op. If not, slices of its batch may tell what it takes.
+
+    The first one is as large as an estimate allows, the second as the first one does.
+    """
+    for last in (False, False, True):
+        part = _free_bytes(node) / max(1, needed_bytes(node) + _estimated(node).workspace_bytes)
+        if part >= 1:
+            return True
+        if last or not _note_slice(node, part):
+            break
+    return False
+
+
+def _note_slice(node: fx.Node, part: float) -> bool:
+    """Note the workspace of an op as that of a slice of its batch tells it, for a part of which there is room; whether it can."""
+    values = [t for n in (node, *node.all_input_nodes) for t in leaves(n.meta.get("val")) if t.dim() > 1]
+    batch = max(1, concrete(max(values, key=storage_bytes).shape[0])) if values else 1
+    # Many convolutions of a single row run by another kernel, with more workspace.
+    rows = max(1, min(batch - 1, max(2, int(part * batch))))
+    if on_cuda(node) or PIECES in node.meta or rows > part * batch:
+        return False
+    try:
+        run = ready_to_run(node, (rows, batch))
+        with memory_trace() as trace:
+            *_, results = run()
+            held = unique_bytes(leaves(results))
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError):
+        return False
+    key, workspace = signature(node) or "", math.ceil(batch / rows) * max(0, trace.peak() - held)
+    _OF_SLICE[key] = min(workspace, _OF_SLICE.get(key, workspace))
+    return True
+
+
+def _is_told_by_slice(node: fx.Node) -> bool:
+    return bool(_OF_SLICE) and (signature(node) or "") in _OF_SLICE  # a signature reads settings, and there is rarely any
 
 
 def _free_bytes(node: fx.Node) -> int:

@@ -22,11 +22,16 @@ INPUTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("inputs", default=Ma
 may leave no room for copies."""
 
 
-def ready_to_run(node: fx.Node) -> Callable[[], Iterator[Any]]:
-    """A function that runs an op on new inputs: it yields at the end of each part, see `LeastTimes`, and the results at last."""
+def ready_to_run(node: fx.Node, rows: tuple[int, int] = (0, 0)) -> Callable[[], Iterator[Any]]:
+    """A function that runs an op on new inputs: it yields at the end of each part, see `LeastTimes`, and the results at last.
+
+    Tensors may have a number of rows in place of another one.
+    """
     target, args, kwargs = call_of(node)
     fill, given = not makes_views(node), _given(node)  # pages that are not written take no time
-    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: materialised(n.meta.get("val"), fill=fill, given=given))
+    real_args, real_kwargs = fx.map_arg(
+        (args, kwargs), lambda n: materialised(n.meta.get("val"), fill=fill, given=given, rows=rows)
+    )
     if target is UPDATE:
         parameter, gradient, optimizer, which = real_args
         update = updates_of(optimizer).clone_for_measurement(which, parameter)
@@ -78,13 +83,17 @@ def layout(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
     return [concrete(s) for s in tensor.shape], [concrete(s) for s in tensor.stride()]
 
 
-def materialised(value: Any, *, fill: bool = True, given: Mapping[int, torch.Tensor] = MappingProxyType({})) -> Any:
+def materialised(
+    value: Any, *, fill: bool = True, given: Mapping[int, torch.Tensor] = MappingProxyType({}), rows: tuple[int, int] = (0, 0)
+) -> Any:
     """A real tensor with the shape and strides of a traced one (expanded dimensions stay expanded), or a plain number.
 
     A tensor whose storage is given, by its key, is a part of that one. The content of others is written where ``fill`` asks for.
     """
     if isinstance(value, torch.Tensor):
         shape, stride = layout(value)
+        if rows[0] and shape and shape[0] == rows[1]:
+            shape[0] = rows[0]
         if storage_key(value) in given and (real := _view(given[storage_key(value)], value, shape, stride)) is not None:
             return real
         flat = torch.empty(_extent(shape, stride), dtype=value.dtype, device=value.device)
@@ -95,7 +104,7 @@ def materialised(value: Any, *, fill: bool = True, given: Mapping[int, torch.Ten
         largest = value_at_upper_bounds(value)
         return value.node.hint if largest is None else largest
     if isinstance(value, (list, tuple)):
-        return type(value)(materialised(v, fill=fill, given=given) for v in value)
+        return type(value)(materialised(v, fill=fill, given=given, rows=rows) for v in value)
     return value
 
 

@@ -20,7 +20,7 @@ from checkmate.core.units import format_bytes
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.aot import default_partition, is_tangent
 from checkmate.torch.joint.capture import Capture, Costs, capture_joint
-from checkmate.torch.measure.profiler import announce_measurements, lacked_room
+from checkmate.torch.measure.profiler import announce_measurements, is_guessed, lacked_room
 from checkmate.torch.measure.resident import within_room
 from checkmate.torch.partition.apply_plan import apply_plan, eliminate_dead_rng
 from checkmate.torch.partition.check_peak import SplitError, peak_of_split, peak_of_whole_step
@@ -248,7 +248,7 @@ class CapturedJoint:
         return CapturedJoint(capture, capture, self.task, self.rest)
 
     def without_guesses(self) -> CapturedJoint:
-        """The same without the workspace of ops for which there was no room: estimates may be too large."""
+        """The same without the workspace of ops of which not even a slice was measured: estimates may be too large."""
         return replace(self, capture=_without_guesses(self.capture))
 
     def in_pieces(self, joint: fx.GraphModule) -> CapturedJoint:
@@ -281,7 +281,7 @@ class CapturedJoint:
 
 def _without_guesses(capture: Capture) -> Capture:
     members = zip(capture.graph.ops, capture.members, strict=True)
-    ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) if m.node and lacked_room(m.node) else op for op, m in members)
+    ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) if m.node and is_guessed(m.node) else op for op, m in members)
     return replace(capture, graph=msgspec.structs.replace(capture.graph, ops=ops))
 
 
