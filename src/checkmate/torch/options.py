@@ -23,6 +23,9 @@ from checkmate.frontend.options import (
 )
 from checkmate.solvers.session import Solver
 
+Compiler = Literal["eager", "inductor"]
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+Checkpoints = Literal["hints", "respected"]
 Outputs = Literal["held", "released"]
 Chunking = Literal["exact", "auto", "off"]
 BudgetOf = Literal["allocated", "reserved"]
@@ -97,14 +100,14 @@ class StepOptions(GraphOptions, CommonOptions, total=False):
     """
 
     budget_of: BudgetOf
-    compiler: Literal["eager", "inductor"]
+    compiler: Compiler
     accumulate: bool
-    checkpoints: Literal["hints", "respected"]
+    checkpoints: Checkpoints
     costs: CostSource
     chunking: Chunking
     host: Amount | None
     dynamic: bool
-    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    mode: Mode
     inductor_options: Mapping[str, Any] | None
 
 
@@ -151,7 +154,7 @@ class Options:
 
     budget: Amount | Budget | None = None
     budget_of: BudgetOf = "allocated"
-    compiler: Literal["eager", "inductor"] = "eager"
+    compiler: Compiler = "eager"
     solver: Solver | str | None = None
     time_limit_s: float | None = TIME_LIMIT_S
     plan: PlanSource | None = None
@@ -161,13 +164,13 @@ class Options:
     accumulate: bool = False
     split_convolutions: bool = True
     no_recompute: Sequence[str] = ()
-    checkpoints: Literal["hints", "respected"] = "hints"
+    checkpoints: Checkpoints = "hints"
     ranks: Literal["together", "alone"] = "together"
     costs: CostSource = "measured"
     unplanned: Literal["error", "warn"] = "error"
     chunking: Chunking = "exact"
     host: Amount | None = None
-    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    mode: Mode = "default"
     inductor_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
