@@ -12,13 +12,12 @@ import torch
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import overwritten_inputs
 from checkmate.torch._compat.dispatch import no_modes
-from checkmate.torch._compat.profiler import memory_trace, outside_of_profilers
+from checkmate.torch._compat.profiler import outside_of_profilers
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key, unique_bytes
-from checkmate.torch.measure.peak import measure_peak
+from checkmate.torch.measure.peak import measure_peak, peaks
 
 _log = logging.getLogger("checkmate.torch")
-_BACKWARD = "checkmate::backward"
 
 
 def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> StepMemory:
@@ -30,8 +29,11 @@ def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs
     """
 
     def measured() -> StepMemory:
-        _step(run, inputs, hold_outputs)
-        return _measured(run, inputs, hold_outputs)
+        _step(run, inputs, hold_outputs, lambda: None)
+        with peaks(_device(inputs)) as found:
+            gradients = _step(run, inputs, hold_outputs, found.mark)
+        (forward, between), (backward, _) = found.parts
+        return StepMemory(forward_peak_bytes=forward, saved_bytes=between, backward_peak_bytes=backward, gradient_bytes=gradients)
 
     return outside_of_profilers(lambda: _on_trial(inputs, measured, everything=False))
 
@@ -63,44 +65,7 @@ def _device(inputs: Sequence[Any]) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _measured(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool) -> StepMemory:
-    if (device := _device(inputs)).type == "cuda":
-        return _measured_on_cuda(run, inputs, hold_outputs, device)
-    with memory_trace() as trace:
-        gradients = _step(run, inputs, hold_outputs)
-    held = peak = forward = between = 0
-    for what, amount in trace.events:
-        if what == "push" and amount == _BACKWARD:
-            forward, between, peak = peak, held, held
-        elif what == "alloc":
-            held += amount  # type: ignore[operator]
-            peak = max(peak, held)
-    return StepMemory(forward_peak_bytes=forward, saved_bytes=between, backward_peak_bytes=peak, gradient_bytes=gradients)
-
-
-def _measured_on_cuda(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, device: torch.device) -> StepMemory:
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    found: dict[str, int] = {}
-
-    def between() -> None:
-        torch.cuda.synchronize(device)
-        found["forward"] = torch.cuda.max_memory_allocated(device) - before
-        found["held"] = torch.cuda.memory_allocated(device) - before
-        torch.cuda.reset_peak_memory_stats(device)
-
-    gradients = _step(run, inputs, hold_outputs, between)
-    torch.cuda.synchronize(device)
-    return StepMemory(
-        forward_peak_bytes=found["forward"],
-        saved_bytes=found["held"],
-        backward_peak_bytes=torch.cuda.max_memory_allocated(device) - before,
-        gradient_bytes=gradients,
-    )
-
-
-def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, between: Callable[[], None] | None = None) -> int:
+def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, between: Callable[[], None]) -> int:
     """Run a forward and a backward; return the bytes of the gradients that the backward leaves."""
     leaves = [t.data.requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in inputs]
     results = [r for r in run(*leaves) if isinstance(r, torch.Tensor)]
@@ -114,10 +79,8 @@ def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, be
     del losses
     if not hold_outputs:
         results.clear()
-    if between is not None:
-        between()
-    with torch.profiler.record_function(_BACKWARD):
-        torch.autograd.backward(edges, seeds)
+    between()
+    torch.autograd.backward(edges, seeds)
     return unique_bytes(t.grad for t in leaves if isinstance(t, torch.Tensor) and t.grad is not None)
 
 
