@@ -110,8 +110,8 @@ class MeasuredOps:
 
         from checkmate.torch._compat.dispatch import no_dispatch, no_modes
         from checkmate.torch.graph.rng import generators_restored
-        from checkmate.torch.measure.profiler import run_again, signature
-        from checkmate.torch.measure.timing import LeastTimes
+        from checkmate.torch.measure.profiler import signature
+        from checkmate.torch.measure.timing import LeastTimes, run_again
 
         nodes = {key: n for v in variants for n, _ in self.computations(v) if (key := signature(n)) is not None}
         with generators_restored(), no_dispatch(), no_modes(), torch.no_grad():

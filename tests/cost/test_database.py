@@ -15,7 +15,6 @@ import pytest
 
 from checkmate.core.errors import OptionError
 from checkmate.cost import CostStore, OpCost, cache_folder
-from checkmate.cost import database as databases
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.plan_store import MeasuredPlan, PlanStore
 from checkmate.frontend.step_memory import StepMemory
@@ -49,6 +48,13 @@ def damage(fault: str, path: Path) -> sqlite3.Connection | None:
     return None
 
 
+def impatient(path: Path) -> CostStore:
+    """A store that waits a tenth of a second for a lock."""
+    store = CostStore(path)
+    store.database.wait_s = 0.1
+    return store
+
+
 CURES = {
     "garbage": "remove the file",
     "truncated": "remove the file",
@@ -60,14 +66,13 @@ CURES = {
 
 
 @pytest.mark.parametrize("fault", CURES)
-def test_a_faulty_file_is_named_once_and_left_as_it_is(tmp_path, monkeypatch, caplog, fault):
+def test_a_faulty_file_is_named_once_and_left_as_it_is(tmp_path, caplog, fault):
     """Nothing is found in it, nothing is kept in it, and nothing of it is lost: it may be another program's."""
-    monkeypatch.setattr(databases, "_WAIT_S", 0.1)
     path = tmp_path / "cache" / "op_costs.sqlite"
     held = damage(fault, path)
     before = path.read_bytes()
     for _ in range(3):
-        store = CostStore(path)
+        store = impatient(path)
         assert store.get(["mm"]) == {}
         store.add(MEASURED)
     assert fault in ("other-columns", "not-numbers") or path.read_bytes() == before  # these two look like a store of ours
@@ -79,19 +84,15 @@ def test_a_faulty_file_is_named_once_and_left_as_it_is(tmp_path, monkeypatch, ca
         held.close()
 
 
-def test_a_lock_is_waited_for_once(tmp_path, monkeypatch):
+def test_a_lock_is_waited_for_once(tmp_path):
     """A process that hangs with the lock must not cost its time limit at every op; a short lock costs nothing."""
-    monkeypatch.setattr(databases, "_WAIT_S", 0.1)
     path = tmp_path / "op_costs.sqlite"
     held = damage("locked", path)
-    assert CostStore(path).get(["mm"]) == {}
+    assert impatient(path).get(["mm"]) == {}
     assert held is not None
     held.close()
     CostStore(path).add(MEASURED)
     assert CostStore(path).get(["mm"]) == {}
-    monkeypatch.setattr(databases, "_locked", set())
-    CostStore(path).add(MEASURED)
-    assert CostStore(path).get(["mm"]) == MEASURED
 
 
 @pytest.mark.parametrize("name", ["BUSY", "LOCKED", "PROTOCOL", "BUSY_SNAPSHOT", "IOERR_LOCK", "IOERR_SHMLOCK", "IOERR_RDLOCK"])
@@ -105,7 +106,6 @@ def test_a_lock_of_any_kind_is_waited_for_once(name, tmp_path, monkeypatch, capl
         error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{name}")
         raise error
 
-    monkeypatch.setattr(databases, "_locked", set())
     monkeypatch.setattr(sqlite3, "connect", waits)
     path = tmp_path / "op_costs.sqlite"
     for _ in range(3):
@@ -184,7 +184,6 @@ def test_measured_plans_that_cannot_be_right_are_not_used(plan, tmp_path, caplog
 @pytest.mark.parametrize("fault", ["a-file", "cannot-be-made", "no-home"])
 def test_a_faulty_folder_is_named_once_for_all_its_files(tmp_path, monkeypatch, caplog, fault):
     """It has three files, and one cure."""
-    monkeypatch.setattr(databases, "_warned", set())
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("CHECKMATE_CACHE", {"a-file": str(tmp_path / "file"), "cannot-be-made": "/proc/none/cache"}.get(fault, ""))
     if fault == "no-home":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,14 @@ from checkmate import (
     MinBudget,
     Plan,
     PlanError,
-    PlanNotFoundError,
     Problem,
     Reason,
     Termination,
     WrongGraphError,
     solve,
 )
-from checkmate.frontend import solved_plans
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import (
-    CheapestWithin,
     GivenPlan,
     Replanner,
     keep_everything,
@@ -66,7 +64,7 @@ def test_options_decide_the_planner(graph: Graph) -> None:
     """A plan counts before a budget, and without either everything is kept."""
     plan = Plan.from_order(graph, RECOMPUTED)
     assert planner_for(options()) is keep_everything
-    assert planner_for(options(budget="50%")) == CheapestWithin(Budget.parse("50%"), None, 5)
+    assert planner_for(options(budget="75%"))(graph).plan == plan
     assert planner_for(options(budget="1KiB", plan=plan)) == GivenPlan(plan, Budget.parse("1KiB"))
 
 
@@ -78,10 +76,10 @@ def test_keeping_everything_computes_each_op_once(graph: Graph) -> None:
 
 def test_the_cheapest_plan_within_a_budget_keeps_it(graph: Graph) -> None:
     """A share becomes bytes for the graph that the planner is called with."""
-    assert CheapestWithin(Budget.parse("100%"))(graph).overhead == 1.0
-    assert CheapestWithin(Budget.parse("75%"))(graph).plan.order == tuple(RECOMPUTED)
+    assert planner_for(options(budget="100%"))(graph).overhead == 1.0
+    assert planner_for(options(budget="75%"))(graph).plan.order == tuple(RECOMPUTED)
     with pytest.raises(InfeasibleBudgetError):
-        CheapestWithin(Budget.parse("10%"))(graph)
+        planner_for(options(budget="10%"))(graph)
 
 
 def test_a_given_plan_that_holds_is_returned_as_it_is(graph: Graph) -> None:
@@ -115,97 +113,98 @@ def test_a_given_plan_over_the_budget_or_of_another_graph_is_refused(graph: Grap
         GivenPlan(plan)(other)
 
 
+@dataclass(frozen=True)
+class Watched:
+    """Offers two plans; notes the seconds of each search and the plan that it begins with."""
+
+    share: float = 0.0  # of the time limit that it takes
+    least_s: float = 0.0
+    seen: list[tuple[float | None, Plan | None]] = field(default_factory=list[tuple[float | None, Plan | None]], repr=False)
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        limit_s = session.limits.time_s
+        self.seen.append((limit_s, session.plan))
+        for order in (range(4), RECOMPUTED):
+            session.offer(order)
+        time.sleep(max(self.least_s, self.share * (limit_s or 0.0)))
+        return Termination(Reason.FEASIBLE)
+
+    @property
+    def limits_s(self) -> list[float | None]:
+        return [limit_s for limit_s, _ in self.seen]
+
+
 @pytest.fixture
-def solves(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of every call of `solve` by the planners, none of which is answered by the store."""
+def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
-    calls: list[dict[str, Any]] = []
-    solve: Callable[..., Any] = planners.solve
-
-    def watched(problem: Any, solver: Any, **keywords: Any) -> Any:
-        calls.append(keywords)
-        return solve(problem, solver, **keywords)
-
-    monkeypatch.setattr(planners, "solve", watched)
-    return calls
 
 
-def test_a_replanner_starts_from_the_cheapest_plan_found_that_keeps_the_budget(
-    graph: Graph, solves: list[dict[str, Any]]
-) -> None:
+@pytest.mark.usefixtures("no_store")
+def test_a_replanner_starts_from_the_cheapest_plan_found_that_keeps_the_budget(graph: Graph) -> None:
     """The search within a smaller budget need not find again what a larger one found."""
-    replan = Replanner(graph, options())
+    solver = Watched()
+    replan = Replanner(graph, options(solver=solver))
     first, second, third = replan(12), replan(9), replan(10)
     assert [r.overhead for r in (first, second, third)] == [1.0, 1.25, 1.25]
-    assert replan.found == [first, second, third]
-    assert [s["initial"] for s in solves] == [None, None, second.plan]
+    assert [plan for _, plan in solver.seen] == [None, None, second.plan]
     with pytest.raises(InfeasibleBudgetError):
         replan(5)
     assert replan.found == [first, second, third]
 
 
-def test_a_replanner_shares_the_time_limit(graph: Graph, solves: list[dict[str, Any]]) -> None:
+@pytest.mark.usefixtures("no_store")
+def test_a_replanner_shares_the_time_limit(graph: Graph) -> None:
     """The first solve and those that follow have shares of the limit; no limit stays none."""
-    replan = Replanner(graph, options(time_limit_s=8), time_shares=(0.5, 0.25))
+    solver = Watched()
+    replan = Replanner(graph, options(time_limit_s=8, solver=solver), time_shares=(0.5, 0.25))
     for budget in (12, 10, 9):
         replan(budget)
-    assert [s["limits"].time_s for s in solves] == [4, 2, 2]
-    Replanner(graph, options(time_limit_s=None))(12)
-    assert solves[-1]["limits"].time_s is None
+    Replanner(graph, options(time_limit_s=None, solver=solver))(12)
+    assert solver.limits_s == [4, 2, 2, None]
 
 
-def test_a_second_replanner_searches_for_nothing(
-    graph: Graph, solves: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_second_replanner_searches_for_nothing(graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its plans are those of the first, whose searches started from each other; the time of one process is not the other's."""
-    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "1")
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
-    monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
-    first, second = (Replanner(graph, options(time_limit_s=8)) for _ in range(2))
+    solver = Watched(least_s=0.03)  # what takes less is not stored
+    first, second = (Replanner(graph, options(time_limit_s=8, solver=solver)) for _ in range(2))
     found = [first(budget).plan for budget in (12, 10, 9)]
-    assert len(solves) == 3
     assert [second(budget).plan for budget in (12, 10, 9)] == found
-    assert len(solves) == 3
+    assert len(solver.seen) == 3
 
 
-def test_all_solves_of_a_replanner_are_within_the_time_limit(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_store")
+def test_all_solves_of_a_replanner_are_within_the_time_limit(graph: Graph) -> None:
     """Up to four compilations ask for a plan each; a limit is one for all, with a moment for each that comes too late."""
-    now: list[float] = [0.0]
-    given: list[float] = []
-    solve: Callable[..., Any] = planners.solve
-
-    def slow(problem: Any, solver: Any, *, limits: Any, initial: Plan | None) -> Any:
-        given.append(limits.time_s)
-        now[0] += limits.time_s
-        return solve(problem, solver, limits=limits, initial=initial)
-
-    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
-    monkeypatch.setattr(planners, "solve", slow)
-    monkeypatch.setattr(planners.time, "perf_counter", lambda: now[0])
-    replan = Replanner(graph, options(time_limit_s=8))
+    solver = Watched(share=1.0)
+    replan = Replanner(graph, options(time_limit_s=0.8, solver=solver))
     for budget in (12, 11, 10, 9, 9):
         replan(budget)
-    assert given == [4, 2, 2, 0.4, 0.4]
+    assert solver.limits_s == pytest.approx([0.4, 0.2, 0.2, 0.04, 0.04])
 
 
-def test_a_search_has_what_others_have_left_of_the_time_limit(graph: Graph, solves: list[dict[str, Any]]) -> None:
-    """One that comes too late has a moment; the stored plan answers for the whole limit, whatever a process spent before."""
+@pytest.mark.usefixtures("no_store")
+def test_a_search_has_what_others_have_left_of_the_time_limit(graph: Graph) -> None:
+    """One that comes too late has a moment."""
+    solver = Watched()
     for spent_s in (3.0, 20.0):
-        planner_for(options(budget="9B", time_limit_s=8), spent_s)(graph)
-    assert [s["limits"].time_s for s in solves] == [5, 0.4]
+        planner_for(options(budget="9B", time_limit_s=8, solver=solver), spent_s)(graph)
+    assert solver.limits_s == [5, 0.4]
 
 
 def test_a_small_peak_is_searched_for_once(graph: Graph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The quick search is enough unless its peak is above what is needed; the plans of both are stored."""
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
-    monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
     searches: list[str] = []
 
     def search(name: str, order: Sequence[int]) -> Callable[..., MinBudget]:
         def found(problem: Problem, limits: Limits, **_: Any) -> MinBudget:
             searches.append(name)
             result = quick_peak(problem, limits)
-            return msgspec.structs.replace(result, plan=Plan.from_order(graph, order), peak_bytes=12 if name == "quick" else 9)
+            time.sleep(0.03)  # what takes less is not stored
+            return msgspec.structs.replace(
+                result, elapsed_s=0.03, plan=Plan.from_order(graph, order), peak_bytes=12 if name == "quick" else 9
+            )
 
         return found
 
@@ -215,20 +214,18 @@ def test_a_small_peak_is_searched_for_once(graph: Graph, monkeypatch: pytest.Mon
     assert searches == ["quick", "longer"]
 
 
-def test_a_replanner_that_finds_nothing_starts_from_the_smallest_peak(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(frozen=True)
+class _Forgetful:
+    """Finds nothing by itself."""
+
+    def run(self, problem: Problem, session: Session) -> Termination:
+        return Termination(Reason.NOT_FOUND if session.plan is None else Reason.FEASIBLE)
+
+
+@pytest.mark.usefixtures("no_store")
+def test_a_replanner_that_finds_nothing_starts_from_the_smallest_peak(graph: Graph) -> None:
     """The search for the smallest peak finds plans that a search within the budget misses."""
-    solve: Callable[..., Any] = planners.solve
-
-    def forgetful(problem: Any, solver: Any, *, limits: Any, initial: Plan | None) -> Any:
-        if initial is None:
-            raise PlanNotFoundError("none was found")
-        return solve(problem, solver, limits=limits, initial=initial)
-
-    monkeypatch.setenv("CHECKMATE_PLAN_CACHE", "0")
-    monkeypatch.setattr(planners, "solve", forgetful)
-    assert Replanner(graph, options())(9).peak_bytes == 9
-    with pytest.raises(PlanNotFoundError):
-        Replanner(graph, options())(8)
+    assert Replanner(graph, options(solver=_Forgetful()))(9).peak_bytes == 9
 
 
 def test_the_result_of_an_order_leaves_out_what_is_never_read(graph: Graph) -> None:
@@ -252,7 +249,7 @@ class _Interrupted:
 def test_ctrl_c_stops_the_script(graph: Graph, found: bool) -> None:
     """Inside a training script Ctrl-C means the script, not only the search."""
     with pytest.raises(KeyboardInterrupt):
-        CheapestWithin(Budget.parse("9B"), _Interrupted(found))(graph)
+        planner_for(options(budget="9B", solver=_Interrupted(found)))(graph)
 
 
 def test_ctrl_c_returns_the_best_plan_of_a_search(graph: Graph) -> None:
@@ -283,7 +280,7 @@ def test_ctrl_c_is_not_lost(graph: Graph) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits SIGINT ignored
     try:
         with pytest.raises(KeyboardInterrupt):
-            CheapestWithin(Budget.parse("9B"), _Dropped())(graph)
+            planner_for(options(budget="9B", solver=_Dropped()))(graph)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)

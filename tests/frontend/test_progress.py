@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkmate import Budget, Graph, Limits, Plan, Problem, evaluate
+from checkmate import Graph, Limits, Plan, Problem, evaluate
 from checkmate.frontend import last_resort, progress
-from checkmate.frontend.planner import CheapestWithin
+from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.planner import planner_for
 from checkmate.solvers.session import Session
 
 LOG = logging.getLogger("checkmate")
@@ -30,7 +31,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     stderr = Terminal()
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))  # pytest sets sys.stderr again after this
     monkeypatch.setattr(last_resort, "sys", SimpleNamespace(stderr=stderr))
-    monkeypatch.setattr(progress, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(progress, "PAUSE_S", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     LOG.setLevel(logging.WARNING)
     yield stderr
@@ -45,7 +46,7 @@ def test_what_a_person_sees(terminal: Terminal) -> None:
     """Each phase is shown in turn, and the line that stays tells what the plan costs."""
     with progress.shown("capturing"):
         assert list(progress.counted([7, 8], "measuring costs")) == [7, 8]
-        CheapestWithin(Budget.parse("12B"))(CHAIN)
+        planner_for(PlanningOptions.of(budget="12B"))(CHAIN)
     seen = lines(terminal)
     assert seen[:4] == [
         "checkmate: capturing",
@@ -72,7 +73,7 @@ def test_kernels_that_are_compiled_are_no_planning(terminal: Terminal) -> None:
 
 def test_after_an_error_the_line_is_gone(terminal: Terminal) -> None:
     """A traceback begins on an empty line, and nothing claims to be ready."""
-    result = CheapestWithin(Budget.parse("12B"))(CHAIN)
+    result = planner_for(PlanningOptions.of(budget="12B"))(CHAIN)
     with contextlib.suppress(ValueError), progress.shown("capturing"):
         progress.planned(CHAIN, result)
         raise ValueError("no")
@@ -152,6 +153,6 @@ def test_another_program_draws_it(terminal: Terminal) -> None:
     texts: list[str] = []
     with progress.redirected(texts.append), progress.shown("capturing"):
         list(progress.counted([1], "measuring costs"))
-        CheapestWithin(Budget.parse("12B"))(CHAIN)
+        planner_for(PlanningOptions.of(budget="12B"))(CHAIN)
     assert texts[:3] == ["capturing", "measuring costs", "measuring costs: 1 of 1 ops"]
     assert terminal.getvalue() == ""

@@ -17,16 +17,18 @@ import msgspec
 import pytest
 
 import checkmate.frontend.solved_plans as solved_plans
-from checkmate import Budget, Graph, InfeasibleBudgetError, Limits, Problem, Reason, Termination
-from checkmate.frontend.planner import CheapestWithin, cheapest
+from checkmate import Graph, InfeasibleBudgetError, Limits, Problem, Reason, Termination
+from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.planner import cheapest, planner_for
 from checkmate.frontend.solved_plans import SolvedPlans
 from checkmate.solvers.session import Session
 
 TWO_PROCESSES = """
 import json, logging, sys, time
 from dataclasses import dataclass
-from checkmate import Budget, Graph, Reason, Termination
-from checkmate.frontend.planner import CheapestWithin
+from checkmate import Graph, Reason, Termination
+from checkmate.frontend.options import PlanningOptions
+from checkmate.frontend.planner import planner_for
 
 searches = []
 
@@ -41,16 +43,15 @@ class Slow:
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 edges = [(0, 1), (1, 2), (0, 3), (2, 3)]
 graph = Graph.from_dag(cost=[1, 1, 1, 1], size_bytes=[4, 4, 4, 1], edges=edges, kept=[3])
-result = CheapestWithin(Budget.parse("9B"), Slow(), 5)(graph)
+result = planner_for(PlanningOptions.of(budget="9B", solver=Slow(), time_limit_s=5))(graph)
 print(json.dumps([len(searches), result.plan.order, result.bound, result.gap, result.peak_bytes]))
 """
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty store, in which every solve is worth a row."""
+    """An empty store."""
     monkeypatch.setenv("CHECKMATE_CACHE", str(tmp_path))
-    monkeypatch.setattr(solved_plans, "_LEAST_S", 0.0)
     return tmp_path
 
 
@@ -72,7 +73,8 @@ class Finds:
     bound: float = 0.0
 
     def run(self, problem: Problem, session: Session) -> Termination:
-        """Offer the plan."""
+        """Offer the plan, and take long enough to be worth a row."""
+        time.sleep(0.025)
         SEARCHES.append(problem.budget_bytes)
         session.offer(self.order)
         session.prove(self.bound)
@@ -137,13 +139,14 @@ def test_a_plan_found_in_less_time_is_where_a_longer_search_starts() -> None:
             return repr(costly)
 
         def run(self, problem: Problem, session: Session) -> Termination:
+            time.sleep(0.025)
             starts.append(session.plan)
             return Termination(Reason.FEASIBLE)
 
     store = SolvedPlans()
     known = store.get(problem, repr(costly), Limits(time_s=None))
     assert known is not None
-    store.add(problem, Limits(time_s=1), known[0])
+    store.add(problem, Limits(time_s=1), msgspec.structs.replace(known[0], elapsed_s=1.0))
     again = cheapest(problem, Other(), Limits(time_s=2))
     assert [plan.order for plan in starts] == [again.plan.order] == [known[0].plan.order]
 
@@ -209,20 +212,6 @@ def test_a_damaged_file_is_named_and_planning_goes_on(folder: Path, caplog: pyte
     assert "remove the file" in caplog.text
 
 
-def test_a_file_of_another_format_is_left_as_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It belongs to another version of Checkmate, which the message names by its format."""
-    path = folder / "solved_plans.sqlite"
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 7")
-    connection.close()
-    calls = [(Problem(graph(), 9), Finds(), 5.0)] * 2
-    assert searches_of(*calls) == [0, 1]
-    assert f"{path} has format 7, and this version of Checkmate reads 1" in caplog.text
-    with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT count(*) FROM solved").fetchone() == (0,)
-    connection.close()
-
-
 def test_the_environment_switches_it_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To time a solver, or to see what it finds now."""
     calls = [(Problem(graph(), 9), Finds(), 5.0)]
@@ -231,13 +220,12 @@ def test_the_environment_switches_it_off(folder: Path, monkeypatch: pytest.Monke
     assert searches_of(*calls, *calls) == [0, 1]
 
 
-def test_quick_solves_and_those_that_met_a_target_leave_no_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_solves_and_those_that_met_a_target_leave_no_row(folder: Path) -> None:
     """Reading a row takes as long as a quick solve, and a target says nothing of the time a search had."""
     problem = Problem(graph(), 9)
     result = cheapest(problem, Finds(), Limits(time_s=5))
-    store = SolvedPlans(folder / "other.sqlite")
+    store = SolvedPlans(folder / "other.sqlite", least_s=0.2)
     store.add(problem, Limits(), msgspec.structs.replace(result, termination=Termination(Reason.FEASIBLE, limit="target")))
-    monkeypatch.setattr(solved_plans, "_LEAST_S", 0.2)
     store.add(problem, Limits(), msgspec.structs.replace(result, elapsed_s=0.19))
     assert store.get(problem, result.solver, Limits()) is None
     store.add(problem, Limits(), msgspec.structs.replace(result, elapsed_s=0.21))
@@ -248,7 +236,7 @@ def test_a_refusal_is_not_stored() -> None:
     """It is quick, and its message names what a plan was found for."""
     for _ in range(2):
         with pytest.raises(InfeasibleBudgetError):
-            CheapestWithin(Budget.parse("5B"), Finds(), 5)(graph())
+            planner_for(PlanningOptions.of(budget="5B", solver=Finds()))(graph())
 
 
 def test_a_stored_plan_is_read_back_in_a_moment() -> None:

@@ -42,32 +42,42 @@ def test_two_epochs_within_a_budget(name: str) -> None:
     assert point["peak_bytes"] <= point["budget_bytes"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "budget"), [("dense", "90%"), ("mobilenet", "80%"), ("mobilenet_v3", "80%")])
-def test_a_network_on_pytorch(name: str, budget: str) -> None:
-    """History, weights and slots are Keras's own, every measured step fits, and nothing is left after `undo`."""
-    said = child("-m", "tests.keras.torch_point", name, budget, KERAS_BACKEND="torch")
-    point: dict[str, Any] = json.loads(said.rpartition("RESULT ")[2])
-    assert point["equal"]
-    assert point["hooks"] == []
-    assert point["graphs"] == 1
-    assert point["overhead"] > 1
-    assert len(point["measured_bytes"]) == 6
-    # With the update of all variables at once the dense network needs 503,648 of 354,051 bytes.
-    assert max(point["measured_bytes"]) <= point["budget_bytes"]
+ON_TORCH = """
+import keras
+import numpy as np
+import torch
+from keras import layers
+
+import checkmate
+from checkmate.keras import fit_within
+from checkmate.torch import last_plan
+
+torch.set_num_threads(1)
+x, y = np.random.default_rng(0).normal(size=(192, 64)).astype("float32"), np.random.default_rng(1).integers(0, 10, 192)
+left = []
+for budget in ("80%", None):
+    keras.utils.set_random_seed(0)
+    body = [layer for _ in range(4) for layer in (layers.Dense(64, activation="gelu"), layers.Dropout(0.1))]
+    model = keras.Sequential([keras.Input((64,)), *body, layers.Dense(10, activation="softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    if budget is not None:
+        try:
+            fit_within(model, budget)
+        except checkmate.OptionError as error:
+            exec("\\n".join(line.strip() for line in error.hint.splitlines()[1:]))
+    model.fit(x, y, batch_size=64, epochs=2, verbose=0, shuffle=False, validation_data=(x, y))
+    left.append([v.value.detach().numpy().tobytes() for v in (*model.variables, *model.optimizer.variables)])
+assert left[0] == left[1]
+result = last_plan().result
+assert result.overhead > 1
+assert result.peak_bytes <= result.budget_bytes
+"""
 
 
 @pytest.mark.slow
-def test_the_budget_that_the_warning_about_an_update_names_is_enough() -> None:
-    """No plan changes what an optimizer allocates. The warning comes once, and not again under the budget that it names.
-
-    It named 9.5 KiB too little: a frame kept the first batch, and the inputs of the last softmax were not counted.
-    """
-    point = json.loads(child("-m", "tests.keras.torch_point", "clipped", "90%", KERAS_BACKEND="torch").rpartition("RESULT ")[2])
-    assert len(point["said"]) == 1
-    assert "the update by Adam needs" in point["said"][0]
-    assert point["again"] == []
-    assert abs(point["named_bytes"] - point["measured_bytes"]) <= 256
+def test_the_lines_that_the_hint_names_plan_a_fit_on_pytorch() -> None:
+    """`fit_within` refuses Keras on PyTorch. The lines of its hint give a planned step, with the bits of a plain one."""
+    child("-c", ON_TORCH, KERAS_BACKEND="torch")
 
 
 @pytest.mark.slow

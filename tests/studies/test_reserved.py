@@ -7,8 +7,7 @@ import random
 import pytest
 
 from checkmate import Graph, Plan, simulate, solve
-from checkmate.allocators.heap import Chunk
-from checkmate.allocators.pytorch import CachingAllocator
+from checkmate.allocators import CachingAllocator, Chunk
 from checkmate.core.budget import keep_all_bytes
 from checkmate.core.problem import Problem
 from checkmate.studies.reserved import allocator_peaks, requests, reserved_bytes, smallest_arena

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import tensorflow as tf
 import checkmate
 from checkmate import Plan
 from checkmate.solvers.reductions.unread import plan_of_needed
-from checkmate.tf2._compat import grappler_off
+from checkmate.tf2._compat import grappler_off, trace_events
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -79,6 +81,11 @@ def differing(ours: list[np.ndarray], theirs: list[np.ndarray]) -> int:
     """How many arrays differ in any bit."""
     assert len(ours) == len(theirs)
     return sum(a.tobytes() != b.tobytes() for a, b in zip(ours, theirs, strict=True))
+
+
+def requested_peak(run: Callable[[], Any]) -> int:
+    """The most bytes that a call requests from TensorFlow's allocator, above those allocated before it."""
+    return max(itertools.accumulate(event.requested_bytes for event in trace_events(run)))
 
 
 def child(hash_seed: str = "1", **arguments: Any) -> dict[str, Any]:

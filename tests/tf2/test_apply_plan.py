@@ -10,15 +10,15 @@ import tensorflow as tf
 import checkmate
 from checkmate.tf2._compat import grappler_off, trace_events
 from checkmate.tf2.apply_plan import REMAT, build_function
-from checkmate.tf2.graph.capture import capture_trace
-from checkmate.tf2.graph.trace import resolve_losses, trace_step
+from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.measure.allocator_peaks import allocator_peaks
-from checkmate.tf2.measure.calibrate import measure_plan
-from checkmate.tf2.measure.peak import measure_peak, trace_allocations
+from checkmate.tf2.measure.peak import measure_peak
 from checkmate.tf2.measure.profiler import estimated_costs
+from checkmate.tf2.models import resolve_losses
 from checkmate.tf2.specs import specs_of
+from checkmate.tf2.trace import trace_step
 from tests.tf2.networks import build
-from tests.tf2.steps import differing, keep_all
+from tests.tf2.steps import differing, requested_peak
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +29,6 @@ def planned():
     plan = checkmate.solve(checkmate.Problem(capture.graph, "40%"), limits=checkmate.Limits(time_s=2)).plan
     yield capture, plan, [tf.constant(x), tf.constant(y)]
     assert model.built  # the trace holds its variables weakly
-
-
-def peak(capture, plan, batch, **options):
-    found = measure_plan(capture, build_function(capture, plan, **options), batch, 1 << 40)
-    return found - capture.graph.resident_bytes
-
-
-def test_without_the_chain_nothing_is_saved(planned):
-    """TensorFlow runs a recomputation as soon as it can: copies of ops alone save nothing. This was the original's fault."""
-    capture, plan, batch = planned
-    everything = peak(capture, keep_all(capture.graph), batch)
-    chained, loose = peak(capture, plan, batch), peak(capture, plan, batch, chain=False)
-    assert chained < 0.7 * everything
-    assert loose > 1.3 * chained
 
 
 def test_every_computation_of_the_plan_runs_and_no_other(planned):
@@ -77,7 +63,7 @@ def test_what_is_made_of_constants_alone_is_freed_as_planned(planned):
     function = build_function(capture, plan)
     with grappler_off():
         function(*batch)
-        asked = trace_allocations(lambda: function(*batch)).requested_bytes
+        asked = requested_peak(lambda: function(*batch))
     assert asked == pytest.approx(allocator_peaks(capture, plan).forwarded_bytes - capture.graph.resident_bytes, rel=0.002)
 
 

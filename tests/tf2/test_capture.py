@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import checkmate
-from checkmate.allocators.tensorflow import Bfc
+from checkmate.allocators import Bfc
 from checkmate.tf2.measure import profiler
 from checkmate.tf2.measure.profiler import environment
 from tests.tf2.steps import differing, observe

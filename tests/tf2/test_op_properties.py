@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from checkmate.tf2._compat import grappler_off
-from checkmate.tf2.graph.op_properties import FORWARDS
-from checkmate.tf2.measure.peak import trace_allocations
+from checkmate.tf2.op_properties import FORWARDS
+from tests.tf2.steps import requested_peak
 
 SIZE = 1 << 18
 UNARY = sorted(
@@ -29,7 +29,7 @@ def asked(op: str, count: int, **options: tf.Tensor) -> int:
     batch = [tf.fill((SIZE,), 0.25) for _ in range(count)]
     with grappler_off():
         run(*batch)
-        return trace_allocations(lambda: run(*batch)).requested_bytes
+        return requested_peak(lambda: run(*batch))
 
 
 @pytest.mark.parametrize("op", UNARY)

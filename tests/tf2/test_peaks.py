@@ -16,12 +16,10 @@ def check(point: dict[str, Any]) -> None:
     assert point["untouched"]
     for peak in (*point["measured_bytes"], point["calibrated_bytes"]):
         assert peak <= point["budget_bytes"], json.dumps(point)  # all of it: seen once in hundreds of runs, and not again
-    # The plan's bytes, less what is passed on from op to op, are what TensorFlow asks its allocator for ...
+    # The plan's bytes, less what is passed on from op to op, are what TensorFlow asks its allocator for.
     assert point["forwarded_bytes"] <= point["live_bytes"]
     step_bytes = point["asked_bytes"] - point["resident_bytes"]
     assert abs(point["forwarded_bytes"] - point["asked_bytes"]) <= 0.02 * step_bytes
-    # ... and the allocator's chunks for them, as the trace of a step has them, are what is measured of that step.
-    assert abs(point["chunk_bytes"] - point["measured_bytes"][-1]) <= 0.02 * point["measured_bytes"][-1]
     assert point["executed_remats"] == point["planned_remats"]
     assert not any(point["differs"].values())
 

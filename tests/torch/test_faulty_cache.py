@@ -20,7 +20,7 @@ FAULTS = ("garbage", "truncated", "foreign", "other-columns", "locked", "a-file"
 @pytest.fixture(params=FAULTS)
 def place(request, tmp_path, monkeypatch):
     """The faulty path, or a word of the message where there is none."""
-    monkeypatch.setattr(database, "_WAIT_S", 0.1)
+    monkeypatch.setattr(database.Database, "wait_s", 0.1)
     monkeypatch.setattr(database, "_warned", set())
     folder = tmp_path / "cache"
     monkeypatch.setenv("CHECKMATE_CACHE", "" if request.param == "no-home" else str(folder))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from checkmate.cost.database import cache_folder
-from checkmate.cost.device import Device, device_names, device_schema, load_device
-from checkmate.cost.roofline import roofline_ns
+from checkmate.cost.device import Device, device_names, device_schema, load_device, roofline_ns
 from checkmate.cost.store import CostStore, OpCost, quantise
 
 __all__ = [

@@ -17,9 +17,6 @@ _log = logging.getLogger("checkmate.cost")
 
 T = TypeVar("T")
 
-_WAIT_S: Final = 10
-"""Seconds that a process waits for another one's write: writes take milliseconds, unless a network file system is slow."""
-
 _LOCKS: Final = (
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -50,19 +47,12 @@ _locked: set[Path] = set()
 
 
 class Fault(NamedTuple):
-    """A reason that keeps a process from using a file.
+    """A reason that keeps a process from using a file."""
 
-    Attributes:
-        place: The file or the folder with the fault; empty where no folder is known.
-        reason: What is wrong, in words.
-        cure: What to do about it, as an imperative.
-        used: What cannot be done with the place: it cannot be ``"used"`` or not be ``"written"``.
-    """
-
-    place: str
-    reason: str
-    cure: str
-    used: str = "used"
+    place: str  # the file or the folder with the fault; empty where no folder is known
+    reason: str  # in words
+    cure: str  # an imperative
+    used: str = "used"  # cannot be "used", or cannot be "written"
 
 
 class Database:
@@ -70,24 +60,17 @@ class Database:
 
     Whatever is wrong with it (no home folder, a folder or file that cannot be written, a full disk, a lock that is not released,
     a damaged file or one of another program) is told once, with its path and what to do, and is never an exception. A file that
-    can only be read is read.
-
-    Args:
-        locate: Gives the path; the file and its folder are made when they are first needed.
-        schema: SQL statements that make its tables if they do not exist.
-        without: What happens in a process that cannot use the file, in words, for the warning.
+    can only be read is read. The file and its folder are made when they are first needed; ``schema`` makes its tables if they do
+    not exist. ``without`` says in words, for the warning, what happens in a process that cannot use the file.
     """
+
+    wait_s = 10.0  # for another process's write, which takes milliseconds, unless a network file system is slow
 
     def __init__(self, locate: Callable[[], Path], schema: str, without: str) -> None:
         self._locate, self._schema, self._without = locate, schema, without
 
     def run(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
-        """Read or write in one transaction.
-
-        Args:
-            work: Called with a connection.
-            otherwise: What is returned if the file cannot be used.
-        """
+        """Read or write in one transaction; the alternative is returned if the file cannot be used."""
         try:
             path = self._locate()
         except OptionError as error:
@@ -99,15 +82,15 @@ class Database:
             with closing(self._connect(path)) as connection, connection:
                 return work(connection)
         except _FAULTS as error:
-            self._explain(path, error)
+            if _code(error) in _LOCKS:
+                _locked.add(path)
+            place, reason, cure, used = _fault(path, error)
+            text = f"{place} cannot be {used} ({reason}): {self._without}; {cure}, or set CHECKMATE_CACHE to another folder"
+            self._warn(place, text)
             return otherwise
 
     def disbelieve(self, what: str) -> None:
-        """Warn, once, that the file has a number that cannot be right and is not used.
-
-        Args:
-            what: The number and its name.
-        """
+        """Warn, once, that the file has a number that cannot be right and is not used."""
         path = str(self._locate())
         text = f"{path} has {what}, which cannot be right and is not used: {self._without}; remove the file"
         self._warn(path, f"{text}, or set CHECKMATE_CACHE to another folder")
@@ -144,7 +127,7 @@ class Database:
             return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
 
     def _opened(self, path: Path) -> sqlite3.Connection:
-        connection = sqlite3.connect(path, timeout=_WAIT_S)
+        connection = sqlite3.connect(path, timeout=self.wait_s)
         try:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if tables and not any(f" {name} (" in self._schema for name in tables):
@@ -156,14 +139,6 @@ class Database:
             connection.close()
             raise
         return connection
-
-    def _explain(self, path: Path, error: Exception) -> None:
-        if _code(error) in _LOCKS:
-            _locked.add(path)
-        place, reason, cure, used = _fault(path, error)
-        self._warn(
-            place, f"{place} cannot be {used} ({reason}): {self._without}; {cure}, or set CHECKMATE_CACHE to another folder"
-        )
 
     def _warn(self, place: str, text: str) -> None:
         if place not in _warned:

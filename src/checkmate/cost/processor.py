@@ -6,13 +6,6 @@ import os
 import platform
 from functools import cache
 from pathlib import Path
-from typing import Final
-
-_LIBRARIES: Final = ("ONEDNN_", "DNNL_", "MKL_", "CUDNN_", "CUBLAS", "TORCH_CUDNN_", "NVIDIA_TF32_", "ATEN_")
-"""How names of environment variables begin by which libraries of kernels choose what runs, and how much workspace it has."""
-
-_ONLY_SAID: Final = ("VERBOSE", "LOG")
-"""Parts of names of variables that change only what these libraries print."""
 
 
 @cache
@@ -26,10 +19,7 @@ def processor() -> str:
 
 
 def library_variables(*prefixes: str) -> dict[str, str]:
-    """Environment variables by which libraries of kernels choose what runs, such as ``ONEDNN_MAX_CPU_ISA``.
-
-    Args:
-        prefixes: How the names of those of a framework begin, which count as well.
+    """Environment variables by which libraries of kernels choose what runs, and those that begin with a prefix of a framework.
 
     Examples:
         >>> os.environ["ONEDNN_MAX_CPU_ISA"], os.environ["ONEDNN_VERBOSE"] = "AVX2", "1"
@@ -38,7 +28,7 @@ def library_variables(*prefixes: str) -> dict[str, str]:
         ('AVX2', False)
         >>> del os.environ["ONEDNN_MAX_CPU_ISA"], os.environ["ONEDNN_VERBOSE"]
     """
-    known = (
-        name for name in os.environ if name.startswith((*_LIBRARIES, *prefixes)) and not any(part in name for part in _ONLY_SAID)
-    )
+    libraries = ("ONEDNN_", "DNNL_", "MKL_", "CUDNN_", "CUBLAS", "TORCH_CUDNN_", "NVIDIA_TF32_", "ATEN_", *prefixes)
+    # Variables named VERBOSE or LOG change only what a library prints.
+    known = (name for name in os.environ if name.startswith(libraries) and "VERBOSE" not in name and "LOG" not in name)
     return {name: os.environ[name] for name in sorted(known)}

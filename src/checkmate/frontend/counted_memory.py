@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Final
 
 import msgspec
 
@@ -22,38 +21,29 @@ _log = logging.getLogger("checkmate.frontend")
 Counted = Callable[[Graph, Plan], int]
 """Bytes of a plan that count against a budget, resident bytes included; no less than its peak of live bytes."""
 
-_MOST: Final = 6
-"""Solves for one budget. Each has as much less room as the plan before took too much, and two or three are enough as a rule."""
-
 
 def cheapest_counted(problem: Problem, counted: Counted, solve: Callable[[Problem, float], Result]) -> Result:
     """The cheapest plan found of which what counts keeps the budget.
 
     What an allocator adds to a plan is known when there is a plan. So the problem is solved for the budget, and again for as much
-    less as the plan takes too much. The bound is that of the first solve: what counts is no less than the live bytes, so that
-    every plan that keeps the budget by the larger account keeps it by the smaller one too.
-
-    Args:
-        problem: The problem.
-        counted: What counts.
-        solve: Solves a problem, given the seconds that the solves before took.
+    less as the plan takes too much; a solve is given the seconds that those before took. The bound is that of the first: what
+    counts is no less than the live bytes, so that every plan that keeps the budget by the larger account keeps it by the smaller
+    one too.
 
     Raises:
         InfeasibleBudgetError: Proven: no plan keeps the budget even by its live bytes.
         PlanNotFoundError: No plan was found of which what counts keeps the budget; the hint has the least that was found.
     """
-    budget_bytes = problem.budget_bytes
+    budget_bytes = target = problem.budget_bytes
     result = first = solve(problem, 0.0)
-    spent_s, least = first.elapsed_s, 0
-    target = budget_bytes
-    for _ in range(_MOST):
+    spent_s, found = first.elapsed_s, list[int]()
+    for _ in range(6):  # two or three are enough as a rule
         taken = counted(problem.graph, result.plan)
-        least = min(least, taken) if least else taken
+        found.append(taken)
         if taken <= budget_bytes:
-            gap = max(0.0, 1 - first.bound / result.cost) if result.cost else 0.0
-            return msgspec.structs.replace(
-                result, budget_bytes=budget_bytes, bound=min(first.bound, result.cost), gap=gap, elapsed_s=spent_s
-            )
+            bound = min(first.bound, result.cost)
+            gap = 1 - bound / result.cost if result.cost else 0.0
+            return msgspec.structs.replace(result, budget_bytes=budget_bytes, bound=bound, gap=gap, elapsed_s=spent_s)
         excess = taken - budget_bytes
         _log.info("a plan of %s counts as %s: %s too much", *map(format_bytes, (result.peak_bytes, taken, excess)))
         target = min(target, result.peak_bytes) - excess
@@ -64,19 +54,13 @@ def cheapest_counted(problem: Problem, counted: Counted, solve: Callable[[Proble
         spent_s += result.elapsed_s
     raise PlanNotFoundError(
         f"no plan was found that keeps {problem.describe_budget()} with what the allocator adds: the plans found take at least "
-        f"{format_bytes(least)}",
-        hint=f"raise the budget to at least {format_at_least(least)}, or lower the batch size",
+        f"{format_bytes(min(found))}",
+        hint=f"raise the budget to at least {format_at_least(min(found))}, or lower the batch size",
     )
 
 
 def counted_bytes(graph: Graph, result: Result, counted: Counted | None) -> int:
-    """Bytes of a result that count against a budget.
-
-    Args:
-        graph: The graph.
-        result: The result of a solve of it.
-        counted: What counts; None for the peak of live bytes.
-    """
+    """Bytes of a result that count against a budget: its peak of live bytes, unless something else counts."""
     return result.peak_bytes if counted is None else counted(graph, result.plan)
 
 
@@ -84,11 +68,6 @@ def resolved_budget(budget: Budget, graph: Graph, counted: Counted | None) -> in
     """Bytes of a budget for a graph; a share is one of what keeping everything takes by the same account.
 
     For a smaller batch of a step that was planned a share is as many bytes as it was then.
-
-    Args:
-        budget: The budget.
-        graph: The graph.
-        counted: What counts against it; None for live bytes.
     """
     if budget.total_bytes is not None:
         return budget.total_bytes

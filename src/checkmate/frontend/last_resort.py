@@ -23,11 +23,7 @@ class LastResort(logging.Handler):
         self._printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record.
-
-        Args:
-            record: The record; one that another handler takes, or whose text was printed before, is left out.
-        """
+        """Print a record, unless another handler takes it, or its text was printed before."""
         if self._has_other_handler(record.name):
             return
         text = printable_lines(record.getMessage())

@@ -17,12 +17,9 @@ OpT = TypeVar("OpT")
 class MeasuredCosts(Generic[OpT]):
     """Costs of the ops of a framework: from the store, measured where the store has none, estimated where an op cannot run alone.
 
-    Args:
-        signature: Text of all on which the cost of an op depends; None for an op that cannot run in isolation.
-        measure: Costs of distinct ops by signature, given these, and the other ops that were asked for with their known costs;
-            ops that could not be measured are left out.
-        estimate: Cost of an op that is not measured.
-        store: Where measured costs are kept; the user's cost cache by default.
+    A signature is the text of all on which the cost of an op depends, and None for an op that cannot run in isolation. Distinct
+    ops are measured together, given these by signature, and the other ops that were asked for with their known costs; ops that
+    could not be measured are left out.
 
     Examples:
         >>> import tempfile
@@ -32,10 +29,8 @@ class MeasuredCosts(Generic[OpT]):
         ...     measured.extend(ops)
         ...     return {key: OpCost(1000, 8) for key in ops}
         >>> costs = MeasuredCosts(signature=str, measure=measure, estimate=lambda op: OpCost(1, 0), store=store)
-        >>> [cost.cost_ns for cost in costs(["mm", "add", "mm"])]
-        [1000, 1000, 1000]
-        >>> measured
-        ['mm', 'add']
+        >>> [cost.cost_ns for cost in costs(["mm", "add", "mm"])], measured
+        ([1000, 1000, 1000], ['mm', 'add'])
     """
 
     def __init__(

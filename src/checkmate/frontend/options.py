@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import importlib
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, TypedDict, TypeVar, Union, Unpack, cast, get_args, get_origin, get_type_hints
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
@@ -25,6 +29,25 @@ PlanSource = Plan | str | os.PathLike[str]
 
 CostSource = Literal["measured", "estimated"]
 """Source of costs."""
+
+TIME_LIMIT_S: Final = 30.0
+"""Seconds for planning a step, in every front end."""
+
+CallT = TypeVar("CallT", bound=Callable[..., Any])
+
+
+class CommonOptions(TypedDict, total=False):
+    """Options of every front end besides the budget.
+
+    Attributes:
+        solver: A solver or its name; `Auto` by default.
+        time_limit_s: Seconds of wall time for planning a step, all of its graphs together, or None for no limit.
+        plan: A plan, or the path of a file with one, to run instead of looking for one.
+    """
+
+    solver: Solver | str | None
+    time_limit_s: float | None
+    plan: PlanSource | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +71,7 @@ class PlanningOptions:
     counted: Counted | None = None
 
     @classmethod
-    def of(
-        cls,
-        *,
-        budget: Amount | Budget | None,
-        solver: Solver | str | None,
-        time_limit_s: float | None,
-        plan: PlanSource | None,
-    ) -> PlanningOptions:
+    def of(cls, *, budget: Amount | Budget | None = None, **options: Unpack[CommonOptions]) -> PlanningOptions:
         """Options from what a user wrote. This is where the text of a budget is parsed.
 
         Raises:
@@ -63,15 +79,17 @@ class PlanningOptions:
             OptionError: The time limit is not above zero, no solver has that name, or the file holds no plan.
             FileFormatError: The plan's file is truncated, foreign or of an unknown version.
         """
-        if time_limit_s is not None and not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        limit_s: Any = options.get("time_limit_s", TIME_LIMIT_S)
+        if limit_s is not None and not (isinstance(limit_s, (int, float)) and limit_s > 0):
             raise OptionError(
-                f"time_limit_s={time_limit_s!r} must be more than zero seconds, or None",
+                f"time_limit_s={limit_s!r} must be more than zero seconds, or None",
                 hint="give a number of seconds such as time_limit_s=30, or None for no limit",
             )
+        solver, plan = options.get("solver"), options.get("plan")
         return cls(
             budget=parsed(budget),
             solver=by_name(solver) if isinstance(solver, str) else solver,
-            time_limit_s=time_limit_s,
+            time_limit_s=limit_s,
             plan=None if plan is None else load_plan(plan),
         )
 
@@ -96,22 +114,13 @@ def lightning_callbacks() -> list[Any]:
 
 
 def parsed(budget: Amount | Budget | None) -> Budget | None:
-    """A budget as a value; one that is a value already stays as it is.
-
-    Raises:
-        UnitError: The budget cannot be read.
-    """
+    """A budget as a value; one that is a value already stays as it is."""
     return budget if budget is None or isinstance(budget, Budget) else Budget.parse(budget)
 
 
 def load_plan(plan: PlanSource) -> Plan:
-    """A plan, or that of a file with a plan or a result.
-
-    Raises:
-        OptionError: The file cannot be opened, or holds neither.
-        FileFormatError: The file is truncated, foreign or of an unknown version.
-    """
-    plan = getattr(plan, "plan", plan)  # that of a step or a result
+    """A plan, or that of a step, a result, or a file with a plan or a result."""
+    plan = getattr(plan, "plan", plan)
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -133,30 +142,73 @@ def load_plan(plan: PlanSource) -> Plan:
     return content
 
 
-def unknown_option(name: str, of: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> OptionError:
-    """The refusal of an option that there is not.
+def takes_options(
+    options: type, *checked: type, elsewhere: Mapping[str, str] | None = None, **defaults: Any
+) -> Callable[[CallT], CallT]:
+    """Decorate a function that takes the options of a `TypedDict` as ``**options``.
+
+    Names that are none of its arguments, and values that an option cannot have, are refused before it is called. Its signature
+    shows every option, with the default of the dataclass that the options are checked by.
 
     Args:
-        name: Its name.
-        of: Whose option it was thought to be.
-        known: The options that there are.
+        options: The options.
+        checked: The dataclasses.
         elsewhere: What to do instead, for names that mean something elsewhere.
+        defaults: Defaults that are others here.
     """
-    near = difflib.get_close_matches(name, known, n=1)
-    said = f"; the nearest known one is {near[0]!r}" if near and name not in elsewhere else ""
-    return OptionError(
-        f"unknown option {name!r} of {of}{said}", hint=elsewhere.get(name, f"use one of the options {', '.join(known)}")
-    )
+
+    def decorate(function: CallT) -> CallT:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        known = {field.name: field.default for kind in checked for field in dataclasses.fields(kind)} | defaults
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=known.get(name), annotation=hint)
+            for name, hint in options.__annotations__.items()
+        ]
+        names = [p.name for p in (*own, *more) if p.kind is not p.VAR_POSITIONAL]
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            of = ".".join([*function.__module__.split(".")[:2], function.__name__])
+            refuse_unknown(given, of, names, elsewhere or {})
+            check_choices(options, given)
+            return function(*args, **given)
+
+        call.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return cast(CallT, call)
+
+    return decorate
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Check that an option has one of a few values.
+def refuse_unknown(given: Iterable[str], of: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
+    """Refuse an option that there is not, with the nearest one that there is, or with what its name means elsewhere."""
+    known = list(known)
+    for name in map(str, given):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            said = f"; the nearest known one is {near[0]!r}" if near and name not in elsewhere else ""
+            hint = elsewhere.get(name, f"use one of the options {', '.join(known)}")
+            raise OptionError(f"unknown option {name!r} of {of}{said}", hint=hint)
 
-    Raises:
-        OptionError: It has another.
-    """
-    if value not in choices:
-        raise OptionError(
-            f"{name}={value!r} is not one of {', '.join(map(str, choices))}",
-            hint=f"set {name}={choices[0]!r}, for example, or leave it out for the default",
-        )
+
+def check_choices(options: type, given: Mapping[str, object]) -> None:
+    """Refuse an option whose type, in a `TypedDict` or a dataclass, has a few values, and that has another one."""
+    for name, hint in get_type_hints(options).items():
+        choices = _choices(hint)
+        if name in given and choices is not None and given[name] not in choices:
+            raise OptionError(
+                f"{name}={given[name]!r} is not one of {', '.join(map(str, choices))}",
+                hint=f"set {name}={choices[0]!r}, for example, or leave it out for the default",
+            )
+
+
+def _choices(hint: Any) -> tuple[object, ...] | None:
+    """The values of a type; None if it has more than a few."""
+    if hint is bool:
+        return (True, False)
+    if hint is NoneType:
+        return (None,)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    parts = [_choices(part) for part in get_args(hint)] if get_origin(hint) in (Union, UnionType) else [None]
+    return None if None in parts else tuple(choice for part in parts if part for choice in part)

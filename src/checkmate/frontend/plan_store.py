@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,46 +35,19 @@ CREATE TABLE IF NOT EXISTS compilers (key TEXT PRIMARY KEY, compiler TEXT NOT NU
 
 
 def _database(path: str | os.PathLike[str] | None, without: str) -> Database:
-    """The file.
-
-    Args:
-        path: Its path; None for that in the user's cache folder.
-        without: What happens in a process that cannot use it.
-    """
     return Database(lambda: cache_folder() / "measured_plans.sqlite" if path is None else Path(path), _SCHEMA, without)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """A plan that was compiled and measured.
+    """A plan that was compiled, and the measured memory of the step."""
 
-    Attributes:
-        order: Ops in the order of their computations.
-        memory: Measured memory of the step.
-    """
-
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # ops in the order of their computations
     memory: StepMemory
 
 
 class PlanStore:
-    """Measured plans of one graph, compiled one way.
-
-    Args:
-        key: Text that identifies the graph and everything else that decides on the measured peaks of its plans.
-        path: The file; ``measured_plans.sqlite`` in the user's cache folder by default.
-
-    Examples:
-        >>> import tempfile
-        >>> plans = PlanStore("graph", Path(tempfile.mkdtemp()) / "plans.sqlite")
-        >>> memory = StepMemory(forward_peak_bytes=700, saved_bytes=600, backward_peak_bytes=900, gradient_bytes=100)
-        >>> plans.add(MeasuredPlan((0, 1, 2), memory))
-        >>> [plan.memory.peak_bytes for plan in plans.all()]
-        [900]
-        >>> plans.record_answer(1000, 900)
-        >>> plans.monotone_bounds(800), plans.monotone_bounds(1200)
-        ((0, 800), (900, 1200))
-    """
+    """Measured plans of one graph, compiled one way: the key identifies all that decides on the measured peaks of its plans."""
 
     def __init__(self, key: str, path: str | os.PathLike[str] | None = None) -> None:
         self.key = key
@@ -96,26 +69,19 @@ class PlanStore:
 
     def add(self, plan: MeasuredPlan) -> None:
         """Store a plan; what was measured earlier for the same plan is replaced."""
-        row = (self.key, _text(plan.order), plan.memory.peak_bytes, msgspec.json.encode(plan.memory).decode())
+        order = json.dumps(list(plan.order), separators=(",", ":"))
+        row = (self.key, order, plan.memory.peak_bytes, msgspec.json.encode(plan.memory).decode())
         self._rows("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", row)
 
     def record_answer(self, budget_bytes: int, peak_bytes: int) -> None:
-        """Store the answer to a budget.
-
-        Args:
-            budget_bytes: The budget above the resident bytes.
-            peak_bytes: Measured peak of the plan that was chosen for it.
-        """
+        """Store the measured peak of the plan that was chosen for a budget above the resident bytes."""
         self._rows("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (self.key, budget_bytes, peak_bytes))
 
     def monotone_bounds(self, budget_bytes: int) -> tuple[int, int]:
-        """Bounds on the measured peak of a plan for a budget, by which peaks stay monotone in the budget.
+        """Bounds on the measured peak of a plan for a budget above the resident bytes, by which peaks stay monotone in it.
 
-        Args:
-            budget_bytes: The budget above the resident bytes.
-
-        Returns:
-            The largest peak that answered a smaller budget, and the smallest that answered a larger one, but at most the budget.
+        They are the largest peak that answered a smaller budget, and the smallest that answered a larger one, but at most the
+        budget.
         """
         query = "SELECT budget_bytes, peak_bytes FROM answers WHERE key = ? AND budget_bytes != ?"
         rows = self._rows(query, (self.key, budget_bytes))
@@ -132,20 +98,7 @@ class PlanStore:
 
 
 class Misfits:
-    """Steps of which no compilation keeps the budget, in the same file.
-
-    Args:
-        path: The file; ``measured_plans.sqlite`` in the user's cache folder by default.
-
-    Examples:
-        >>> import tempfile
-        >>> misfits = Misfits(Path(tempfile.mkdtemp()) / "plans.sqlite")
-        >>> misfits.get("a step") is None
-        True
-        >>> misfits.add("a step", 4096)
-        >>> misfits.get("a step")
-        4096
-    """
+    """Steps of which no compilation keeps the budget, in the same file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.database = _database(path, "a step is compiled in every process to find out that it does not fit")
@@ -168,10 +121,6 @@ class Misfits:
 def _are_counts(numbers: Iterable[object]) -> bool:
     """Whether all are whole numbers that can be a size or an index."""
     return all(isinstance(number, int) and 0 <= number <= MOST_BYTES for number in numbers)
-
-
-def _text(order: Sequence[int]) -> str:
-    return json.dumps(list(order), separators=(",", ":"))
 
 
 @functools.cache

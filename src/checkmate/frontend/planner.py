@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from types import FrameType
+from typing import Final
 
 import msgspec
 
@@ -20,13 +23,12 @@ from checkmate.core.budget import Budget, keep_all_bytes
 from checkmate.core.errors import PlanError, PlanNotFoundError
 from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Free, HostMemory, Plan
+from checkmate.core.plan import Compute, Free, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Result
 from checkmate.core.units import format_bytes
 from checkmate.frontend import progress
-from checkmate.frontend.counted_memory import Counted, cheapest_counted, resolved_budget
-from checkmate.frontend.interrupt import interrupts_kept, raise_interrupt
+from checkmate.frontend.counted_memory import cheapest_counted, resolved_budget
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.solved_plans import PLANNED_BEFORE, SolvedPlans
 from checkmate.solvers.auto import Auto
@@ -41,33 +43,18 @@ _log = logging.getLogger("checkmate.frontend")
 _LAST_SHARE: Final = 0.05
 """Share of the time limit that every solve has, also when those before it have used the limit up."""
 
-
-class Planner(Protocol):
-    """Makes the plan of a graph."""
-
-    def __call__(self, graph: Graph) -> Result:
-        """The plan to run, checked.
-
-        Raises:
-            InfeasibleBudgetError: No plan keeps the budget.
-            PlanNotFoundError: No plan was found in time.
-            PlanError: The plan that was given does not hold for the graph.
-        """
-        ...
+Planner = Callable[[Graph], Result]
+"""Makes the plan of a graph, checked; raises `InfeasibleBudgetError`, `PlanNotFoundError` or `PlanError` where it cannot."""
 
 
 def planner_for(options: PlanningOptions, spent_s: float = 0.0) -> Planner:
     """The planner that options ask for: the given plan, else the cheapest within the budget, else keeping everything.
 
-    Args:
-        options: The options.
-        spent_s: Seconds of the time limit that other searches have used.
+    Other searches may have spent some seconds of the time limit.
     """
     if options.plan is not None:
         return GivenPlan(options.plan, options.budget)
-    if options.budget is not None:
-        return CheapestWithin(options.budget, options.solver, options.time_limit_s, spent_s, options.counted, options.host)
-    return keep_everything
+    return keep_everything if options.budget is None else functools.partial(_cheapest_within, options, options.budget, spent_s)
 
 
 def keep_everything(graph: Graph) -> Result:
@@ -75,96 +62,79 @@ def keep_everything(graph: Graph) -> Result:
     return evaluate(graph, Plan.from_order(graph, range(len(graph.ops))))
 
 
-@dataclass(frozen=True, slots=True)
-class CheapestWithin:
-    """A planner that solves for the cheapest plan within a budget.
-
-    Attributes:
-        budget: The budget; here it becomes bytes, once per graph.
-        solver: The solver; `Auto` by default.
-        time_limit_s: Seconds of wall time, or None.
-        spent_s: Seconds of it that other searches have used.
-        counted: Bytes of a plan that count against the budget; None for its peak of live bytes.
-        host: Memory of the host that values may be copied to, or None.
-    """
-
-    budget: Budget
-    solver: Solver | None = None
-    time_limit_s: float | None = None
-    spent_s: float = 0.0
-    counted: Counted | None = None
-    host: HostMemory | None = None
-
-    def __call__(self, graph: Graph) -> Result:
-        """The cheapest plan that the solver finds, now or in an earlier process.
-
-        Raises:
-            KeyboardInterrupt: The user interrupted the search.
-            PlanNotFoundError: No plan was found of which what counts keeps the budget.
-        """
-        total = resolved_budget(self.budget, graph, self.counted)
-        problem = Problem(graph, self.budget.with_total(total), host=self.host)
-        limits = Limits(time_s=self.time_limit_s)
-        if self.counted is None:
-            return cheapest(problem, self.solver, limits, self.spent_s)
-        return cheapest_counted(
-            problem, self.counted, lambda p, spent_s: cheapest(p, self.solver, limits, self.spent_s + spent_s)
-        )
+def _cheapest_within(options: PlanningOptions, budget: Budget, spent_s: float, graph: Graph) -> Result:
+    """The cheapest plan found within a budget, which becomes bytes here, once per graph."""
+    total = budget.with_total(resolved_budget(budget, graph, options.counted))
+    problem, limits = Problem(graph, total, host=options.host), Limits(time_s=options.time_limit_s)
+    if options.counted is None:
+        return cheapest(problem, options.solver, limits, spent_s)
+    return cheapest_counted(problem, options.counted, lambda p, more_s: cheapest(p, options.solver, limits, spent_s + more_s))
 
 
-def cheapest(problem: Problem, solver: Solver | None = None, limits: Limits | None = None, spent_s: float = 0.0) -> Result:
+def cheapest(problem: Problem, solver: Solver | None, limits: Limits, spent_s: float = 0.0) -> Result:
     """The result of `solve`, or that of an earlier solve of the same problem with the same solver and as much time.
 
-    An earlier solve that had less time, and proved no optimum, gives the plan to start from.
-
-    Args:
-        problem: The problem.
-        solver: The solver; `Auto` by default.
-        limits: Limits of the solve.
-        spent_s: Seconds of the time limit that other searches have used. This one has what is left, but at least `_LAST_SHARE` of
-            the limit; its plan is stored as one of the whole limit.
-
-    Raises:
-        InfeasibleBudgetError: Proven: no plan keeps the budget.
-        PlanNotFoundError: No plan was found within the limits.
-        KeyboardInterrupt: The user interrupted the search; the best plan so far is stored.
+    An earlier solve that had less time, and proved no optimum, gives the plan to start from. Where other searches have spent
+    some of the limit, this one has what is left; its plan is stored as one of the whole limit.
     """
-    solver, limits = solver or Auto(), limits or Limits()
     left = limits if limits.time_s is None else replace(limits, time_s=_left_s(limits.time_s, spent_s))
 
     def search(start: Plan | None) -> Result:
         with progress.planning(problem.graph) as improved:
-            return solve(problem, solver, limits=left, initial=start, on_progress=improved)
+            return solve(problem, solver or Auto(), limits=left, initial=start, on_progress=improved)
 
-    return _solved(problem, solver, limits, search)
+    return _solved(problem, solver or Auto(), limits, search)
 
 
 def _solved(problem: Problem, solver: Solver, limits: Limits, search: Callable[[Plan | None], Result]) -> Result:
-    """The result of a search, or that of an earlier one with as much time.
+    """The result of a search from a plan that was found in less time, or from none; or that of an earlier one.
 
-    Args:
-        problem: The problem.
-        solver: The solver.
-        limits: Limits under which the result is stored.
-        search: Searches from a plan that was found in less time, or from none.
-
-    Raises:
-        KeyboardInterrupt: The user interrupted the search; the best plan so far is stored.
+    It is stored as one under the limits. `solve` returns the best plan so far if the user presses Ctrl-C, which is what a user
+    who waits for a plan wants. While a framework compiles, the user wants to stop the script: the plan is stored, and
+    `KeyboardInterrupt` is raised.
     """
     # A stored plan is an order of computations; where its copies belong is not stored.
     plans = SolvedPlans.of_user() if problem.host is None else None
     known = plans.get(problem, repr(solver), limits) if plans is not None else None
     if known is not None and known[1]:
-        log_planned(problem, known[0])
+        _log_planned(problem, known[0])
         return known[0]
-    with interrupts_kept():
+    with _interrupts_kept():
         result = search(None if known is None else known[0].plan)
-        if plans is not None:
-            interrupted = result.termination.limit == "interrupt"  # it had less time than it was given
+        interrupted = result.termination.limit == "interrupt"
+        if plans is not None:  # an interrupted search had less time than it was given
             plans.add(problem, Limits(time_s=result.elapsed_s) if interrupted else limits, result)
-        log_planned(problem, result)
-        raise_interrupt(result)
+        _log_planned(problem, result)
+        if interrupted:
+            raise KeyboardInterrupt
     return result
+
+
+@contextmanager
+def _interrupts_kept() -> Generator[None]:
+    """Raise the `KeyboardInterrupt` of a Ctrl-C during the block at its end, if Python has dropped it.
+
+    Python delivers a signal in the next Python code that runs. After a kernel of seconds that can be the callback of a weak
+    reference, where an exception is printed and ignored.
+    """
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not ours:
+        yield
+        return
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _left_s(limit_s: float, spent_s: float) -> float:
@@ -173,16 +143,10 @@ def _left_s(limit_s: float, spent_s: float) -> float:
 
 
 def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) -> Result:
-    """A plan of nearly the smallest peak, found now or in an earlier process.
+    """A plan of nearly the smallest peak, found now or in an earlier process; its seconds are those of the search.
 
-    Args:
-        graph: The graph.
-        time_s: Seconds of wall time for a search.
-        enough_bytes: A peak that is low enough, resident bytes included. If the plan of the quick search, which comes within some
-            per cent of the smallest peak, is above it, another search takes what is left of the time.
-
-    Returns:
-        The plan; its seconds are those of the search.
+    The quick search comes within some per cent of the smallest peak. If its plan is above what is enough, resident bytes
+    included, another search takes what is left of the time.
     """
     problem, limits = Problem(graph, keep_all_bytes(graph)), Limits(time_s=time_s)
     quick = _found_before_or_now(problem, limits, "quick_peak", quick_peak)
@@ -195,14 +159,7 @@ def near_smallest(graph: Graph, time_s: float, enough_bytes: int | None = None) 
 
 
 def _found_before_or_now(problem: Problem, limits: Limits, name: str, search: Callable[[Problem, Limits], MinBudget]) -> Result:
-    """The plan of a search for a small peak.
-
-    Args:
-        problem: The graph, with room for every plan that is no worse than keeping everything.
-        limits: Limits of the search.
-        name: Name of the search. A plan that was found in less time than is given now is used all the same.
-        search: The search.
-    """
+    """The plan of a search for a small peak; one that was found in less time than is given now is used all the same."""
     plans = SolvedPlans.of_user()
     known = plans.get(problem, name, limits) if plans is not None else None
     if known is not None:
@@ -221,23 +178,14 @@ class GivenPlan:
 
     Workspace and resident bytes may differ from those that the plan was made with, if it names the structure of its graph: they
     depend on the process. The figures of the result are those of the graph at hand.
-
-    Attributes:
-        plan: The plan.
-        budget: The budget that it has to keep, if any.
-        copies: Whether the program makes the copies of a plan to and from the host.
     """
 
     plan: Plan
-    budget: Budget | None = None
-    copies: bool = False
+    budget: Budget | None = None  # that the plan has to keep
+    copies: bool = False  # whether the program makes the copies of a plan to and from the host
 
     def __call__(self, graph: Graph) -> Result:
-        """The figures of the plan.
-
-        Raises:
-            PlanError: The plan does not hold, or the program would not run as it says.
-        """
+        """The figures of the plan."""
         if self.plan.host is not None and not self.copies:
             raise PlanError(
                 "the plan copies values to the host, which this program does not",
@@ -249,24 +197,15 @@ class GivenPlan:
             plan = msgspec.structs.replace(plan, graph_digest=graph.digest)
         result = evaluate(graph, plan, self.budget)
         if plan.host is None:  # with copies, the peak of the program that runs is compared with the plan's
-            refuse_unexecutable(graph, plan)
+            _refuse_unexecutable(graph, plan)
         return result
 
 
 class Replanner:
     """Plans of one graph within several budgets. Each plan found is where the search within a smaller budget may start.
 
-    The time limit bounds all of them together, up to `_LAST_SHARE` of it for each solve after it is used up: one that starts from
-    the plans found so far still finds a good one in that.
-
-    Args:
-        graph: The graph.
-        options: Solver and time limit.
-        time_shares: Share of the time limit for the first solve, and for each that follows.
-        gap: Gap at which a solve may stop.
-
-    Attributes:
-        found: Plans found so far.
+    The time limit bounds all of them together: the first solve has a share of it, and each that follows another, up to
+    `_LAST_SHARE` of it after it is used up: one that starts from the plans found so far still finds a good one in that.
     """
 
     def __init__(
@@ -280,16 +219,11 @@ class Replanner:
         self.found: list[Result] = []
         self._options = options
         self._share, self._next_share = time_shares
-        self._gap = gap
+        self._gap = gap  # at which a solve may stop
         self._spent_s = 0.0
 
     def __call__(self, budget_bytes: int) -> Result:
-        """The cheapest plan within an amount of live bytes, resident bytes included.
-
-        Raises:
-            InfeasibleBudgetError: No plan keeps it.
-            PlanNotFoundError: No plan was found in time.
-        """
+        """The cheapest plan within an amount of live bytes, resident bytes included."""
         progress.say(f"planning {len(self.graph.ops)} ops")
         try:
             result = self._solve(budget_bytes)
@@ -304,33 +238,29 @@ class Replanner:
 
     def smallest(self) -> Result:
         """The plan with the smallest peak that is found in the time that is left."""
-        with self._timed() as limits:
+        with self._timed(self._next_share) as limits:
             found = min_budget(self.graph, limits=limits)
         self.found.append(evaluate(self.graph, found.plan))
         return self.found[-1]
 
     def _solve(self, budget_bytes: int) -> Result:
-        problem, solver, asked = Problem(self.graph, budget_bytes), self._options.solver or Auto(), self._asked()
+        problem, solver, limit_s = Problem(self.graph, budget_bytes), self._options.solver or Auto(), self._options.time_limit_s
+        share, self._share = self._share, self._next_share
+        # The limits if searches before it took no time: what a process spent before decides on no stored plan.
+        asked = Limits(time_s=None if limit_s is None else max(share, _LAST_SHARE) * limit_s, gap=self._gap)
 
         def search(start: Plan | None) -> Result:
             initial = self._start(budget_bytes)
-            with self._timed() as limits:
+            with self._timed(share) as limits:
                 return solve(problem, solver, limits=limits, initial=start if initial is None else initial)
 
         return _solved(problem, solver, asked, search)
 
-    def _asked(self) -> Limits:
-        """Limits of the next search if those before it took no time: what a process spent before decides on no stored plan."""
-        limit = self._options.time_limit_s
-        return Limits(time_s=None if limit is None else max(self._share, _LAST_SHARE) * limit, gap=self._gap)
-
     @contextmanager
-    def _timed(self) -> Generator[Limits]:
-        """Limits of the next search, which counts towards the time limit."""
-        limit, share = self._options.time_limit_s, self._share
-        self._share = self._next_share
-        began = time.perf_counter()
-        most_s = None if limit is None else min(max(share, _LAST_SHARE) * limit, _left_s(limit, self._spent_s))
+    def _timed(self, share: float) -> Generator[Limits]:
+        """Limits of a search that has a share of the time limit, and counts towards it."""
+        limit_s, began = self._options.time_limit_s, time.perf_counter()
+        most_s = None if limit_s is None else min(max(share, _LAST_SHARE) * limit_s, _left_s(limit_s, self._spent_s))
         try:
             yield Limits(time_s=most_s, gap=self._gap)
         finally:
@@ -348,14 +278,11 @@ def result_of_order(graph: Graph, order: Sequence[int]) -> Result:
     return evaluate(graph, plan_of_needed(Problem(graph, graph.resident_bytes), order))
 
 
-def refuse_unexecutable(graph: Graph, plan: Plan) -> None:
+def _refuse_unexecutable(graph: Graph, plan: Plan) -> None:
     """Refuse a plan that a compiled program would not run as it is.
 
     Programs drop computations whose outputs are never read, and free every value after its last read. A plan with such a
     computation, or that holds a value longer, would run as another plan with another peak.
-
-    Raises:
-        PlanError: The plan has a computation that is never read, or holds a value longer than it is read.
     """
     needed = plan_of_needed(Problem(graph, graph.resident_bytes), plan.order)
     if _grouped(needed) == _grouped(plan):
@@ -368,7 +295,7 @@ def refuse_unexecutable(graph: Graph, plan: Plan) -> None:
     )
 
 
-def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
+def _grouped(plan: Plan) -> list[tuple[int, set[int]]]:
     """Each computation with the values that are freed before the next one."""
     groups: list[tuple[int, set[int]]] = []
     for step in plan.steps:
@@ -376,11 +303,10 @@ def _grouped(plan: Plan) -> list[tuple[int, frozenset[int]]]:
             groups.append((step.op, set()))
         elif isinstance(step, Free) and groups:  # pyright: ignore[reportUnnecessaryIsInstance]
             groups[-1][1].add(step.value)
-    return [(op, frozenset(freed)) for op, freed in groups]
+    return groups
 
 
-def log_planned(problem: Problem, result: Result) -> None:
-    """Log what a solve found."""
+def _log_planned(problem: Problem, result: Result) -> None:
     progress.planned(problem.graph, result)
     before = " before:" if result.termination.detail == PLANNED_BEFORE else ""
     _log.info(

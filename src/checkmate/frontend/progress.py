@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,36 +26,25 @@ from checkmate.solvers.session import OnProgress, announce_with
 
 ItemT = TypeVar("ItemT")
 
-_PAUSE_S = 0.1
+PAUSE_S = 0.1
 """Least time between two redraws."""
 
 LATE_S = 5.0
 """Seconds after which a stage is told where no line can be rewritten."""
 
 _ERASE = "\r\x1b[K"
-_NOTEBOOK_WIDTH = 100
-"""Characters of the line in a notebook, which has no width and knows no code to erase a line."""
 
 
 @dataclass(slots=True)
 class _Work:
-    """The work that is shown.
+    """The work that is shown."""
 
-    Attributes:
-        draw: Replaces the text that is shown.
-        erase: What erases the line that is drawn here; None if another program draws it, empty where lines stay.
-        texts: What is being done, from the outermost block to the innermost.
-        plan: The newest plan in words.
-        began: When the work began.
-        drawn: When the text was last drawn.
-    """
-
-    draw: Callable[[str], None]
-    erase: str | None
-    texts: list[str] = field(default_factory=list[str])
-    plan: str = ""
+    draw: Callable[[str], None]  # replaces the text that is shown
+    erase: str | None  # erases the line that is drawn here; None if another program draws it, empty where lines stay
+    texts: list[str] = field(default_factory=list[str])  # from the outermost block to the innermost
+    plan: str = ""  # the newest plan in words
     began: float = field(default_factory=time.perf_counter)
-    drawn: float = 0.0
+    drawn: float = 0.0  # when the text was last drawn
 
 
 _work: _Work | None = None
@@ -64,11 +53,7 @@ _redirected: Callable[[str], None] | None = None
 
 @contextmanager
 def shown(text: str) -> Generator[None, None, None]:
-    """Show what is being done while the block runs. Inside another such block, the text takes the place of that block's.
-
-    Args:
-        text: What is being done, such as ``"capturing"``.
-    """
+    """Show what is being done while the block runs. Inside another such block, the text takes the place of that block's."""
     global _work
     outermost = _work is None
     if outermost:
@@ -96,38 +81,19 @@ def shown(text: str) -> Generator[None, None, None]:
             _draw(work, at_once=True)
 
 
-@contextmanager
-def _announced(text: str) -> Generator[None, None, None]:
-    """Show what a solver does, if a front end called it."""
-    if _work is None:
-        yield
-    else:
-        with shown(text):
-            yield
-
-
-announce_with(_announced)
+# What a solver does is shown if a front end called it.
+announce_with(lambda text: nullcontext() if _work is None else shown(text))
 
 
 def say(text: str) -> None:
-    """Replace the text of the innermost block of `shown`; without one, nothing is shown.
-
-    Args:
-        text: What is being done now.
-    """
+    """Replace the text of the innermost block of `shown`; without one, nothing is shown."""
     if _work is not None and _work.texts and threading.current_thread() is threading.main_thread():
         _work.texts[-1] = text
         _draw(_work)
 
 
 def counted(items: Collection[ItemT], doing: str, what: str = "ops") -> Iterator[ItemT]:
-    """The items, each shown with its number while the caller works on it.
-
-    Args:
-        items: The items.
-        doing: What is being done, such as ``"measuring costs"``.
-        what: What the items are.
-    """
+    """The items, each shown with its number while the caller works on it."""
     with shown(doing):
         for number, item in enumerate(items, start=1):
             say(f"{doing}: {number} of {len(items)} {what}")
@@ -136,11 +102,7 @@ def counted(items: Collection[ItemT], doing: str, what: str = "ops") -> Iterator
 
 @contextmanager
 def planning(graph: Graph) -> Generator[OnProgress, None, None]:
-    """Show that a graph is planned; yields what `solve` calls with every improvement.
-
-    Args:
-        graph: The graph.
-    """
+    """Show that a graph is planned; yields a callback for `solve`, which shows every improvement."""
     doing = f"planning {len(graph.ops)} ops"
 
     def improved(progress: Progress) -> None:
@@ -154,12 +116,7 @@ def planning(graph: Graph) -> Generator[OnProgress, None, None]:
 
 
 def planned(graph: Graph, result: Result) -> None:
-    """Keep a plan for the line that stays when the work is over.
-
-    Args:
-        graph: The graph.
-        result: Its plan.
-    """
+    """Keep a plan for the line that stays when the work is over."""
     if _work is not None:
         peak, budget = format_bytes(result.peak_bytes), format_bytes(result.budget_bytes)
         figures = f"overhead {100 * (result.overhead - 1):.2f} %, gap {100 * result.gap:.2f} %"
@@ -170,11 +127,7 @@ def planned(graph: Graph, result: Result) -> None:
 
 @contextmanager
 def redirected(draw: Callable[[str], None]) -> Generator[None, None, None]:
-    """Give the texts to a function while the block runs, for programs that draw their own progress.
-
-    Args:
-        draw: Called with each text.
-    """
+    """Give the texts to a function while the block runs, for programs that draw their own progress."""
     global _redirected
     before, _redirected = _redirected, draw
     try:
@@ -190,14 +143,10 @@ def erase() -> None:
 
 
 class _LateLines:
-    """One line for each stage that takes long, in place of a line that is rewritten.
-
-    Attributes:
-        told: Stages that have their line.
-    """
+    """One line for each stage that takes long, in place of a line that is rewritten."""
 
     def __init__(self) -> None:
-        self.told: set[str] = set()
+        self.told: set[str] = set()  # stages that have their line
         self._stage = ""
         self._timer: threading.Timer | None = None
 
@@ -234,7 +183,8 @@ def _started() -> _Work | None:
     if not wanted or os.environ.get("RANK", "0") != "0" or sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
         return None
     if type(sys.stderr).__module__.startswith("ipykernel."):
-        return _Work(_draw_in_notebook, erase="\r" + " " * _NOTEBOOK_WIDTH + "\r")
+        # A notebook has no width, and knows no code to erase a line.
+        return _Work(lambda text: _write("\r" + f"checkmate: {text}"[:100].ljust(100)), erase="\r" + " " * 100 + "\r")
     if os.environ.get("TERM") != "dumb" and sys.stderr.isatty():
         return _Work(_draw_line, erase=_ERASE)
     return _Work(_LateLines(), erase="")
@@ -242,17 +192,13 @@ def _started() -> _Work | None:
 
 def _draw(work: _Work, *, at_once: bool = False) -> None:
     now = time.perf_counter()
-    if work.texts and (at_once or now - work.drawn >= _PAUSE_S):
+    if work.texts and (at_once or now - work.drawn >= PAUSE_S):
         work.drawn = now
         work.draw(work.texts[-1])
 
 
 def _draw_line(text: str) -> None:
     _write(_ERASE + f"checkmate: {text}"[: shutil.get_terminal_size().columns - 1])
-
-
-def _draw_in_notebook(text: str) -> None:
-    _write("\r" + f"checkmate: {text}"[:_NOTEBOOK_WIDTH].ljust(_NOTEBOOK_WIDTH))
 
 
 def _write(text: str) -> None:

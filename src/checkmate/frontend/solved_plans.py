@@ -32,28 +32,15 @@ _log = logging.getLogger("checkmate.frontend")
 PLANNED_BEFORE: Final = "planned before"
 """Detail of the termination of a result that comes from the store."""
 
-_FORMAT: Final = 1
-_SCHEMA: Final = "CREATE TABLE IF NOT EXISTS solved (key TEXT PRIMARY KEY, row BLOB NOT NULL, checksum TEXT NOT NULL)"
-_LEAST_S: Final = 0.02
-"""Seconds of a solve whose plan is worth storing: one that searched, for which a new process takes a second to load kernels."""
-
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):
-    """One solved problem.
+    """One solved problem."""
 
-    Attributes:
-        order: Ops in the order of their computations.
-        bound: Proven lower bound on the cost of every plan.
-        termination: How the solve ended.
-        time_s: Time limit of the solve, infinite for none.
-        gap: Gap at which the solve was to stop.
-    """
-
-    order: tuple[int, ...]
-    bound: float
+    order: tuple[int, ...]  # ops in the order of their computations
+    bound: float  # proven lower bound on the cost of every plan
     termination: Termination
-    time_s: float
-    gap: float
+    time_s: float  # time limit of the solve, infinite for none
+    gap: float  # gap at which the solve was to stop
 
     def answers(self, limits: Limits, found_gap: float) -> bool:
         """Whether a solve with these limits would have ended no later: proven, within the gap asked for, or as much time."""
@@ -63,28 +50,20 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SolvedPlans:
-    """Plans that were found before, by problem and solver.
+    """Plans that were found before, by problem and solver, in a file of the user's cache folder by default.
 
-    Whatever is wrong with the file is told in a warning, and no reason to fail: the problem is then solved again.
-
-    Args:
-        path: The file; ``solved_plans.sqlite`` in the user's cache folder by default.
-
-    Examples:
-        >>> import tempfile
-        >>> from checkmate import Graph, Problem
-        >>> chain = Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)])
-        >>> plans = SolvedPlans(Path(tempfile.mkdtemp()) / "plans.sqlite")
-        >>> plans.get(Problem(chain, 6), "Auto()", Limits()) is None
-        True
+    Whatever is wrong with the file is told in a warning, and no reason to fail: the problem is then solved again. A solve that
+    took less than ``least_s`` is not worth storing: reading a row takes as long, and a new process takes a second to load
+    kernels.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, least_s: float = 0.02) -> None:
         def locate() -> Path:
             return Path(path) if path is not None else cache_folder() / "solved_plans.sqlite"
 
-        self._locate = locate
-        self.database = Database(locate, _SCHEMA, "plans are searched again in every process")
+        schema = "CREATE TABLE IF NOT EXISTS solved (key TEXT PRIMARY KEY, row BLOB NOT NULL, checksum TEXT NOT NULL)"
+        self._locate, self._least_s = locate, least_s
+        self.database = Database(locate, schema, "plans are searched again in every process")
 
     @classmethod
     def of_user(cls) -> SolvedPlans | None:
@@ -92,24 +71,17 @@ class SolvedPlans:
         return None if os.environ.get("CHECKMATE_PLAN_CACHE") == "0" else cls()
 
     def get(self, problem: Problem, solver: str, limits: Limits) -> tuple[Result, bool] | None:
-        """The stored plan of a problem, checked and simulated again.
+        """The stored plan of a problem, checked and simulated again; None if there is none, or none that holds.
 
-        Args:
-            problem: The problem.
-            solver: The solver with its options, as text.
-            limits: The limits that a solve would have now.
-
-        Returns:
-            The result, and whether it answers a solve with these limits. If not, it is a plan to start from: it was found in less
-            time than is given now. None if there is no plan, or none that holds.
+        With it comes whether it answers a solve with these limits. If not, it is a plan to start from: it was found in less time
+        than is given now.
         """
         began = time.perf_counter()
         row = self._read(_key(problem, solver))
         if row is None:
             return None
-        graph = problem.graph
         try:
-            result = evaluate(graph, Plan.from_order(graph, row.order))
+            result = evaluate(problem.graph, Plan.from_order(problem.graph, row.order))
         except (CheckmateError, IndexError, OverflowError) as error:
             _log.warning("a stored plan of %s does not hold for its graph and is not used: %s", self._locate(), error)
             return None
@@ -130,53 +102,29 @@ class SolvedPlans:
         return result, row.answers(limits, gap)
 
     def add(self, problem: Problem, limits: Limits, result: Result) -> None:
-        """Store the result of a solve, unless it took next to no time, or ended at a target.
-
-        Args:
-            problem: The problem.
-            limits: The limits of the solve.
-            result: Its result.
-        """
-        if result.elapsed_s < _LEAST_S or result.termination.limit == "target":
+        """Store the result of a solve within limits, unless it took next to no time, or ended at a target."""
+        if result.elapsed_s < self._least_s or result.termination.limit == "target":
             return
         most_s = math.inf if limits.time_s is None else limits.time_s
         body = msgspec.msgpack.encode(_Row(result.plan.order, result.bound, result.termination, most_s, limits.gap))
         key = _key(problem, result.solver)
-
-        def write(connection: sqlite3.Connection) -> None:
-            if _is_readable(connection, self._locate()):
-                connection.execute("INSERT OR REPLACE INTO solved VALUES (?, ?, ?)", (key, body, _checksum(key, body)))
-
-        self.database.run(write, None)
+        row = (key, body, _checksum(key, body))
+        self.database.run(lambda connection: connection.execute("INSERT OR REPLACE INTO solved VALUES (?, ?, ?)", row), None)
 
     def _read(self, key: str) -> _Row | None:
         def read(connection: sqlite3.Connection) -> tuple[bytes, str] | None:
-            if not _is_readable(connection, self._locate()):
-                return None
             return connection.execute("SELECT row, checksum FROM solved WHERE key = ?", (key,)).fetchone()
 
-        found = self.database.run(read, None)
-        if found is None:
-            return None
-        body, checksum = found
+        body, checksum = self.database.run(read, None) or (b"", None)
         try:
+            if checksum is None:
+                return None
             if checksum != _checksum(key, body):
                 raise msgspec.ValidationError("its checksum is wrong")
             return msgspec.msgpack.decode(body, type=_Row)
         except (msgspec.DecodeError, TypeError) as error:
             _log.warning("a row of %s is damaged and is not used: %s", self._locate(), error)
             return None
-
-
-def _is_readable(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether a file has the format of this version; a new one is given it."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == 0:
-        connection.execute(f"PRAGMA user_version = {_FORMAT}")
-    elif version != _FORMAT:
-        _log.warning("%s has format %d, and this version of Checkmate reads %d: the file is not used", path, version, _FORMAT)
-        return False
-    return True
 
 
 def _key(problem: Problem, solver: str) -> str:

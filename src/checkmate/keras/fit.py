@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import keras
 
@@ -13,71 +13,66 @@ from checkmate.core.graph import Graph
 from checkmate.core.result import Result
 from checkmate.core.units import Amount
 from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
-from checkmate.keras.models import check_fit
 from checkmate.solvers.session import Solver
 
-
-class Hook(Protocol):
-    """Runs in place of a part of Keras, and has the results of its plans so far."""
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        """The solver's result for each signature of a batch, in the order in which they were planned."""
-        ...
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The budget in bytes; None before the first batch."""
-        ...
-
-    @property
-    def measured_bytes(self) -> int | None:
-        """Largest measured peak of a step; None if none was measured."""
-        ...
-
-    def remove(self) -> None:
-        """Let Keras run its own part again. Does nothing if another hook has taken the place of this one."""
-        ...
+if TYPE_CHECKING:
+    from checkmate.keras.tensorflow_steps import PlannedTrainFunction
 
 
 class PlannedFit:
     """A model whose `fit` keeps a budget. Create one with `fit_within`.
 
-    As a context manager it calls `undo` at the end of the block. On PyTorch, where a step can be several graphs, `results` is
-    empty and the bytes are None; `checkmate.torch.last_plan` has the plan of such a step.
+    As a context manager it calls `undo` at the end of the block.
 
     Attributes:
         model: The model.
     """
 
-    def __init__(self, model: keras.Model, hook: Hook) -> None:
-        self.model = model
-        self._hook = hook
+    def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
+        self.model: Any = model  # Keras declares no type for `train_function`
+        self._options = options
+        self._function: PlannedTrainFunction | None = None
+        self.model.make_train_function = self._make_train_function
+        self.model.train_function = None
 
     @property
     def results(self) -> tuple[Result, ...]:
         """The solver's result for each shape of a batch, with its proof, in the order in which they were planned."""
-        return self._hook.results
+        return () if self._function is None else tuple(planned.result for planned in self._function.steps.planned.values())
 
     @property
     def budget_bytes(self) -> int | None:
         """The budget in bytes; None before `fit`, since a share refers to the step of the first batch."""
-        return self._hook.budget_bytes
+        return None if self._function is None else self._function.steps.budget_bytes
 
     @property
     def measured_bytes(self) -> int | None:
         """Largest measured peak of a step, with variables, slots and batch; None before `fit`, or if nothing was measured."""
-        return self._hook.measured_bytes
+        if self._function is None:
+            return None
+        measured = [planned.measured_bytes for planned in self._function.steps.planned.values()]
+        return max((m for m in (*measured, self._function.steps.monitored_bytes) if m is not None), default=None)
 
     def undo(self) -> None:
         """Let `fit` run Keras's own steps again. Weights, optimizer and metrics stay as they are."""
-        self._hook.remove()
+        if vars(self.model).get("make_train_function") == self._make_train_function:  # no later budget has taken its place
+            del self.model.make_train_function
+            self.model.train_function = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.undo()
+
+    def _make_train_function(self, force: bool = False) -> Any:
+        """Keras calls this before it trains; `model.compile` has reset ``train_function``, so that new steps are planned."""
+        from checkmate.keras.tensorflow_steps import PlannedTrainFunction  # imports the framework
+
+        _check(self.model)
+        if self.model.train_function is None or force:
+            self.model.train_function = self._function = PlannedTrainFunction(self.model, self._options)
+        return self.model.train_function
 
 
 def fit_within(
@@ -95,7 +90,7 @@ def fit_within(
     budget. After another `model.compile` the budget holds for the new optimizer, losses and metrics.
 
     Args:
-        model: A compiled model. It can have its own `train_step`.
+        model: A compiled model on the TensorFlow backend of Keras. It can have its own `train_step`.
         budget: Largest allowed peak on the device during a step, with variables, optimizer slots and batch: ``"8GiB"``, a number
             of bytes, or a share of the whole step of the first batch, such as ``"70%"``.
         solver: A solver or its name; `checkmate.Auto` by default.
@@ -106,7 +101,7 @@ def fit_within(
         What was planned, and the way back: ``fit_within(...).undo()``.
 
     Raises:
-        OptionError: The model is not compiled, is compiled with ``run_eagerly=True``, or an argument cannot be used.
+        OptionError: Keras runs on another backend, the model is not compiled or runs eagerly, or an argument cannot be used.
 
     Examples:
         >>> import keras
@@ -119,16 +114,8 @@ def fit_within(
         1
     """
     options = PlanningOptions.of(budget=budget, solver=solver, time_limit_s=time_limit_s, plan=plan)
-    check_fit(model)
-    if keras.config.backend() == "torch":
-        from checkmate.keras.torch_call import CompiledCall  # imports the framework
-
-        if plan is not None:
-            raise OptionError("a plan cannot be given on PyTorch, where a step can be several graphs", hint="leave out plan")
-        return PlannedFit(model, CompiledCall(model, {"budget": budget, "solver": solver, "time_limit_s": time_limit_s}))
-    from checkmate.keras.tensorflow_steps import TrainFunctionHook  # imports the framework
-
-    return PlannedFit(model, TrainFunctionHook(model, options))
+    _check(model, budget)
+    return PlannedFit(model, options)
 
 
 def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -> Graph:
@@ -153,12 +140,43 @@ def capture(model: keras.Model, batch: Any, *, costs: CostSource = "measured") -
         >>> sorted({op.phase for op in graph.ops})
         ['backward', 'forward', 'loss', 'optimizer']
     """
-    check_fit(model)
-    if keras.config.backend() != "tensorflow":
-        raise OptionError(
-            f"Keras runs on {keras.config.backend()}, and the graph of a step of fit can be captured on TensorFlow only",
-            hint="call checkmate.torch.capture for a step of PyTorch",
-        )
+    _check(model)
     from checkmate.keras.tensorflow_steps import capture_step  # imports the framework
 
-    return capture_step(model, batch, costs).graph
+    return capture_step(model, batch, costs)
+
+
+def _check(model: keras.Model, budget: Amount | Budget = "8GiB") -> None:
+    """Check that the steps of a model's `fit` can be planned; the budget is for the hint."""
+    backend = keras.config.backend()
+    if backend != "tensorflow":
+        hint = "set the environment variable KERAS_BACKEND=tensorflow before Keras is imported"
+        if backend == "torch":
+            hint += f""", or let the backend of torch.compile plan the forward and backward pass of `fit`:
+    call = model.call
+    planned = torch.compile(call, backend="checkmate", options={{"budget": {budget!r}}})
+    model.call = lambda *args, **kwargs: (planned if torch.is_grad_enabled() else call)(*args, **kwargs)"""
+        raise OptionError(f"Keras runs on {backend}, and the steps of `fit` can be planned on TensorFlow only", hint=hint)
+    if not isinstance(model, keras.Model):
+        raise OptionError(
+            f"model={type(model).__name__} is not a keras.Model",
+            hint="pass a keras.Model; wrap layers in keras.Sequential",
+        )
+    if not model.compiled or model.optimizer is None:
+        raise OptionError(
+            f"model {model.name!r} is not compiled with an optimizer, and a step applies one",
+            hint="call model.compile(optimizer=..., loss=...) before fit_within(model, ...)",
+        )
+    if model.run_eagerly:
+        raise OptionError(
+            f"model {model.name!r} is compiled with run_eagerly=True, and only a graph can be planned",
+            hint="compile the model without run_eagerly=True",
+        )
+    if not type(model).make_train_function.__module__.startswith("keras."):
+        raise OptionError(
+            f"the class {type(model).__name__} has its own make_train_function, which fit_within would replace",
+            hint="remove it and write a train_step instead, which is planned as it is",
+        )
+    from checkmate.tf2.models import check_environment  # imports the framework
+
+    check_environment(model)

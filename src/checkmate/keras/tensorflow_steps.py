@@ -12,104 +12,29 @@ import keras
 import tensorflow as tf
 
 from checkmate.core.errors import OptionError
-from checkmate.core.graph import Phase
-from checkmate.core.result import Result
+from checkmate.core.graph import Graph, Phase
 from checkmate.core.units import format_bytes
 from checkmate.frontend.options import CostSource, PlanningOptions
-from checkmate.keras.models import check_fit
-from checkmate.tf2.graph.capture import Capture, capture_trace
-from checkmate.tf2.graph.trace import PhaseMarks, Trace, trace_function
+from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.measure.opaque_ops import with_opaque_measured
 from checkmate.tf2.measure.profiler import cost_source
-from checkmate.tf2.models import check_environment
 from checkmate.tf2.planned_steps import PlannedSteps
+from checkmate.tf2.trace import PhaseMarks, Trace, trace_function
 
 _log = logging.getLogger("checkmate.keras")
 
 
-class TrainFunctionHook:
-    """Stands in for `make_train_function` of a model, which makes what Keras calls for every batch.
-
-    Args:
-        model: The compiled model.
-        options: Which plans to look for.
-    """
-
-    def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
-        check_environment(model)
-        self._model: Any = model  # Keras declares no type for `train_function`
-        self._options = options
-        self._function: PlannedTrainFunction | None = None
-        model.make_train_function = self.make_train_function
-        model.train_function = None
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        """The solver's result for each signature of a batch, in the order in which they were planned."""
-        return () if self._function is None else tuple(planned.result for planned in self._function.steps.planned.values())
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The budget in bytes; None before the first batch."""
-        return None if self._function is None else self._function.steps.budget_bytes
-
-    @property
-    def measured_bytes(self) -> int | None:
-        """Largest measured peak of a step; None if none was measured."""
-        if self._function is None:
-            return None
-        measured = [planned.measured_bytes for planned in self._function.steps.planned.values()]
-        return max((m for m in (*measured, self._function.steps.monitored_bytes) if m is not None), default=None)
-
-    def remove(self) -> None:
-        """Let Keras make its own function again, unless another hook has taken the place of this one."""
-        if vars(self._model).get("make_train_function") == self.make_train_function:
-            del self._model.make_train_function
-            self._model.train_function = None
-
-    def make_train_function(self, force: bool = False) -> Any:
-        """Keras calls this before it trains; `model.compile` has reset ``train_function``, so that new steps are planned.
-
-        Args:
-            force: Whether to plan again although nothing has changed.
-
-        Raises:
-            OptionError: The model was compiled again in a way that cannot be planned.
-        """
-        check_fit(self._model)
-        check_environment(self._model)
-        if self._model.train_function is None or force:
-            self._function = PlannedTrainFunction(self._model, self._options)
-            self._model.train_function = self._function  # pyright: ignore[reportAttributeAccessIssue]
-        return self._model.train_function
-
-
 class PlannedTrainFunction:
-    """Takes batches from Keras's iterator and runs the planned `train_step` on each.
-
-    Args:
-        model: The compiled model.
-        options: Which plans to look for.
-
-    Attributes:
-        steps: The planned functions.
-    """
+    """Takes batches from Keras's iterator and runs the planned `train_step` on each."""
 
     def __init__(self, model: keras.Model, options: PlanningOptions) -> None:
         self._model = model
         self.steps = PlannedSteps(lambda specs: _trace(model, specs), options, model.name)
 
     def __call__(self, iterator: Any) -> Any:
-        """Run as many steps as `fit` runs between two calls of the callbacks (``steps_per_execution``).
+        """Run as many steps as `fit` runs between two calls of the callbacks (``steps_per_execution``), or as batches are left.
 
-        Args:
-            iterator: Batches; the last ones can be fewer.
-
-        Returns:
-            Logs of the last step.
-
-        Raises:
-            StopIteration: There is no batch left.
+        The logs are those of the last step.
         """
         logs: Any = None
         for number in range(self._model.steps_per_execution):
@@ -136,16 +61,10 @@ class PlannedTrainFunction:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """A batch as Keras passes it to `train_step`.
+    """A batch as Keras passes it to `train_step`."""
 
-    Attributes:
-        key: The signature: structure, shapes and types.
-        specs: The nest with a `tf.TensorSpec` for each tensor.
-        flat: The tensors.
-    """
-
-    key: tuple[Any, ...]
-    specs: Any
+    key: tuple[Any, ...]  # structure, shapes and types
+    specs: Any  # the nest with a `tf.TensorSpec` for each tensor
     flat: list[tf.Tensor]
 
     @classmethod
@@ -164,21 +83,11 @@ class _Batch:
         return cls(key, tf.nest.pack_sequence_as(data, specs), [leaf for leaf in leaves if leaf is not None])
 
 
-def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Capture:
-    """The graph of the step that `fit` runs for a batch.
-
-    Raises:
-        OptionError: As in `fit_within`.
-
-    Args:
-        model: The compiled model.
-        data: What `train_step` gets: ``(inputs, labels)`` or ``(inputs, labels, sample_weight)``.
-        costs: As in `checkmate.tf2.capture`.
-    """
-    check_environment(model)
+def capture_step(model: keras.Model, data: Any, costs: CostSource) -> Graph:
+    """The graph of the step that `fit` runs for a batch."""
     batch, source = _Batch.of(data), cost_source(costs)
     captured = capture_trace(_trace(model, [batch.specs]), source, model.name)
-    return with_opaque_measured(captured, batch.flat) if costs == "measured" else captured
+    return (with_opaque_measured(captured, batch.flat) if costs == "measured" else captured).graph
 
 
 def _trace(model: keras.Model, specs: Sequence[Any]) -> Trace:
@@ -218,13 +127,13 @@ def _marked(owner: Any, name: str, marks: PhaseMarks, phase: Phase) -> Generator
         marks.begin("loss")
         return result
 
-    # Not `setattr`, by which Keras tracks what is assigned.
-    before = vars(owner).get(name)
-    vars(owner)[name] = call
+    attributes = vars(owner)  # not `setattr`, by which Keras tracks what is assigned
+    before = attributes.get(name)
+    attributes[name] = call
     try:
         yield
     finally:
         if before is None:
-            del vars(owner)[name]
+            del attributes[name]
         else:
-            vars(owner)[name] = before
+            attributes[name] = before

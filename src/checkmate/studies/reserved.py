@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from checkmate.allocators.heap import Chunk
-from checkmate.allocators.pytorch import CachingAllocator
+from checkmate.allocators import CachingAllocator, Chunk
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.studies.lifetimes import replays, storage_lifetimes

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.client import device_lib
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.util import _pywrap_determinism
-
-_lock = threading.Lock()
 
 
 def op_determinism() -> bool:
@@ -21,19 +21,18 @@ def op_determinism() -> bool:
 
 
 class TraceEvent(NamedTuple):
-    """An event of TensorFlow's profiler.
+    """An event of TensorFlow's profiler."""
 
-    Attributes:
-        name: ``MemoryAllocation``, ``MemoryDeallocation``, or ``op name:op type`` of an op that ran.
-        stats: The event's statistics (``XStat``) by name, such as ``requested_bytes`` of an allocation.
-        begin_ns: When the event began.
-        end_ns: When it ended.
-    """
-
-    name: str
-    stats: dict[str, Any]
+    name: str  # `MemoryAllocation`, `MemoryDeallocation`, or `op name:op type` of an op that ran
+    stats: dict[str, Any]  # statistics of the event (`XStat`) by name
     begin_ns: int
     end_ns: int
+
+    @property
+    def requested_bytes(self) -> int:
+        """Bytes that an allocation requests, and less than nothing for a deallocation; 0 for another event."""
+        sign = {"MemoryAllocation": 1, "MemoryDeallocation": -1}.get(self.name, 0)
+        return sign * int(self.stats.get("requested_bytes") or 0)
 
 
 @contextlib.contextmanager
@@ -43,49 +42,25 @@ def grappler_off() -> Iterator[None]:
     Grappler is TensorFlow's graph optimizer (tensorflow/core/grappler/optimizers/meta_optimizer.cc). Its arithmetic rewrites
     change results bitwise, and its common-subexpression pass can merge a recomputation with the first computation.
 
-    Applies to calls of this thread inside the block. If a TensorFlow version lacks the private thread-local option, the
-    public option of the process is set under a lock and restored.
+    Applies to calls of this thread inside the block.
     """
-    try:
-        from tensorflow.python.eager import context
-
-        current: Any = context.context()
-        before = current.function_call_options
-        config = tf.compat.v1.ConfigProto()
-        config.CopyFrom(current.config)
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-        config.graph_options.optimizer_options.global_jit_level = tf.compat.v1.OptimizerOptions.OFF
-        current.function_call_options = context.FunctionCallOptions(config_proto=config)
-    except (ImportError, AttributeError):
-        with _process_wide():
-            yield
-        return
+    current: Any = context.context()
+    before = current.function_call_options
+    config = tf.compat.v1.ConfigProto()
+    config.CopyFrom(current.config)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config.graph_options.optimizer_options.global_jit_level = tf.compat.v1.OptimizerOptions.OFF
+    current.function_call_options = context.FunctionCallOptions(config_proto=config)
     try:
         yield
     finally:
         current.function_call_options = before
 
 
-@contextlib.contextmanager
-def _process_wide() -> Iterator[None]:
-    with _lock:
-        before = tf.config.optimizer.get_experimental_options()
-        tf.config.optimizer.set_experimental_options({**before, "disable_meta_optimizer": True})
-        try:
-            yield
-        finally:
-            # Options can be set but not unset: one that was not there goes back to its default.
-            tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False, **before})
-
-
-def trace_events(run: Any) -> list[TraceEvent]:
+def trace_events(run: Callable[[], object]) -> list[TraceEvent]:
     """Profile a call: the ops that ran and every allocation with its size, sorted by start time.
 
-    Args:
-        run: A callable without arguments. Its result is held until profiling ends, so that freeing it is no event.
-
-    Raises:
-        tf.errors.AlreadyExistsError: Another profiler session is active.
+    The result of the call is held until profiling ends, so that freeing it is no event.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -110,20 +85,11 @@ def trace_events(run: Any) -> list[TraceEvent]:
                 end = begin + event.duration_ps
                 traced = TraceEvent(names[event.metadata_id].name, event_stats, begin // 1000, end // 1000)
                 found.append((begin, traced))
-    found.sort(key=lambda pair: pair[0])
-    return [event for _, event in found]
+    return [event for _, event in sorted(found, key=lambda pair: pair[0])]
 
 
 def memory_limit_bytes(device: str) -> int | None:
-    """Most bytes that TensorFlow allocates on a GPU, or None if it does not report a limit.
-
-    Args:
-        device: Name of the device, such as ``"GPU:0"``.
-    """
-    try:
-        from tensorflow.python.client import device_lib
-    except ImportError:
-        return None
+    """Most bytes that TensorFlow allocates on a GPU such as ``"GPU:0"``, or None if it does not report a limit."""
     wanted = tf.DeviceSpec.from_string(device)
     for found in device_lib.list_local_devices():
         spec = tf.DeviceSpec.from_string(found.name)
@@ -134,8 +100,6 @@ def memory_limit_bytes(device: str) -> int | None:
 
 def is_stateful(op_type: str) -> bool:
     """Whether ops of a type have state or effects."""
-    from tensorflow.python.framework import op_def_registry
-
     definition = op_def_registry.get(op_type)
     return definition is None or definition.is_stateful
 

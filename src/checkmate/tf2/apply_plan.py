@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate.core.plan import Plan
-from checkmate.tf2.graph.capture import Capture, base_tensor
-from checkmate.tf2.graph.op_properties import IDENTITIES, LOOPS, static_shape_values, tensor_bytes
+from checkmate.tf2.capture import Capture, base_tensor
+from checkmate.tf2.op_properties import IDENTITIES, LOOPS, static_shape_values, tensor_bytes
 
 REMAT = "__remat"
 """Suffix of the node of a recomputation, followed by its number: ``dense/Relu__remat1``."""
@@ -26,22 +26,16 @@ Runner = Callable[..., Sequence[tf.Tensor]]
 """Runs a step: takes the flat tensors of a batch, gives the flat outputs."""
 
 
-def build_function(capture: Capture, plan: Plan, *, chain: bool = True) -> Runner:
+def build_function(capture: Capture, plan: Plan) -> Runner:
     """A function of the flat batch that runs a plan and gives the flat outputs.
 
     A control edge leads from every computation to the next. TensorFlow's executor runs each op as soon as its inputs are
     available (tensorflow/core/common_runtime/executor.cc), so without these edges a recomputation would run immediately after
     the first computation and save no memory. A buffer is freed when its last reader has run, so frees need no nodes.
 
-    Args:
-        capture: The captured step.
-        plan: A plan of its graph.
-        chain: False omits the control edges, for the test that they are necessary.
-
-    Returns:
-        A concrete function. Run it inside `grappler_off`.
+    The function is to be run inside `grappler_off`.
     """
-    writer = _Writer(capture, chain)
+    writer = _Writer(capture)
     for o in plan.order:
         writer.compute(o)
     outputs, effects = writer.finish()
@@ -86,16 +80,10 @@ def _copied_outputs(capture: Capture) -> set[int]:
 
 
 class _Writer:
-    """Builds the ``GraphDef`` of a plan, one computation at a time.
+    """Builds the ``GraphDef`` of a plan, one computation at a time, each of which waits for the one before it."""
 
-    Args:
-        capture: The captured step.
-        chain: Whether every computation waits for the one before it.
-    """
-
-    def __init__(self, capture: Capture, chain: bool) -> None:
+    def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.chain = chain
         source = capture.trace.function.graph.as_graph_def()
         self.nodes = {node.name: node for node in source.node}
         self.graph_def: Any = tf.compat.v1.GraphDef()
@@ -127,15 +115,15 @@ class _Writer:
         """Names of the tensors to return, and of the ops to wait for: the last one and those with effects."""
         outputs = [self._tensor(t) for t in self.capture.trace.function.graph.outputs]
         effects = [self.latest[self.capture.members[o].name] for o in self.capture.effects]
-        last = [self.previous] if self.chain and self.previous is not None else []
+        last = [] if self.previous is None else [self.previous]
         return [t if ":" in t else f"{t}:0" for t in outputs], [*effects, *last]
 
     def _add(self, op: tf.Operation, name: str, *, chained: bool = False) -> None:
         inputs = [self._tensor(t) for t in op.inputs]
         if inputs and self.capture.kinds[op.name] != "constant" and all(map(self._is_constant, op.inputs)):
             inputs[0] = self._unfolded(inputs[0], op.inputs[0])
-        if chained and self.previous is not None:
-            inputs.extend(self._waits(op))
+        if chained:
+            inputs.extend(self._waits())
         node = self.graph_def.node.add()
         node.CopyFrom(self.nodes[op.name])
         node.name = name
@@ -162,7 +150,7 @@ class _Writer:
         handle, new = (self._tensor(t) for t in op.inputs)
         dtype, count = value.dtype, value.shape.num_elements()
         name = op.name
-        unshared = self._node("AssignAddVariableOp", f"{name}__own", [handle, new, *self._waits(op)], dtype=dtype)
+        unshared = self._node("AssignAddVariableOp", f"{name}__own", [handle, new, *self._waits()], dtype=dtype)
         read = self._node("ReadVariableOp", f"{name}__read", [handle, f"^{unshared}"], dtype=dtype)
         row = self._const(f"{name}__row", np.array([1, count], np.int32))
         old = self._node("Reshape", f"{name}__old", [read, row], T=dtype, Tshape=tf.int32)
@@ -188,11 +176,9 @@ class _Writer:
             node.attr[key].type = dtype.as_datatype_enum
         return name
 
-    def _waits(self, op: tf.Operation) -> list[str]:
-        """Control inputs: the previous computation, or the traced ones where the chain is omitted."""
-        if self.chain:
-            return [f"^{self.previous}"]
-        return sorted({f"^{self.latest[c.name]}" for c in op.control_inputs if c.name in self.latest})
+    def _waits(self) -> list[str]:
+        """Control input of a computation: the previous one."""
+        return [] if self.previous is None else [f"^{self.previous}"]
 
     def _tensor(self, tensor: tf.Tensor) -> str:
         """Name of the tensor that stands for a traced tensor at this point of the plan."""

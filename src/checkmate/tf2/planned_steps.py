@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -15,100 +14,66 @@ from checkmate.frontend import progress
 from checkmate.frontend.options import PlanningOptions
 from checkmate.frontend.planner import GivenPlan, Replanner, keep_everything
 from checkmate.tf2._compat import grappler_off
-from checkmate.tf2.graph.capture import capture_trace
-from checkmate.tf2.graph.trace import Trace
-from checkmate.tf2.measure.calibrate import PlannedFunction, calibrate, without_calibration
+from checkmate.tf2.capture import capture_trace
+from checkmate.tf2.measure.calibrate import PlannedFunction, calibrate
 from checkmate.tf2.measure.opaque_ops import with_opaque_measured
 from checkmate.tf2.measure.peak import available_bytes, default_device, measure_peak
-from checkmate.tf2.measure.profiler import Profiler
+from checkmate.tf2.measure.profiler import measured_costs
+from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepParameters:
-    """How a step is planned and monitored.
-
-    Attributes:
-        ample_share: Without a budget, a step that needs at most this share of the device's memory when it keeps everything is
-            not calibrated: chunks added at most 40 % to a plan (docs/decisions/0014).
-        monitored_steps: First training steps whose peak is compared with the budget, since other tensors of the process can
-            leave other free chunks than calibration found.
-        time_shares: Shares of the time limit for the first plan, and for each further plan that calibration requests.
-    """
-
-    ample_share: float = 0.5
-    monitored_steps: int = 4
-    time_shares: tuple[float, float] = (0.5, 0.25)
-
-
-_PARAMETERS = StepParameters()
-
-
 class PlannedSteps:
-    """The planned functions of a step.
+    """The planned functions of a step, which is traced for the specifications of its arguments.
 
-    Args:
-        trace: Traces the step for specifications of its arguments.
-        options: Which plans to look for. A given plan is for the first batch; batches of other signatures are planned.
-        name: Name of the graphs.
-
-    Attributes:
-        planned: The planned function of each signature, in the order in which they were planned.
-        budget_bytes: The requested budget in bytes, or None; a share, such as ``"70%"``, refers to the first batch.
-        monitored_bytes: Largest peak of the monitored steps, resident bytes included; None if no step was monitored.
+    A given plan is for the first batch; batches of other signatures are planned.
     """
 
     def __init__(self, trace: Callable[[Sequence[Any]], Trace], options: PlanningOptions, name: str) -> None:
-        self.planned: dict[Hashable, PlannedFunction] = {}
-        self.budget_bytes: int | None = None
-        self.monitored_bytes: int | None = None
+        self.planned: dict[Hashable, PlannedFunction] = {}  # of each signature, in the order in which they were planned
+        self.budget_bytes: int | None = None  # a share, such as "70%", refers to the first batch
+        self.monitored_bytes: int | None = None  # largest peak of the monitored steps, resident bytes included
         self._trace, self._options, self._name = trace, options, name
         self._unmonitored = 0  # steps still to monitor
 
     def plan(self, key: Hashable, specs: Sequence[Any], batch: Sequence[tf.Tensor] | None) -> PlannedFunction:
-        """Capture, plan and write the step for a new signature.
-
-        Args:
-            key: The signature.
-            specs: Nests of `tf.TensorSpec`, one for each argument of the step.
-            batch: The flat tensors to measure on; synthetic ones if None.
+        """Capture, plan and write the step for a new signature, measured on the flat tensors of a batch, or on synthetic ones.
 
         Raises:
             GraphError: The step cannot be traced as one function.
             InfeasibleBudgetError: No plan keeps the budget.
         """
         with progress.shown("tracing the step"):
-            captured = with_opaque_measured(capture_trace(self._trace(specs), Profiler(), self._name), batch)
+            captured = with_opaque_measured(capture_trace(self._trace(specs), measured_costs, self._name), batch)
             options, graph = self._options, captured.graph
+            budget = options.budget
             if options.plan is not None and not self.planned:
-                planned = without_calibration(captured, GivenPlan(options.plan, options.budget)(graph))
-            elif options.budget is not None:
-                if self.budget_bytes is None:
-                    self.budget_bytes = options.budget.resolve(graph)
-                budget = options.budget.with_total(self.budget_bytes)
-                planned = calibrate(captured, budget, Replanner(graph, options, _PARAMETERS.time_shares), batch)
+                planned = PlannedFunction.of(captured, GivenPlan(options.plan, budget)(graph))
             else:
-                device_bytes = graph.resident_bytes + available_bytes(default_device())
-                if keep_all_bytes(graph) <= _PARAMETERS.ample_share * device_bytes:
-                    planned = without_calibration(captured, keep_everything(graph))
+                if budget is not None:
+                    if self.budget_bytes is None:
+                        self.budget_bytes = budget.resolve(graph)
+                    budget = budget.with_total(self.budget_bytes)
                 else:
-                    budget = Budget.parse(device_bytes)
-                    planned = calibrate(captured, budget, Replanner(graph, options, _PARAMETERS.time_shares), batch)
+                    device_bytes = graph.resident_bytes + available_bytes(default_device())
+                    # Chunks added at most 40 % to a plan (docs/decisions/0014): half of the memory is enough without calibration.
+                    if keep_all_bytes(graph) > 0.5 * device_bytes:
+                        budget = Budget.parse(device_bytes)
+                if budget is None:
+                    planned = PlannedFunction.of(captured, keep_everything(graph))
+                else:
+                    planned = calibrate(captured, budget, Replanner(graph, options), batch)
         if planned.measured_bytes is not None:
-            self._unmonitored = _PARAMETERS.monitored_steps
+            # Other tensors of the process can leave other free chunks to the first training steps than calibration found.
+            self._unmonitored = 4
         self.planned[key] = planned
         return planned
 
     def run(self, planned: PlannedFunction, flat: Sequence[tf.Tensor]) -> Any:
-        """Run a planned function once. The first steps are measured, and one above the budget logs a warning.
+        """Run a planned function once on the flat tensors of a batch; the result is that of the traced step.
 
-        Args:
-            planned: The planned function.
-            flat: The flat tensors of the batch.
-
-        Returns:
-            What the traced step returns.
+        The first steps are measured, and one above the budget logs a warning.
         """
         outputs = self._run_and_check_peak(planned, flat) if self._unmonitored else _run(planned, flat)
         return tf.nest.pack_sequence_as(planned.capture.trace.function.structured_outputs, outputs, expand_composites=True)

@@ -14,31 +14,13 @@ ARGUMENTS = ("input_spec", "label_spec", "sample_weight_spec")
 """Names of the specifications of the arguments of a step."""
 
 
-def specs_of(sample: Any, name: str) -> Any:
-    """A nest of `tf.TensorSpec` from a nest of samples or specifications.
+def specs_of(sample: Any, name: str, *, closed: bool = False) -> Any:
+    """A nest of `tf.TensorSpec` from a nest of tensors, arrays or specifications.
 
-    Args:
-        sample: Tensors, arrays or `tf.TensorSpec`, or lists, tuples and mappings of them.
-        name: Name of the argument, for messages.
-
-    Raises:
-        OptionError: An element is neither a tensor nor a specification, or has no elements.
+    The name of the argument is for messages. With ``closed`` shapes may have no open dimensions, as those of a graph.
     """
-    return tf.nest.map_structure(lambda leaf: _spec(leaf, name), sample)
-
-
-def closed_specs_of(sample: Any, name: str) -> Any:
-    """As `specs_of`, for a graph, whose shapes have no open dimensions.
-
-    Args:
-        sample: As in `specs_of`.
-        name: As in `specs_of`.
-
-    Raises:
-        OptionError: A dimension is open, or an element cannot be used.
-    """
-    specs = specs_of(sample, name)
-    for spec in tf.nest.flatten(specs):
+    specs = tf.nest.map_structure(lambda leaf: _spec(leaf, name), sample)
+    for spec in tf.nest.flatten(specs) if closed else ():
         if not spec.shape.is_fully_defined():
             raise OptionError(
                 f"{name} has the shape {spec.shape}, and a graph needs a shape without open dimensions",
@@ -50,12 +32,7 @@ def closed_specs_of(sample: Any, name: str) -> Any:
 def flat_batch(specs: Sequence[Any], arguments: Sequence[Any]) -> list[tf.Tensor]:
     """The tensors of a batch, flat: inputs, labels, and weights of samples if there are any.
 
-    Args:
-        specs: Nests of `tf.TensorSpec`, one for each argument of the step.
-        arguments: The arguments.
-
-    Raises:
-        OptionError: The structure, a type or a shape differs from the specification; only the first dimension may differ.
+    There is a nest of specifications for each argument. Only the first dimension of a tensor may differ from its specification.
     """
     flat: list[tf.Tensor] = []
     for argument, spec, given in zip(ARGUMENTS, specs, arguments, strict=False):
@@ -81,12 +58,7 @@ def sample_batch(specs: Sequence[Any], samples: Sequence[Any]) -> list[tf.Tensor
 
 
 def specs_like(specs: Sequence[Any], flat: list[tf.Tensor]) -> Any:
-    """The specification of a flat batch.
-
-    Args:
-        specs: Specifications of the same structure, one for each argument of the step.
-        flat: The tensors.
-    """
+    """The specifications of a flat batch, in the structure of others."""
     return tf.nest.pack_sequence_as(specs, [tf.TensorSpec(t.shape, t.dtype) for t in flat])
 
 

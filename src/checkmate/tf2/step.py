@@ -16,15 +16,15 @@ from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource
 from checkmate.solvers.session import Solver
-from checkmate.tf2.graph.capture import capture_trace
-from checkmate.tf2.graph.trace import Loss, resolve_losses, resolve_optimizer, trace_step
+from checkmate.tf2.capture import capture_trace
 from checkmate.tf2.measure.allocator_peaks import AllocatorPeaks
 from checkmate.tf2.measure.calibrate import PlannedFunction
 from checkmate.tf2.measure.opaque_ops import with_opaque_measured
 from checkmate.tf2.measure.profiler import cost_source
-from checkmate.tf2.models import check_model
+from checkmate.tf2.models import Loss, check_model, resolve_losses, resolve_optimizer
 from checkmate.tf2.planned_steps import PlannedSteps
-from checkmate.tf2.specs import ARGUMENTS, closed_specs_of, flat_batch, sample_batch, specs_like, specs_of
+from checkmate.tf2.specs import ARGUMENTS, flat_batch, sample_batch, specs_like, specs_of
+from checkmate.tf2.trace import trace_step
 
 _log = logging.getLogger("checkmate.tf2")
 
@@ -213,7 +213,7 @@ def capture(
     """
     check_model(model)
     source = cost_source(costs)
-    specs = (closed_specs_of(input_spec, "input_spec"), closed_specs_of(label_spec, "label_spec"))
+    specs = [specs_of(sample, name, closed=True) for sample, name in zip((input_spec, label_spec), ARGUMENTS, strict=False)]
     trace = trace_step(model, resolve_losses(model, loss), resolve_optimizer(model, optimizer), specs)
     captured = capture_trace(trace, source, model.name)
     return (with_opaque_measured(captured) if costs == "measured" else captured).graph

@@ -16,6 +16,7 @@ from checkmate.core.errors import MissingExtraError
 if find_spec("torch") is None:
     raise MissingExtraError("checkmate.torch needs PyTorch, which is not installed", hint='pip install "checkmate-remat[torch]"')
 
+from checkmate.frontend.options import CommonOptions
 from checkmate.oom import OutOfMemory, read_oom
 from checkmate.regions import RegionPolicy
 from checkmate.studies.fit_report import Fits
@@ -25,7 +26,7 @@ from checkmate.torch.explain import explain, last_plan
 from checkmate.torch.forecast.fits import fits
 from checkmate.torch.forecast.largest_batch import LargestBatch, largest_batch
 from checkmate.torch.measure.peak import measure_peak
-from checkmate.torch.options import Options
+from checkmate.torch.options import GraphOptions, Options, StepOptions
 from checkmate.torch.partition.check_peak import SplitError
 from checkmate.torch.step.planned_step import PlannedStep, Saved, StepExplanation
 from checkmate.torch.step.region_policy import checkpoint_regions, context_fn, region_policy
@@ -34,8 +35,10 @@ from checkmate.torch.step.tracing import GraphBreakError
 from checkmate.torch.steps.program import LateGradientError
 
 __all__ = [
+    "CommonOptions",
     "Fits",
     "GraphBreakError",
+    "GraphOptions",
     "LargestBatch",
     "LateGradientError",
     "NothingPlannedError",
@@ -48,6 +51,7 @@ __all__ = [
     "SplitError",
     "Step",
     "StepExplanation",
+    "StepOptions",
     "capture",
     "checkpoint_regions",
     "compile",

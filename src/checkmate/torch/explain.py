@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from checkmate.core.errors import OptionError
+from checkmate.core.evaluate import evaluate
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Curve
-from checkmate.torch.step.planned_step import PlannedStep, StepExplanation, explanation_of
+from checkmate.frontend.planner import keep_everything
+from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
 from checkmate.torch.step.step import Step
 from checkmate.torch.steps.coordinator import COORDINATOR
 
@@ -39,9 +41,9 @@ def explain(step: Step | PlannedStep | Graph, plan: Plan | None = None, *, curve
             "checkmate.torch.compile(model, loss, example=(x, y), budget=...) for the same model, or the graph of "
             "checkmate.torch.capture(model, loss, example=(x, y))",
         )
-    if not isinstance(step, Graph):
-        return step.explain(curve=curve)
-    return explanation_of(step, Plan.from_order(step, range(len(step.ops))) if plan is None else plan, curve)
+    if isinstance(step, Graph):
+        step = PlannedStep(graph=step, result=keep_everything(step) if plan is None else evaluate(step, plan))
+    return step.explain(curve=curve)
 
 
 def last_plan() -> PlannedStep | None:

@@ -1,64 +1,86 @@
-"""Options of the backend, checked once, when the user's call comes in."""
+"""The options of a step and of the backend: their types and documentation, and the values that they are checked to be."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict
+
+import torch
 
 from checkmate.core.budget import Budget
 from checkmate.core.errors import OptionError
 from checkmate.core.units import Amount, parse_bytes
-from checkmate.frontend.options import CostSource, PlanningOptions, PlanSource, check_choice, unknown_option
+from checkmate.frontend.options import (
+    TIME_LIMIT_S,
+    CommonOptions,
+    CostSource,
+    PlanningOptions,
+    PlanSource,
+    check_choices,
+    refuse_unknown,
+)
 from checkmate.solvers.session import Solver
 
 Compiler = Literal["eager", "inductor"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-Outputs = Literal["held", "released"]
 Checkpoints = Literal["hints", "respected"]
-RanksMode = Literal["together", "alone"]
-Unplanned = Literal["error", "warn"]
+Outputs = Literal["held", "released"]
 Chunking = Literal["exact", "auto", "off"]
 BudgetOf = Literal["allocated", "reserved"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of ``torch.compile(model, backend="checkmate", options={...})``.
+class GraphOptions(TypedDict, total=False):
+    """Options of `checkmate.torch.compile` and `checkmate.torch.capture` that decide on the graph of a step.
 
     Attributes:
-        budget: Largest number of bytes on the device during forward and backward, everything included: ``"8GiB"``, a number of
-            bytes, or a share of the whole step, such as ``"70%"``: what no plan can change (parameters, buffers, inputs, state of
-            the optimizer, gradients that exist or that the step leaves, held outputs) plus 70 % of what keeping everything needs
-            above that. None keeps everything.
+        whole: Whether the optimizer's updates are planned with the rest of the step, each right after its gradient is
+            computed, so that the gradients never exist all at once. By default this is done wherever it is possible: for
+            optimizers of torch that update each parameter separately, such as SGD, Adam and AdamW. Arithmetic, state and
+            ``state_dict`` are those of the optimizer, and its learning rate can change at any time.
+        micro_batches: Equal parts into which a batch is cut. They are computed one after the other and their gradients added
+            up: one step over the whole batch. Only in a whole step.
+        clip_norm: Largest norm of all gradients together, in place of `torch.nn.utils.clip_grad_norm_`: after a step with an
+            optimizer no gradient is left. Clipping needs every gradient before the first can be used, so that in a whole step
+            too all of them exist at once.
+        autocast: ``torch.bfloat16`` or ``torch.float16``: model and loss run under `torch.autocast` for their device, the
+            parameters keep their type. Float16 needs a scaled loss and is therefore refused together with an optimizer.
+        outputs: ``"held"`` if the step returns the prediction, or the model's own output: it then stays in memory to the end of
+            the step, logits of a large vocabulary too. ``"released"`` for the loss alone: the step returns ``(None, loss)``. Of
+            the backend: whether the caller holds the outputs of the model until the backward is over.
+        reserve: Memory to leave free for later allocations. The optimizer's state is always reserved in a step.
+    """
+
+    whole: bool | None
+    micro_batches: int
+    clip_norm: float | None
+    autocast: torch.dtype | None
+    outputs: Outputs
+    reserve: Amount
+
+
+class StepOptions(GraphOptions, CommonOptions, total=False):
+    """All options of `checkmate.torch.compile`: those of `GraphOptions` and `CommonOptions`, and these.
+
+    Attributes:
         budget_of: The memory that the budget is of. ``"allocated"`` is what tensors take. ``"reserved"`` is what the CUDA
             allocator holds for them, unused parts of segments included: what other processes cannot have. The plan is then chosen
             by a model of the allocator, and on a GPU the memory for it is reserved in one piece before the first step. It needs
             ``compiler="eager"``, and all ops run whole.
         compiler: ``"eager"`` runs the ops of the plan one by one, in its exact order. ``"inductor"`` fuses them. The compiled
             step then runs twice on the first batch, all that it changes is restored, and its measured peak has to keep the
-            budget; this takes up to four compilations. If none keeps it, the ``"eager"`` compiler is used, with a warning.
-        solver: A solver or its name; `Auto` by default.
-        time_limit_s: Seconds that planning a step may take, all of its graphs together, or None for no limit.
-        plan: A plan, or the path of a file with one, to run instead of solving.
-        device: The device whose memory counts; that of the model by default.
-        outputs: ``"held"`` if the caller holds the outputs of the model until the backward is over, ``"released"`` if not.
-        reserve: Memory to leave free for later allocations, such as optimizer state.
+            budget; this takes up to four compilations. If none keeps it, the ``"eager"`` compiler is used, with a warning. The
+            updates are in the step only where ``whole`` or ``micro_batches`` asks for that: they are then compiled, for SGD,
+            Adam, AdamW, Adagrad and RMSprop, which rounds them differently.
         accumulate: Whether the first plan is already one for a step that begins with gradients. Such a step needs no option: by
             default it is planned when it comes. With True there is one plan instead of two, and a budget that is too
             small for accumulated gradients is refused at the first step.
-        split_convolutions: Whether the gradients of a convolution's weight and input are computed by two ops, so that they need
-            not exist at the same time. Less memory, and the same results to the bit.
-        no_recompute: Names of ops that must run only once: ``"my_library::op"``, or ``"op"`` for any library.
         checkpoints: Treatment of regions under ``torch.utils.checkpoint``. With ``"hints"`` a plan may keep any value of them;
             with ``"respected"`` they are recomputed in the backward and never held for it, and the planner decides on all else.
-            Values that selective checkpointing must save are computed once in both cases.
-        ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all
-            of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans the graphs that it traces.
+            Values that selective checkpointing must save are computed once in both cases. ``"respected"`` is refused for a whole
+            step, which has no boundary where the backward begins.
         costs: ``"measured"`` on the device, or ``"estimated"`` by a roofline model, without workspace.
-        unplanned: What happens if nothing of a call is planned although a budget is given, because Dynamo makes no graph of it:
-            with ``"error"`` the first call raises `NothingPlannedError`, with ``"warn"`` it logs a warning and runs as it is.
         chunking: Whether ops on large tensors may run piece by piece, such as the head of a language model with its loss, so
             that the tensors never exist whole. With ``"exact"`` those may that give the bits of the whole ops, tested on random
             data of their sizes on this device; they are looked for where whole ops have no plan, or an overhead above 10 %.
@@ -67,19 +89,74 @@ class Options:
             nothing twice run piece by piece at every budget, so that bits do not depend on it. With several ranks all ops run
             whole.
         host: Memory of the host that values may be copied to while the step runs, such as ``"32GiB"``, where that is faster than
-            computing them again; the rates of the bus are measured. Only in a whole step of ``compiler="eager"``
-            (`checkmate.torch.compile`). All ops run whole then.
+            computing them again; the rates of the bus are measured. Only in a whole step of ``compiler="eager"``. All ops run
+            whole then.
+        dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
+            every shape is compiled and planned separately.
         mode: The ``mode`` of `torch.compile`, for ``compiler="inductor"``. CUDA graphs, which ``"reduce-overhead"`` and
             ``"max-autotune"`` ask for, have no effect on a CPU, and are refused on a GPU under a budget.
         inductor_options: Settings of ``torch._inductor.config`` by name, for ``compiler="inductor"``; they override those of the
             mode. Settings that would undo the plan are refused.
     """
 
+    budget_of: BudgetOf
+    compiler: Compiler
+    accumulate: bool
+    checkpoints: Checkpoints
+    costs: CostSource
+    chunking: Chunking
+    host: Amount | None
+    dynamic: bool
+    mode: Mode
+    inductor_options: Mapping[str, Any] | None
+
+
+class TracedOptions(TypedDict, total=False):
+    """Options of `region_policy`, and of forecasts."""
+
+    autocast: torch.dtype | None
+    time_limit_s: float
+
+
+class ForecastOptions(TracedOptions, total=False):
+    """Options of `largest_batch` and `fits`."""
+
+    whole: bool | None
+    chunking: Chunking
+
+
+class FitsOptions(ForecastOptions, total=False):
+    """Options of `fits`."""
+
+    host: Amount | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of ``torch.compile(model, backend="checkmate", options={...})``, checked.
+
+    Besides those below they are the options of the same names of a step, which `StepOptions` describes.
+
+    Attributes:
+        budget: Largest number of bytes on the device during forward and backward, everything included: ``"8GiB"``, a number of
+            bytes, or a share of the whole step, such as ``"70%"``: what no plan can change (parameters, buffers, inputs, state of
+            the optimizer, gradients that exist or that the step leaves, held outputs) plus 70 % of what keeping everything needs
+            above that. None keeps everything.
+        device: The device whose memory counts; that of the model by default.
+        split_convolutions: Whether the gradients of a convolution's weight and input are computed by two ops, so that they need
+            not exist at the same time. Less memory, and the same results to the bit.
+        no_recompute: Names of ops that must run only once: ``"my_library::op"``, or ``"op"`` for any library.
+        ranks: In a distributed job, with ``"together"`` rank 0 plans for all ranks. They have to trace the same graphs, and all
+            of them stop if they do not, or if one cannot plan. With ``"alone"`` each rank plans the graphs that it traces.
+        unplanned: What happens if nothing of a call is planned although a budget is given, because Dynamo makes no graph of it:
+            with ``"error"`` the first call raises `NothingPlannedError`, with ``"warn"`` it logs a warning and runs as it is.
+    """
+
     budget: Amount | Budget | None = None
     budget_of: BudgetOf = "allocated"
     compiler: Compiler = "eager"
     solver: Solver | str | None = None
-    time_limit_s: float | None = 30.0
+    time_limit_s: float | None = TIME_LIMIT_S
     plan: PlanSource | None = None
     device: str | None = None
     outputs: Outputs = "held"
@@ -88,30 +165,43 @@ class Options:
     split_convolutions: bool = True
     no_recompute: Sequence[str] = ()
     checkpoints: Checkpoints = "hints"
-    ranks: RanksMode = "together"
+    ranks: Literal["together", "alone"] = "together"
     costs: CostSource = "measured"
-    unplanned: Unplanned = "error"
+    unplanned: Literal["error", "warn"] = "error"
     chunking: Chunking = "exact"
     host: Amount | None = None
     mode: Mode = "default"
     inductor_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kinds = {
-            "budget_of": BudgetOf,
-            "compiler": Compiler,
-            "outputs": Outputs,
-            "costs": CostSource,
-            "checkpoints": Checkpoints,
-            "ranks": RanksMode,
-            "unplanned": Unplanned,
-            "chunking": Chunking,
-            "mode": Mode,
-            "accumulate": Literal[True, False],
-            "split_convolutions": Literal[True, False],
+        check_choices(Options, {field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        self._check_together()
+        if not isinstance(self.inductor_options or {}, Mapping):
+            raise OptionError(
+                f"inductor_options={self.inductor_options!r} is not a mapping",
+                hint="give settings by name, such as inductor_options={'epilogue_fusion': True}",
+            )
+        names = self.no_recompute
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise OptionError(
+                f"no_recompute={names!r} is not a sequence of names",
+                hint="give a tuple, such as no_recompute=('my_library::op',)",
+            )
+        planning = self.planning  # parsed now, so that an unreadable budget is refused before anything is traced
+        parse_bytes(self.reserve)
+        values: dict[str, Any] = {
+            "budget": planning.budget,
+            "solver": planning.solver,
+            "plan": planning.plan,
+            "host": None if self.host is None else parse_bytes(self.host),
+            "no_recompute": tuple(names),
+            "inductor_options": {str(name): value for name, value in (self.inductor_options or {}).items()},
         }
-        for name, kind in kinds.items():
-            check_choice(name, getattr(self, name), get_args(kind))
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check_together(self) -> None:
+        """Refuse options that exclude each other."""
         if self.budget_of == "reserved" and (self.compiler != "eager" or self.chunking == "auto"):
             given = f"compiler={self.compiler!r}" if self.compiler != "eager" else "chunking='auto'"
             raise OptionError(
@@ -126,37 +216,14 @@ class Options:
                 hint=f"set compiler='inductor', or leave out {given}; torch.compile takes either mode or options, so that with "
                 "a budget the mode is one of its options: options={'budget': ..., 'compiler': 'inductor', 'mode': ...}",
             )
-        if not isinstance(self.inductor_options, Mapping):
-            raise OptionError(
-                f"inductor_options={self.inductor_options!r} is not a mapping",
-                hint="give settings by name, such as inductor_options={'epilogue_fusion': True}",
-            )
-        object.__setattr__(self, "inductor_options", {str(name): value for name, value in self.inductor_options.items()})
-        planning = self.planning  # parsed now, so that an unreadable budget is refused before anything is traced
-        for name in ("budget", "solver", "plan"):
-            object.__setattr__(self, name, getattr(planning, name))
-        parse_bytes(self.reserve)
-        if self.host is not None:
-            self._check_host()
-        names = self.no_recompute
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise OptionError(
-                f"no_recompute={names!r} is not a sequence of names",
-                hint="give a tuple, such as no_recompute=('my_library::op',)",
-            )
-        object.__setattr__(self, "no_recompute", tuple(names))
-
-    def _check_host(self) -> None:
-        assert self.host is not None
-        object.__setattr__(self, "host", parse_bytes(self.host))
-        if self.compiler != "eager":
+        if self.host is not None and self.compiler != "eager":
             raise OptionError(
                 "host needs compiler='eager': Inductor fuses ops and chooses their order itself",
                 hint="leave out compiler, or host",
             )
-        if self.budget_of == "reserved":
+        if self.host is not None and self.budget_of == "reserved":
             raise OptionError("host and budget_of='reserved' are not planned together", hint="leave out budget_of, or host")
-        if self.budget is None:
+        if self.host is not None and self.budget is None:
             raise OptionError("host without a budget copies nothing", hint="set a budget, such as budget='8GiB'")
 
     @property
@@ -180,27 +247,20 @@ class Options:
             OptionError: An option is unknown; the message names the nearest known one.
             UnitError: The budget cannot be read.
         """
-        given = dict(options or {})
+        hint = "give it to checkmate.torch.compile(model, loss, optimizer, example=(x, y), budget=...), which plans a whole step"
+        of_compile = ("loss", "optimizer", "example", "whole", "micro_batches", "clip_norm", "autocast")
         known = [field.name for field in dataclasses.fields(cls)]
-        for name in given:
-            if name not in known:
-                raise unknown_option(str(name), "backend 'checkmate'", known, _OF_COMPILE)
-        return cls(**given)
+        refuse_unknown(options or {}, "backend 'checkmate'", known, dict.fromkeys(of_compile, hint))
+        return cls(**(options or {}))
 
 
-_OF_COMPILE: Mapping[str, str] = dict.fromkeys(
-    ("loss", "optimizer", "example", "whole", "micro_batches", "clip_norm", "autocast"),
-    "give it to checkmate.torch.compile(model, loss, optimizer, example=(x, y), budget=...), which plans a whole step",
-)
+def fields_of(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some options that are fields of a dataclass."""
+    return {field.name: options[field.name] for field in dataclasses.fields(kind) if field.name in options}
 
 
 def check_chunking(chunking: Chunking) -> None:
-    """Refuse what cannot be known where nothing runs.
-
-    Raises:
-        OptionError: ``chunking`` is ``"exact"``, or no such value is known.
-    """
-    Options(chunking=chunking)
+    """Refuse regions in pieces that keep every bit where nothing runs."""
     if chunking == "exact":
         raise OptionError(
             "chunking='exact' cannot be answered for: which regions keep every bit is found out by running them on the device, "

@@ -15,9 +15,10 @@ from checkmate import InfeasibleBudgetError, OptionError, load_device, parse_byt
 from checkmate.studies.affine import AffineGraph
 from checkmate.torch import largest_batch, measure_peak
 from checkmate.torch.emulate.device import EmulatedDevice
-from checkmate.torch.forecast.quadratic import QuadraticGraph
+from checkmate.torch.forecast.largest_size import QuadraticGraph
 from checkmate.torch.forecast.tracer import DeviceTracer, _resized
 from checkmate.torch.measure.profiler import Profiler
+from checkmate.torch.step.recipe import StepRecipe
 
 pytestmark = pytest.mark.usefixtures("nothing_else")
 
@@ -172,7 +173,8 @@ def test_an_example_may_be_a_slice_of_a_data_set() -> None:
 
     def resident(x: torch.Tensor) -> list[int]:
         target = EmulatedDevice(load_device("H100"), cpu_costs=Profiler())
-        tracer = DeviceTracer(model, nn.functional.mse_loss, (x, x), None, None, None, target, math.inf)
+        recipe = StepRecipe(model=model, loss=nn.functional.mse_loss, example=(x, x))
+        tracer = DeviceTracer(recipe, math.inf, target)
         return [tracer.traced(0, size).graph.resident_bytes for size in (None, 128)]
 
     small, slice_, own = resident(rows[:1]), resident(rows[:64]), resident(torch.ones(64, 64))

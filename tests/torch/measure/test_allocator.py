@@ -12,7 +12,7 @@ import checkmate.torch
 from checkmate import OptionError
 from checkmate.studies.reserved import smallest_arena
 from checkmate.torch import measure_peak
-from checkmate.torch.measure import allocator, warm_up
+from checkmate.torch.measure import allocator
 from checkmate.torch.measure.allocator import ReservedMemory, counted_memory, has_expandable_segments
 
 CUDA = torch.device("cuda", 0)
@@ -105,7 +105,7 @@ def test_allocated_memory_counts_what_is_not_split_off(monkeypatch: pytest.Monke
 
 def test_both_libraries_are_called_in_both_threads() -> None:
     """The products run, forward and backward, and leave nothing behind; on a CPU nothing else can be seen."""
-    warm_up.warm_up(None)
+    allocator.warm_up(None)
     state = torch.get_rng_state()
-    warm_up._products("cpu", 0)
+    allocator.warm_up(torch.device("cpu", 0))
     assert torch.equal(state, torch.get_rng_state())

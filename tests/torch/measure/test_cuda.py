@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import fx
 
-from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch import measure_peak
 from checkmate.torch.integrations import PeakCallback
-from checkmate.torch.measure import profiler as profile
-from checkmate.torch.measure.trial_step import _measured_on_cuda, measure_step
+from checkmate.torch.measure import timing
+from checkmate.torch.measure.peak import peaks
+from checkmate.torch.measure.trial_step import measure_step
 from checkmate.torch.steps.coordinator import Coordinator
 
 GRANULE, HAS = 512, 2**20
@@ -70,7 +70,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
     }
     for name, value in known.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(profile, "keep_busy", lambda cycles: None)
+    monkeypatch.setattr(timing, "keep_busy", lambda cycles: None)
     return device
 
 
@@ -97,9 +97,13 @@ def step_on(cuda: Device, forward: int, held: int, backward: int) -> Any:
 def test_a_dry_step_is_measured_in_its_parts(cuda: Device) -> None:
     """Above what was there before it."""
     cuda.alloc(5 * GRANULE)
-    x = torch.ones(4, requires_grad=True)
-    found = _measured_on_cuda(step_on(cuda, 4096, 1024, 8192), [x], True, torch.device("cuda"))
-    assert found == StepMemory(forward_peak_bytes=4096, saved_bytes=1024, backward_peak_bytes=8192, gradient_bytes=16)
+    with peaks(torch.device("cuda")) as found:
+        cuda.alloc(4096)
+        cuda.free(3072)
+        found.mark()
+        cuda.alloc(7168)
+        cuda.free(8192)
+    assert found.parts == [(4096, 1024), (8192, 0)]
     assert cuda.held == 5 * GRANULE
 
 
@@ -158,8 +162,7 @@ def test_workspace_and_time_of_an_op(cuda: Device) -> None:
 
     node = graph.call_function(op, (x,))
     x.meta["val"], node.meta["val"] = torch.ones(128), torch.ones(128)
-    assert profile._cuda_workspace(node) == 2048
-    assert profile._cuda_time_ns(lambda: iter([None])) == 1e6
+    assert timing.measure_on_cuda(node) == (1e6, 2048)
 
 
 def test_a_trainers_step_is_measured_by_the_allocator(cuda: Device) -> None:

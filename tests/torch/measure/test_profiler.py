@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -16,7 +17,9 @@ import checkmate.torch.measure.timing as timing
 from checkmate.cost.store import OpCost
 from checkmate.torch._compat.profiler import memory_trace
 from checkmate.torch.graph.pieces import PIECES, Pieces
+from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
 from checkmate.torch.measure.resident import within_room
+from checkmate.torch.measure.single_op import needed_bytes, ready_to_run
 from tests.torch.networks import input_of, mlp
 from tests.torch.steps import compiled
 
@@ -79,96 +82,76 @@ def test_ops_are_measured_as_they_run_in_a_step(monkeypatch: pytest.MonkeyPatch,
     assert not any(through_python)
 
 
-def runs_of(monkeypatch: pytest.MonkeyPatch, readings_ms: list[float], estimate_ms: float = 1.0) -> tuple[int, float]:
-    """How often an op runs whose runs take so long, the last of them from then on, and the milliseconds that it is taken for."""
-    runs, now_ms = [0], [0.0]
+class Bench:
+    """Ops whose runs take as long as they are told to, by a clock that only they move; and how often each ran."""
 
-    def op(x: torch.Tensor) -> torch.Tensor:
-        now_ms[0] += readings_ms[min(runs[0], len(readings_ms) - 1)]
-        runs[0] += 1
-        return x.clone()
+    def __init__(self) -> None:
+        self.graph, self.now_ms = fx.Graph(), 0.0
+        self.runs: dict[str, int] = {}
 
-    def clock() -> int:
-        return int(1e6 * now_ms[0])
+    def clock(self) -> int:
+        """Nanoseconds."""
+        return round(1e6 * self.now_ms)
 
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    node = graph.call_function(op, (x,))
-    x.meta["val"], node.meta["val"] = torch.ones(4), torch.ones(4)
-    monkeypatch.setattr(timing, "time", SimpleNamespace(process_time_ns=clock, perf_counter_ns=clock))
-    monkeypatch.setattr(profiler, "estimate_ns", lambda node: int(1e6 * estimate_ms))
-    time_ns, workspace = profiler._cpu_cost(node, torch.ones(1), timing.LeastTimes(node))
-    assert workspace == 0
-    return runs[0], time_ns / 1e6
+    def op(self, name: str, readings_ms: list[float], size: int = 4) -> fx.Node:
+        """An op whose runs take so long, the last of them from then on."""
+        self.runs[name] = 0
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            self.now_ms += readings_ms[min(self.runs[name], len(readings_ms) - 1)]
+            self.runs[name] += 1
+            return x.clone()
+
+        x = self.graph.placeholder("x")
+        node = self.graph.call_function(run, (x,))
+        x.meta["val"], node.meta["val"] = torch.ones(size), torch.ones(size)
+        return node
 
 
 @pytest.mark.parametrize(
-    ("readings_ms", "estimate_ms", "runs", "time_ms"),
+    ("readings_ms", "runs", "time_ms"),
     [
-        ([2.0, 1.0], 1.0, 6, 1.0),  # the first run warms up, and one of five more is the fastest
-        ([80.0, 60.0], 60.0, 2, 60.0),  # of a long op there are few
-        ([300.0], 300.0, 1, 300.0),  # of a very long one there is no second
-        ([300.0, 40.0, 30.0], 30.0, 3, 30.0),  # unless it took more than it should
-        ([20.0], 1.0, 6, 20.0),  # a kernel that is slow each time is believed
-        ([9.0, 5.0, 9.0, 7.0, 6.0, 8.0, 9.0, 2.0], 1.0, 8, 2.0),  # one that is disturbed runs until it is not
+        ([2.0, 1.0], 6, 1.0),  # the first run warms up, and one of five more is the fastest
+        ([80.0, 60.0], 2, 60.0),  # of a long op there are few
+        ([300.0], 1, 300.0),  # of a very long one there is no second
     ],
 )
-def test_an_op_runs_as_often_as_its_readings_ask_for(
-    monkeypatch: pytest.MonkeyPatch, readings_ms: list[float], estimate_ms: float, runs: int, time_ms: float
-) -> None:
+def test_an_op_runs_as_often_as_its_readings_ask_for(readings_ms: list[float], runs: int, time_ms: float) -> None:
     """What is measured once stays in the store; but users wait for it."""
-    assert runs_of(monkeypatch, readings_ms, estimate_ms) == (runs, time_ms)
+    bench = Bench()
+    node = bench.op("op", readings_ms)
+    time_ns, workspace = timing.measure_on_cpu(node, np.zeros(1, np.uint8), timing.LeastTimes(node, bench.clock))
+    assert (bench.runs["op"], time_ns / 1e6, workspace) == (runs, time_ms, 0)
 
 
 @pytest.mark.parametrize(
-    ("readings_ms", "passes", "time_ms"),
+    ("readings_ms", "passes"),
     [
-        ([75.0, 75.0, 75.0], 3, 75.0),  # on a calm machine three passes are enough
-        ([97.0, 90.0, 80.0, 75.0, 75.0], 5, 75.0),  # while passes make it faster there is another
-        ([99.0 - n for n in range(20)], 9, 91.0),  # but not for ever
-        ([0.05], 1, 0.05),  # short ops have one
+        ([75.0, 75.0, 75.0], 3),  # on a calm machine three passes are enough
+        ([97.0, 90.0, 80.0, 75.0, 75.0], 5),  # while passes make it faster there is another
+        ([99.0 - n for n in range(20)], 9),  # but not for ever
+        ([9.0, 8.0, 7.0, 6.0], 3),  # short ones do not matter
     ],
 )
-def test_ops_are_measured_in_passes_until_they_converge(
-    monkeypatch: pytest.MonkeyPatch, readings_ms: list[float], passes: int, time_ms: float
-) -> None:
+def test_ops_are_measured_in_passes_until_they_converge(readings_ms: list[float], passes: int) -> None:
     """A machine can be a third slower for a second, and all readings of an op that was measured then."""
-    left, now_s = [int(1e6 * reading) for reading in readings_ms], [0.0]
-
-    def run(node: fx.Node, other: torch.Tensor, times: timing.LeastTimes) -> OpCost:
-        now_s[0] += 0.55
-        times.add([left.pop(0)])
-        return OpCost(times.total_ns, 0)
-
-    monkeypatch.setattr(profiler, "_measured_or_warned", run)
-    monkeypatch.setattr(profiler, "run_again", run)
-    monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    graph = fx.Graph()
-    node = graph.placeholder("x")
-    node.meta["val"] = torch.ones(4)
-    assert profiler.measure_nodes({"op": node}, {})["op"].cost_ns == int(1e6 * time_ms)
-    assert len(readings_ms) - len(left) == passes
+    left = list(readings_ms)
+    took = [left.pop(0)]
+    timing.passes(lambda: took.append(left.pop(0)), lambda: round(1e6 * took[-1]), lambda: 0.55 * len(took))
+    assert len(took) == passes
 
 
-def test_new_ops_are_measured_beside_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_ops_are_measured_with_known_ones() -> None:
     """A machine that is slower than it was would make them look slower than the ops that they are compared with."""
-    took_ns = {"new": 66e6, "long": 110e6, "known": 22e6, "beside": 11e6}
-
-    def run(node: fx.Node, other: torch.Tensor, times: timing.LeastTimes) -> OpCost:
-        times.add([int(took_ns[node.name])])
-        return OpCost(times.total_ns, 0)
-
-    monkeypatch.setattr(profiler, "_measured_or_warned", run)
-    monkeypatch.setattr(profiler, "run_again", run)
-    graph = fx.Graph()
-    nodes = {name: graph.placeholder(name) for name in took_ns}
-    for node in nodes.values():
-        node.meta["val"] = torch.ones(4)
-    costs = {"long": 50e6, "known": 20e6, "beside": 10e6}  # one that takes so long is not measured in every pass
+    bench = Bench()
+    nodes = {n: bench.op(n, [ms], 1 << 20) for n, ms in {"long": 110.0, "known": 22.0, "other": 11.0}.items()}
+    new = {"new": bench.op("new", [66.0])}
+    costs = {"long": 50e6, "known": 20e6, "other": 10e6}  # one that takes so long is not measured in every pass
     known = {name: (nodes[name], OpCost(int(cost), 0)) for name, cost in costs.items()}
-    assert profiler.measure_nodes({"new": nodes["new"]}, known) == {"new": OpCost(60_000_000, 0)}
-    monkeypatch.setattr(profiler, "_fits", lambda node: node.name == "new")  # there was more room when they were measured
-    assert profiler.measure_nodes({"new": nodes["new"]}, known) == {"new": OpCost(66_000_000, 0)}
+    assert profiler.measure_nodes(new, known, bench.clock) == {"new": OpCost(60_000_000, 0)}
+    assert not bench.runs["long"]
+    with within_room(1 << 20):  # there was more when they were measured
+        assert profiler.measure_nodes(new, known, bench.clock) == {"new": OpCost(66_000_000, 0)}
 
 
 def test_what_a_slice_tells_of_an_op_holds_for_that_op() -> None:
@@ -187,12 +170,12 @@ def test_what_a_slice_tells_of_an_op_holds_for_that_op() -> None:
         return node
 
     whole, piece = backward_of(8), backward_of(4)
-    estimates = [profiler._without_running(node).workspace_bytes for node in (whole, piece)]
+    estimates = [profiler._estimated(node).workspace_bytes for node in (whole, piece)]
     with within_room(gradient.nbytes + x.nbytes + estimates[0] // 2):
         profiler.measure_nodes({"op": whole}, {})
     in_its_place = backward_of(4, **whole.meta)
-    assert profiler._without_running(whole).workspace_bytes < estimates[0]
-    assert profiler._without_running(in_its_place).workspace_bytes == estimates[1]
+    assert profiler._estimated(whole).workspace_bytes < estimates[0]
+    assert profiler._estimated(in_its_place).workspace_bytes == estimates[1]
 
 
 @pytest.mark.parametrize("rows", [(0, 1), (1, 1)], ids=["two views of a storage", "one view twice"])
@@ -206,8 +189,8 @@ def test_an_op_runs_in_no_more_than_the_room_it_is_said_to_need(rows: tuple[int,
     node = graph.call_function(torch.ops.aten.maximum.default, tuple(views))
     node.meta["val"] = torch.empty(4096)
     with memory_trace() as trace:
-        results = list(profiler.ready_to_run(node)())
-    assert results and trace.peak() <= profiler._needed_bytes(node) + profiler._without_running(node).workspace_bytes
+        results = list(ready_to_run(node)())
+    assert results and trace.peak() <= needed_bytes(node) + estimated_workspace_bytes(node)
 
 
 def test_layer_normalisation_under_autocast_is_estimated_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -222,13 +205,19 @@ def test_layer_normalisation_under_autocast_is_estimated_without_a_warning(caplo
 
 def test_equal_pieces_are_runs_of_one_part() -> None:
     """A long run is seldom undisturbed throughout: the least time of its pieces counts, and not of the run."""
-    graph, first, other = fx.Graph(), fx.Graph(), fx.Graph()
+    graph, first, other, now_ns = fx.Graph(), fx.Graph(), fx.Graph(), [0]
     node = graph.placeholder("x")
     node.meta[PIECES] = Pieces((first, first, other, other), (0,) * 4, (False,), lambda operands: iter([None] * 4))
-    times = timing.LeastTimes(node)
-    times.add([40, 30, 90, 31, 5])
+    times = timing.LeastTimes(node, lambda: now_ns[0])
+
+    def run(readings_ns: list[int]) -> Iterator[None]:
+        for took_ns in readings_ns:
+            now_ns[0] += took_ns
+            yield
+
+    times.measure(lambda: run([40, 30, 90, 31, 5]))
     assert times.total_ns == 40 + 30 + 2 * 31 + 5
-    times.add([70, 33, 29, 35, 7])
+    times.measure(lambda: run([70, 33, 29, 35, 7]))
     assert times.total_ns == 40 + 30 + 2 * 29 + 5
 
 

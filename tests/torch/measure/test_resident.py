@@ -6,7 +6,6 @@ import gc
 import weakref
 from pathlib import Path
 
-import pytest
 import torch
 
 import checkmate.torch  # noqa: F401 - registers the backend
@@ -30,12 +29,11 @@ def test_a_loop_does_not_hold_its_first_batch():
     assert COORDINATOR.step_bytes
 
 
-def test_the_cache_of_files_is_no_memory_that_a_container_has_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_cache_of_files_is_no_memory_that_a_container_has_used(tmp_path: Path):
     """The kernel fills it up to the container's limit, and gives it back where a process asks for memory."""
-    monkeypatch.setattr(resident, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("990\n")
     (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 700\nactive_file 50\n")
-    assert resident.free_bytes(torch.device("cpu")) == 710
+    assert resident.left_in_container_bytes(tmp_path) == 710
     (tmp_path / "memory.max").write_text("max\n")
-    assert resident.free_bytes(torch.device("cpu")) > 1000
+    assert resident.left_in_container_bytes(tmp_path) > resident.free_bytes(torch.device("cpu"))

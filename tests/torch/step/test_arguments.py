@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ import torch
 from torch import nn
 
 from checkmate.core.errors import GraphError, OptionError
-from checkmate.torch import capture, compile, fits, largest_batch  # noqa: A004
+from checkmate.torch import Options, capture, compile, fits, largest_batch, region_policy  # noqa: A004
 from checkmate.torch.step import tracing
 
 X, Y = torch.ones(6, 4), torch.zeros(6, 2)
@@ -94,9 +99,10 @@ def test_arguments_by_position_are_named() -> None:
         ({"backend": "inductor"}, "leave it out; compiler='inductor'"),
         ({"unplanned": "warn"}, "leave it out: it is an option of torch.compile"),
         ({"whole": "yes"}, "whole='yes' is not one of True, False, None"),
-        ({"dynamic": "yes"}, "dynamic='yes' is not one of False, True"),
+        ({"dynamic": "yes"}, "dynamic='yes' is not one of True, False"),
         ({"clip_norm": True}, "clip_norm=True must be a number above zero"),
         ({"clip_norm": "1"}, "clip_norm='1' must be a number above zero"),
+        ({"compiler": "tvm"}, "compiler='tvm' is not one of eager, inductor"),
     ],
 )
 def test_a_wrong_option_is_told_with_what_may_be_meant(option: dict[str, Any], words: str) -> None:
@@ -222,3 +228,42 @@ def test_clipping_after_a_step_is_told(caplog: pytest.LogCaptureFixture) -> None
     train()
     train(whole=False)
     assert caplog.text.count("clip_grad_norm_ is named in") == 2
+
+
+@pytest.mark.parametrize("verb", [compile, capture, largest_batch, fits, region_policy])
+def test_a_signature_shows_every_option_with_its_default(verb: Callable[..., Any]) -> None:
+    """Help, documentation and editors read it."""
+    parameters = inspect.signature(verb).parameters
+    assert {"model", "loss", "example", "autocast"} < parameters.keys() and "options" not in parameters
+    options = Options() if verb in (compile, capture) else None
+    for name in ("outputs", "reserve", "compiler", "time_limit_s", "mode") if options else ():
+        assert name not in parameters or parameters[name].default == getattr(options, name)
+
+
+PROGRAM = """
+import torch
+import checkmate.torch
+
+model = torch.nn.Linear(4, 2)
+batch = torch.ones(3, 4), torch.zeros(3, 2)
+mse = torch.nn.functional.mse_loss
+step: checkmate.torch.Step = checkmate.torch.compile(model, mse, example=batch, budget="8GiB", compiler="inductor", whole=True)
+checkmate.torch.compile(model, mse, example=batch, compiler="tvm")
+checkmate.torch.compile(model, mse, example=batch, budgt="8GiB")
+checkmate.torch.capture(model, mse, example=batch, micro_batches="2")
+checkmate.torch.fits(model, mse, example=batch, device="H100", host="1GiB", time_limit_s=5)
+checkmate.torch.fits(model, mse, example=batch, device="H100", compiler="eager")
+"""
+
+
+def test_a_type_checker_sees_the_options(tmp_path: Path) -> None:
+    """Names and values are checked while they are written."""
+    pytest.importorskip("pyright")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(Path(__file__).parents[3] / "src")]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--outputjson", "-p", tmp_path], capture_output=True, text=True, check=False
+    )
+    errors = [d for d in json.loads(done.stdout)["generalDiagnostics"] if d["severity"] == "error"]
+    wrong = [n for n, line in enumerate(PROGRAM.splitlines()) if any(w in line for w in ("tvm", "budgt", '"2"', '"eager"'))]
+    assert [d["range"]["start"]["line"] for d in errors] == wrong

@@ -15,7 +15,7 @@ from torch import nn
 
 from checkmate.core.errors import GraphError, OptionError
 from checkmate.torch import Step, compile  # noqa: A004
-from checkmate.torch.step.batch import BatchLayout
+from checkmate.torch.step.arguments import BatchLayout
 
 X, Y = torch.ones(6, 4), torch.zeros(6, 2)
 IDS = torch.arange(12).reshape(3, 4)

@@ -18,9 +18,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from checkmate.core.errors import OptionError
-from checkmate.cost.device import load_device
+from checkmate.cost.device import load_device, roofline_ns
 from checkmate.cost.processor import library_variables, processor
-from checkmate.cost.roofline import roofline_ns
 from checkmate.cost.store import CostStore, OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts

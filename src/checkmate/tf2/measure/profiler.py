@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -15,68 +15,38 @@ import tensorflow as tf
 
 from checkmate.core.errors import OptionError
 from checkmate.cost.processor import library_variables, processor
-from checkmate.cost.store import CostStore, OpCost, quantise
+from checkmate.cost.store import OpCost, quantise
 from checkmate.frontend import progress
 from checkmate.frontend.measured_costs import MeasuredCosts
 from checkmate.frontend.options import CostSource
 from checkmate.tf2._compat import op_determinism, trace_events
-from checkmate.tf2.graph.op_properties import (
-    CALLS,
-    CONTROL_FLOW,
-    SMALL_CONSTANT_BYTES,
-    estimate_ns,
-    output_bytes,
-    static_shape_values,
-)
 from checkmate.tf2.measure.peak import default_device, has_memory_stats
+from checkmate.tf2.op_properties import OPAQUE, estimate_ns, makes_constant, static_shape_values
 
 _log = logging.getLogger("checkmate.tf2")
-_IGNORED = frozenset({"_class", "_output_shapes", "_gradient_op_type", "_collective_manager_ids"})
-"""Node attributes that do not affect the cost of an op."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimingEffort:
-    """How many times an op is run to measure its time; the fastest run counts, as everything else on a machine only adds time.
-
-    Attributes:
-        repeats: Most runs of an op.
-        limit_ns: No further run once runs took so long together: the relative error of a slow op is small.
-    """
-
-    repeats: int = 5
-    limit_ns: int = 40_000_000
+def measured_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
+    """Costs of ops of a traced step, measured or read from the user's cost cache; ops of the same signature are measured once."""
+    here = environment()
+    return MeasuredCosts[tf.Operation](
+        signature=lambda op: signature(op, here), measure=lambda ops, known: _measure_all(ops), estimate=_estimate
+    )(ops)
 
 
-_EFFORT = TimingEffort()
+def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
+    """Costs estimated from the bytes that ops read and write; nothing runs, and workspace is taken as 0."""
+    return [_estimate(op) for op in ops]
 
-_VARIABLES = ("TF_ENABLE_", "TF_CUDNN_", "TF_DETERMINISTIC_", "TF_XLA_FLAGS", "XLA_FLAGS")
-"""How names of environment variables begin by which TensorFlow chooses kernels, such as ``TF_ENABLE_ONEDNN_OPTS``."""
 
-
-class Profiler:
-    """Costs of ops, measured or read from a store.
-
-    Args:
-        store: Where measured costs are kept; the user's cost cache by default.
-    """
-
-    def __init__(self, store: CostStore | None = None) -> None:
-        here = environment()
-        self._costs = MeasuredCosts[tf.Operation](
-            signature=lambda op: signature(op, here),
-            measure=lambda ops, known: _measure_all(ops),
-            estimate=_estimate,
-            store=store,
+def cost_source(costs: CostSource) -> Callable[[Sequence[tf.Operation]], list[OpCost]]:
+    """The function that gives the costs of ops, by the name of the source."""
+    if costs not in get_args(CostSource):
+        raise OptionError(
+            f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
+            hint="pass costs='measured', or costs='estimated' to run nothing",
         )
-
-    def __call__(self, ops: Sequence[tf.Operation]) -> list[OpCost]:
-        """Cost of each op; ops of the same signature are measured once.
-
-        Args:
-            ops: Ops of a traced step.
-        """
-        return self._costs(ops)
+    return measured_costs if costs == "measured" else estimated_costs
 
 
 def _measure_all(ops: Mapping[str, tf.Operation]) -> dict[str, OpCost]:
@@ -89,44 +59,16 @@ def _estimate(op: tf.Operation) -> OpCost:
     return OpCost(estimate_ns(op), 0)
 
 
-def estimated_costs(ops: Sequence[tf.Operation]) -> list[OpCost]:
-    """Costs estimated from the bytes that ops read and write; nothing runs, and workspace is taken as 0."""
-    return [_estimate(op) for op in ops]
-
-
-def cost_source(costs: CostSource) -> Callable[[Sequence[tf.Operation]], list[OpCost]]:
-    """The function that gives the costs of ops.
-
-    Args:
-        costs: Name of the source.
-
-    Raises:
-        OptionError: There is no such source.
-    """
-    if costs not in get_args(CostSource):
-        raise OptionError(
-            f"costs={costs!r} is not one of {', '.join(get_args(CostSource))}",
-            hint="pass costs='measured', or costs='estimated' to run nothing",
-        )
-    return Profiler() if costs == "measured" else estimated_costs
-
-
 def signature(op: tf.Operation, environment: str) -> str | None:
-    """Key of an op's cost in the store: everything that its cost depends on.
-
-    Args:
-        op: The op.
-        environment: Device, versions and settings, as text.
-
-    Returns:
-        The key, or None if the op cannot be run alone.
-    """
-    if op.op_def.is_stateful or op.type in CONTROL_FLOW | CALLS or not hasattr(tf.raw_ops, op.type):
+    """Key of an op's cost in the store: everything that its cost depends on. None if the op cannot be run alone."""
+    if op.op_def.is_stateful or op.type in OPAQUE or not hasattr(tf.raw_ops, op.type):
         return None
     if any(t.dtype in (tf.resource, tf.variant) or not t.shape.is_fully_defined() for t in op.inputs):
         return None
     inputs = [f"{t.dtype.name}{t.shape.as_list()}{_digest(_static_value(t))}" for t in op.inputs]
-    attributes = sorted(f"{k}={_attribute_text(v)}" for k, v in op.node_def.attr.items() if k not in _IGNORED)
+    ignored = ("_class", "_output_shapes", "_gradient_op_type", "_collective_manager_ids")  # they do not affect the cost
+    given = [(k, v) for k, v in op.node_def.attr.items() if k not in ignored]
+    attributes = sorted(f"{k}={v.SerializeToString(deterministic=True).hex()}" for k, v in given)
     return " ".join([op.type, *inputs, *attributes, environment])
 
 
@@ -138,13 +80,11 @@ def environment() -> str:
         found = tf.config.list_physical_devices("GPU")[0]
         model = tf.config.experimental.get_device_details(found).get("device_name", "")
     threads = tf.config.threading.get_intra_op_parallelism_threads()
-    settings = op_determinism(), tf.config.experimental.tensor_float_32_execution_enabled(), library_variables(*_VARIABLES)
+    # TensorFlow chooses kernels by variables such as `TF_ENABLE_ONEDNN_OPTS`.
+    variables = library_variables("TF_ENABLE_", "TF_CUDNN_", "TF_DETERMINISTIC_", "TF_XLA_FLAGS", "XLA_FLAGS")
+    settings = op_determinism(), tf.config.experimental.tensor_float_32_execution_enabled(), variables
     counted = has_memory_stats(device)
     return f"{device} {model} {processor()} tf={tf.__version__} threads={threads} counted={counted} settings={settings}"
-
-
-def _attribute_text(value: Any) -> str:
-    return value.SerializeToString(deterministic=True).hex()
 
 
 def _digest(value: Any) -> str:
@@ -195,7 +135,7 @@ def _static_value(tensor: tf.Tensor) -> Any:
     if known is not None:
         return known[tensor.value_index]
     value = tf.get_static_value(tensor)
-    runs = op.inputs and not op.op_def.is_stateful and hasattr(tf.raw_ops, op.type) and output_bytes(op) <= SMALL_CONSTANT_BYTES
+    runs = op.inputs and not op.op_def.is_stateful and hasattr(tf.raw_ops, op.type) and makes_constant(op)
     if value is None and runs and all(_static_value(t) is not None for t in op.inputs):
         return tf.nest.flatten(_raw_op_call(op)())[tensor.value_index].numpy()
     return value
@@ -204,49 +144,36 @@ def _static_value(tensor: tf.Tensor) -> Any:
 def _synthetic_input(tensor: tf.Tensor) -> tf.Tensor:
     """An input to measure with: the static value, else uniform random floats, else zeros."""
     value = _static_value(tensor)
-    if value is not None:
-        return tf.constant(value, tensor.dtype)
+    return _random(tensor) if value is None else tf.constant(value, tensor.dtype)
+
+
+def synthetic_batch(arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Tensors of the shapes and types of some placeholders: uniform random floats, or zeros."""
+    return [_random(tensor) for tensor in arguments]
+
+
+def _random(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype.is_floating:  # away from 0 and 1: no denormals, no NaN, and no element that a kernel could skip
         return tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2), 0.1, 0.9, tensor.dtype)
     return tf.zeros(tensor.shape, tensor.dtype)
 
 
-def synthetic_batch(arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Tensors of the shapes and types of some placeholders: uniform random floats in [0, 1), or zeros."""
-    return [_synthetic(tensor) for tensor in arguments]
-
-
-def _synthetic(tensor: tf.Tensor) -> tf.Tensor:
-    if tensor.dtype.is_floating:
-        return tf.cast(tf.random.stateless_uniform([d or 0 for d in tensor.shape.as_list()], (1, 2)), tensor.dtype)
-    return tf.zeros(tensor.shape, tensor.dtype)
-
-
 def _time_ns(run: Callable[[], Any]) -> float:
+    """The fastest of five runs, or of fewer that took 40 ms together: everything else on a machine only adds time."""
     took: list[int] = []
-    while len(took) < _EFFORT.repeats and sum(took) < _EFFORT.limit_ns:
+    while len(took) < 5 and sum(took) < 40_000_000:
         began = time.perf_counter_ns()
-        _synchronize(run())
+        result = run()
+        if default_device().startswith("GPU"):  # which runs asynchronously
+            for tensor in tf.nest.flatten(result):
+                tensor.numpy()
         took.append(time.perf_counter_ns() - began)
     return min(took)
-
-
-def _synchronize(result: Any) -> None:
-    """Wait until a GPU, which runs asynchronously, has computed a result."""
-    if default_device().startswith("GPU"):
-        for tensor in tf.nest.flatten(result):
-            tensor.numpy()
 
 
 def _workspace_bytes(run: Callable[[], Any]) -> int:
     """Peak of the bytes that an op requests, above its outputs; 0 if TensorFlow reports no memory statistics."""
     if not has_memory_stats(default_device()):
         return 0
-    requested = peak = 0
-    for event in trace_events(run):
-        if event.name == "MemoryAllocation":
-            requested += int(event.stats.get("requested_bytes") or 0)
-        elif event.name == "MemoryDeallocation":
-            requested -= int(event.stats.get("requested_bytes") or 0)
-        peak = max(peak, requested)
-    return peak - requested
+    held = [0, *itertools.accumulate(event.requested_bytes for event in trace_events(run))]
+    return max(held) - held[-1]

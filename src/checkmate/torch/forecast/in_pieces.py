@@ -32,12 +32,7 @@ _ANY = Chunks(exact=False)
 
 
 def least_peak(step: TracedStep, chunking: Chunking) -> InPieces[Capture]:
-    """A step with the regions piece by piece that make its smallest peak lower.
-
-    Args:
-        step: The step.
-        chunking: ``"off"`` for none.
-    """
+    """A step with the regions piece by piece that make its smallest peak lower; with ``"off"`` there are none."""
     return InPieces(step.captured.whole, ()) if chunking == "off" else with_smallest_peak(step.captured, _ANY)
 
 
@@ -46,12 +41,7 @@ def best_in_pieces(
 ) -> tuple[Graph, Result] | None:
     """The cheapest plan found within a budget, with the graph that it is for; None if none was found.
 
-    Args:
-        step: The step.
-        least: The step with the smallest peak, which is the last resort.
-        smallest: Its plan.
-        budget_bytes: The budget.
-        time_limit_s: Seconds of wall time.
+    The last resort is the plan of the smallest peak, on the graph that has the least.
     """
 
     def plan(capture: Capture, time_s: float | None) -> Result:
@@ -70,12 +60,7 @@ def best_in_pieces(
 
 
 def why_in_pieces(why: str, kinds: Sequence[Kind]) -> str:
-    """The reason for a bound that holds for plans with some regions piece by piece.
-
-    Args:
-        why: The reason.
-        kinds: What runs piece by piece.
-    """
+    """The reason for a bound that holds for plans with some regions piece by piece."""
     return ", ".join([why, *(f"with {kind.place} in pieces" for kind in kinds)])
 
 
@@ -83,13 +68,7 @@ def with_same_regions(step: ChunkableStep[Capture], kinds: Sequence[Kind]) -> In
     """A step with the regions of another trace piece by piece, in as many pieces.
 
     Sizes decide which regions are found in a trace. Those of one trace are therefore grown again from tensors of the same names.
-
-    Args:
-        step: The step, of one joint module.
-        kinds: Kinds of regions of the other trace.
-
-    Raises:
-        GraphError: At these sizes a region has other ops, or cannot run in as many pieces.
+    A `GraphError` tells that at these sizes a region has other ops, or cannot run in as many pieces.
     """
     if not kinds:
         return InPieces(step.whole, ())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 
@@ -12,14 +13,15 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Result
 from checkmate.core.units import Amount, format_at_least, format_bytes, parse_bytes
 from checkmate.frontend import progress
+from checkmate.frontend.options import TIME_LIMIT_S, takes_options
 from checkmate.studies.max_batch import ONE_EXTRA_FORWARD, MaxBatch, MaxOverhead
 from checkmate.torch.forecast.in_pieces import least_peak
-from checkmate.torch.forecast.largest_size import find_largest_size
+from checkmate.torch.forecast.largest_size import SizeSearch
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
-from checkmate.torch.options import Chunking, check_chunking
-from checkmate.torch.step.arguments import validate_arguments
-from checkmate.torch.step.batch import Example
+from checkmate.torch.options import ForecastOptions, check_chunking, fields_of
+from checkmate.torch.step.arguments import Example
 from checkmate.torch.step.programs import Loss
+from checkmate.torch.step.recipe import StepRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class LargestBatch:
     __str__ = render
 
 
+@takes_options(ForecastOptions, StepRecipe, chunking="off", time_limit_s=2 * TIME_LIMIT_S)
 def largest_batch(
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -69,11 +72,8 @@ def largest_batch(
     budget: Amount,
     sequence_dim: int | None = None,
     max_overhead: MaxOverhead = ONE_EXTRA_FORWARD,
-    whole: bool | None = None,
     clip_norm: float | None = None,
-    autocast: torch.dtype | None = None,
-    chunking: Chunking = "off",
-    time_limit_s: float = 60.0,
+    **options: Unpack[ForecastOptions],
 ) -> LargestBatch:
     """The largest batch for which a plan of a training step keeps a budget, in place of halving it until nothing fails.
 
@@ -90,12 +90,15 @@ def largest_batch(
         budget: Total bytes on the device, such as ``"8GiB"``.
         sequence_dim: A dimension of the example's tensors, such as 1, whose largest size at the example's batch is also wanted.
         max_overhead: Limit on the cost of the plan: a factor over computing each op once, such as 1.3, or one extra forward.
-        whole: Whether the optimizer's updates are planned with the rest.
         clip_norm: Largest norm of all gradients together.
+        options: The options below, by name.
+        whole: Whether the optimizer's updates are planned with the rest.
         autocast: Type of `torch.autocast` around model and loss.
-        chunking: With ``"auto"``, ops on large tensors may run piece by piece: the plan is then one of the graph with the regions
-            that its result names. To train at that batch give `compile` the budget and the same ``chunking``, not the plan.
-        time_limit_s: Seconds for everything. Tracing a large model takes half a minute, and three traces are needed.
+        chunking: ``"off"`` by default. With ``"auto"``, ops on large tensors may run piece by piece: the plan is then one of the
+            graph with the regions that its result names. To train at that batch give `compile` the budget and the same
+            ``chunking``, not the plan.
+        time_limit_s: Seconds for everything, 60 by default. Tracing a large model takes half a minute, and three traces are
+            needed.
 
     Raises:
         InfeasibleBudgetError: Proven: not even a batch of one keeps the budget.
@@ -113,27 +116,29 @@ def largest_batch(
         (True, True)
     """
     began = time.perf_counter()
+    chunking, until = options.get("chunking", "off"), began + options.get("time_limit_s", 2 * TIME_LIMIT_S)
     check_chunking(chunking)
     budget_bytes = parse_bytes(budget)
-    example = validate_arguments(model, loss, optimizer, example)
-    tracer = DeviceTracer(model, loss, example, optimizer, whole, autocast, None, began + time_limit_s, clip_norm)
-    batch = _size(tracer, 0, "all tensors of the example need the batch as first dimension")
-    sequence = None
+    given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example, "clip_norm": clip_norm}
+    tracer = DeviceTracer(StepRecipe(**given, **fields_of(StepRecipe, options)), until)
+    _check_size(tracer, 0, "all tensors of the example need the batch as first dimension")
     if sequence_dim is not None:
-        sequence = _size(tracer, sequence_dim, "give the dimension in which all tensors have the sequence length, usually 1")
-    remarks: list[str] = []
+        _check_size(tracer, sequence_dim, "give the dimension in which all tensors have the sequence length, usually 1")
     with progress.shown("looking for the largest batch"):
         step = tracer.traced()
         _check_update(step, budget_bytes)
-        tracer.until -= 0 if sequence is None else (tracer.until - time.perf_counter()) / 2
-        kinds = least_peak(step, chunking).kinds
-        found = find_largest_size(tracer, step, budget_bytes, kinds, remarks, "batch", 0, batch, max_overhead)
-        longest = None
-        if sequence is not None and sequence_dim is not None:
-            tracer.until = began + time_limit_s
-            longest = find_largest_size(
-                tracer, step, budget_bytes, kinds, remarks, "sequence", sequence_dim, sequence, max_overhead
-            )
+        search = SizeSearch(
+            tracer=tracer,
+            step=step,
+            available_bytes=budget_bytes,
+            kinds=least_peak(step, chunking).kinds,
+            max_overhead=max_overhead,
+        )
+        tracer.until -= 0 if sequence_dim is None else (until - time.perf_counter()) / 2
+        longer = None if sequence_dim is None else replace(search, name="sequence", dim=sequence_dim, _steps={})
+        found = search.found()
+        tracer.until = until
+        longest = None if longer is None else longer.found()
     return LargestBatch(
         budget_bytes=budget_bytes,
         batch=found.batch,
@@ -142,16 +147,14 @@ def largest_batch(
         upper_bound=found.upper_bound,
         why=found.why,
         longest_sequence=longest,
-        remarks=tuple(remarks),
+        remarks=tuple(search.remarks),
         elapsed_s=time.perf_counter() - began,
     )
 
 
-def _size(tracer: DeviceTracer, dim: int, hint: str) -> int:
-    size = tracer.size(dim)
-    if size is None:
+def _check_size(tracer: DeviceTracer, dim: int, hint: str) -> None:
+    if tracer.size(dim) is None:
         raise OptionError(f"the tensors of the example do not share one size in dimension {dim}", hint=hint)
-    return size
 
 
 def _check_update(step: TracedStep, budget_bytes: int) -> None:

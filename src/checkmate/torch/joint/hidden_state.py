@@ -22,7 +22,8 @@ from checkmate.torch._compat.dispatch import OpOverload, defined_memory, no_disp
 from checkmate.torch.graph.op_properties import HIDDEN, PURE, Hidden, is_collective
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import leaves, same_bytes
-from checkmate.torch.measure.profiler import ready_to_run, signature
+from checkmate.torch.measure.profiler import signature
+from checkmate.torch.measure.single_op import ready_to_run
 
 _log = logging.getLogger("checkmate.torch")
 

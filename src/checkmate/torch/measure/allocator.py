@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -13,26 +14,23 @@ from checkmate.core.plan import Plan
 from checkmate.core.units import format_bytes
 from checkmate.frontend.counted_memory import Counted
 from checkmate.studies.reserved import allocator_peaks, smallest_arena
+from checkmate.torch._compat.dispatch import no_modes
 from checkmate.torch.options import BudgetOf
 
 _log = logging.getLogger("checkmate.torch")
 
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""The variables, the one that wins first (c10/core/AllocatorConfig.cpp)."""
-
 
 def allocator_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The allocator's settings by name; empty where all are the defaults.
-
-    Args:
-        environment: Environment variables; those of the process by default.
+    """The allocator's settings by name, from the environment; empty where all are the defaults.
 
     Examples:
         >>> allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True, max_split_size_mb:128"})
         {'expandable_segments': 'True', 'max_split_size_mb': '128'}
     """
     given = os.environ if environment is None else environment
-    text = next((given[name] for name in _VARIABLES if given.get(name)), "")
+    # The one that wins comes first (c10/core/AllocatorConfig.cpp).
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    text = next((given[name] for name in names if given.get(name)), "")
     pairs = (part.partition(":") for part in text.split(","))
     return {name.strip(): value.strip() for name, _, value in pairs if name.strip()}
 
@@ -43,14 +41,10 @@ def has_expandable_segments(environment: Mapping[str, str] | None = None) -> boo
 
 
 def counted_memory(budget_of: BudgetOf, device: torch.device | None) -> Counted | None:
-    """The function that counts a plan against a budget; None where it is the live bytes alone.
+    """The function that counts a plan against a budget on a CUDA device, or on a CPU; None where it is the live bytes alone.
 
     With segments of fixed sizes a block can be up to 1 MiB larger than what was requested. ``torch.cuda.max_memory_allocated``
     counts that, and so the budget has to.
-
-    Args:
-        budget_of: What the budget is of.
-        device: The CUDA device; None for a CPU, whose allocator adds nothing that it counts.
     """
     if budget_of == "reserved":
         return ReservedMemory(device)
@@ -63,9 +57,6 @@ class ReservedMemory:
     """Memory that the CUDA allocator holds while a plan runs, if it was reserved in one piece before.
 
     Calling it predicts the bytes. On a CPU, which has no such allocator, it is only the prediction.
-
-    Args:
-        device: The CUDA device; None for a CPU.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -81,12 +72,7 @@ class ReservedMemory:
         return smallest_arena(graph, plan).reserved_bytes + self._unused_bytes
 
     def prepare(self, graph: Graph, plan: Plan) -> None:
-        """Reserve the memory for a plan in one piece, from which the allocator cuts its blocks.
-
-        Args:
-            graph: The graph.
-            plan: The plan that runs from now on.
-        """
+        """Reserve the memory for a plan in one piece, from which the allocator cuts its blocks."""
         if self._device is None:
             return
         size = smallest_arena(graph, plan).size_bytes
@@ -95,11 +81,7 @@ class ReservedMemory:
             torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def check(self, budget_bytes: int) -> None:
-        """Warn, once, if the device holds more than the budget after a step.
-
-        Args:
-            budget_bytes: The budget.
-        """
+        """Warn, once, if the device holds more than the budget after a step."""
         if self._device is None or self._checked:
             return
         self._checked = True
@@ -112,3 +94,31 @@ class ReservedMemory:
                 format_bytes(budget_bytes),
                 format_bytes(held - budget_bytes),
             )
+
+
+def warm_up(device: torch.device | None) -> None:
+    """Have the matrix library of a CUDA device allocate its workspaces, so that they are among the resident bytes.
+
+    cuBLAS and cuBLASLt keep a workspace of 8 to 32 MiB for each handle and stream, and PyTorch has a handle for each thread
+    (aten/src/ATen/cuda/CublasHandlePool.cpp): one for the thread that runs forwards, one for autograd's that runs backwards. They
+    come from the caching allocator at the first product. If that is the first product of a planned step, they are memory beside
+    the plan.
+    """
+    if device is not None:
+        _products(device.type, device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _products(kind: str, index: int) -> None:
+    """Multiply once in each thread, by both libraries, for the types of numbers that models are trained in."""
+    device = torch.device(kind, index)
+    with no_modes(), torch.enable_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                x, weight = (torch.zeros(64, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
+                bias = torch.zeros(64, dtype=dtype, device=device, requires_grad=True)
+                (torch.nn.functional.linear(x, weight, bias) @ weight).sum().backward()
+            except RuntimeError as error:  # a type that the device does not know
+                _log.debug("no products of %s to warm up with: %s", dtype, error)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

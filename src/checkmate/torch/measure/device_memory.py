@@ -28,33 +28,20 @@ from checkmate.torch.measure.optimizer_state import missing_state_bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The tensors on a device at some moment.
-
-    Attributes:
-        total_bytes: What they take, each storage once.
-        storages: Bytes of each storage, by its key; None on CUDA, where the allocator only has the total.
-    """
+    """The tensors on a device at some moment."""
 
     total_bytes: int
-    storages: Mapping[int, int] | None
+    storages: Mapping[int, int] | None  # bytes of each by its key; None on CUDA, where the allocator only has the total
 
     def besides(self, known: Mapping[int, int]) -> int:
-        """Bytes that are not those of some storages.
-
-        Args:
-            known: Bytes of each storage to leave out, by its key.
-        """
+        """Bytes that are not those of some storages, of which the bytes are known by their keys."""
         if self.storages is None:
             return max(0, self.total_bytes - sum(known.values()))
         return self.total_bytes - sum(size for key, size in self.storages.items() if key in known)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """The tensors on a device now.
-
-    Args:
-        device: A CUDA device, or the CPU.
-    """
+    """The tensors on a CUDA device or the CPU now."""
     if device.type == "cuda":
         return DeviceMemory(torch.cuda.memory_allocated(device), None)
     held = [t for t in _instances(torch.Tensor) if not dispatches_in_python(t)]  # tensors inside of others are found themselves
@@ -76,12 +63,7 @@ def _instances(kind: type) -> Iterator[Any]:
 
 
 def state_to_come_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Bytes of the state that the optimizers of some parameters have yet to make in their first step.
-
-    Args:
-        parameters: The parameters.
-        device: Where they are.
-    """
+    """Bytes of the state that the optimizers of some parameters on a device have yet to make in their first step."""
     trained = {id(p) for p in parameters}
     owners = [o for o in _instances(optim.Optimizer) if any(id(p) in trained for g in o.param_groups for p in g["params"])]
     alignment = CUDA_ALIGNMENT_BYTES if device.type == "cuda" else 1
@@ -96,14 +78,11 @@ _LEAST_GROWTH_BYTES = 1 << 15
 class LookDue:
     """Whether the process has allocated so much since the last look that another one is due.
 
-    Attributes:
-        heap_bytes: Allocated memory at the last look.
-        growth_bytes: The least growth that makes one due: twice as much after each look that found no more tensors.
-        steps: Steps since the beginning. Where the C library has no count, looks are in steps 1, 2, 4, 8 and so on.
+    Where the C library has no count of what it allocated, looks are in steps 1, 2, 4, 8 and so on.
     """
 
-    heap_bytes: int = -_LEAST_GROWTH_BYTES
-    growth_bytes: int = _LEAST_GROWTH_BYTES
+    heap_bytes: int = -_LEAST_GROWTH_BYTES  # allocated memory at the last look
+    growth_bytes: int = _LEAST_GROWTH_BYTES  # that makes a look due: twice as much after each that found no more tensors
     steps: int = 0
     _total_bytes: int = 0
 
@@ -118,11 +97,7 @@ class LookDue:
         return due
 
     def looked(self, total_bytes: int) -> None:
-        """Note the outcome of a look.
-
-        Args:
-            total_bytes: Bytes of all tensors.
-        """
+        """Note the bytes of all tensors that a look found."""
         self.growth_bytes = _LEAST_GROWTH_BYTES if total_bytes > self._total_bytes else 2 * self.growth_bytes
         self.heap_bytes, self._total_bytes = allocated_bytes() or 0, max(total_bytes, self._total_bytes)
 

@@ -8,44 +8,75 @@ type.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from checkmate.torch.graph.op_properties import makes_views
-from checkmate.torch.graph.pieces import PIECES
+from checkmate.torch.graph.op_properties import makes_views, out_argument
+from checkmate.torch.graph.pieces import PIECES, Pieces
 from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, storage_key
-from checkmate.torch.measure.piece_memory import pieces_workspace_bytes
 
 aten = torch.ops.aten
 
-_SCALARS = 64
-"""Numbers that an op makes into tensors: 8 to 16 bytes were measured."""
-
-_BLOCK = 16
-"""Channels of a block, with AVX-512."""
-
 
 def estimated_workspace_bytes(node: fx.Node) -> int:
-    """Bytes that an op is estimated to allocate besides its results, while it runs on a CPU.
-
-    Args:
-        node: The op, with traced values.
-    """
+    """Bytes that an op is estimated to allocate besides its results, while it runs on a CPU."""
     if PIECES in node.meta:
         return pieces_workspace_bytes(node, estimated_workspace_bytes)
     if makes_views(node):
         return 0
     target: Any = node.target
     given, made = _bytes(node.all_input_nodes), _bytes([node])
+    scalars = 64  # numbers that an op makes into tensors: 8 to 16 bytes were measured
     rule = _RULES.get(getattr(target, "overloadpacket", None))
     if rule is not None:
-        return rule(node, given, made) + _SCALARS
+        return rule(node, given, made) + scalars
     if torch.Tag.pointwise in getattr(target, "tags", ()):
-        return _SCALARS
-    return max([sum(made), *given]) + _SCALARS
+        return scalars
+    return max([sum(made), *given]) + scalars
+
+
+def pieces_workspace_bytes(node: fx.Node, workspace_of: Callable[[fx.Node], int] = lambda op: 0) -> int:
+    """The most bytes that an op holds besides its operands and results while it runs its pieces, with the workspace of ops."""
+    pieces: Pieces = node.meta[PIECES]
+    first = pieces.graphs[0]
+    terms = [value.meta["val"] for value in first.output_node().args[0]]  # type: ignore[union-attr]
+    results = [made for made, is_sum in zip(leaves(node.meta["val"]), pieces.sums, strict=True) if is_sum]
+    # A sum in a wider type than its result's exists besides it at the end.
+    wider = [(term, made) for term, made in zip(terms, results, strict=True) if term.dtype is not made.dtype]
+    sums = sum(storage_bytes(term) for term, _ in wider)
+    not_yet = sum(storage_bytes(made) for _, made in wider)
+    there = {storage_key(term) for term in terms}
+    runs = {id(graph): (graph, buffers) for graph, buffers in zip(pieces.graphs, pieces.buffers_bytes, strict=True)}
+    held = max(buffers + _temporary_bytes(graph, there, workspace_of) for graph, buffers in runs.values())
+    return max(held + sums - not_yet, pieces.buffers_bytes[-1] + sums)
+
+
+def _temporary_bytes(graph: fx.Graph, there: set[int], workspace_of: Callable[[fx.Node], int]) -> int:
+    """The most bytes of temporary tensors of a piece and workspace at once, besides the storages of sums, which are there."""
+    nodes = list(graph.nodes)
+    given = {storage_key(t) for node in nodes if node.op == "placeholder" for t in leaves(node.meta.get("val"))}
+    ends = {
+        storage_key(t): position
+        for position, node in enumerate(nodes)
+        for read in (node, *node.all_input_nodes)
+        for t in leaves(read.meta.get("val"))
+    }
+    for node in nodes:
+        if out_argument(node):  # traced before it was given a tensor to write to
+            given.update(map(storage_key, leaves(node.meta.get("val"))))
+    live: dict[int, int] = {}
+    most = 0
+    for position, node in enumerate(nodes):
+        if node.op == "call_function" and node.target is not operator.getitem:
+            made = {storage_key(t): storage_bytes(t) for t in leaves(node.meta.get("val"))}
+            live |= {key: size for key, size in made.items() if key not in given and key not in there}
+            most = max(most, sum(live.values()) + workspace_of(node))
+        live = {key: size for key, size in live.items() if ends[key] > position}
+    return most
 
 
 def _bytes(nodes: list[fx.Node]) -> list[int]:
@@ -94,9 +125,9 @@ def _unfolded(node: fx.Node) -> int:
 
 
 def _rounded(value: torch.Tensor) -> int:
-    """How many times as many channels a blocked layout has."""
-    channels = concrete(value.shape[1]) if value.dim() > 2 else _BLOCK
-    return -(-_BLOCK // channels) if 0 < channels < _BLOCK else 2 if channels % _BLOCK else 1
+    """How many times as many channels a blocked layout has, in blocks of 16, as with AVX-512."""
+    channels = concrete(value.shape[1]) if value.dim() > 2 else 16
+    return -(-16 // channels) if 0 < channels < 16 else 2 if channels % 16 else 1
 
 
 def _results(node: fx.Node, given: list[int], made: list[int]) -> int:

@@ -18,11 +18,7 @@ def state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int:
     """Bytes of an optimizer's state, including state that its first step has yet to allocate.
 
     Exact for torch's optimizers that update each parameter independently of the others. For other optimizers state that does
-    not exist yet is unknown: it counts as zero, with a warning in the log.
-
-    Args:
-        optimizer: The optimizer.
-        alignment: Granularity of the device's allocator in bytes.
+    not exist yet is unknown: it counts as zero, with a warning in the log. Tensors are rounded up to the allocator's alignment.
     """
     missing = missing_state_bytes(optimizer, alignment)
     if missing is None:
@@ -40,12 +36,10 @@ def state_is_known(optimizer: optim.Optimizer) -> bool:
 
 
 def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
-    """Bytes of temporary tensors during ``optimizer.step()``.
+    """Bytes of temporary tensors during ``optimizer.step()`` on a type of device.
 
-    Args:
-        optimizer: The optimizer.
-        kind: Type of the device. On ``"cuda"`` torch's default ``foreach`` implementation has temporaries of all parameters
-            at once; on ``"cpu"`` the step loops over parameters and has those of one.
+    On ``"cuda"`` torch's default ``foreach`` implementation has temporaries of all parameters at once; on ``"cpu"`` the step
+    loops over parameters and has those of one.
     """
     sizes = [
         (temporary_count(optimizer, group) or 0) * p.numel() * p.element_size()
@@ -57,12 +51,7 @@ def step_temporary_bytes(optimizer: optim.Optimizer, kind: str) -> int:
 
 
 def missing_state_bytes(optimizer: optim.Optimizer, alignment: int = 1) -> int | None:
-    """Bytes of the state that an optimizer has yet to allocate; None where that is not known before its first step.
-
-    Args:
-        optimizer: The optimizer.
-        alignment: Granularity of the device's allocator in bytes.
-    """
+    """Bytes of the state that an optimizer has yet to allocate; None where that is not known before its first step."""
     missing = [
         (group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)
     ]

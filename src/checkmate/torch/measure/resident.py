@@ -18,9 +18,7 @@ from checkmate.torch.options import Options
 def gradient_bytes(example_inputs: Sequence[Any], accumulate: bool) -> int:
     """Bytes of the gradients of a graph's parameters that are held while it runs.
 
-    Args:
-        example_inputs: Inputs of the graph, its parameters among them.
-        accumulate: Whether gradients of earlier backwards may exist when the graph runs, so that those missing now count.
+    Where it may accumulate, gradients of earlier backwards may exist then, so that those missing now count.
     """
     leaf = [t for t in example_inputs if isinstance(t, torch.Tensor) and t.is_leaf]
     coming = [t for t in leaf if t.requires_grad and t.grad is None] if accumulate else []
@@ -32,11 +30,7 @@ _ROOM: ContextVar[int] = ContextVar("room", default=sys.maxsize)
 
 @contextmanager
 def within_room(size_bytes: int) -> Generator[None]:
-    """Context in which measurements take no more memory than a budget leaves, nor than a context around it allows.
-
-    Args:
-        size_bytes: What it leaves.
-    """
+    """Context in which measurements take no more memory than a budget leaves, nor than a context around it allows."""
     token = _ROOM.set(min(size_bytes, _ROOM.get()))
     try:
         yield
@@ -49,11 +43,7 @@ _BEYOND: ContextVar[bool | None] = ContextVar("beyond", default=None)
 
 @contextmanager
 def beyond_room(allowed: bool) -> Generator[None]:
-    """Context in which bits may be compared in more memory than a budget leaves: without that there is no plan.
-
-    Args:
-        allowed: Whether they may, unless a context around it forbids it.
-    """
+    """Context in which bits may be compared in more memory than a budget leaves, unless a context around it forbids it."""
     token = _BEYOND.set(allowed and _BEYOND.get() is not False)
     try:
         yield
@@ -62,12 +52,7 @@ def beyond_room(allowed: bool) -> Generator[None]:
 
 
 def beyond_bytes(size_bytes: int, device: torch.device) -> int | None:
-    """How many bytes more than a budget leaves something takes; None where there is no room for it.
-
-    Args:
-        size_bytes: What it takes.
-        device: The device.
-    """
+    """How many bytes more than a budget leaves something of a size takes; None where there is no room for it."""
     excess = max(0, size_bytes - _ROOM.get())
     if excess and not _BEYOND.get():
         return None
@@ -75,11 +60,7 @@ def beyond_bytes(size_bytes: int, device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on a device now: those that the budget leaves, and that the system has.
-
-    Args:
-        device: The device.
-    """
+    """Bytes that can be allocated on a device now: those that the budget leaves, and that the system has."""
     return min(_ROOM.get(), _free_on_system_bytes(device))
 
 
@@ -88,23 +69,18 @@ def _free_on_system_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(_available_bytes(), _left_in_container_bytes())
-
-
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def _available_bytes() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        available = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # not a Linux
-        return sys.maxsize
+        available = sys.maxsize
+    return min(available, left_in_container_bytes())
 
 
-def _left_in_container_bytes() -> int:
+def left_in_container_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that are left of the limit of a container; unlimited where there is none."""
     try:
-        most, used, stat = ((_CGROUP / name).read_text() for name in ("memory.max", "memory.current", "memory.stat"))
+        most, used, stat = ((folder / name).read_text() for name in ("memory.max", "memory.current", "memory.stat"))
         cached = next(int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file "))
         return int(most) - int(used) + cached  # the cache of files is given back where memory is short
     except (OSError, ValueError, StopIteration):  # no cgroup, or "max"
@@ -112,12 +88,7 @@ def _left_in_container_bytes() -> int:
 
 
 def cuda_device(inputs: Sequence[Any], options: Options) -> torch.device | None:
-    """The CUDA device that a graph is planned for; None on a CPU.
-
-    Args:
-        inputs: Inputs of the graph.
-        options: Options of the backend; ``device`` names the device, by default that of the inputs.
-    """
+    """The CUDA device that a graph is planned for, that of its inputs unless the options name one; None on a CPU."""
     if options.device:
         device = torch.device(options.device)
         return device if device.type == "cuda" else None

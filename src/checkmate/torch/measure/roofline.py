@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections.abc import Iterable, Sequence
@@ -12,8 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from checkmate.cost.device import Device, load_device
-from checkmate.cost.roofline import roofline_ns
+from checkmate.cost.device import Device, load_device, roofline_ns
 from checkmate.cost.store import OpCost
 from checkmate.torch.graph.op_properties import makes_views
 from checkmate.torch.graph.pieces import PIECES, Pieces
@@ -21,9 +21,6 @@ from checkmate.torch.graph.storages import concrete, leaves, storage_bytes, stor
 from checkmate.torch.measure.estimated_workspace import estimated_workspace_bytes
 
 _log = logging.getLogger("checkmate.torch")
-_VIEW_NS = 100
-"""Cost of a view: it runs no kernel, but the dispatcher is called all the same."""
-_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 
 
 def estimated_costs(nodes: Sequence[fx.Node]) -> list[OpCost]:
@@ -32,17 +29,12 @@ def estimated_costs(nodes: Sequence[fx.Node]) -> list[OpCost]:
 
 
 def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
-    """Lower bound on the nanoseconds of an op: ratios between ops are useful, absolute times are not.
-
-    Args:
-        node: The op.
-        device: The device profile; that of a generic CPU by default.
-    """
+    """Lower bound on the nanoseconds of an op on a device, by default a generic CPU: ratios between ops are useful."""
     device = load_device("CPU") if device is None else device
     if PIECES in node.meta:
         return _pieces_ns(node, device)
     if makes_views(node):
-        return _VIEW_NS
+        return 100  # no kernel runs, but the dispatcher is called all the same
     read = (t for n in node.all_input_nodes for t in leaves(n.meta.get("val")))
     moved = _moved_bytes(read) + _moved_bytes(leaves(node.meta.get("val")))
     return roofline_ns(device, flop=_flop(node), dtype=_dtype(node), moved_bytes=moved)
@@ -51,18 +43,19 @@ def estimate_ns(node: fx.Node, device: Device | None = None) -> int:
 def _pieces_ns(node: fx.Node, device: Device) -> int:
     """Time of the ops of all pieces; at the end sums in a wider type are cast to that of the results."""
     pieces: Pieces = node.meta[PIECES]
-    of_piece = {id(graph): sum(estimate_ns(op, device) for op in _calls(graph)) for graph in pieces.graphs}
-    total = sum(of_piece[id(graph)] for graph in pieces.graphs)
+
+    @functools.cache  # equal pieces have the same graph
+    def of_piece(graph: fx.Graph) -> int:
+        calls = [op for op in graph.nodes if op.op == "call_function" and op.target is not operator.getitem]
+        return sum(estimate_ns(op, device) for op in calls)
+
+    total = sum(map(of_piece, pieces.graphs))
     terms = [value.meta["val"] for value in pieces.graphs[0].output_node().args[0]]  # type: ignore[union-attr]
     results = [made for made, is_sum in zip(leaves(node.meta["val"]), pieces.sums, strict=True) if is_sum]
     for term, made in zip(terms, results, strict=True):
         if term.dtype is not made.dtype:
             total += roofline_ns(device, flop=0, dtype="float32", moved_bytes=_moved_bytes([term, made]))
     return total
-
-
-def _calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
 
 
 def _moved_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -82,7 +75,8 @@ def _dtype(node: fx.Node) -> str:
     dtype = str(read[0] if read else torch.float32).removeprefix("torch.")
     if dtype != "float32":
         return dtype
-    convolves = getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS
+    convolutions = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+    convolves = getattr(node.target, "overloadpacket", None) in convolutions
     tf32 = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
     return "tf32" if tf32 else dtype
 

@@ -12,64 +12,52 @@ import torch
 from checkmate.frontend.step_memory import StepMemory
 from checkmate.torch._compat.aot import overwritten_inputs
 from checkmate.torch._compat.dispatch import no_modes
-from checkmate.torch._compat.profiler import memory_trace, outside_of_profilers
+from checkmate.torch._compat.profiler import outside_of_profilers
 from checkmate.torch.graph.rng import generators_restored
 from checkmate.torch.graph.storages import storage_key, unique_bytes
-from checkmate.torch.measure.peak import measure_peak
+from checkmate.torch.measure.peak import measure_peak, peaks
 
 _log = logging.getLogger("checkmate.torch")
-_BACKWARD = "checkmate::backward"
 
 
 def measure_step(run: Callable[..., Any], inputs: Sequence[Any], *, hold_outputs: bool) -> StepMemory:
     """Run two steps and measure the second; the first loads kernels and allocates buffers that stay.
 
     Inputs are passed as new leaf tensors that alias them, so that no gradient reaches a parameter and no hook is called.
-    Storages that the forward overwrites and the states of random generators are restored.
-
-    Args:
-        run: A compiled forward with its backward.
-        inputs: The inputs it was compiled for: real tensors, and numbers.
-        hold_outputs: Whether the caller holds the outputs until the backward is over.
-
-    Returns:
-        Memory of the second step. If a step runs out of memory, all of the CUDA device's: more than any budget.
+    Storages that the forward overwrites and the states of random generators are restored. If a step runs out of memory, it takes
+    all of the CUDA device's: more than any budget.
     """
-    return outside_of_profilers(lambda: _measure_step(run, inputs, hold_outputs))
 
+    def measured() -> StepMemory:
+        _step(run, inputs, hold_outputs, lambda: None)
+        with peaks(_device(inputs)) as found:
+            gradients = _step(run, inputs, hold_outputs, found.mark)
+        (forward, between), (backward, _) = found.parts
+        return StepMemory(forward_peak_bytes=forward, saved_bytes=between, backward_peak_bytes=backward, gradient_bytes=gradients)
 
-def _measure_step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool) -> StepMemory:
-    with _put_back(inputs), no_modes(), torch.enable_grad():
-        try:
-            _step(run, inputs, hold_outputs)
-            return _measured(run, inputs, hold_outputs)
-        except torch.OutOfMemoryError as error:  # a smaller plan may still fit
-            _log.info("a measured step ran out of memory: %s", error)
-        return _whole_device()
+    return outside_of_profilers(lambda: _on_trial(inputs, measured, everything=False))
 
 
 def measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMemory:
-    """Run two whole steps, with their updates, and measure the second; see `measure_step`.
+    """Run two whole steps, with their updates, and measure the second; see `measure_step`. All inputs are restored."""
 
-    Args:
-        run: The compiled step.
-        inputs: The inputs it was compiled for: real tensors, and numbers. All are restored.
+    def measured() -> StepMemory:
+        run(*inputs)
+        return StepMemory.of_whole_step(measure_peak(lambda: run(*inputs), device=_device(inputs)))
 
-    Returns:
-        Memory of the second step. If a step runs out of memory, all of the CUDA device's: more than any budget.
-    """
-    return outside_of_profilers(lambda: _measure_whole_step(run, inputs))
-
-
-def _measure_whole_step(run: Callable[..., Any], inputs: Sequence[Any]) -> StepMemory:
     # AOTAutograd's metadata does not name parameters: updates were marks when it traced the step.
-    with _put_back(inputs, everything=True), no_modes(), torch.enable_grad():
+    return outside_of_profilers(lambda: _on_trial(inputs, measured, everything=True))
+
+
+def _on_trial(inputs: Sequence[Any], measured: Callable[[], StepMemory], *, everything: bool) -> StepMemory:
+    with _put_back(inputs, everything=everything), no_modes(), torch.enable_grad():
         try:
-            run(*inputs)
-            return StepMemory.of_whole_step(measure_peak(lambda: run(*inputs), device=_device(inputs)))
-        except torch.OutOfMemoryError as error:
+            return measured()
+        except torch.OutOfMemoryError as error:  # a smaller plan may still fit
             _log.info("a measured step ran out of memory: %s", error)
-        return _whole_device()
+        torch.cuda.empty_cache()
+        _, most = torch.cuda.mem_get_info()
+        return StepMemory(forward_peak_bytes=most, saved_bytes=most, backward_peak_bytes=most, gradient_bytes=0)
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
@@ -77,58 +65,8 @@ def _device(inputs: Sequence[Any]) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _whole_device() -> StepMemory:
-    torch.cuda.empty_cache()
-    _, everything = torch.cuda.mem_get_info()
-    return StepMemory(forward_peak_bytes=everything, saved_bytes=everything, backward_peak_bytes=everything, gradient_bytes=0)
-
-
-def _measured(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool) -> StepMemory:
-    if (device := _device(inputs)).type == "cuda":
-        return _measured_on_cuda(run, inputs, hold_outputs, device)
-    with memory_trace() as trace:
-        gradients = _step(run, inputs, hold_outputs)
-    held = peak = forward = between = 0
-    for what, amount in trace.events:
-        if what == "push" and amount == _BACKWARD:
-            forward, between, peak = peak, held, held
-        elif what == "alloc":
-            held += amount  # type: ignore[operator]
-            peak = max(peak, held)
-    return StepMemory(forward_peak_bytes=forward, saved_bytes=between, backward_peak_bytes=peak, gradient_bytes=gradients)
-
-
-def _measured_on_cuda(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, device: torch.device) -> StepMemory:
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    found: dict[str, int] = {}
-
-    def between() -> None:
-        torch.cuda.synchronize(device)
-        found["forward"] = torch.cuda.max_memory_allocated(device) - before
-        found["held"] = torch.cuda.memory_allocated(device) - before
-        torch.cuda.reset_peak_memory_stats(device)
-
-    gradients = _step(run, inputs, hold_outputs, between)
-    torch.cuda.synchronize(device)
-    return StepMemory(
-        forward_peak_bytes=found["forward"],
-        saved_bytes=found["held"],
-        backward_peak_bytes=torch.cuda.max_memory_allocated(device) - before,
-        gradient_bytes=gradients,
-    )
-
-
-def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, between: Callable[[], None] | None = None) -> int:
-    """Run a forward and a backward; return the bytes of the gradients that the backward leaves.
-
-    Args:
-        run: The compiled forward.
-        inputs: Its inputs.
-        hold_outputs: Whether the outputs stay alive during the backward.
-        between: Called between forward and backward.
-    """
+def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, between: Callable[[], None]) -> int:
+    """Run a forward and a backward; return the bytes of the gradients that the backward leaves."""
     leaves = [t.data.requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in inputs]
     results = [r for r in run(*leaves) if isinstance(r, torch.Tensor)]
     losses = [r for r in results if r.requires_grad]
@@ -141,21 +79,14 @@ def _step(run: Callable[..., Any], inputs: Sequence[Any], hold_outputs: bool, be
     del losses
     if not hold_outputs:
         results.clear()
-    if between is not None:
-        between()
-    with torch.profiler.record_function(_BACKWARD):
-        torch.autograd.backward(edges, seeds)
+    between()
+    torch.autograd.backward(edges, seeds)
     return unique_bytes(t.grad for t in leaves if isinstance(t, torch.Tensor) and t.grad is not None)
 
 
 @contextmanager
 def _put_back(inputs: Sequence[Any], *, everything: bool = False) -> Iterator[None]:
-    """Restore, on leaving, the storages that a step overwrites and the state of every random generator.
-
-    Args:
-        inputs: Inputs of the step.
-        everything: Whether any of them may be overwritten; otherwise those that AOTAutograd's metadata names.
-    """
+    """Restore, on leaving, the state of every random generator, and the inputs that AOTAutograd's metadata says it overwrites."""
     written = None if everything else overwritten_inputs(len(inputs))
     chosen = [t for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and (written is None or i in written)]
     storages = {storage_key(t): t.untyped_storage() for t in chosen}

@@ -1,56 +1,34 @@
-"""Checks of model, loss, optimizer and example before anything is traced: Dynamo would tell what it met, not the cause."""
+"""Model, loss, optimizer, example and batches, checked before anything is traced: Dynamo does not tell the cause."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from checkmate.core.errors import OptionError, shortened
-from checkmate.torch.step.batch import Example, described, validate_example
 from checkmate.torch.step.programs import Loss
 
 _log = logging.getLogger("checkmate.torch")
 
-
-def warn_of_clipping(caller: CodeType) -> None:
-    """Warn where a function that calls a step with an optimizer clips gradients as well: there are none after the step.
-
-    Args:
-        caller: The code of the function.
-    """
-    named = [name for name in ("clip_grad_norm_", "clip_grad_value_") if name in caller.co_names]
-    if named:
-        _log.warning(
-            "%s is named in %s, which calls the step: after it the optimizer has stepped and no gradient is left, so that "
-            "nothing is clipped\nhint: checkmate.torch.compile(..., clip_norm=1.0) clips inside of the step",
-            named[0],
-            caller.co_qualname,
-        )
+Example = Sequence[Any] | Mapping[str, Any]
+"""A batch: positional arguments, the loss's target last, or keyword arguments of the model."""
 
 
-def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, example: Example) -> Example:
-    """The example, checked with model, loss and optimizer to be what a step can be made of.
-
-    Args:
-        model: The model.
-        loss: The loss, or None.
-        optimizer: The optimizer, or None.
-        example: The example.
-
-    Raises:
-        OptionError: One of them is not what it has to be, or they do not fit together.
-    """
+def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, example: Example) -> None:
+    """Check that a step can be made of a model, a loss, an optimizer and an example."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise OptionError(f"model={_name(model)} is not a module", hint="give an instance of torch.nn.Module")
     _check_loss(loss)
     _check_optimizer(optimizer)
-    example = validate_example(example, loss is not None)
+    _check_example(example, loss is not None)
     refuse_inference_mode()
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(parameter):
@@ -83,15 +61,10 @@ def validate_arguments(model: nn.Module, loss: Loss | None, optimizer: object, e
             f"the example has {described(example)}",
             hint=hint,
         )
-    return example
 
 
 def refuse_inference_mode() -> None:
-    """Refuse to train where no tensor can have a gradient. Under `torch.no_grad` a step runs: it switches gradients on.
-
-    Raises:
-        OptionError: `torch.inference_mode` is on.
-    """
+    """Refuse to train where no tensor can have a gradient. Under `torch.no_grad` a step runs: it switches gradients on."""
     if torch.is_inference_mode_enabled():
         raise OptionError(
             "a step trains, and under torch.inference_mode() nothing has a gradient",
@@ -100,14 +73,7 @@ def refuse_inference_mode() -> None:
 
 
 def refuse_untrainable(model: nn.Module) -> None:
-    """Refuse to compile a step that has no memory to run in, or whose tensors nothing can change.
-
-    Args:
-        model: The model.
-
-    Raises:
-        OptionError: A parameter or a buffer is on the meta device, or was made in inference mode.
-    """
+    """Refuse to compile a step that has no memory to run in, or whose tensors nothing can change."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise OptionError(
@@ -119,6 +85,108 @@ def refuse_untrainable(model: nn.Module) -> None:
                 f"the model's {name!r} was made under torch.inference_mode(), and nothing can train it",
                 hint="build the model outside of torch.inference_mode()",
             )
+
+
+def warn_of_clipping(caller: CodeType) -> None:
+    """Warn where a function that calls a step with an optimizer clips gradients as well: there are none after the step."""
+    named = [name for name in ("clip_grad_norm_", "clip_grad_value_") if name in caller.co_names]
+    if named:
+        _log.warning(
+            "%s is named in %s, which calls the step: after it the optimizer has stepped and no gradient is left, so that "
+            "nothing is clipped\nhint: checkmate.torch.compile(..., clip_norm=1.0) clips inside of the step",
+            named[0],
+            caller.co_qualname,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """The arguments of the batches of a step, known from its example."""
+
+    example: str  # in words: names, types and shapes
+    count: int | None  # elements of a batch by position; None where the example is a mapping
+    names: tuple[str, ...]  # of a batch by keyword, in order
+    tensors: tuple[bool, ...]  # whether each of them is a tensor
+
+    @classmethod
+    def of(cls, example: Example) -> BatchLayout:
+        """The layout of an example."""
+        names, values = (tuple(example), example.values()) if isinstance(example, Mapping) else ((), example)
+        count = None if isinstance(example, Mapping) else len(example)
+        return cls(described(example), count, names, tuple(isinstance(value, torch.Tensor) for value in values))
+
+    def batch_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
+        """The batch that a step is called with: as the example was, also in one piece."""
+        if self.count is None:
+            whole = len(args) == 1 and not kwargs and isinstance(args[0], Mapping)
+            batch: Any = args[0] if whole else kwargs
+            if (args and not whole) or batch.keys() != set(self.names):
+                raise self._refused((*args, *batch) if whole else args, batch)
+            batch = {name: batch[name] for name in self.names}
+            values: Sequence[Any] = tuple(batch.values())
+        else:
+            if len(args) == 1 != self.count and isinstance(args[0], (tuple, list)):
+                args = tuple(args[0])
+            if kwargs or len(args) != self.count:
+                raise self._refused(args, kwargs)
+            batch = values = args
+        for number, (value, tensor) in enumerate(zip(values, self.tensors, strict=True)):
+            if tensor and isinstance(value, (list, tuple, int, float, str, Mapping)):
+                name = self.names[number] if self.names else f"argument {number + 1}"
+                raise OptionError(
+                    f"{name} of the step is a {type(value).__name__}, and that of the example is a tensor",
+                    hint="give a tensor: torch.tensor(...) makes one of a list",
+                )
+        return batch
+
+    def _refused(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OptionError:
+        if self.count is not None:
+            names = ["x", "y"] if self.count == 2 else [f"x{i + 1}" for i in range(self.count)]
+            hint = f"call step({', '.join(names)}): all elements of a batch by position, the target of a loss last"
+        else:
+            hint = f"call step(**batch) with {', '.join(self.names)}"
+        return OptionError(f"the step is called with {described(args, kwargs)}, and its example was {self.example}", hint=hint)
+
+
+def described(batch: Example, kwargs: Mapping[str, Any] | None = None) -> str:
+    """A batch in words, such as ``2 arguments: float32 (64, 32), int64 (64,)``."""
+    named = {**(batch if isinstance(batch, Mapping) else {}), **(kwargs or {})}
+    parts = [_described(value) for value in (() if isinstance(batch, Mapping) else batch)]
+    parts += [f"{name}={_described(value)}" for name, value in named.items()]
+    return f"{len(parts)} argument{'s' * (len(parts) != 1)}{': ' * bool(parts)}{', '.join(parts)}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{device}"
+    if type(value) in (tuple, list) and len(value) <= 4 and not all(isinstance(v, (int, float)) for v in value):
+        return f"({', '.join(map(_described, value))})"
+    return type(value).__name__
+
+
+def _check_example(example: Any, has_loss: bool) -> None:
+    if isinstance(example, Mapping):
+        if has_loss:
+            raise OptionError("example is a mapping, so that the loss has no target", hint="give a tuple (x, y), or loss=None")
+    elif not isinstance(example, (tuple, list)):
+        loader = isinstance(example, Iterable) and not isinstance(example, torch.Tensor)
+        hint = "give one batch of it: example=next(iter(loader))" if loader else "give a tuple (x, y), or a mapping"
+        raise OptionError(f"example={type(example).__name__} is not a batch", hint=hint)
+    elif len(example) < (least := 2 if has_loss else 1):
+        what = "an input and a target" if has_loss else "an input"
+        given = f"example with {len(example)} of at least {least} elements is not a batch" if example else "no example is given"
+        raise OptionError(f"{given}: {what} must be in it", hint="write example=(x, y), or give a mapping")
+    leaves = pytree.tree_leaves(example)
+    sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if sizes and not any(sizes):
+        raise OptionError(f"example has no sample: {described(example)}", hint="give a batch of at least one")
+    # Each number outside of tensors is a constant of the graph, and a list of thousands takes minutes to trace.
+    if len(numbers := [leaf for leaf in leaves if type(leaf) in (int, float, bool)]) > 64:
+        raise OptionError(
+            f"example has {len(numbers):,} numbers in lists, and each would be a constant of the graph",
+            hint="give tensors: torch.tensor(...) makes one of a list",
+        )
 
 
 def _check_loss(loss: Any) -> None:
@@ -152,7 +220,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _refused(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why a function cannot be called with so many arguments; empty where it can, or its signature is not known."""
+    """Why a function cannot be called with such arguments; empty where it can, or its signature is not known."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

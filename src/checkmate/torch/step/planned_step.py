@@ -41,7 +41,16 @@ class PlannedStep:
         Args:
             curve: Plans of the same graph for other budgets.
         """
-        return explanation_of(self.graph, self.plan, curve, self.result.remarks)
+        graph = self.graph
+        peak = explain_plan(graph, self.plan, curve=curve)
+        tangents = () if graph.boundary is None else (graph.values[v] for v in graph.ops[graph.boundary].outputs)
+        return StepExplanation(
+            saved=tuple(_saved(graph, self.plan)),
+            remats=peak.remats,
+            tangent_bytes=sum(value.size_bytes for value in tangents if not is_scalar_tangent(value)),
+            peak=peak,
+            remarks=self.result.remarks,
+        )
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write one HTML page about the plan, which needs no network; see `checkmate.report.html_report`.
@@ -133,52 +142,25 @@ class StepExplanation:
     __str__ = __repr__
 
 
-def explanation_of(graph: Graph, plan: Plan, curve: Curve | None = None, remarks: tuple[str, ...] = ()) -> StepExplanation:
-    """The explanation of a plan of a step.
-
-    Args:
-        graph: The graph of the step.
-        plan: The plan.
-        curve: Plans of the same graph for other budgets.
-        remarks: Remarks on the plan.
-
-    Raises:
-        WrongGraphError: The plan is for another graph.
-    """
-    peak = explain_plan(graph, plan, curve=curve)
-    tangents = () if graph.boundary is None else graph.ops[graph.boundary].outputs
-    large = [v for v in tangents if not is_scalar_tangent(graph.values[v])]
-    return StepExplanation(
-        saved=tuple(_saved(graph, plan)),
-        remats=peak.remats,
-        tangent_bytes=sum(graph.values[v].size_bytes for v in large),
-        peak=peak,
-        remarks=remarks,
-    )
-
-
 def _saved(graph: Graph, plan: Plan) -> Iterable[Saved]:
-    begins = next(
-        (p for p, s in enumerate(plan.steps) if isinstance(s, Compute) and _begins_backward(graph, s.op)), len(plan.steps)
-    )
-    # A storage is saved if it was written before the backward begins and was not freed or recomputed before it is read there.
+    """Storages that were written before the backward begins, and not freed or recomputed before they are read there."""
     live: set[int] = set()
     found: dict[int, None] = {}
-    for p, step in enumerate(plan.steps):
+    backward = False
+    for step in plan.steps:
         if isinstance(step, Compute):
-            if p >= begins:
-                reads = () if step.op == graph.boundary else graph.ops[step.op].inputs
+            op = graph.ops[step.op]
+            backward = backward or _begins_backward(graph, step.op)
+            if backward:
+                reads = () if step.op == graph.boundary else op.inputs
                 found.update((graph.root[v], None) for v in reads if v in live)
-                live.difference_update(graph.ops[step.op].outputs)
+                live.difference_update(op.outputs)
             else:
-                live.update(graph.ops[step.op].outputs)
+                live.update(op.outputs)
         else:
             live.discard(step.value)
-    owners = (v for v in found if graph.values[v].size_bytes)
-    rows = [
-        Saved(graph.values[v].name, (op := graph.ops[graph.producer[v]]).kind, graph.values[v].size_bytes, op.source)
-        for v in owners
-    ]
+    values = ((graph.values[v], graph.ops[graph.producer[v]]) for v in found)
+    rows = [Saved(value.name, op.kind, value.size_bytes, op.source) for value, op in values if value.size_bytes]
     return sorted(rows, key=lambda s: (-s.size_bytes, s.name))
 
 

@@ -17,20 +17,15 @@ from checkmate.torch.graph.optimizer_ops import GRADIENT_READY, Updates
 
 Loss = Callable[..., torch.Tensor]
 Program = Callable[..., tuple[Any, torch.Tensor]]
-_NORM_EPSILON = 1e-6  # the value in torch.nn.utils.clip_grad_norm_, whose results have to be matched
-
 
 _CACHES = ("past_key_values", "cache_params")
 """Fields of the outputs of Hugging Face's models that only generation reads. They hold keys and values of every layer."""
 
 
 def forward_program(model: torch.nn.Module, loss: Loss | None, *, outputs: bool = True) -> Program:
-    """``program(args, kwargs) -> (prediction, loss)``; the prediction is detached, and None where the model returns its loss.
+    """``program(args, kwargs) -> (prediction, loss)``; the prediction is detached.
 
-    Args:
-        model: The model.
-        loss: The loss, or None if the model computes it.
-        outputs: Whether the prediction is returned; otherwise it is None.
+    It is None where the model returns its loss alone, and where ``outputs`` asks for no more.
     """
 
     def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
@@ -57,11 +52,7 @@ def model_program(model: torch.nn.Module) -> Callable[..., Any]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returns: the tensor itself, ``.loss``, ``["loss"]``, or the only number of a tuple.
-
-    Raises:
-        OptionError: There is none.
-    """
+    """The loss in what a model returns: the tensor itself, ``.loss``, ``["loss"]``, or the only number of a tuple."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
@@ -87,10 +78,8 @@ def _check_loss(value: Any, hint: str = "give a loss that returns one, such as r
 
 def _kind(value: Any) -> str:
     """The type of a value; numbers of `Tensor.item` have another while they are traced."""
-    return type(value).__name__.removeprefix("Sym").lower() if isinstance(value, _TRACED_NUMBERS) else type(value).__name__
-
-
-_TRACED_NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
+    name, traced = type(value).__name__, isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
+    return name.removeprefix("Sym").lower() if traced else name
 
 
 NO_LOSS = "give a loss, such as loss=torch.nn.functional.mse_loss with example=(x, y), or labels in the example"
@@ -129,16 +118,8 @@ def under_autocast(program: Program, device_type: str, dtype: torch.dtype) -> Pr
 
 
 def step_program(forward: Program, updates: Updates, *, micro_batches: int = 1, clip_norm: float | None = None) -> Program:
-    """A whole step: ``program(args, kwargs) -> (prediction, loss, marks)``.
-
-    Args:
-        forward: A program of `forward_program`.
-        updates: The optimizer's updates.
-        micro_batches: Equal parts into which the batch is cut; their gradients are added up.
-        clip_norm: Largest norm of all gradients together, or None.
-    """
-    parameters = updates.parameters
-    key = updates.key
+    """A whole step, with the gradients of micro batches added up: ``program(args, kwargs) -> (prediction, loss, marks)``."""
+    parameters, key = updates.parameters, updates.key
 
     def gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor, list[torch.Tensor | None]]:
         prediction, value = forward(args, kwargs)
@@ -172,27 +153,20 @@ def with_unique_code(program: Any) -> Any:
 
 
 def check_micro_batches(batch: Any, micro_batches: int) -> None:
-    """Check that a batch can be cut into equal parts.
-
-    Raises:
-        OptionError: The number of parts is not positive, or does not divide the rows.
-    """
+    """Refuse a number of parts that is not positive, or does not divide the rows of a batch."""
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise OptionError(
             f"micro_batches={micro_batches!r} is not a whole number of at least 1",
             hint="give the number of equal parts, such as micro_batches=4, or leave it out",
         )
-    rows = {t.shape[0] for t in _batched(batch)} if micro_batches > 1 else set[int]()
+    batched = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    rows = {t.shape[0] for t in batched} if micro_batches > 1 else set[int]()
     if len(rows) > 1 or any(n % micro_batches for n in rows):
         shown = ", ".join(map(str, sorted(rows)))
         raise OptionError(
             f"micro_batches={micro_batches} does not cut a batch of {shown} rows into equal parts",
             hint="give every tensor of the batch the same number of rows, a multiple of micro_batches",
         )
-
-
-def _batched(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
 
 
 def _cut(batch: Any, parts: int) -> list[Any]:
@@ -212,7 +186,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _clipped(gradients: list[torch.Tensor | None], most: float) -> list[torch.Tensor | None]:
-    """Gradients scaled as by `torch.nn.utils.clip_grad_norm_`."""
+    """Gradients scaled as by `torch.nn.utils.clip_grad_norm_`, to the bit."""
     norms = [torch.linalg.vector_norm(g) for g in gradients if g is not None]
-    scale = torch.clamp(most / (torch.linalg.vector_norm(torch.stack(norms)) + _NORM_EPSILON), max=1.0)
+    scale = torch.clamp(most / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6), max=1.0)
     return [None if g is None else g * scale for g in gradients]

@@ -16,7 +16,7 @@ from checkmate.core.errors import OptionError
 from checkmate.torch._compat.distributed import DistributedDataParallel, inside_ddp_forward, uses_fsdp
 from checkmate.torch.graph.optimizer_ops import Updates, has_gradient_hook, unsupported_reason
 from checkmate.torch.options import Outputs
-from checkmate.torch.step.batch import Example
+from checkmate.torch.step.arguments import Example, validate_arguments
 from checkmate.torch.step.programs import (
     Loss,
     Program,
@@ -29,130 +29,97 @@ from checkmate.torch.step.programs import (
 
 _log = logging.getLogger("checkmate.torch")
 
-Finish = Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]
-"""Runs the compiled program and whatever part of the step is not in it; returns the prediction and the loss."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """How a step is traced and run.
+    """How a step is traced and run."""
 
-    Attributes:
-        program: The function to trace.
-        forward: Its model and loss alone.
-        finish: Runs the compiled program and the rest of the step.
-        whole: Whether the optimizer's updates are in the program.
-        micro_batches: Equal parts into which the program cuts a batch.
-        own_loss: Whether the model computes its loss.
-        unclipped: Whether gradients are used and cleared without being clipped.
-        wrapped: The enclosing DistributedDataParallel module, or None.
-    """
+    program: Program  # what is traced
+    forward: Program  # model and loss alone
+    finish: Callable[[Callable[[], Any]], tuple[Any, torch.Tensor]]  # runs the compiled program and whatever is not in it
+    updates: Updates | None = None  # those in the program; None where the step is not whole
+    wrapped: DistributedDataParallel | None = None  # the module around the model
 
-    program: Program
-    forward: Program
-    finish: Finish
-    whole: bool
-    micro_batches: int = 1
-    own_loss: bool = False
-    unclipped: bool = False
-    wrapped: DistributedDataParallel | None = None
+    @property
+    def whole(self) -> bool:
+        """Whether the optimizer's updates are in the program."""
+        return self.updates is not None
 
     def tracing_context(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the program is traced as inside a forward of ``wrapped``, without communication between ranks."""
         return contextlib.nullcontext() if self.wrapped is None else inside_ddp_forward(self.wrapped)
 
 
-def spec_of_step(
-    model: torch.nn.Module,
-    loss: Loss | None,
-    optimizer: torch.optim.Optimizer | None,
-    example: Example,
-    whole: bool | None,
-    micro_batches: int,
-    clip_norm: float | None,
-    autocast: torch.dtype | None,
-    outputs: Outputs = "held",
-) -> StepSpec:
-    """The specification of a step, from the arguments of `checkmate.torch.compile`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecipe:
+    """A training step as a user describes it, by the arguments of `checkmate.torch.compile`."""
 
-    Args:
-        model: The model.
-        loss: The loss, or None if the model returns it.
-        optimizer: The optimizer, if any.
-        example: A batch.
-        whole: Whether the updates are in the program; None for wherever they can be.
-        micro_batches: Equal parts into which the batch is cut.
-        clip_norm: Largest norm of all gradients together, if it is limited.
-        autocast: Type of `torch.autocast` around model and loss, if any.
-        outputs: Whether the prediction is returned.
+    model: torch.nn.Module
+    loss: Loss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    example: Example
+    whole: bool | None = None
+    micro_batches: int = 1
+    clip_norm: float | None = None
+    autocast: torch.dtype | None = None
+    outputs: Outputs = "held"
 
-    Raises:
-        OptionError: A whole step is asked for, and the optimizer or the options do not allow one.
-    """
-    check_micro_batches(example, micro_batches)
-    if clip_norm is not None and (isinstance(clip_norm, (bool, str)) or not clip_norm > 0):
-        raise OptionError(f"clip_norm={clip_norm!r} must be a number above zero", hint="give the largest norm: clip_norm=1.0")
-    if uses_fsdp(model):
-        raise OptionError(
-            "fully_shard gathers parameters between the graphs of its modules, so that no one graph is the step",
-            hint="use torch.compile(model, backend='checkmate', options={'budget': ...}), which plans the graph of each module",
-        )
-    wrapped = model if isinstance(model, DistributedDataParallel) else None
-    model = model if wrapped is None else wrapped.module
-    forward = forward_program(model, loss, outputs=outputs == "held")
-    if autocast is not None:
-        forward = under_autocast(forward, _device_type(model, example), _half(autocast))
-    reason = "there is no optimizer" if optimizer is None else unsupported_reason(optimizer, model)
-    if wrapped is not None:
-        reason = "DistributedDataParallel averages gradients in hooks of the backward"
-    if whole is False:
-        reason = "whole=False"
-    unclipped = optimizer is not None and clip_norm is None
-    if optimizer is not None and reason is None:
-        updates = Updates(optimizer)
-        program = step_program(forward, updates, micro_batches=micro_batches, clip_norm=clip_norm)
-        if clip_norm is not None:
-            _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
-        finish = functools.partial(_finish_whole, updates)
-        return StepSpec(
-            program,
-            forward,
-            finish,
-            whole=True,
-            micro_batches=micro_batches,
-            own_loss=loss is None,
-            unclipped=unclipped,
-        )
-    if whole or micro_batches > 1:
-        what = "whole=True" if whole else f"micro_batches={micro_batches} needs a whole step, which"
-        raise OptionError(
-            f"{what} cannot be: {reason}",
-            hint="leave it out; or give an optimizer of torch.optim, such as AdamW, all parameters, without hooks",
-        )
-    if optimizer is not None and whole is None:
-        _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
-    finish = functools.partial(_finish_split, optimizer, clip_norm)
-    return StepSpec(forward, forward, finish, whole=False, own_loss=loss is None, unclipped=unclipped, wrapped=wrapped)
+    def __post_init__(self) -> None:
+        validate_arguments(self.model, self.loss, self.optimizer, self.example)
 
+    def spec(self) -> StepSpec:
+        """The step, whole where it can be; refused where it has to be and cannot."""
+        self._check()
+        optimizer = self.optimizer
+        wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
+        model: torch.nn.Module = self.model if wrapped is None else wrapped.module
+        forward = forward_program(model, self.loss, outputs=self.outputs == "held")
+        if self.autocast is not None:
+            forward = under_autocast(forward, _device_type(model, self.example), self.autocast)
+        reason = "there is no optimizer" if optimizer is None else unsupported_reason(optimizer, model)
+        if wrapped is not None:
+            reason = "DistributedDataParallel averages gradients in hooks of the backward"
+        if self.whole is False:
+            reason = "whole=False"
+        if optimizer is not None and reason is None:
+            updates = Updates(optimizer)
+            program = step_program(forward, updates, micro_batches=self.micro_batches, clip_norm=self.clip_norm)
+            if self.clip_norm is not None:
+                _log.info("clip_norm needs the norm of all gradients: all of them are held until the last one is computed")
+            return StepSpec(program, forward, functools.partial(_finish_whole, updates), updates)
+        if self.whole or self.micro_batches > 1:
+            what = "whole=True" if self.whole else f"micro_batches={self.micro_batches} needs a whole step, which"
+            raise OptionError(
+                f"{what} cannot be: {reason}",
+                hint="leave it out; or give an optimizer of torch.optim, such as AdamW, all parameters, without hooks",
+            )
+        if optimizer is not None and self.whole is None:
+            _log.warning("the optimizer's step comes after the backward and is not planned with it: %s", reason)
+        return StepSpec(forward, forward, functools.partial(_finish_split, optimizer, self.clip_norm), wrapped=wrapped)
 
-def spec_of_model(model: torch.nn.Module, inputs: Example, autocast: torch.dtype | None) -> StepSpec:
-    """The specification of what a plain loop compiles: the model alone.
+    def spec_of_model(self) -> StepSpec:
+        """The model alone, which a plain loop compiles, called with the example."""
+        self._check()
+        program = model_program(self.model)
+        if self.autocast is not None:
+            program = under_autocast(program, _device_type(self.model, self.example), self.autocast)
+        return StepSpec(program, program, lambda run: run())
 
-    Args:
-        model: The model.
-        inputs: Its inputs.
-        autocast: Type of `torch.autocast` around the model, if any.
-    """
-    program = model_program(model)
-    if autocast is not None:
-        program = under_autocast(program, _device_type(model, inputs), _half(autocast))
-    return StepSpec(program, program, lambda run: run(), whole=False)
-
-
-def _half(autocast: torch.dtype) -> torch.dtype:
-    if autocast not in (torch.bfloat16, torch.float16):
-        raise OptionError(f"autocast={autocast!r} is not a type of half precision", hint="give torch.bfloat16 or torch.float16")
-    return autocast
+    def _check(self) -> None:
+        check_micro_batches(self.example, self.micro_batches)
+        clip_norm = self.clip_norm
+        if clip_norm is not None and (isinstance(clip_norm, (bool, str)) or not clip_norm > 0):
+            raise OptionError(f"clip_norm={clip_norm!r} must be a number above zero", hint="give the largest norm: clip_norm=1.0")
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise OptionError(
+                f"autocast={self.autocast!r} is not a type of half precision", hint="give torch.bfloat16 or torch.float16"
+            )
+        if uses_fsdp(self.model):
+            raise OptionError(
+                "fully_shard gathers parameters between the graphs of its modules, so that no one graph is the step",
+                hint="use torch.compile(model, backend='checkmate', options={'budget': ...}), which plans the graph of each "
+                "module",
+            )
 
 
 def _device_type(model: torch.nn.Module, example: Example) -> str:

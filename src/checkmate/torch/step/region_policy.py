@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
@@ -16,20 +16,19 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits
 from checkmate.core.units import Amount, format_at_least, format_bytes
 from checkmate.frontend import progress
+from checkmate.frontend.options import TIME_LIMIT_S, CostSource, takes_options
 from checkmate.regions import RegionPolicy, choose_policy
 from checkmate.regions.answer import Save
 from checkmate.regions.blocks import Call
 from checkmate.solvers.solve import solve
 from checkmate.torch.measure.optimizer_state import step_temporary_bytes
-from checkmate.torch.options import CostSource
-from checkmate.torch.step.batch import Example
+from checkmate.torch.options import TracedOptions
+from checkmate.torch.step.arguments import Example
 from checkmate.torch.step.programs import Loss
 from checkmate.torch.step.step import capture
 
-_EAGER_BYTES = 4096
-"""Eager mode makes tensors of a few bytes from Python numbers, 32 in a network with unfused attention; the trace has none."""
 
-
+@takes_options(TracedOptions, time_limit_s=2 * TIME_LIMIT_S)
 def region_policy(
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -39,9 +38,8 @@ def region_policy(
     budget: Amount,
     save: Save = "ops",
     regions: Sequence[str] | None = None,
-    autocast: torch.dtype | None = None,
     costs: CostSource = "measured",
-    time_limit_s: float = 60.0,
+    **options: Unpack[TracedOptions],
 ) -> RegionPolicy:
     """The cheapest policy for activation checkpointing that keeps a budget in eager mode, and what it loses against a plan.
 
@@ -57,9 +55,9 @@ def region_policy(
             regions. ``"nothing"``: regions are checkpointed as a whole or not at all.
         regions: Paths of modules to checkpoint, with ``*`` and ``?``, such as ``["layers.*"]``; by default the outermost modules
             with a number for a name that have siblings.
-        autocast: Type of `torch.autocast` around model and loss.
         costs: Where costs come from.
-        time_limit_s: Seconds for the search, half of it for the plan to compare with.
+        options: ``autocast``, the type of `torch.autocast` around model and loss, and ``time_limit_s``, the seconds for the
+            search, 60 by default, half of it for the plan to compare with.
 
     Raises:
         InfeasibleBudgetError: Even with all regions checkpointed and nothing saved the step exceeds the budget.
@@ -75,15 +73,15 @@ def region_policy(
         (True, True)
         >>> model = checkpoint_regions(model, policy)
     """
+    given: dict[str, Any] = {"example": example, "optimizer": optimizer, "autocast": options.get("autocast"), "costs": costs}
+    half_s = options.get("time_limit_s", 2 * TIME_LIMIT_S) / 2
     with progress.shown("choosing regions to checkpoint"):
-        graph = capture(
-            model, loss, example=example, optimizer=optimizer, whole=False, autocast=autocast, reserve=_EAGER_BYTES, costs=costs
-        )
+        # Eager mode makes tensors of a few bytes from Python numbers, 32 in a network with unfused attention; the trace has none.
+        graph = capture(model, loss, **given, whole=False, reserve=4096)
         problem = Problem(graph, budget)
         budget_bytes = problem.budget_bytes
         _check_update(graph.resident_bytes, model, optimizer, budget_bytes)
-        limits = Limits(time_s=time_limit_s / 2)
-        planned = solve(problem, limits=limits, raise_on_failure=False)
+        planned = solve(problem, limits=Limits(time_s=half_s), raise_on_failure=False)
         # The random state of the CPU is in the memory of the CPU also where the model is not.
         on_cpu = all(p.device.type in ("cpu", "meta") for p in model.parameters())
         return choose_policy(
@@ -93,7 +91,7 @@ def region_policy(
             save=save,
             regions=regions,
             region_bytes=torch.get_rng_state().nbytes if on_cpu else 0,
-            time_limit_s=time_limit_s / 2,
+            time_limit_s=half_s,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 import sys
@@ -11,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, NoReturn
+from typing import TYPE_CHECKING, Any, Never, NoReturn, Unpack
 
 import msgspec
 import torch
@@ -24,8 +23,7 @@ from checkmate.core.plan import Plan
 from checkmate.core.result import Curve, Result
 from checkmate.core.units import Amount, format_bytes
 from checkmate.cost.device import Device, load_device
-from checkmate.frontend.options import PlanSource, check_choice, unknown_option
-from checkmate.solvers.session import Solver
+from checkmate.frontend.options import CostSource, takes_options
 from checkmate.torch.backend import compile_graph
 from checkmate.torch.chunking.choose import with_smallest_peak
 from checkmate.torch.chunking.variants import Chunks
@@ -36,12 +34,11 @@ from checkmate.torch.emulate.fake_inputs import fake_inputs
 from checkmate.torch.graph.optimizer_ops import uncompiled_reason
 from checkmate.torch.measure.optimizer_state import state_bytes
 from checkmate.torch.measure.profiler import Profiler
-from checkmate.torch.options import BudgetOf, Checkpoints, Chunking, Compiler, CostSource, Mode, Options, Outputs, check_chunking
-from checkmate.torch.step.arguments import refuse_inference_mode, refuse_untrainable, validate_arguments, warn_of_clipping
-from checkmate.torch.step.batch import BatchLayout, Example
+from checkmate.torch.options import Chunking, GraphOptions, Options, StepOptions, check_chunking, fields_of
+from checkmate.torch.step.arguments import BatchLayout, Example, refuse_inference_mode, refuse_untrainable, warn_of_clipping
 from checkmate.torch.step.planned_step import PlannedStep, StepExplanation
 from checkmate.torch.step.programs import Loss, check_micro_batches
-from checkmate.torch.step.recipe import StepSpec, spec_of_model, spec_of_step
+from checkmate.torch.step.recipe import StepRecipe
 from checkmate.torch.step.tracing import run_as_one_graph, stop_after_capture, trace_step
 from checkmate.torch.steps.program import GraphInterface
 
@@ -50,17 +47,11 @@ _log = logging.getLogger("checkmate.torch")
 
 @dataclass(eq=False, slots=True)
 class _Compiled:
-    """The graphs that a step was compiled for. PyTorch keeps a backend until the process ends, so that none may hold the model.
-
-    Attributes:
-        planned: Each graph and its plan.
-        shapes: Sizes of the inputs of each.
-        returned: Storages of what the last run returned, by weak references.
-    """
+    """The graphs that a step was compiled for. PyTorch keeps a backend for ever, so that none may hold the model."""
 
     planned: list[tuple[Graph, Result]] = field(default_factory=list)
-    shapes: list[tuple[Any, ...]] = field(default_factory=list)
-    returned: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+    shapes: list[tuple[Any, ...]] = field(default_factory=list)  # sizes of the inputs of each
+    returned: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)  # storages of what the last run returned
 
     def returned_bytes(self) -> int:
         """Bytes of what the last run returned, as far as it exists: the plan of a whole step has room for it."""
@@ -90,10 +81,12 @@ class Step:
     result: Result
     whole: bool
 
-    def __init__(self, spec: StepSpec, example: Example, options: Options, *, dynamic: bool = False) -> None:
+    def __init__(self, recipe: StepRecipe, options: Options, *, dynamic: bool = False) -> None:
+        self._spec = spec = recipe.spec()
         self.whole = spec.whole
-        self._spec, self._unclipped = spec, spec.unclipped
-        self._layout = BatchLayout.of(example)
+        self._unclipped = recipe.optimizer is not None and recipe.clip_norm is None
+        self._own_loss, self._micro_batches = recipe.loss is None, recipe.micro_batches
+        self._layout = BatchLayout.of(recipe.example)
         self._compiled = compiled = _Compiled()
         given = options.plan
         with stop_after_capture() as stop, spec.tracing_context():
@@ -106,7 +99,7 @@ class Step:
                 return compile_graph(gm, inputs, now, replace(hooks, returned_bytes=compiled.returned_bytes()))
 
             self._run = torch.compile(spec.program, backend=backend, fullgraph=True, dynamic=dynamic)
-            run_as_one_graph(self._run, spec, example)
+            run_as_one_graph(self._run, spec, recipe.example)
         if spec.wrapped is not None:
             self._run = run_inside_ddp(spec.wrapped, self._run)
         self.graph, self.result = compiled.planned[0]
@@ -133,13 +126,13 @@ class Step:
             warn_of_clipping(sys._getframe(1).f_code)
             self._unclipped = False
         batch = self._layout.batch_of(args, kwargs)
-        check_micro_batches(batch, self._spec.micro_batches)
+        check_micro_batches(batch, self._micro_batches)
         run = functools.partial(run_as_one_graph, self._run, self._spec, batch, self._layout.example)
         prediction, loss = self._spec.finish(run)
         if self.whole:
             tensors = [t for t in pytree.tree_leaves((prediction, loss)) if isinstance(t, torch.Tensor)]
             self._compiled.returned = [weakref.ref(t.untyped_storage()) for t in tensors]
-        return prediction if self._spec.own_loss and prediction is not None else (prediction, loss)
+        return prediction if self._own_loss and prediction is not None else (prediction, loss)
 
     def explain(self, *, curve: Curve | None = None) -> StepExplanation:
         """The tensors that the step saves and the ops that it recomputes; see `checkmate.torch.explain`.
@@ -194,6 +187,7 @@ _ELSEWHERE: Mapping[str, str] = {
 """Hints for options of other functions, by their names."""
 
 
+@takes_options(StepOptions, Options, StepRecipe, elsewhere=_ELSEWHERE, dynamic=False)
 def compile(  # noqa: A001 - named like torch.compile
     model: torch.nn.Module,
     loss: Loss | None = None,
@@ -201,26 +195,7 @@ def compile(  # noqa: A001 - named like torch.compile
     *by_position: Never,
     example: Example = (),
     budget: Amount | Budget | None = None,
-    budget_of: BudgetOf = "allocated",
-    compiler: Compiler = "eager",
-    whole: bool | None = None,
-    micro_batches: int = 1,
-    clip_norm: float | None = None,
-    autocast: torch.dtype | None = None,
-    solver: Solver | str | None = None,
-    time_limit_s: float | None = 30.0,
-    plan: PlanSource | None = None,
-    outputs: Outputs = "held",
-    reserve: Amount = 0,
-    accumulate: bool = False,
-    checkpoints: Checkpoints = "hints",
-    costs: CostSource = "measured",
-    chunking: Chunking = "exact",
-    host: Amount | None = None,
-    dynamic: bool = False,
-    mode: Mode = "default",
-    inductor_options: Mapping[str, Any] | None = None,
-    **unknown: Never,
+    **options: Unpack[StepOptions],
 ) -> Step:
     """A training step that keeps a memory budget: ``prediction, loss = step(x, y)``.
 
@@ -236,40 +211,8 @@ def compile(  # noqa: A001 - named like torch.compile
         example: A batch: ``(x, y)``, or a mapping of the model's arguments.
         budget: Largest number of bytes on the device during a step, everything included: ``"8GiB"``, a number, or a share
             such as ``"70%"`` of what the step needs above what no plan can change, which stays as many bytes for smaller batches.
-            None keeps everything. See `Options`, like every argument that is not described here.
-        budget_of: Whether the budget is of allocated memory, or of what the CUDA allocator reserves.
-        compiler: ``"inductor"`` measures every compilation on the example: a step runs twice, and all that it changes is
-            restored. With it the updates are in the step only where ``whole`` or ``micro_batches`` asks for that: they are then
-            compiled, for SGD, Adam, AdamW, Adagrad and RMSprop, which rounds them differently.
-        whole: Whether the optimizer's updates are planned with the rest of the step, each right after its gradient is
-            computed, so that the gradients never exist all at once. By default this is done wherever it is possible: for
-            optimizers of torch that update each parameter separately, such as SGD, Adam and AdamW. Arithmetic, state and
-            ``state_dict`` are those of the optimizer, and its learning rate can change at any time.
-        micro_batches: Equal parts into which a batch is cut. They are computed one after the other and their gradients added
-            up: one step over the whole batch. Only in a whole step.
-        clip_norm: Largest norm of all gradients together, in place of `torch.nn.utils.clip_grad_norm_`: after a step with an
-            optimizer no gradient is left. Clipping needs every gradient before the first can be used, so that in a whole step
-            too all of them exist at once.
-        autocast: ``torch.bfloat16`` or ``torch.float16``: model and loss run under `torch.autocast` for their device, the
-            parameters keep their type. Float16 needs a scaled loss and is therefore refused together with an optimizer.
-        solver: The solver.
-        time_limit_s: Seconds for the search.
-        plan: A plan, or the path of a file with one, to run instead of searching.
-        outputs: ``"held"`` if the step returns the prediction, or the model's own output: it then stays in memory to the end of
-            the step, logits of a large vocabulary too. ``"released"`` for the loss alone: the step returns ``(None, loss)``.
-        reserve: Memory to leave free, in addition to the optimizer's state, which is always reserved.
-        accumulate: Whether gradients stay from step to step; without an optimizer they do, unless the caller clears them.
-        checkpoints: Whether regions under ``torch.utils.checkpoint`` are always recomputed. ``"respected"`` is refused for a
-            whole step: the rule is that no value of a region is held where the backward begins, and a whole step is one graph
-            without that boundary.
-        costs: Where costs come from.
-        chunking: Whether ops on large tensors may run piece by piece: where no bit changes, also with sums, or never.
-        host: Memory of the host that values may be copied to, such as ``"32GiB"``. Only in a whole step.
-        dynamic: Whether one plan, made for the sizes of the example, is used for all batches that are no larger; otherwise
-            every shape is compiled and planned separately.
-        mode: The ``mode`` of `torch.compile`, with ``compiler="inductor"``.
-        inductor_options: Settings of ``torch._inductor.config`` by name, with ``compiler="inductor"``.
-        unknown: Refused, with the name that may be meant.
+            None keeps everything.
+        options: Options of planning and compiling; `StepOptions` describes them.
 
     Raises:
         InfeasibleBudgetError: No plan keeps the budget.
@@ -291,75 +234,45 @@ def compile(  # noqa: A001 - named like torch.compile
             f"compile takes model, loss and optimizer by position, and {len(by_position)} more were given",
             hint="name the others: compile(model, loss, optimizer, example=(x, y), budget='8GiB')",
         )
-    for name in unknown:
-        known = [name for name in inspect.signature(compile).parameters if name not in ("by_position", "unknown")]
-        raise unknown_option(name, "checkmate.torch.compile", known, _ELSEWHERE)
-    check_choice("whole", whole, (True, False, None))
-    check_choice("dynamic", dynamic, (False, True))
-    example = validate_arguments(model, loss, optimizer, example)
+    given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
+    recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
     refuse_untrainable(model)
-    options = Options(
-        budget=budget,
-        budget_of=budget_of,
-        compiler=compiler,
-        solver=solver,
-        time_limit_s=time_limit_s,
-        plan=plan,
-        outputs=outputs,
-        reserve=reserve,
-        accumulate=accumulate,
-        checkpoints=checkpoints,
-        costs=costs,
-        chunking=chunking,
-        host=host,
-        mode=mode,
-        inductor_options=inductor_options or {},
-    )
-    if checkpoints == "respected":
+    checked = Options(budget=budget, **fields_of(Options, options))
+    whole = recipe.whole
+    if checked.checkpoints == "respected":
         if whole:
             raise OptionError("checkpoints='respected' cannot be in a whole step", hint="leave out whole=True")
         whole = False
-    if compiler == "inductor":
-        whole = _whole_by_inductor(optimizer, whole or (micro_batches > 1 and whole is None))
-    if autocast is torch.float16 and optimizer is not None:
+    if checked.compiler == "inductor":
+        whole = _whole_by_inductor(optimizer, whole or (recipe.micro_batches > 1 and whole is None))
+    if recipe.autocast is torch.float16 and optimizer is not None:
         raise OptionError(
             "autocast=torch.float16 needs a scaled loss, or small gradients become zero",
             hint="use torch.bfloat16; or leave out the optimizer, scale in the loss, and step through torch.amp.GradScaler",
         )
-    spec = spec_of_step(model, loss, optimizer, example, whole and not accumulate, micro_batches, clip_norm, autocast, outputs)
-    return Step(spec, example, options, dynamic=dynamic)
+    return Step(replace(recipe, whole=whole and not checked.accumulate), checked, dynamic=options.get("dynamic", False))
 
 
+@takes_options(GraphOptions, Options, StepRecipe)
 def capture(
     model: torch.nn.Module,
     loss: Loss | None = None,
     *,
     example: Example,
     optimizer: torch.optim.Optimizer | None = None,
-    whole: bool | None = None,
-    micro_batches: int = 1,
-    clip_norm: float | None = None,
-    autocast: torch.dtype | None = None,
-    outputs: Outputs = "held",
-    reserve: Amount = 0,
     costs: CostSource = "measured",
     chunking: Chunking = "off",
     device: Device | str | os.PathLike[str] | None = None,
     plain_loop: bool = False,
+    **options: Unpack[GraphOptions],
 ) -> Graph:
     """The graph of a training step. Nothing runs and nothing is allocated, except to measure costs.
 
     Args:
-        model: As in `compile`, like every argument that is not described here.
-        loss: The loss.
+        model: As in `compile`.
+        loss: As in `compile`.
         example: A batch.
         optimizer: Its state counts as resident, and in a whole step its updates are ops of the graph.
-        whole: Whether the updates are in the graph.
-        micro_batches: Equal parts into which a batch is cut.
-        clip_norm: Largest norm of all gradients together.
-        autocast: Type of `torch.autocast` around model and loss.
-        outputs: Whether the prediction is held until the backward is over.
-        reserve: Memory to leave free.
         costs: ``"measured"`` runs every distinct op alone a few times; ``"estimated"`` runs nothing, and the graph then has no
             workspace.
         chunking: ``"auto"`` or ``"exact"`` for the graph in which those regions run piece by piece that make the smallest peak
@@ -370,35 +283,35 @@ def capture(
             be on the meta device. `fits` also reports what is not known about the device.
         plain_loop: Whether the step is that of a loop which compiles the model alone, by `torch.compile`, and calls the loss and
             the optimizer itself: a plan of it is for ``options={"plan": ...}`` of the backend.
+        options: Further options, as in `compile`; `GraphOptions` describes them.
 
     Raises:
         GraphBreakError: The step cannot be traced as one graph.
         OptionError: No such device is known, or exact pieces are asked for where nothing runs.
     """
-    example = validate_arguments(model, loss, optimizer, example)
+    given = {"model": model, "loss": loss, "optimizer": optimizer, "example": example}
+    recipe = StepRecipe(**given, **fields_of(StepRecipe, options))
     target = None if device is None else EmulatedDevice(load_device(device), cpu_costs=Profiler())
+    checked = Options(costs=costs, chunking=chunking, **fields_of(Options, options))
     if target is not None or costs != "measured":
         check_chunking(chunking)
     granule = 1 if target is None else target.device.granule_bytes
-    options = Options(outputs=outputs, reserve=_with_state(reserve, optimizer, granule), costs=costs, chunking=chunking)
+    state = 0 if optimizer is None else state_bytes(optimizer, granule)
+    checked = replace(checked, reserve=checked.reserve_bytes + state)
     with fake_inputs(example, model, loss, optimizer) as batch:
         if plain_loop:
             inputs = batch if loss is None or isinstance(batch, Mapping) else tuple(batch)[:-1]
-            step = trace_step(spec_of_model(model, inputs, autocast), inputs, options, target)
+            recipe = replace(recipe, loss=None, example=inputs)
+            step = trace_step(recipe.spec_of_model(), inputs, checked, target)
         else:
-            spec = spec_of_step(model, loss, optimizer, batch, whole, micro_batches, clip_norm, autocast, outputs)
-            step = trace_step(spec, batch, options, target)
+            step = trace_step(replace(recipe, example=batch).spec(), batch, checked, target)
         chunks = Chunks(exact=chunking == "exact")
         graph = (step.whole if chunking == "off" else with_smallest_peak(step, chunks, budget_bytes=0).captured).graph
     return msgspec.structs.replace(graph, name=type(model).__name__)
 
 
 def _whole_by_inductor(optimizer: torch.optim.Optimizer | None, asked: bool) -> bool:
-    """Whether Inductor compiles the updates: only where that is asked for, since they are then rounded in another way.
-
-    Raises:
-        OptionError: It is asked for, and the updates of the optimizer cannot be compiled.
-    """
+    """Whether Inductor compiles the updates: only where that is asked for, since they are then rounded in another way."""
     reason = uncompiled_reason(optimizer) if asked and optimizer is not None else None
     if reason is not None:
         raise OptionError(
@@ -406,7 +319,3 @@ def _whole_by_inductor(optimizer: torch.optim.Optimizer | None, asked: bool) -> 
             hint="leave out whole=True and micro_batches, or use compiler='eager', which calls the optimizer's own code",
         )
     return asked
-
-
-def _with_state(reserve: Amount, optimizer: torch.optim.Optimizer | None, granule: int = 1) -> int:
-    return Options(reserve=reserve).reserve_bytes + (0 if optimizer is None else state_bytes(optimizer, granule))

@@ -26,7 +26,7 @@ from checkmate.torch.emulate.autocast import cuda_autocast_rules
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.joint.capture import Capture
 from checkmate.torch.options import Options
-from checkmate.torch.step.batch import Example, described
+from checkmate.torch.step.arguments import Example, described
 from checkmate.torch.step.recipe import StepSpec
 
 _DYNAMO_CONFIG = {
@@ -46,15 +46,11 @@ class _StopAfterCapture(Exception):
 
 
 class CaptureStop:
-    """The two places at which `stop_after_capture` can end its block.
-
-    Attributes:
-        step: The captured step, once `before_planning` was called.
-    """
+    """The two places at which `stop_after_capture` can end its block; functions for `Hooks`."""
 
     def __init__(self) -> None:
-        self.step: ChunkableStep[Capture] | None = None
-        self._active = True
+        self.step: ChunkableStep[Capture] | None = None  # as captured, once `before_planning` was called
+        self.active = True
 
     def before_planning(self, step: ChunkableStep[Capture]) -> NoReturn:
         """End the block as soon as the step is captured; called by the backend inside Dynamo."""
@@ -63,12 +59,8 @@ class CaptureStop:
 
     def before_running(self) -> None:
         """End the block when the step is planned and compiled; called by its forward, which does nothing after the block."""
-        if self._active:
+        if self.active:
             raise _StopAfterCapture
-
-    def close(self) -> None:
-        """Let forwards run from now on."""
-        self._active = False
 
 
 @contextlib.contextmanager
@@ -77,35 +69,18 @@ def stop_after_capture() -> Iterator[CaptureStop]:
 
     `torch.compile` compiles a function at its first call and then runs it, and has no public way to do only the first. The
     call is therefore ended by an exception, before the first kernel of the step: model, optimizer and random state stay as they
-    are. This context manager is the only place that raises and catches it.
-
-    The exception comes from one of two places. A graph alone needs no plan and no compiled code, so that it comes in place of
-    planning, within Dynamo (`CaptureStop.before_planning`); Dynamo would wrap any exception of a backend, except one in a
-    `DynamoTransparentError`. A compiled step has to be complete, with its code in Dynamo's cache, so that its forward raises when
-    Dynamo runs it for the first time (`CaptureStop.before_running`).
-
-    Yields:
-        The functions that end the block, to be put into `Hooks`.
+    are. A graph alone needs no plan and no compiled code, so that the exception comes in place of planning, within Dynamo, which
+    would wrap any exception of a backend except one in a `DynamoTransparentError`. A compiled step has to be complete, with its
+    code in Dynamo's cache, so that its forward raises when Dynamo runs it for the first time.
     """
     stop = CaptureStop()
     with contextlib.suppress(_StopAfterCapture):
         yield stop
-    stop.close()
+    stop.active = False
 
 
 def trace_step(spec: StepSpec, batch: Example, options: Options, target: EmulatedDevice | None = None) -> ChunkableStep[Capture]:
-    """A captured step; nothing runs.
-
-    Args:
-        spec: The step.
-        batch: The example.
-        options: Options of the backend.
-        target: The device to trace the step for; by default the one at hand.
-
-    Raises:
-        GraphBreakError: The step cannot be traced as one graph.
-        GraphError: `torch.compile` is switched off.
-    """
+    """A step as captured for a device, by default the one at hand; nothing runs."""
     rules = cuda_autocast_rules() if target is not None and target.device.kind == "cuda" else contextlib.nullcontext()
     with stop_after_capture() as stop, spec.tracing_context(), rules:
         hooks = Hooks(captured=stop.before_planning, inference=False, whole=spec.whole, target=target)
@@ -119,23 +94,15 @@ def trace_step(spec: StepSpec, batch: Example, options: Options, target: Emulate
 
 
 def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, example: str = "") -> Any:
-    """Call a compiled program with a batch.
+    """Call the compiled program of a step with a batch; ``example`` is its example in words, if the batch is another.
 
     Dynamo compiles at any call with a new shape, so that its settings for one graph hold at every call.
-
-    Args:
-        run: The compiled program.
-        spec: The step that it is of.
-        batch: The batch.
-        example: What the example was, in words, if the batch is another.
-
-    Raises:
-        GraphBreakError: The program cannot be traced as one graph.
-        OptionError: Model and loss themselves cannot be run with the batch.
     """
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    # Methods of loggers that Dynamo is to skip, with those that libraries add, such as ``warning_once``.
+    methods = {method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LOG_METHODS}
     try:
-        settings = patched_settings(**_DYNAMO_CONFIG, ignore_logger_methods=_logging_methods())
+        settings = patched_settings(**_DYNAMO_CONFIG, ignore_logger_methods=methods)
         with torch.enable_grad(), _without_log_of_shapes(), settings:
             return run(args, kwargs)
     except (Unsupported, TorchRuntimeError, UserError) as error:
@@ -157,14 +124,12 @@ def run_as_one_graph(run: Callable[..., Any], spec: StepSpec, batch: Example, ex
 @contextlib.contextmanager
 def _without_log_of_shapes() -> Iterator[None]:
     """Context without torch's log of ops that refuse their inputs, a traceback for each: the error is told once, in words."""
-    before, _SHAPES_LOG.disabled = _SHAPES_LOG.disabled, True
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        _SHAPES_LOG.disabled = before
-
-
-_SHAPES_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+        log.disabled = before
 
 
 def _own_error(spec: StepSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
@@ -186,23 +151,15 @@ def _refusal(own: Exception, batch: Example, example: str) -> CheckmateError:
     if isinstance(own, CheckmateError):
         return own
     frames = traceback.extract_tb(own.__traceback__)
-    of_user = [f for f in frames if not f.filename.startswith(_PACKAGES)]
+    ours = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+    of_user = [f for f in frames if not f.filename.startswith(ours)]
     where = f", at {(f := of_user[-1]).filename}:{f.lineno}: `{f.line}`" if of_user else ""
     why = (str(own).splitlines() or [""])[0].rstrip(".")
-    beside = f", and the example was {example}" if example and example != described(batch) else ""
+    other = f", and the example was {example}" if example and example != described(batch) else ""
     return OptionError(
-        f"model and loss raise {type(own).__name__}: {why}{where}; they are called with {described(batch)}{beside}",
-        hint="give a batch like the example" if beside else "check that loss(model(x), y) runs for the example",
+        f"model and loss raise {type(own).__name__}: {why}{where}; they are called with {described(batch)}{other}",
+        hint="give a batch like the example" if other else "check that loss(model(x), y) runs for the example",
     )
-
-
-_PACKAGES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
-"""Folders whose code is not the user's."""
-
-
-def _logging_methods() -> set[Callable[..., Any]]:
-    """Methods of `logging.Logger` that Dynamo is to skip, with those that libraries add, such as ``warning_once``."""
-    return {method for name, method in vars(logging.Logger).items() if name.partition("_")[0] in _LOG_METHODS}
 
 
 def _describe_break(error: Unsupported | UserError) -> str:

@@ -6,25 +6,27 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import Any
 
 import tensorflow as tf
 
 from checkmate.core.graph import Graph, Op, Phase, Value
 from checkmate.cost.store import OpCost
-from checkmate.tf2.graph.op_properties import (
+from checkmate.tf2.op_properties import (
     CALLS,
-    CONTROL_FLOW,
     FORWARDS,
+    OPAQUE,
     READERS,
     Kind,
     classify,
     handles,
+    output_bytes,
     recomputable,
     static_shape_values,
     tensor_bytes,
 )
-from checkmate.tf2.graph.ordering import listed_order, metrics_first
-from checkmate.tf2.graph.trace import Trace
+from checkmate.tf2.trace import Trace
 
 _log = logging.getLogger("checkmate.tf2")
 
@@ -34,24 +36,15 @@ Costs = Callable[[Sequence[tf.Operation]], Sequence[OpCost]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """A graph together with the traced step that it describes.
-
-    Attributes:
-        graph: The graph to plan.
-        trace: The traced step.
-        kinds: Kind of every op of the trace, by name.
-        members: The op of the trace behind each op of the graph. Shape ``[op]``.
-        snapshot_reads: Names of the reads whose value is used after the variable's next change. They are ops of the graph that
-            hold the old value, unlike other reads.
-        values: Value of each tensor that an op of the graph computes, by the tensor's name.
-    """
+    """A graph together with the traced step that it describes."""
 
     graph: Graph
     trace: Trace
-    kinds: Mapping[str, Kind]
-    members: tuple[tf.Operation, ...]
+    kinds: Mapping[str, Kind]  # of every op of the trace, by name
+    members: tuple[tf.Operation, ...]  # the op of the trace behind each op of the graph
+    # Names of the reads whose value is used after the variable's next change: ops of the graph that hold the old value.
     snapshot_reads: frozenset[str]
-    values: Mapping[str, int]
+    values: Mapping[str, int]  # of each tensor that an op of the graph computes, by the tensor's name
 
     def value_of(self, tensor: tf.Tensor) -> int | None:
         """The value whose buffer a tensor uses, or None if the buffer is resident."""
@@ -75,21 +68,12 @@ def capture_trace(trace: Trace, costs: Costs, name: str = "") -> Capture:
 
     Views are not ops of the graph: a reader of a view reads the value whose buffer it shares. Reads of variables are not ops
     either, since they copy nothing, except those whose variable changes before their last use.
-
-    Args:
-        trace: The traced step.
-        costs: Gives the cost and workspace of each op.
-        name: Name of the graph.
     """
     return _Builder(trace).build(costs, name)
 
 
 class _Builder:
-    """Builds the graph of a traced step.
-
-    Args:
-        trace: The traced step.
-    """
+    """Builds the graph of a traced step."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -101,24 +85,25 @@ class _Builder:
         self.touching = self._touching()
         self.snapshot_reads = self._snapshot_reads()
         self.real = [op for op in self.ops if op.name in self.needed and self._is_real(op)]
+        self.kept = {self._base(t).ref() for t in trace.function.graph.outputs}
         self.values: dict[str, int] = {}  # tensor -> value
-        self.in_place: dict[str, str] = {}  # tensor -> the tensor whose buffer it reuses
 
     def build(self, costs: Costs, name: str) -> Capture:
         before = {op.name: self._before(op) for op in self.real}
         clobbers = {op.name: self._clobberers(op) for op in self.real}
-        optimizer = {op.name for op in self.real if self._in_optimizer(op)}
-        data = {op.name: [s.op.name for s in self._sources(op)] for op in self.real}
-        phases: dict[str, Phase] = {op.name: self.trace.phase(self.index[op.name]) for op in self.real}
-        traced = metrics_first([op.name for op in self.real], data, before, clobbers, phases)
-        members = [self.ops[self.index[n]] for n in listed_order(traced, data, before, clobbers, optimizer)]
+        needs = {op.name: [*(s.op.name for s in self._sources(op)), *before[op.name]] for op in self.real}
+        for n, writers in clobbers.items():
+            for writer in writers:
+                if writer in needs:
+                    needs[writer].append(n)
+        order = listed_order(needs, {op.name: self.trace.phase(self.index[op.name]) for op in self.real})
+        members = [self.ops[self.index[n]] for n in order]
         where = {op.name: o for o, op in enumerate(members)}
-        self._find_in_place(members)
         values = self._number(members)
         measures = costs(members)
         ops = [self._op(op, measure, where, clobbers) for op, measure in zip(members, measures, strict=True)]
-        order = sorted({(where[a], o) for o, op in enumerate(members) for a in before[op.name]})
-        graph = Graph(tuple(ops), tuple(values), order=tuple(order), resident_bytes=self._resident_bytes(), name=name)
+        pairs = sorted({(where[a], o) for o, op in enumerate(members) for a in before[op.name]})
+        graph = Graph(tuple(ops), tuple(values), order=tuple(pairs), resident_bytes=self._resident_bytes(), name=name)
         self._warn_opaque(members)
         return Capture(graph, self.trace, self.kinds, tuple(members), frozenset(self.snapshot_reads), self.values)
 
@@ -217,43 +202,41 @@ class _Builder:
             writers += [w.name for w in self._writers_after(op)]
         return [n for n in dict.fromkeys(writers) if n != op.name]
 
-    def _find_in_place(self, members: Sequence[tf.Operation]) -> None:
-        """Find outputs of the optimizer's ops that always reuse the buffer of an input.
+    def _reused_input(self, op: tf.Operation, uses: Counter[Any]) -> tf.Tensor | None:
+        """The input whose buffer an op of the optimizer always reuses for its first output.
 
-        They do if the op is the only reader of that input: ops of the optimizer are computed once, so it is freed there.
+        It does if it is the only reader of that input: ops of the optimizer are computed once, so that the input is freed there.
         """
-        kept = {self._base(t).ref() for t in self.trace.function.graph.outputs}
-        users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
-        uses = Counter(self._base(t).ref() for op in users for t in op.inputs)
-        for op in members:
-            candidates = FORWARDS.get(op.type, ()) if self._in_optimizer(op) else ()
-            for i in candidates:
-                source = self._base(op.inputs[i]) if i < len(op.inputs) else None
-                if (
-                    source is not None
-                    and self._is_real(source.op)
-                    and self.kinds[source.op.name] == "op"
-                    and uses[source.ref()] == 1
-                    and source.ref() not in kept
-                    and source.dtype == op.outputs[0].dtype
-                    and 0 < tensor_bytes(source) == tensor_bytes(op.outputs[0])
-                ):
-                    self.in_place[op.outputs[0].name] = source.name
-                    break
+        for i in FORWARDS.get(op.type, ()) if self._in_optimizer(op) else ():
+            source = self._base(op.inputs[i]) if i < len(op.inputs) else None
+            if (
+                source is not None
+                and self._is_real(source.op)
+                and self.kinds[source.op.name] == "op"
+                and uses[source.ref()] == 1
+                and source.ref() not in self.kept
+                and source.dtype == op.outputs[0].dtype
+                and 0 < tensor_bytes(source) == tensor_bytes(op.outputs[0])
+            ):
+                return source
+        return None
 
     def _in_optimizer(self, op: tf.Operation) -> bool:
         return self.trace.phase(self.index[op.name]) == "optimizer"
 
     def _number(self, members: Sequence[tf.Operation]) -> list[Value]:
         """A value for every output of every op; an output that reuses a buffer is a view of that value."""
-        kept = {self._base(t).ref() for t in self.trace.function.graph.outputs}
+        users = [op for op in self.ops if op.name in self.needed and self.kinds[op.name] != "view"]
+        uses = Counter(self._base(t).ref() for op in users for t in op.inputs)
         values: list[Value] = []
         for op in members:
+            reused = self._reused_input(op, uses)
             for tensor in op.outputs:
                 self.values[tensor.name] = len(values)
-                base = self.in_place.get(tensor.name)
-                size = tensor_bytes(tensor) if base is None else 0
-                values.append(Value(tensor.name, size, None if base is None else self.values[base], tensor.ref() in kept))
+                base = None if reused is None else self.values[reused.name]
+                size = tensor_bytes(tensor) if reused is None else 0
+                values.append(Value(tensor.name, size, base, tensor.ref() in self.kept))
+                reused = None  # the other outputs have buffers of their own
         return values
 
     def _op(self, op: tf.Operation, measure: OpCost, where: Mapping[str, int], clobbers: Mapping[str, Sequence[str]]) -> Op:
@@ -272,22 +255,13 @@ class _Builder:
 
     def _resident_bytes(self) -> int:
         """Bytes of variables and other captured tensors, of the batch and of constants."""
-        outside = [self._captured_bytes(tensor) for tensor in self.trace.captured.values()]
+        variables = {id(v.handle): v.shape.num_elements() * v.dtype.size for v in self.trace.variables}
+        outside = [variables.get(id(t), 0) if t.dtype == tf.resource else tensor_bytes(t) for t in self.trace.captured.values()]
         constants = [op for op in self.ops if op.type == "Const" and op.name in self.needed]
-        return (
-            sum(outside)
-            + sum(map(tensor_bytes, self.trace.arguments))
-            + sum(tensor_bytes(t) for op in constants for t in op.outputs)
-        )
-
-    def _captured_bytes(self, tensor: tf.Tensor) -> int:
-        if tensor.dtype != tf.resource:
-            return tensor_bytes(tensor)
-        variable = next((v for v in self.trace.variables if v.handle is tensor), None)
-        return 0 if variable is None else variable.shape.num_elements() * variable.dtype.size
+        return sum(outside) + sum(map(tensor_bytes, self.trace.arguments)) + sum(map(output_bytes, constants))
 
     def _warn_opaque(self, members: Sequence[tf.Operation]) -> None:
-        opaque = [op for op in members if op.type in CONTROL_FLOW | CALLS and not _xla_compiles(op)]
+        opaque = [op for op in members if op.type in OPAQUE and not op.node_def.attr["_XlaMustCompile"].b]
         if opaque:
             names = ", ".join(f"{op.name} ({op.type})" for op in opaque[:5]) + (", ..." if len(opaque) > 5 else "")
             _log.warning(
@@ -298,5 +272,44 @@ class _Builder:
             )
 
 
-def _xla_compiles(op: tf.Operation) -> bool:
-    return "_XlaMustCompile" in op.node_def.attr and op.get_attr("_XlaMustCompile")
+def listed_order(needs: Mapping[str, Sequence[str]], phases: Mapping[str, Phase]) -> list[str]:
+    """Ops in the order of the trace, but metrics before the backward pass, and each update directly after its gradient.
+
+    Keras computes metrics, whose phase is ``"loss"``, after the update. This would keep the prediction until then: for a language
+    model it is the largest tensor of the step. A gradient is freed after its update instead of at the end of the backward pass.
+    An op of the optimizer that depends on no gradient (weight decay, decay of a slot) is listed directly before the first op that
+    reads it. Where every update depends on all gradients, as with clipping by the global norm, no update can move.
+
+    Args:
+        needs: For each op, in the order of the trace, the ops that must run before it.
+        phases: Phase of each op.
+    """
+    traced = list(needs)
+    start = next((i for i, n in enumerate(traced) if phases[n] == "backward"), len(traced))
+    early = dict.fromkeys(traced[:start])
+    for n in traced[start:]:
+        if phases[n] == "loss" and early.keys() >= set(needs[n]):
+            early[n] = None
+    listed = [*early, *(n for n in traced[start:] if n not in early)]
+    place = {n: i for i, n in enumerate(listed)}
+    ready: dict[str, int] = {}  # place of the last op outside the optimizer that an op depends on
+    for n in TopologicalSorter(needs).static_order():
+        ready[n] = max((ready[m] for m in needs[n]), default=-1) if phases[n] == "optimizer" else place[n]
+    # An update that nothing needs is listed with everything that it needs and that is not listed yet, so that these ops are as
+    # late as their first reader allows. One that depends on no gradient, such as the step counter, is last.
+    needed = {m for n in listed for m in needs[n]}
+    last = len(listed)
+    updates = [n for n in listed if phases[n] == "optimizer" and n not in needed]
+    roots = [(place[n], 0, place[n], n) for n in listed if phases[n] != "optimizer"]
+    roots += [(ready[n] if ready[n] >= 0 else last, 1, place[n], n) for n in updates]
+    order: dict[str, None] = {}
+    for *_, root in sorted(roots):
+        stack = [(root, False)]
+        while stack:
+            n, complete = stack.pop()
+            if complete:
+                order[n] = None
+            elif n not in order:
+                stack.append((n, True))
+                stack += [(m, False) for m in sorted(needs[n], key=place.__getitem__, reverse=True) if m not in order]
+    return list(order)

@@ -17,9 +17,10 @@ from checkmate.torch.chunking.variants import cuttable
 from checkmate.torch.emulate.device import EmulatedDevice
 from checkmate.torch.forecast.tracer import DeviceTracer, TracedStep
 from checkmate.torch.graph.op_properties import makes_views
-from checkmate.torch.measure.piece_memory import pieces_workspace_bytes
+from checkmate.torch.measure.estimated_workspace import pieces_workspace_bytes
 from checkmate.torch.measure.profiler import Profiler
 from checkmate.torch.measure.roofline import estimate_ns, estimated_costs
+from checkmate.torch.step.recipe import StepRecipe
 from tests.torch.chunking.test_chunked_steps import TOKENS, VOCABULARY, WIDTH, Language, batch
 from tests.torch.forecast.test_in_pieces import Head
 
@@ -27,7 +28,8 @@ from tests.torch.forecast.test_in_pieces import Head
 def traced(
     model: torch.nn.Module, target: EmulatedDevice | None = None, optimizer: str | None = None, example: Any = None
 ) -> TracedStep:
-    return DeviceTracer(model, None, example or batch(), optimizer, None, None, target, time.perf_counter() + 60).traced()
+    recipe = StepRecipe(model=model, example=example or batch())
+    return DeviceTracer(recipe, time.perf_counter() + 60, target, optimizer).traced()
 
 
 def kinds_and_ops(step: TracedStep) -> list[tuple[Kind, list[fx.Node]]]:
@@ -52,7 +54,8 @@ def test_the_workspace_of_a_convolution_in_pieces_is_estimated() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 5), torch.nn.BatchNorm2d(32), torch.nn.Hardtanh(0, 20), torch.nn.Flatten())
     example = torch.randn(8, 3, 40, 40), torch.zeros(8, 32 * 36 * 36)
-    step = DeviceTracer(model, torch.nn.functional.mse_loss, example, None, None, None, None, time.perf_counter() + 60).traced()
+    recipe = StepRecipe(model=model, loss=torch.nn.functional.mse_loss, example=example)
+    step = DeviceTracer(recipe, time.perf_counter() + 60).traced()
     ops = [op for _, ops in kinds_and_ops(step) for op in ops]
     assert ops
     for measured, estimated in zip(Profiler()(ops), estimated_costs(ops), strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -32,23 +31,15 @@ READERS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "Va
 LOOPS = frozenset({"While", "StatelessWhile"})
 """Loops of TensorFlow 2."""
 
-CONTROL_FLOW = LOOPS | {"If", "Case", "StatelessIf", "StatelessCase"}
-"""Loops and branches: each is one op of the graph, with everything inside."""
-
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-"""Calls of nested functions: each is one op of the graph, with everything inside."""
+"""Calls of nested functions."""
+
+OPAQUE = LOOPS | CALLS | {"If", "Case", "StatelessIf", "StatelessCase"}
+"""Loops, branches and calls: each is one op of the graph, with everything inside."""
 
 KERNEL_RANDOM = frozenset(
-    {
-        "Multinomial",
-        "RandomGamma",
-        "RandomPoissonV2",
-        "RandomShuffle",
-        "RandomStandardNormal",
-        "RandomUniform",
-        "RandomUniformInt",
-    }
-    | {"ParameterizedTruncatedNormal", "TruncatedNormal"}
+    {"Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle"}
+    | {"RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal"}
 )
 """Random ops whose generator state is in the kernel (GuardedPhiloxRandom), where it cannot be saved and restored."""
 
@@ -79,37 +70,12 @@ FORWARDS_TO_SECOND = frozenset({"SoftmaxCrossEntropyWithLogits", "SparseSoftmaxC
 FORWARDS_TO_WORKSPACE = {"MaxPoolGrad": 1}
 """Position of the input whose buffer a kernel reuses as workspace if nothing else references it."""
 
-SMALL_CONSTANT_BYTES = 4096
-"""Results of ops on constants up to this size are constants too (shapes, axes, scalars). Larger ones are values of the plan."""
-
 _SHAPES = frozenset({"Rank", "Shape", "ShapeN", "Size"})
 _RESERVE = frozenset({"FusedBatchNormV3", "FusedBatchNormGradV3"})  # their untyped reserve space is empty on the CPU
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateParameters:
-    """A device as the estimate of costs assumes it: typical of one core of a CPU, measured on none.
-
-    Only ratios of costs decide a plan, and these are mostly ratios of bytes.
-
-    Attributes:
-        op_ns: Fixed cost of every op, so that no op is free.
-        bytes_per_s: Memory traffic.
-    """
-
-    op_ns: int = 1000
-    bytes_per_s: float = 8e9
-
-
-_ESTIMATE = EstimateParameters()
-
-
 def classify(ops: Sequence[tf.Operation]) -> dict[str, Kind]:
-    """The kind of every op, by name.
-
-    Args:
-        ops: Ops in the order in which they were traced.
-    """
+    """The kind of every op, by name, of ops in the order in which they were traced."""
     kinds: dict[str, Kind] = {}
     readers = _calls_that_read(ops)
     for op in ops:
@@ -122,9 +88,6 @@ def _calls_that_read(ops: Sequence[tf.Operation]) -> frozenset[str]:
 
     Keras calls such functions for convolutions with groups, which it lets XLA compile because TensorFlow's kernel for the CPU
     lacks them (``_conv_xla`` in keras/src/backend/tensorflow/nn.py).
-
-    Args:
-        ops: All ops of a graph.
     """
     calls = [op for op in ops if op.type == "StatefulPartitionedCall"]
     if not calls:
@@ -178,6 +141,11 @@ def output_bytes(op: tf.Operation) -> int:
     return sum(map(tensor_bytes, op.outputs))
 
 
+def makes_constant(op: tf.Operation) -> bool:
+    """Whether the results of an op on constants are small enough to be constants too (shapes, axes, scalars)."""
+    return output_bytes(op) <= 4096
+
+
 def recomputable(op: tf.Operation) -> bool:
     """Whether an op of kind ``op`` can be recomputed. Ops on variants (tensor lists) cannot: no shape gives their bytes."""
     return not any(t.dtype == tf.variant for t in (*op.inputs, *op.outputs))
@@ -191,7 +159,8 @@ def handles(op: tf.Operation) -> tuple[str, ...]:
 def estimate_ns(op: tf.Operation) -> int:
     """Estimated nanoseconds of an op, from the bytes that it reads and writes."""
     moved = output_bytes(op) + sum(tensor_bytes(t) for t in op.inputs)
-    return _ESTIMATE.op_ns + math.ceil(moved * 1e9 / _ESTIMATE.bytes_per_s)
+    # 8 GB/s as one core of a CPU moves them, and a microsecond so that no op is free: ratios of costs decide a plan.
+    return 1000 + math.ceil(moved * 1e9 / 8e9)
 
 
 def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:
@@ -206,6 +175,6 @@ def _kind(op: tf.Operation, kinds: dict[str, Kind]) -> Kind:
     if op.type == "Const" or static_shape_values(op) is not None:
         return "constant"
     variant = any(t.dtype == tf.variant for t in op.outputs)
-    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and output_bytes(op) <= SMALL_CONSTANT_BYTES:
+    if not variant and all(kinds[t.op.name] == "constant" for t in op.inputs) and makes_constant(op):
         return "constant"
     return "view" if op.type in VIEWS and not variant else "op"
