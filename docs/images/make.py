@@ -11,7 +11,7 @@ from torch import nn
 
 import checkmate
 import checkmate.torch
-from checkmate.cli import digits
+from checkmate.doctor import digits
 from checkmate.plot import memory_timeline, schedule, themed_svg
 
 HERE = Path(__file__).parent

@@ -21,9 +21,7 @@ def main() -> None:
     assert isinstance(graph, checkmate.Graph)
     result = checkmate.solve(checkmate.Problem(graph, "50%"))
     assert result.plan is not None
-    page = html_report(
-        graph, result.plan, result=result, names=("keeping everything", "the plan"), title="BERT at half its memory"
-    )
+    page = html_report(graph, result.plan, result=result, title="BERT at half its memory")
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}"):
         options.add_argument(argument)

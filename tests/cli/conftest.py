@@ -14,6 +14,12 @@ import checkmate
 from checkmate.cli import main
 from tests.plot.graphs import chain
 
+
+def use(monkeypatch: pytest.MonkeyPatch, solver: object) -> None:
+    """Let every verb search with a solver of the test."""
+    monkeypatch.setattr("checkmate.cli.options.Search.chosen", lambda _search: solver)
+
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

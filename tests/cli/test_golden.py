@@ -126,7 +126,7 @@ def test_regions(run, golden, tmp_path):
 
 def test_solvers(run, golden, monkeypatch):
     """A line of words and the options of each; other packages' solvers are not in this list."""
-    monkeypatch.setattr("checkmate.cli.solvers.available", lambda: {"auto": checkmate.Auto, "keep-all": checkmate.KeepAll})
+    monkeypatch.setattr("checkmate.cli.diagnosis.available", lambda: {"auto": checkmate.Auto, "keep-all": checkmate.KeepAll})
     golden("solvers", both(run("solvers")))
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import checkmate
 from checkmate.core import files
+from tests.cli.conftest import use
 from tests.cli.test_capture import MODEL
 from tests.plot.graphs import AGAIN, plan
 
@@ -189,9 +190,8 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(run, tmp_path
     def worked(*_args: object, **_options: object) -> None:
         raise AssertionError("the work began")
 
-    for name in ("cli.progress.solve", "cli.min_budget.smallest_budget", "cli.pareto.curve_of", "cli.max_batch.largest_batch"):
-        monkeypatch.setattr(f"checkmate.{name}", worked)
-    for name in ("report.html_report", "torch.capture", "torch.fits"):
+    studies = ("options.solve", "plans.smallest_budget", "studies.curve_of", "studies.largest_batch")
+    for name in (*(f"cli.{name}" for name in studies), "report.html_report", "torch.capture", "torch.fits"):
         monkeypatch.setattr(f"checkmate.{name}", worked)
     if fault == "no-space":
         (tmp_path / "out").mkdir()
@@ -221,7 +221,7 @@ class FolderGone:
 def test_a_plan_that_cannot_be_written_is_saved_elsewhere(run, tmp_path, monkeypatch):
     """The message says where, and what is written there is whole."""
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr("checkmate.cli.plan.solver_named", lambda _name: FolderGone(tmp_path / "out"))
+    use(monkeypatch, FolderGone(tmp_path / "out"))
     outcome = run(*PLAN, "--out", "out/p.json", "--result", "out/r.json", "--json")
     assert outcome.code == 2
     saved = re.findall(r"cannot write out/\S+ No such file or directory; it was saved as (\S+) instead", outcome.json["message"])

@@ -12,6 +12,7 @@ import pytest
 
 import checkmate
 from checkmate.core.result import Result
+from tests.cli.conftest import use
 from tests.plot.graphs import AGAIN, KEEP_ALL, chain, plan
 
 BUDGET = "5.5MiB"
@@ -148,9 +149,19 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
+class Raises:
+    """Ends without a plan."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def run(self, problem, session):
+        raise self.error
+
+
 def test_interrupt_keeps_the_best_plan_so_far(run, monkeypatch):
     """Waiting longer is the user's choice, and what was found is not lost."""
-    monkeypatch.setattr("checkmate.cli.plan.solver_named", lambda _name: Interrupted())
+    use(monkeypatch, Interrupted())
     outcome = run("plan", "chain.graph.json", "--budget", BUDGET, "--out", "p.json")
     assert outcome.code == 0
     assert "was interrupted; the bound proves that at most" in outcome.out
@@ -159,11 +170,7 @@ def test_interrupt_keeps_the_best_plan_so_far(run, monkeypatch):
 
 def test_interrupt_before_a_plan_exits_1(run, monkeypatch):
     """Ctrl-C is no crash."""
-
-    def interrupted(*_args, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("checkmate.cli.progress.solve", interrupted)
+    use(monkeypatch, Raises(KeyboardInterrupt()))
     outcome = run("plan", "chain.graph.json", "--budget", BUDGET)
     assert outcome.code == 1
     assert "interrupted" in outcome.err
@@ -171,11 +178,7 @@ def test_interrupt_before_a_plan_exits_1(run, monkeypatch):
 
 def test_a_fault_of_ours_exits_3_and_says_where(run, monkeypatch):
     """A bug is not passed off as bad input; the traceback is for the report."""
-
-    def broken(*_args, **_options):
-        raise ZeroDivisionError("division by zero")
-
-    monkeypatch.setattr("checkmate.cli.progress.solve", broken)
+    use(monkeypatch, Raises(ZeroDivisionError("division by zero")))
     outcome = run("plan", "chain.graph.json", "--budget", BUDGET, "--json")
     assert outcome.code == 3
     assert "Traceback" in outcome.err
@@ -184,7 +187,7 @@ def test_a_fault_of_ours_exits_3_and_says_where(run, monkeypatch):
 
 def test_interrupted_curve_keeps_what_is_solved(run, monkeypatch):
     """Each point still has the best plan found for it, and the file is whole."""
-    monkeypatch.setattr("checkmate.cli.pareto.solver_named", lambda _name: Interrupted())
+    use(monkeypatch, Interrupted())
     outcome = run("pareto", "chain.graph.json", "--points", "4", "--json")
     assert outcome.code == 0
     curve = checkmate.read(outcome.json["curve"])

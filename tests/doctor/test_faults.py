@@ -11,9 +11,9 @@ import pytest
 
 from checkmate.cost.database import Database
 from checkmate.cost.store import CostStore, OpCost
-from checkmate.doctor import caches, compilers, engines, versions
+from checkmate.doctor import installation
 from checkmate.doctor.check import Check, guarded
-from checkmate.doctor.versions import Requirement
+from checkmate.doctor.installation import Requirement
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 def test_a_failed_check_says_what_to_do():
     """A verdict without a cure helps nobody."""
     with pytest.raises(ValueError, match="says not what to do"):
-        Check(name="torch", verdict="failed", detail="broken")
+        Check("torch", "failed", "broken")
 
 
 def test_a_check_that_raises_has_failed():
@@ -49,14 +49,14 @@ def test_a_check_that_raises_has_failed():
 )
 def test_the_version_of_torch(installed, verdict, cure):
     """Too old fails at once, and newer than tested is a note: it may work."""
-    check = versions.check_torch(installed)
+    check = installation.check_torch(installed)
     assert check.verdict == verdict
     assert cure in check.cure
 
 
 def test_a_package_that_takes_the_name_is_found(tmp_path, monkeypatch):
     """Others install the same import name and the same command: files of two packages in one folder are neither of them."""
-    assert versions.check_name(versions.other_owners()).verdict == "ok"
+    assert installation.check_name(installation.other_owners()).verdict == "ok"
     for name, files in {
         "checkmate": {"top_level.txt": "checkmate\n"},
         "chess_tools": {"entry_points.txt": "[console_scripts]\ncheckmate = chess:main\n"},
@@ -67,7 +67,7 @@ def test_a_package_that_takes_the_name_is_found(tmp_path, monkeypatch):
         for file, text in {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", **files}.items():
             (folder / file).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    check = versions.check_name(versions.other_owners())
+    check = installation.check_name(installation.other_owners())
     assert check.verdict == "failed"
     assert "checkmate and chess_tools also installs" in check.detail
     assert "pip uninstall checkmate chess_tools" in check.cure and "checkmate-remat" in check.cure
@@ -77,23 +77,22 @@ def test_versions_are_those_of_the_project():
     """The floor and the newest tested version are stated elsewhere too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (floor,) = (line.partition(">=")[2] for line in project["optional-dependencies"]["torch"])
-    assert versions.check_torch(floor).verdict == "ok"
+    assert installation.check_torch(floor).verdict == "ok"
     major, minor = floor.split(".")
-    assert versions.check_torch(f"{major}.{int(minor) - 1}.9").verdict == "failed"
+    assert installation.check_torch(f"{major}.{int(minor) - 1}.9").verdict == "failed"
     (pinned,) = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-    assert versions.numbers(pinned.partition("==")[2])[:2] == versions.TESTED["torch"]
-    assert versions.check_python((3, 10, 12)).verdict == "failed"
+    assert installation.numbers(pinned.partition("==")[2])[:2] == installation.TESTED_TORCH
     assert project["requires-python"] == ">=3.11"
 
 
 def test_a_package_that_is_too_old_or_missing():
     """Core packages have to be there; those of an extra only if they are used."""
     required = (Requirement("numpy", "2.0", ""), Requirement("highspy", "1.15", ""), Requirement("ortools", "9.15", "solvers"))
-    good, numpy, highspy = versions.check_packages({"numpy": "1.26.4"}, required)
+    good, numpy, highspy = installation.check_packages({"numpy": "1.26.4"}, required)
     assert good.detail == ""
     assert (numpy.name, numpy.verdict, numpy.cure) == ("numpy", "failed", 'run `pip install --upgrade "numpy>=2.0"`')
     assert (highspy.name, highspy.verdict, highspy.detail) == ("highspy", "failed", "not installed")
-    (every,) = versions.check_packages({"numpy": "2.4.1", "highspy": "1.15.1"}, required)
+    (every,) = installation.check_packages({"numpy": "2.4.1", "highspy": "1.15.1"}, required)
     assert (every.verdict, every.detail) == ("ok", "numpy 2.4.1, highspy 1.15.1")
 
 
@@ -101,12 +100,12 @@ def test_a_missing_compiler(monkeypatch, tmp_path):
     """Inductor needs one, and fails in the middle of a compilation without."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    check = compilers.check_cxx()
+    check = installation.check_cxx()
     assert check.verdict == "failed"
     assert "not found" in check.detail
     assert "apt-get install g++" in check.cure
     monkeypatch.setenv("CXX", "/nowhere/clang++ -O1")
-    assert "CXX=/nowhere/clang++ -O1 names no program" in compilers.check_cxx().detail
+    assert "CXX=/nowhere/clang++ -O1 names no program" in installation.check_cxx().detail
 
 
 def fake_compiler(folder: Path, message: str) -> Path:
@@ -128,7 +127,7 @@ def fake_compiler(folder: Path, message: str) -> Path:
 def test_a_compiler_without_headers(monkeypatch, tmp_path, message, cure):
     """Each missing part has a package of its own."""
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, message)))
-    check = compilers.check_cxx()
+    check = installation.check_cxx()
     assert check.verdict == "failed"
     assert cure in check.cure
 
@@ -137,7 +136,7 @@ def test_a_compiler_without_headers(monkeypatch, tmp_path, message, cure):
 def test_a_compiler_that_works(monkeypatch):
     """The check itself compiles."""
     monkeypatch.delenv("CXX", raising=False)
-    assert compilers.check_cxx().verdict == "ok"
+    assert installation.check_cxx().verdict == "ok"
 
 
 @pytest.mark.parametrize("fault", ["a-file", "read-only", "no-home"])
@@ -154,7 +153,7 @@ def test_a_cache_folder_that_cannot_be_written(monkeypatch, tmp_path, fault):
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setenv("CHECKMATE_CACHE", "" if fault == "no-home" else str(place))
-    check = caches.check_cache_folder()
+    check = installation.check_cache_folder()
     assert check.verdict == "failed"
     assert "set CHECKMATE_CACHE to a" in check.cure
     if fault != "no-home":
@@ -167,7 +166,7 @@ def no_home() -> Path:
 
 def test_a_cache_folder_that_can_be_written(tmp_path):
     """It is made if it does not exist, and nothing is left in it."""
-    assert caches.check_folder("cache folder", tmp_path / "a" / "b", "").verdict == "ok"
+    assert installation.check_folder("cache folder", tmp_path / "a" / "b", "").verdict == "ok"
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
@@ -193,7 +192,7 @@ def damaged(path: Path, how: str) -> Database:
 def test_a_corrupt_store(tmp_path, how):
     """A damaged page may be one that no query of today reads."""
     path = tmp_path / "op_costs.sqlite"
-    (check,) = caches.check_stores({"cost store": damaged(path, how)})
+    (check,) = installation.check_stores({"cost store": damaged(path, how)})
     assert (check.name, check.verdict) == ("cost store", "failed")
     assert str(path) in check.detail
     assert check.cure.startswith("remove the file, or set CHECKMATE_CACHE")
@@ -202,23 +201,23 @@ def test_a_corrupt_store(tmp_path, how):
 def test_intact_stores(tmp_path):
     """One line for all of them; a store that does not exist yet is made."""
     stores = {"costs": damaged(tmp_path / "a.sqlite", "not at all"), "plans": CostStore(tmp_path / "new.sqlite").database}
-    (check,) = caches.check_stores(stores)
+    (check,) = installation.check_stores(stores)
     assert (check.verdict, check.detail) == ("ok", "intact: costs, plans")
 
 
 def test_the_engines_find_the_known_optimum():
     """HiGHS and the compiled local search."""
-    assert engines.check_highs().verdict == "ok"
-    assert engines.check_search().verdict == "ok"
+    assert installation.check_highs().verdict == "ok"
+    assert installation.check_search().verdict == "ok"
 
 
 def test_an_engine_with_a_wrong_answer_fails():
     """A check that cannot fail checks nothing."""
     from checkmate import KeepAll, Milp
 
-    wrong = engines.check_engine("HiGHS", Milp(), "install it anew", optimum=engines.OPTIMUM - 1)
-    assert (wrong.verdict, wrong.detail) == ("failed", f"cost {engines.OPTIMUM}, and the optimum is {engines.OPTIMUM - 1}")
-    assert engines.check_engine("HiGHS", KeepAll(), "install it anew", optimum=None).verdict == "failed"
+    wrong = installation.check_engine("HiGHS", Milp(), "install it anew", optimum=8)
+    assert (wrong.verdict, wrong.detail) == ("failed", "cost 9, and the optimum is 8")
+    assert installation.check_engine("HiGHS", KeepAll(), "install it anew", optimum=None).verdict == "failed"
 
 
 def test_kernels_that_cannot_be_kept(monkeypatch):
@@ -226,6 +225,6 @@ def test_kernels_that_cannot_be_kept(monkeypatch):
     from checkmate.solvers.backends import kernels
 
     monkeypatch.setattr(kernels, "_told", ["no locator available"])
-    check = engines.check_search()
+    check = installation.check_search()
     assert check.verdict == "failed"
     assert "set NUMBA_CACHE_DIR" in check.cure

@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 from checkmate.doctor import Report, examine, steps
-from checkmate.doctor.networks import Example
-from checkmate.doctor.steps import PATHS, Path, check_path, run
+from checkmate.doctor.steps import PATHS, Path, check_path
+from checkmate.doctor.training import Example, equal_bits, equal_up_to_rounding
+
+QUICK = {"planning_s": 0.3, "timed_steps": 1}
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """One thread, and plans that are found in little time."""
+def _quick():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(steps, "_PLANNING_S", 0.3)
-    monkeypatch.setattr(steps, "_ROUNDS", 1)
     yield
     torch.set_num_threads(threads)
 
@@ -56,49 +55,48 @@ def hoarding(scale: int) -> Example:
 
 def test_a_planted_model_over_budget_is_found():
     """What the model takes behind the plan's back is measured, and the check fails with what to do."""
-    check = check_path(Path(name="planted", build=hoarding), "cpu", 1)
+    check = check_path(Path(name="planted", build=hoarding, **QUICK), "cpu")
     assert check.verdict == "failed"
     assert "exceeds the budget" in check.detail
     assert "checkmate doctor --json" in check.cure
     assert check.figures["measured_bytes"] > check.figures["budget_bytes"] + (32 << 20)
 
 
+STATE = (torch.tensor([0.5, 0.0]), torch.tensor([1.0, -2.0, 0.0]), torch.tensor([3, 4]))
+"""As of a training: losses and parameters, and a random state."""
+
+
+def changed(k, change):
+    return tuple(change(tensor.clone()) if j == k else tensor for j, tensor in enumerate(STATE))
+
+
 def test_other_bits_are_found():
-    """One bit of one tensor, or of one loss."""
-    keep = run(Path(name="small", build=small), "cpu", 1, None)
-    assert steps._identical(keep, keep)
-    changed = [t.clone() for t in keep.state]
-    changed[0].view(torch.uint8)[0] ^= 1
-    assert not steps._identical(dataclasses.replace(keep, state=tuple(changed)), keep)
-    assert not steps._identical(dataclasses.replace(keep, losses=(*keep.losses[:-1], keep.losses[-1] + 1)), keep)
+    """One bit of one tensor; zeros of either sign are two."""
+    assert equal_bits(STATE, changed(0, lambda t: t))
+    assert not equal_bits(STATE, changed(0, lambda t: -t * torch.tensor([-1.0, 1.0])))
+    assert not equal_bits(STATE, changed(1, lambda t: t * (1 + 2**-23)))
+    assert not equal_bits(STATE, changed(2, lambda t: t + 1))
 
 
 def test_rounding_is_not_a_fault_and_a_wrong_number_is():
     """The comparison for fused kernels of a GPU: floating numbers may differ in their last places, and nothing else may."""
-    keep = run(Path(name="small", build=small), "cpu", 1, None)
-    floating = next(k for k, t in enumerate(keep.state) if t.is_floating_point() and t.abs().max() > 0)
-    whole = next(k for k, t in enumerate(keep.state) if not t.is_floating_point())
-
-    def changed(k, change):
-        return dataclasses.replace(keep, state=tuple(change(t) if j == k else t for j, t in enumerate(keep.state)))
-
-    assert steps._equal_up_to_rounding(changed(floating, lambda t: t * (1 + 1e-6)), keep)
-    assert not steps._equal_up_to_rounding(changed(floating, lambda t: t * 1.01), keep)
-    assert not steps._equal_up_to_rounding(changed(floating, lambda t: t * float("nan")), keep)
-    assert not steps._equal_up_to_rounding(changed(whole, lambda t: t + 1), keep)
+    assert equal_up_to_rounding(STATE, changed(1, lambda t: t * (1 + 1e-6)))
+    assert not equal_up_to_rounding(STATE, changed(1, lambda t: t * 1.01))
+    assert not equal_up_to_rounding(STATE, changed(1, lambda t: t * float("nan")))
+    assert not equal_up_to_rounding(STATE, changed(2, lambda t: t + 1))
 
 
 def test_an_examination_is_green(monkeypatch):
     """On a machine where everything holds, every check is made and none fails."""
-    pieces = next(path for path in PATHS if path.pieces)
-    monkeypatch.setattr(
-        steps, "QUICK", (Path(name="loop", build=small, plain=True), Path(name="whole", build=small, whole=True), pieces)
-    )
+    pieces = dataclasses.replace(next(path for path in PATHS if path.pieces), **QUICK)
+    loop, whole = (Path(name=name, build=small, **{name: True}, **QUICK) for name in ("plain", "whole"))
+    monkeypatch.setattr(steps, "PATHS", (loop, whole, pieces, Path(name="Inductor", build=small, compiler="inductor")))
     seen: list[str] = []
     report = examine("cpu", quick=True, on_check=lambda check: seen.append(check.name))
     holds(report)
     assert seen == [check.name for check in report.checks]
     assert {"python", "torch", "packages", "C++ compiler", "cache folder", "stores", "HiGHS", "local search"} <= set(seen)
+    assert "Inductor" not in seen
     assert report.as_json()["format"] == "checkmate.doctor/1"
     assert next(check for check in report.checks if check.name == pieces.name).figures["in_pieces"]
 

@@ -4,59 +4,59 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from cyclopts import App, CycloptsError, MissingArgumentError
 from cyclopts.help import DefaultFormatter, PanelSpec
 from rich.box import Box
 
-from checkmate.cli import (
-    capture,
-    completion,
-    demo,
-    devices,
-    diff,
-    doctor,
-    explain,
-    fits,
-    max_batch,
-    min_budget,
-    oom,
-    pareto,
-    plan,
-    regions,
-    report,
-    signals,
-    solvers,
-    terminal,
-    verify,
-)
+from checkmate.cli import demo, diagnosis, plans, signals, steps, studies, terminal, views
 from checkmate.cli.run import arranged, misspelt
 from checkmate.cli.run import run as run_script
 from checkmate.core.errors import CheckmateError, InfeasibleBudgetError, PlanNotFoundError, SolverError
 
-_NO_BOX = Box("    \n" * 8)
-_SUCH_AS = {"--budget": "50%", "--device": "H100", "--batch": "8"}
-"""A value of each option that a verb needs."""
 OK, NO_PLAN, BAD_INPUT, INTERNAL = 0, 1, 2, 3
+_EXAMPLES = {"--budget": "50%", "--device": "H100", "--batch": "8"}
+"""A value of each option that a verb needs."""
+
+
+def completion(shell: Literal["bash", "zsh", "fish"], /, *, json: terminal.Json = False) -> int:
+    """Print the completion script for a shell.
+
+    Args:
+        shell: The shell.
+        json: Print one JSON object on stdout.
+    """
+    script = application().generate_completion(prog_name="checkmate", shell=shell)
+    places = {
+        "bash": "~/.local/share/bash-completion/completions/checkmate",
+        "zsh": "a file _checkmate in a folder of $fpath",
+        "fish": "~/.config/fish/completions/checkmate.fish",
+    }
+    if not json:
+        terminal.write(script)
+    return terminal.Answer(data={"shell": shell, "script": script}, hint=f"write the script to {places[shell]}").show(json)
+
+
 _VERBS = (
     demo.demo,
     run_script,
-    doctor.doctor,
-    capture.capture,
-    plan.plan,
-    verify.verify,
-    min_budget.min_budget,
-    pareto.pareto,
-    max_batch.max_batch,
-    fits.fits,
-    oom.oom,
-    regions.regions,
-    explain.explain,
-    diff.diff,
-    report.report,
-    solvers.solvers,
-    devices.devices,
+    diagnosis.doctor,
+    steps.capture,
+    plans.plan,
+    plans.verify,
+    plans.min_budget,
+    studies.pareto,
+    studies.max_batch,
+    steps.fits,
+    diagnosis.oom,
+    studies.regions,
+    views.explain,
+    views.diff,
+    views.report,
+    diagnosis.solvers,
+    diagnosis.devices,
+    completion,
 )
 
 
@@ -68,11 +68,11 @@ def application() -> App:
         name="checkmate",
         help="Run a training step within a memory budget: the cheapest plan that fits, with a proven optimality gap.",
         version=checkmate.__version__,
-        help_formatter=DefaultFormatter(panel_spec=PanelSpec(box=_NO_BOX, padding=(0, 0))),
+        help_formatter=DefaultFormatter(panel_spec=PanelSpec(box=Box("    \n" * 8), padding=(0, 0))),
         help_format="markdown",
         suppress_keyboard_interrupt=False,
     )
-    for verb in (*_VERBS, completion.completion_for(application)):
+    for verb in _VERBS:
         app.command(verb)
     return app
 
@@ -82,42 +82,40 @@ def run(argv: Sequence[str]) -> int:
     if argv[:1] == ["run"]:
         argv = ["run", *arranged(argv[1:])]
     as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
+    facts: dict[str, Any] = {}
     try:
         with signals.stopping_as_interrupts():
             code = application()(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
+            return code if isinstance(code, int) else OK
     except MissingArgumentError as error:
-        name = "an argument" if error.argument is None else error.argument.name
-        such_as = f"{name} {_SUCH_AS[name]}" if name in _SUCH_AS else ""
-        near = misspelt(name, argv)
-        message = f"{name} is missing{f', such as {such_as}' if such_as else ''}"
-        usage = f"run `checkmate {' '.join(error.command_chain or ())} --help` to see the usage"
-        hint = f"write {name} for {near}" if near else f"add {such_as}" if such_as else usage
-        return _fail(BAD_INPUT, type(error).__name__, message, hint, as_json)
+        code, kind, (message, hint) = BAD_INPUT, type(error).__name__, _missing(error, argv)
     except CycloptsError as error:
-        return _fail(BAD_INPUT, type(error).__name__, str(error), "run `checkmate --help` to see the usage", as_json)
-    except (InfeasibleBudgetError, PlanNotFoundError) as error:
-        return _fail(NO_PLAN, type(error).__name__, error.message, error.hint, as_json, _numbers(error))
+        code, kind, message, hint = BAD_INPUT, type(error).__name__, str(error), "run `checkmate --help` to see the usage"
     except SolverError as error:
-        notes = "; ".join([error.message, *getattr(error, "__notes__", ())])
-        return _fail(INTERNAL, "SolverError", notes, "report this bug of the solver, with the graph file", as_json)
+        message = "; ".join([error.message, *getattr(error, "__notes__", ())])
+        code, kind, hint = INTERNAL, "SolverError", "report this bug of the solver, with the graph file"
     except CheckmateError as error:
-        return _fail(BAD_INPUT, type(error).__name__, error.message, error.hint, as_json)
+        code, kind, message, hint = BAD_INPUT, type(error).__name__, error.message, error.hint
+        if isinstance(error, (InfeasibleBudgetError, PlanNotFoundError)):
+            names = ("budget_bytes", "floor_bytes", "smallest_bytes", "binding_op")
+            code, facts = NO_PLAN, terminal.picked(error, *(name for name in names if hasattr(error, name)))
     except KeyboardInterrupt:
-        return _fail(NO_PLAN, "KeyboardInterrupt", "interrupted before a plan was found", "", as_json)
+        code, kind, message, hint = NO_PLAN, "KeyboardInterrupt", "interrupted before a plan was found", ""
     except Exception as error:  # noqa: BLE001  (the edge of the program: every unexpected error becomes exit code 3)
         terminal.warn(*traceback.format_exc().split("\n"))
-        message = f"{type(error).__name__}: {error}"
-        return _fail(INTERNAL, type(error).__name__, message, "report this bug, with the lines above", as_json)
-    return code if isinstance(code, int) else OK
-
-
-def _fail(code: int, kind: str, message: str, hint: str, as_json: bool, facts: dict[str, Any] | None = None) -> int:
+        code, kind, message = INTERNAL, type(error).__name__, f"{type(error).__name__}: {error}"
+        hint = "report this bug, with the lines above"
     terminal.say_error(message, hint)
     if as_json:
-        terminal.emit({"error": kind, "message": message, "hint": hint, **(facts or {})})
+        terminal.emit({"error": kind, "message": message, "hint": hint, **facts})
     return code
 
 
-def _numbers(error: InfeasibleBudgetError | PlanNotFoundError) -> dict[str, Any]:
-    names = ("budget_bytes", "floor_bytes", "smallest_bytes", "binding_op")
-    return {name: getattr(error, name) for name in names if hasattr(error, name)}
+def _missing(error: MissingArgumentError, argv: Sequence[str]) -> tuple[str, str]:
+    """Message and hint of an argument that is missing."""
+    name = "an argument" if error.argument is None else error.argument.name
+    example = f"{name} {_EXAMPLES[name]}" if name in _EXAMPLES else ""
+    near = misspelt(name, argv)
+    message = f"{name} is missing{f', such as {example}' if example else ''}"
+    usage = f"run `checkmate {' '.join(error.command_chain or ())} --help` to see the usage"
+    return message, f"write {name} for {near}" if near else f"add {example}" if example else usage

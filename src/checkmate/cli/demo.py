@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.status import Status
-
-from checkmate.cli import amounts, files, terminal
-from checkmate.cli.extras import needs
+from checkmate.cli import files, terminal
+from checkmate.cli.options import described, format_share
+from checkmate.cli.targets import needs
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.units import format_bytes
+from checkmate.report import PageText, html_report
 from checkmate.solvers.solve import solve
 
 if TYPE_CHECKING:
-    from checkmate.cli.digits import Run, Trained
-
-_TOLERANCE = 0.01
-_CHAIN = 8
+    from checkmate.doctor.digits import Trained
 
 
 def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, json: terminal.Json = False) -> int:
@@ -36,9 +31,6 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
         budget: Total such as 30MiB, or a share such as 50% of what keeping everything needs above what no plan can change.
         time_limit: Time limit of planning, in seconds.
         json: Print one JSON object on stdout.
-
-    Returns:
-        The exit code.
     """
     for module in ("torch", "sklearn"):
         needs(module, "demo")
@@ -49,118 +41,128 @@ def demo(*, out: Path = Path(), budget: str = "50%", time_limit: float = 10.0, j
     report = out / "report.html"
     outputs = files.Outputs()
     outputs.check(report)
-    from checkmate.cli import digits
-    from checkmate.cli.demo_page import demo_page
+    from checkmate.doctor import digits
 
     began = time.perf_counter()
-    with _status() as status:
-        status.update("compiling the solver, once after installation")
+    with terminal.status() as say:
+        say("compiling the solver, once after installation")
         _compile_solver()
         compiled = time.perf_counter() - began
-        trained = digits.train(budget, epochs=digits.EPOCHS, time_limit_s=time_limit, say=status.update)
-        checks = _checks(trained)
-        outcome = _outcome(trained, checks, time.perf_counter() - began, compiled)
-        outputs.save((demo_page(trained, outcome).encode(), report))
-    if json:
-        terminal.emit({**outcome, "report": str(report)})
-    else:
-        _show(trained, checks, outcome)
-        terminal.closing([report], "plan your own model: `checkmate capture FILE.py:FUNCTION`, see examples/language_model.py")
-    return 0 if outcome["holds"] else 1
+        trained = digits.train(budget, time_limit_s=time_limit, say=say)
+        outcome = _outcome(trained) | {
+            "compiling_s": round(compiled, 1),
+            "planning_s": round(trained.planned.result.elapsed_s, 1),
+            "elapsed_s": round(time.perf_counter() - began, 1),
+        }
+        outputs.save((_page(trained, outcome).encode(), report))
+    hint = "plan your own model: `checkmate capture FILE.py:FUNCTION`, see examples/language_model.py"
+    return terminal.Answer(
+        data={**outcome, "report": str(report)},
+        **_text(trained, outcome),
+        wrote=[report],
+        hint=hint,
+        code=0 if outcome["holds"] else 1,
+    ).show(json)
 
 
 def _compile_solver() -> None:
     """Solve a small chain, so that the one-time compilation of the solver does not count as planning time."""
-    chain = [(i, i + 1) for i in range(2 * _CHAIN - 1)]
-    skips = [(_CHAIN - 2 - i, _CHAIN + i) for i in range(_CHAIN - 1)]
-    ones = [1] * (2 * _CHAIN)
-    solve(Problem(Graph.from_dag(cost=ones, size_bytes=ones, edges=chain + skips), _CHAIN - 2))
+    half = 8
+    chain = [(i, i + 1) for i in range(2 * half - 1)]
+    skips = [(half - 2 - i, half + i) for i in range(half - 1)]
+    ones = [1] * (2 * half)
+    solve(Problem(Graph.from_dag(cost=ones, size_bytes=ones, edges=chain + skips), half - 2))
 
 
-def _checks(trained: Trained) -> dict[str, bool]:
-    """Whether each guarantee was kept."""
-    return {
-        "within_budget": trained.planned.measured_bytes <= trained.planned.result.budget_bytes,
-        "as_planned": abs(_error(trained.planned)) <= _TOLERANCE,
+def _outcome(trained: Trained) -> dict[str, Any]:
+    """Whether each guarantee was kept, and the figures."""
+    planned, keep_all = trained.planned.result, trained.keep_all.result
+    measured, measured_keep_all = trained.measured_bytes
+    checks = {
+        "within_budget": measured <= planned.budget_bytes,
+        "as_planned": abs(measured - planned.peak_bytes) <= 0.01 * planned.peak_bytes,
         "identical": trained.identical,
     }
-
-
-def _error(run: Run) -> float:
-    planned = run.result.peak_bytes or 0
-    return (run.measured_bytes - planned) / planned if planned else 0.0
-
-
-def _outcome(trained: Trained, checks: dict[str, bool], seconds: float, compiling: float) -> dict[str, Any]:
-    planned, keep_all = trained.planned, trained.keep_all
     return {
         "holds": all(checks.values()),
         **checks,
-        "budget_bytes": planned.result.budget_bytes,
-        "planned_peak_bytes": planned.result.peak_bytes,
-        "measured_peak_bytes": planned.measured_bytes,
-        "keep_all_planned_peak_bytes": keep_all.result.peak_bytes,
-        "keep_all_measured_peak_bytes": keep_all.measured_bytes,
-        "resident_bytes": planned.graph.resident_bytes,
-        "gap": planned.result.gap,
-        "overhead": planned.result.overhead,
+        "budget_bytes": planned.budget_bytes,
+        "planned_peak_bytes": planned.peak_bytes,
+        "measured_peak_bytes": measured,
+        "keep_all_planned_peak_bytes": keep_all.peak_bytes,
+        "keep_all_measured_peak_bytes": measured_keep_all,
+        "resident_bytes": trained.planned.graph.resident_bytes,
+        **terminal.picked(planned, "gap", "overhead"),
         "time_ratio": trained.time_ratio,
-        "accuracy": planned.accuracy,
-        "keep_all_accuracy": keep_all.accuracy,
-        "steps": trained.steps,
-        "loss": planned.losses[-1],
-        "status": planned.result.termination.reason.value,
-        "solver": planned.result.solver,
-        "compiling_s": round(compiling, 1),
-        "planning_s": round(planned.result.elapsed_s, 1),
-        "elapsed_s": round(seconds, 1),
+        "accuracy": trained.accuracy[0],
+        "keep_all_accuracy": trained.accuracy[1],
+        "steps": len(trained.planned.losses),
+        "loss": trained.planned.losses[-1],
+        "status": planned.termination.reason.value,
+        "solver": planned.solver,
     }
 
 
-def _show(trained: Trained, checks: dict[str, bool], outcome: dict[str, Any]) -> None:
-    planned, keep_all = trained.planned, trained.keep_all
-    assert keep_all.result.peak_bytes is not None
-    ops = len(planned.graph.ops)
-    terminal.facts(
+def _text(trained: Trained, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Facts, table and conclusions of the answer."""
+    model, planned, keep_all = trained.planned.model, trained.planned.result, trained.keep_all.result
+    parameters, ops = sum(parameter.numel() for parameter in model.parameters()), len(trained.planned.graph.ops)
+    rows = [
         [
-            ("network", f"residual CNN, {trained.parameters:,} parameters, BatchNorm and dropout; {ops} ops a step"),
-            ("data", f"scikit-learn's digits, {trained.steps} steps, trained twice side by side on the CPU"),
-            ("budget", amounts.describe_budget(planned.result.budget_bytes, keep_all.result.peak_bytes)),
+            name,
+            format_bytes(result.peak_bytes),
+            format_bytes(measured),
+            f"{result.overhead:.3f}x",
+            format_share(result.gap, 2),
+            f"{ratio:.3f}x",
+            format_share(accuracy),
         ]
-    )
-    header = [("training", False), *((name, True) for name in ("planned", "measured", "overhead", "gap", "time", "accuracy"))]
-    terminal.table(header, [_row("keep-all", keep_all, 1.0), _row("plan", planned, trained.time_ratio)])
-    kept, measured = _kept(checks), format_bytes(planned.measured_bytes)
-    tensors = len(planned.model.state_dict())
-    share = amounts.format_share(planned.result.gap, 2)
-    terminal.say(
-        f"within budget:  {kept['within_budget']}, {measured} measured of {format_bytes(planned.result.budget_bytes)}",
-        f"as planned:     {kept['as_planned']}, measured is {100 * _error(planned):+.2f}% off the planned peak",
-        f"loss identical: {kept['identical']}, {trained.steps} losses and {tensors} tensors of the model compared bit by bit",
-        f"proof:          no plan within the budget is more than {share} cheaper (in op costs as measured)",
-        f"in all:         {outcome['elapsed_s']:.0f} s: {outcome['planning_s']:.0f} s for planning, "
-        f"{outcome['compiling_s']:.0f} s for compiling the solver (once after installation)",
-    )
-
-
-def _kept(checks: dict[str, bool]) -> dict[str, str]:
-    return {name: "yes" if kept else "NO" for name, kept in checks.items()}
-
-
-def _row(name: str, run: Run, ratio: float) -> list[str]:
-    return [
-        name,
-        format_bytes(run.result.peak_bytes or 0),
-        format_bytes(run.measured_bytes),
-        f"{run.result.overhead:.3f}x",
-        amounts.format_share(run.result.gap, 2),
-        f"{ratio:.3f}x",
-        amounts.format_share(run.accuracy),
+        for name, result, measured, ratio, accuracy in (
+            ("keep-all", keep_all, trained.measured_bytes[1], 1.0, trained.accuracy[1]),
+            ("plan", planned, trained.measured_bytes[0], trained.time_ratio, trained.accuracy[0]),
+        )
     ]
+    kept = {name: "yes" if outcome[name] else "NO" for name in ("within_budget", "as_planned", "identical")}
+    measured, budget = format_bytes(trained.measured_bytes[0]), format_bytes(planned.budget_bytes)
+    error = 100 * (trained.measured_bytes[0] / planned.peak_bytes - 1)
+    steps, tensors = outcome["steps"], len(model.state_dict())
+    return {
+        "facts": [
+            ("network", f"residual CNN, {parameters:,} parameters, BatchNorm and dropout; {ops} ops a step"),
+            ("data", f"scikit-learn's digits, {steps} steps, trained twice side by side on the CPU"),
+            ("budget", described(planned.budget_bytes, keep_all.peak_bytes)),
+        ],
+        "header": ("<training", "planned", "measured", "overhead", "gap", "time", "accuracy"),
+        "rows": rows,
+        "lines": [
+            f"within budget:  {kept['within_budget']}, {measured} measured of {budget}",
+            f"as planned:     {kept['as_planned']}, measured is {error:+.2f}% off the planned peak",
+            f"loss identical: {kept['identical']}, {steps} losses and {tensors} tensors of the model compared bit by bit",
+            f"proof:          no plan within the budget is more than {format_share(planned.gap, 2)} cheaper "
+            "(in op costs as measured)",
+            f"in all:         {outcome['elapsed_s']:.0f} s: {outcome['planning_s']:.0f} s for planning, "
+            f"{outcome['compiling_s']:.0f} s for compiling the solver (once after installation)",
+        ],
+    }
 
 
-@contextmanager
-def _status() -> Iterator[Status]:
-    console = terminal.messages()
-    with Status("starting", console=console) as status:
-        yield status
+def _page(trained: Trained, outcome: dict[str, Any]) -> str:
+    """The page of the plan, with the measured figures next to the planned ones."""
+    planned = trained.planned
+    verdict = "Every guarantee was kept." if outcome["holds"] else "NOT every guarantee was kept."
+    yes = {True: "yes", False: "NO"}
+    rows = [
+        ["peak, measured", *(format_bytes(size) for size in reversed(trained.measured_bytes))],
+        ["time, measured", "1.000x", f"{trained.time_ratio:.3f}x"],
+        ["accuracy", *(format_share(share) for share in reversed(trained.accuracy))],
+        ["measured peak within budget", "", yes[outcome["within_budget"]]],
+        ["measured peak as planned, to 1%", "", yes[outcome["as_planned"]]],
+        ["losses and parameters bitwise equal", "", yes[outcome["identical"]]],
+    ]
+    text = PageText(
+        summary=f"A residual CNN was trained for {outcome['steps']} steps on scikit-learn's digits, once with the plan and once "
+        f"with all activations kept, on the same batches. {verdict}",
+        facts=rows,
+    )
+    title = f"A training step within {format_bytes(planned.result.budget_bytes)}"
+    return html_report(planned.graph, planned.result.plan, result=planned.result, title=title, text=text)

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from checkmate.cli import signals
 from checkmate.core import files
@@ -16,19 +16,11 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.result import Curve, Result
 
-_C = TypeVar("_C", Graph, Plan, Result, Curve)
-_OTHER_PATH: Final = "choose another path with --out"
-_PROBE_BYTES: Final = 2**16
-"""Bytes that an output is expected to need at least, beside those of the inputs."""
+_ContentT = TypeVar("_ContentT", Graph, Plan, Result, Curve)
 
 
-def load(path: Path, kind: type[_C]) -> _C:
-    """Read a graph, plan, result or curve from a file.
-
-    Raises:
-        OptionError: The file cannot be opened.
-        FileFormatError: The file has another format or is damaged.
-    """
+def load(path: Path, kind: type[_ContentT]) -> _ContentT:
+    """Read a graph, plan, result or curve from a file."""
     try:
         return files.read_as(path, kind)
     except OSError as error:
@@ -36,22 +28,12 @@ def load(path: Path, kind: type[_C]) -> _C:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read the plan from a plan or result file.
-
-    Raises:
-        OptionError: The file cannot be opened.
-        FileFormatError: The file has no plan or is damaged.
-    """
+    """Read the plan from a plan or result file."""
     return load_planned(path)[0]
 
 
 def load_planned(path: Path) -> tuple[Plan, Result | None]:
-    """Read the plan from a plan or result file, and the result from a result file.
-
-    Raises:
-        OptionError: The file cannot be opened.
-        FileFormatError: The file has no plan or is damaged.
-    """
+    """Read the plan from a plan or result file, and the result from a result file."""
     try:
         content = files.read(path)
     except OSError as error:
@@ -65,21 +47,19 @@ def load_planned(path: Path) -> tuple[Plan, Result | None]:
 class Outputs:
     """Files that a verb writes. They are checked before the work, and what cannot be written after it is saved elsewhere.
 
-    Args:
-        inputs: Files that the verb reads, which no output replaces; None for one that is not given.
+    No output replaces a file that the verb reads; None stands for one that is not given.
     """
 
     def __init__(self, *inputs: Path | None) -> None:
         self._inputs = [path for path in inputs if path is not None]
 
     def check(self, *paths: Path | None) -> None:
-        """Check that files can be written; None stands for one that is not wanted.
-
-        Raises:
-            OptionError: A file cannot be written, is an input, or is given twice.
-        """
+        """Check that files can be written; None stands for one that is not wanted."""
         wanted = [path for path in paths if path is not None]
-        size_bytes = _PROBE_BYTES + sum(_size(path) for path in self._inputs)
+        size_bytes = 2**16  # that an output takes at least, in addition to those of the inputs
+        for path in self._inputs:
+            with contextlib.suppress(OSError):  # reading it gives the error
+                size_bytes += path.stat().st_size
         for k, path in enumerate(wanted):
             self._check_is_no_input(path)
             if any(_are_same(path, other) for other in wanted[:k]):
@@ -87,42 +67,38 @@ class Outputs:
             try:
                 files.check_writable(path, size_bytes)
             except OSError as error:
-                raise OptionError(f"cannot write {path}: {error.strerror or error}", hint=_OTHER_PATH) from error
+                message = f"cannot write {path}: {error.strerror or error}"
+                raise OptionError(message, hint="choose another path with --out") from error
 
-    def save(self, *contents: tuple[Graph | Plan | Result | Curve | bytes, Path]) -> None:
-        """Write values or bytes to files; a regular file is there whole or not at all.
+    def save(self, *contents: tuple[Graph | Plan | Result | Curve | bytes, Path | None]) -> None:
+        """Write values or bytes to files that are wanted; a regular file is there whole or not at all.
 
-        Raises:
-            OptionError: A file cannot be written. The message says where its content was saved instead.
+        The error for a file that cannot be written says where its content was saved instead.
         """
         failures: list[str] = []
         for content, path in contents:
+            if path is None:
+                continue
             data = content if isinstance(content, bytes) else files.encode(content)
             try:
                 self._check_is_no_input(path)
                 with contextlib.nullcontext() if files.is_special(path) else signals.ignored():
                     files.write_bytes(path, data)
+                continue
             except OptionError as error:
-                failures.append(f"{error.message}; {_saved_elsewhere(data, path.name)}")
+                fault = error.message
             except KeyboardInterrupt:  # a pipe without a reader
-                failures.append(f"writing {path} was interrupted; {_saved_elsewhere(data, path.name)}")
+                fault = f"writing {path} was interrupted"
             except OSError as error:
-                failures.append(f"cannot write {path}: {error.strerror or error}; {_saved_elsewhere(data, path.name)}")
+                fault = f"cannot write {path}: {error.strerror or error}"
+            failures.append(f"{fault}; {_saved_elsewhere(data, path.name)}")
         if failures:
             raise OptionError("; ".join(failures), hint="move what was saved, or choose another path with --out")
 
     def _check_is_no_input(self, path: Path) -> None:
         for other in self._inputs:
             if _are_same(path, other):
-                raise OptionError(f"output {path} is the input {other}", hint=_OTHER_PATH)
-
-
-def _size(path: Path) -> int:
-    """Size of a file, 0 for one that cannot be looked at: reading it gives the error."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+                raise OptionError(f"output {path} is the input {other}", hint="choose another path with --out")
 
 
 def _are_same(a: Path, b: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from checkmate.cli import signals, terminal
-from checkmate.cli.extras import needs
+from checkmate.cli.targets import needs
 from checkmate.core.errors import CheckmateError, OptionError
 from checkmate.frontend.options import BUDGET_VARIABLE, budget_of_environment, parsed
 

@@ -5,54 +5,49 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 _STOPPING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-_ONE_REQUEST_S: Final = 1.0
-"""Seconds in which further signals are the same request: a terminal that closes sends several."""
+
+
+@contextmanager
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Handle signals in the main thread during the block."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            if previous is not None:  # None: it was not set by Python
+                signal.signal(number, previous)
 
 
 @contextmanager
 def stopping_as_interrupts() -> Iterator[None]:
     """Raise `KeyboardInterrupt` where SIGTERM or SIGHUP would end the program during the block; ignored signals stay ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    last = -_ONE_REQUEST_S
+    last = -1.0
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         nonlocal last
         now = time.monotonic()
-        repeated, last = now - last < _ONE_REQUEST_S, now
+        repeated, last = now - last < 1, now  # within a second it is the same request: a terminal that closes sends several
         if not repeated:
             raise KeyboardInterrupt
 
-    ours = [number for number in _STOPPING if signal.getsignal(number) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, interrupt)
-    try:
+    with _handled([number for number in _STOPPING if signal.getsignal(number) is signal.SIG_DFL], interrupt):
         yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
 def as_in_python() -> Iterator[None]:
     """Let the signals end the program during a block that runs another program's code, as they do without this package."""
-    if threading.current_thread() is not threading.main_thread():
+    with _handled([number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN], signal.SIG_DFL):
         yield
-        return
-    taken = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in taken}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -61,17 +56,5 @@ def ignored() -> Iterator[None]:
 
     Handlers are replaced, because a mask would hold for this thread only, and engines have threads that take signals.
     """
-    if threading.current_thread() is not threading.main_thread():
+    with _handled((signal.SIGINT, *_STOPPING), lambda _number, _frame: None):
         yield
-        return
-    before = {number: signal.signal(number, _do_nothing) for number in (signal.SIGINT, *_STOPPING)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: it was not set by Python
-                signal.signal(number, handler)
-
-
-def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    pass

@@ -17,41 +17,44 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from checkmate.core.errors import CheckmateError, OptionError
+from checkmate.core.errors import CheckmateError, MissingExtraError, OptionError
 
 _RETURNED = "(model, loss, example) or (model, loss, optimizer, example)"
 SHAPE = f"give FILE.py:FUNCTION or MODULE:FUNCTION, where FUNCTION() returns {_RETURNED}"
 
-_TRACERS = ("torch.", "jax.")
-"""Packages whose errors are errors of the traced program."""
+
+class Built(NamedTuple):
+    """A training step of PyTorch as a function returned it."""
+
+    model: Any
+    loss: Any
+    example: Any
+    optimizer: Any = None
 
 
-def resolve(target: str) -> Callable[..., object]:
-    """The function that a command line names.
+def needs(module: str, extra: str) -> None:
+    """Check that a module of an extra is installed."""
+    if importlib.util.find_spec(module) is None:
+        raise MissingExtraError(
+            f"this command needs {module}, which is not installed", hint=f'pip install "checkmate-remat[{extra}]"'
+        )
 
-    Raises:
-        OptionError: The text has another form, or the function does not exist.
-    """
+
+def resolve(target: str, batch: int | None) -> Callable[[], object]:
+    """The function that a command line names, with its batch size if one is given."""
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise OptionError(f"cannot read {target!r}", hint=SHAPE)
     if where.endswith(":"):
         raise OptionError(f"{target!r} has two colons", hint=f"write one: {where.rstrip(':')}:{name}")
-    return _function(where, name)
-
-
-def with_batch(function: Callable[..., object], batch: int | None) -> Callable[[], object]:
-    """The function of a target with its batch size given; as it is without one.
-
-    Raises:
-        OptionError: The function takes none.
-    """
+    function = getattr(_from_file(Path(where)) if where.endswith(".py") else _from_name(where), name, None)
+    if not callable(function):
+        raise OptionError(f"{where} has no function {name!r}", hint=SHAPE)
     if batch is None:
         return function
     try:
         inspect.signature(function).bind(batch)
     except TypeError:
-        name = function.__name__
         raise OptionError(
             f"--batch {batch} is given to {name}(), which takes no batch size",
             hint=f"write `def {name}(batch):`, or leave out --batch",
@@ -68,40 +71,10 @@ def source(target: str) -> Path | None:
     return None if file is None else Path(file)
 
 
-class Built(NamedTuple):
-    """A training step of PyTorch as a function returned it.
-
-    Attributes:
-        model: The model.
-        loss: The loss.
-        example: A batch.
-        optimizer: The optimizer, or None.
-    """
-
-    model: Any
-    loss: Any
-    example: Any
-    optimizer: Any = None
-
-
-def built(target: str, function: Callable[[], object]) -> Built:
-    """Call the function for its model, loss and example.
-
-    Raises:
-        OptionError: The function raises, or returns something else.
-    """
-    return checked(target, returned(target, function))
-
-
 def returned(what: str, function: Callable[[], Any]) -> Any:
-    """Call the user's code, as a program without arguments whose prints go to stderr: stdout is for the verb's data.
+    """Call the code of a target, as a program without arguments whose prints go to stderr: stdout is for the verb's data.
 
-    Args:
-        what: The target, file or module, for the error.
-        function: The code.
-
-    Raises:
-        OptionError: It raises; the message has the file and line of the user's code.
+    The error of code that raises has the file and line of the user's code.
     """
     file = what.rpartition(":")[0] or what
     argv, sys.argv = sys.argv, [file]
@@ -130,12 +103,10 @@ class _Copied(io.TextIOBase):
         self._stream, self._copy = stream, copy
 
     def write(self, text: str, /) -> int:
-        """Write text to both."""
         self._copy.write(text)
         return self._stream.write(text)
 
     def flush(self) -> None:
-        """Write what is buffered."""
         self._stream.flush()
 
 
@@ -171,59 +142,79 @@ def is_jax_step(found: object) -> bool:
 
 
 def checked(target: str, found: object) -> Built:
-    """The model, loss, example and optimizer that a function returned.
-
-    Raises:
-        OptionError: It is something else.
-    """
+    """The model, loss, example and optimizer that a function returned."""
     import torch
 
+    def described(built: object) -> str:
+        return f"a tuple of {len(built)}" if isinstance(built, tuple) else f"{type(built).__name__}"
+
     if not isinstance(found, tuple) or len(found) not in (3, 4):
-        raise OptionError(f"{target} returned {_describe(found)}, not {_RETURNED}", hint=SHAPE)
+        raise OptionError(f"{target} returned {described(found)}, not {_RETURNED}", hint=SHAPE)
     model, loss, *optimizer, example = found
     if not isinstance(model, torch.nn.Module):
-        raise OptionError(f"{target} returned {_describe(model)} for the model, not a torch.nn.Module", hint=SHAPE)
+        raise OptionError(f"{target} returned {described(model)} for the model, not a torch.nn.Module", hint=SHAPE)
     if optimizer and not isinstance(optimizer[0], torch.optim.Optimizer):
         raise OptionError(
-            f"{target} returned {_describe(optimizer[0])} for the optimizer, not a torch.optim.Optimizer",
+            f"{target} returned {described(optimizer[0])} for the optimizer, not a torch.optim.Optimizer",
             hint=f"return {_RETURNED}",
         )
     return Built(model, loss, example, *optimizer)
 
 
-def optimizer_named(name: str, model: Any) -> Any:
-    """An optimizer of a model's parameters.
-
-    Raises:
-        OptionError: No optimizer of that name is known.
-    """
-    from checkmate.torch.forecast.tracer import optimizer_class
-
-    return optimizer_class(name)([p for p in model.parameters() if p.requires_grad])
-
-
 def without_memory(target: str, function: Callable[[], object]) -> Built:
-    """As `built`, with fake tensors (shapes without memory) if the function works with them.
-
-    Raises:
-        OptionError: The function raises, or returns something else.
-    """
+    """What a function returns, with fake tensors (shapes without memory) if the function works with them."""
     from checkmate.torch._compat.dispatch import FakeTensorMode
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return built(target, function)
+            return checked(target, returned(target, function))
     except (CheckmateError, RuntimeError):  # the function needs values, such as those of data that it reads
-        return built(target, function)
+        return checked(target, returned(target, function))
+
+
+def causal_model(config: str, batch: int, length: int | None) -> Built:
+    """A language model of Hugging Face on the meta device, with a batch of tokens; it returns its loss.
+
+    The configuration is a file, the folder of one, or a name on the hub; the sequences are by default as long as the model has
+    positions for.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("--config needs transformers, which is not installed", hint="pip install transformers")
+    if config.endswith(".json") and not Path(config).is_file():
+        raise OptionError(f"--config {config}: no such file", hint="give a config.json of Hugging Face, or the folder of one")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        settings = AutoConfig.from_pretrained(config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(
+            f"--config {config} cannot be read: {' '.join(str(error).split())}",
+            hint="give a config.json with a model_type, or the folder of one; a name on the hub needs a connection",
+        ) from error
+    positions = getattr(settings, "max_position_embeddings", None)
+    if length is not None and (length < 2 or (positions is not None and length > positions)):
+        raise OptionError(
+            f"--seq {length} is not from 2 to the {positions} positions of the model", hint=f"give at most --seq {positions}"
+        )
+    if batch < 1:
+        raise OptionError(f"--batch {batch} is not a number of sequences", hint="give --batch 1 or more")
+    settings.use_cache = False  # training keeps no keys and values of earlier calls
+    with torch.device("meta"):
+        try:
+            model = AutoModelForCausalLM.from_config(settings)
+        except ValueError as error:
+            raise OptionError(
+                f"--config {config}: {type(settings).__name__} is no configuration of a causal language model",
+                hint="write build() for other models, and give FILE.py:build",
+            ) from error
+        tokens = torch.zeros(batch, length or positions or 2048, dtype=torch.long)
+    return Built(model.train(), None, {"input_ids": tokens, "labels": tokens})
 
 
 @contextmanager
 def tracing(target: str) -> Iterator[None]:
-    """Turn an error of tracing into bad input, with the message of the error.
-
-    Raises:
-        OptionError: The trace failed.
-    """
+    """Turn an error of tracing into bad input, with the message of the error."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
     talking = [logger for logger in loggers if not logger.disabled]
     for logger in talking:
@@ -244,32 +235,22 @@ def tracing(target: str) -> Iterator[None]:
 
 def _is_of_tracer(error: Exception) -> bool:
     """Whether a framework raised an error; JAX raises TypeError and ValueError from its own frames."""
-    if type(error).__module__.startswith(_TRACERS):
+    if type(error).__module__.startswith(("torch.", "jax.")):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1].filename
-    return not isinstance(error, CheckmateError) and any(f"/{name[:-1]}/_src/" in last for name in _TRACERS)
-
-
-def _function(where: str, name: str) -> Callable[..., object]:
-    module = _from_file(Path(where)) if where.endswith(".py") else _from_name(where)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise OptionError(f"{where} has no function {name!r}", hint=SHAPE)
-    return function
+    return not isinstance(error, CheckmateError) and "/jax/_src/" in last
 
 
 def _from_file(path: Path) -> Any:
     if not path.is_file():
         raise OptionError(f"{path}: no such file", hint=SHAPE)
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    loader = spec.loader
-    assert loader is not None
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        returned(str(path), lambda: loader.exec_module(module))
+        returned(str(path), partial(spec.loader.exec_module, module))
     finally:
         sys.path.pop(0)
     return module
@@ -281,7 +262,3 @@ def _from_name(name: str) -> Any:
         return returned(name, lambda: importlib.import_module(name))
     finally:
         sys.path.pop(0)
-
-
-def _describe(built: object) -> str:
-    return f"a tuple of {len(built)}" if isinstance(built, tuple) else f"{type(built).__name__}"

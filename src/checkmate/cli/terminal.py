@@ -9,28 +9,28 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Annotated, Any, Final, TextIO, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Annotated, Any, TextIO, cast
 
 from cyclopts import Parameter
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from checkmate.core.errors import OptionError, printable
+from checkmate.frontend.progress import redirected
 
 Json = Annotated[bool, Parameter(name="--json", negative="")]
-_GONE: Final = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Errors of a stream that is not read any more: a pipe to `head`, a terminal that was closed."""
 
 
 class _Stream(io.TextIOBase):
     """Standard output or standard error: its reader may leave, its disk may be full, its encoding may lack letters.
 
     What is not read is dropped, so that the verb still ends with its own exit code.
-
-    Args:
-        name: `stdout` or `stderr`.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,54 +39,76 @@ class _Stream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Encoding of the stream."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
         return self._stream is not None and self._stream.isatty()
 
     def fileno(self) -> int:
-        """Its file descriptor."""
         if self._stream is None:
             raise io.UnsupportedOperation
         return self._stream.fileno()
 
     def write(self, text: str, /) -> int:
-        """Write text, with escapes for letters that the encoding lacks.
-
-        Raises:
-            OptionError: Standard output takes no more.
-        """
-        if self._stream is not None:
-            try:
+        """Write text, with escapes for letters that the encoding lacks."""
+        with self._faults():
+            if self._stream is not None:
                 self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-            except OSError as error:
-                self._fail(error)
         return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered.
-
-        Raises:
-            OptionError: Standard output takes no more.
-        """
-        if self._stream is not None:
-            try:
+        with self._faults():
+            if self._stream is not None:
                 self._stream.flush()
-            except OSError as error:
-                self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
-        assert self._stream is not None
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:  # noqa: PTH123
-            # The buffer still has what failed, and Python writes it again at exit.
-            os.dup2(nothing.fileno(), self._stream.fileno())
-        if self.name == "stdout" and error.errno not in _GONE:
-            raise OptionError(
-                f"cannot write to {self.name}: {error.strerror or error}",
-                hint="choose a disk with space for stdout; files given by options such as --out are written",
-            ) from error
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Drop what a pipe to `head` or a terminal that was closed does not read; a full disk under stdout is an error."""
+        try:
+            yield
+        except OSError as error:
+            assert self._stream is not None
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:  # noqa: PTH123
+                # The buffer still has what failed, and Python writes it again at exit.
+                os.dup2(nothing.fileno(), self._stream.fileno())
+            if self.name == "stdout" and error.errno not in (errno.EPIPE, errno.EIO, errno.EBADF):
+                raise OptionError(
+                    f"cannot write to {self.name}: {error.strerror or error}",
+                    hint="choose a disk with space for stdout; files given by options such as --out are written",
+                ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a verb found: one JSON object, or facts, a table, and lines on stdout, and on stderr what was written and a hint."""
+
+    data: Mapping[str, Any]
+    facts: Sequence[tuple[str, str]] = ()
+    header: Sequence[str] = ()  # a column whose name begins with "<" is text, the others are numbers
+    rows: Sequence[Iterable[str]] = ()
+    lines: Iterable[str] = ()
+    wrote: Iterable[object] = ()  # paths; None for a file that was not asked for
+    hint: str = ""
+    code: int = 0
+
+    def show(self, as_json: bool) -> int:
+        """Print the answer, and return the exit code."""
+        if as_json:
+            emit(self.data)
+            return self.code
+        width = max((len(name) for name, _ in self.facts), default=0) + 2
+        for name, text in self.facts:
+            _print(data(), (f"{name:<{width}}", "bold"), printable(text))
+        if self.rows:
+            _table(self.header, self.rows)
+        say(*self.lines)
+        for path in self.wrote:
+            if path is not None:
+                _print(messages(), (f"{'wrote':<8}", "bold"), printable(str(path)))
+        if self.hint:
+            messages().print()
+            _print(messages(), ("hint", "bold"), f": {printable(self.hint)}")
+        return self.code
 
 
 def data() -> Console:
@@ -104,6 +126,11 @@ def emit(value: Mapping[str, Any]) -> None:
     write(json.dumps(value, allow_nan=False) + "\n")
 
 
+def picked(value: object, *names: str) -> dict[str, Any]:
+    """Attributes of a value by name, for JSON."""
+    return {name: getattr(value, name) for name in names}
+
+
 def write(text: str) -> None:
     """Print text of this program on stdout as it is."""
     stream = _Stream("stdout")
@@ -113,63 +140,22 @@ def write(text: str) -> None:
 
 def say(*lines: str) -> None:
     """Print lines on stdout."""
-    console = data()
     for line in lines:
-        console.print(Text(printable(line)), soft_wrap=True)
+        _print(data(), printable(line))
 
 
 def warn(*lines: str) -> None:
     """Print lines on stderr."""
-    console = messages()
     for line in lines:
-        console.print(Text(printable(line)), soft_wrap=True)
+        _print(messages(), printable(line))
 
 
 def say_error(message: str, hint: str = "") -> None:
     """Print an error message and, after a blank line, its hint."""
-    console = messages()
-    console.print(Text.assemble(("error", "bold red"), f": {printable(message)}"), soft_wrap=True)
+    _print(messages(), ("error", "bold red"), f": {printable(message)}")
     if hint:
-        console.print()
-        console.print(Text.assemble(("hint", "bold"), f": {printable(hint)}"), soft_wrap=True)
-
-
-def facts(rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and texts in two columns."""
-    console = data()
-    width = max(len(name) for name, _ in rows) + 2
-    for name, text in rows:
-        console.print(Text.assemble((f"{name:<{width}}", "bold"), printable(text)), soft_wrap=True)
-
-
-def table(header: Iterable[tuple[str, bool]], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table without boxes.
-
-    Args:
-        header: Name of each column, and whether it is right-aligned, as numbers are.
-        rows: Text of the cells.
-    """
-    console = data()
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
-    for name, right in header:
-        grid.add_column(Text(name), justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        grid.add_row(*(Text(printable(cell)) for cell in row))
-    console.print()
-    with console.capture() as capture:
-        console.print(grid)
-    console.print("\n".join(line.rstrip() for line in capture.get().splitlines()) if not console.is_terminal else grid)
-    console.print()
-
-
-def closing(wrote: Iterable[object], hint: str = "") -> None:
-    """Print the files that were written and a hint on the next command."""
-    console = messages()
-    for path in wrote:
-        console.print(Text.assemble((f"{'wrote':<8}", "bold"), printable(str(path))), soft_wrap=True)
-    if hint:
-        console.print()
-        console.print(Text.assemble(("hint", "bold"), f": {printable(hint)}"), soft_wrap=True)
+        messages().print()
+        _print(messages(), ("hint", "bold"), f": {printable(hint)}")
 
 
 def command(verb: str, *words: object) -> str:
@@ -180,3 +166,48 @@ def command(verb: str, *words: object) -> str:
         "`checkmate plan 'my model.json' --budget 50%`"
     """
     return f"`{shlex.join(('checkmate', verb, *map(str, words)))}`"
+
+
+@contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """Draw a spinner on a terminal during the block; yields a function that replaces its text."""
+    with Status("starting", console=messages()) as drawn:
+        yield drawn.update
+
+
+@contextmanager
+def drawn(text: str) -> Iterator[Callable[[str], None]]:
+    """Draw a spinner, a clock and a line of text on a terminal during the block; yields a function that replaces the text."""
+    console = messages()
+    if not console.is_terminal:
+        with redirected(lambda _text: None):
+            yield lambda _text: None
+        return
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(text)
+
+        def replace(text: str) -> None:
+            bar.update(task, description=printable(text))
+
+        with redirected(replace):
+            yield replace
+
+
+def _print(console: Console, *parts: str | tuple[str, str]) -> None:
+    console.print(Text.assemble(*parts), soft_wrap=True)
+
+
+def _table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table without boxes."""
+    console = data()
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
+    for name in header:
+        grid.add_column(Text(name.removeprefix("<")), justify="left" if name.startswith("<") else "right", overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(printable(cell)) for cell in row))
+    console.print()
+    with console.capture() as capture:
+        console.print(grid)
+    console.print("\n".join(line.rstrip() for line in capture.get().splitlines()) if not console.is_terminal else grid)
+    console.print()

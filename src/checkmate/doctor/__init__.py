@@ -6,7 +6,7 @@ Nothing here prints; ``checkmate doctor`` shows the checks and writes them as JS
 
 from __future__ import annotations
 
-from checkmate.doctor.check import Check, Report
-from checkmate.doctor.examine import examine
+from checkmate.doctor.check import Check
+from checkmate.doctor.examine import Report, examine
 
 __all__ = ["Check", "Report", "examine"]

@@ -5,86 +5,107 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from checkmate.core.errors import OptionError
-from checkmate.doctor import caches, compilers, engines, versions
-from checkmate.doctor.check import Check, Report, guarded
+from checkmate.doctor import installation
+from checkmate.doctor.check import Check, guarded
 
-_SCALES: Final = {"cpu": 1, "cuda": 4}
-"""Scale of the models: on a GPU tensors have to be larger than the blocks of its allocator."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All checks of one examination."""
+
+    device: str  # type of the device that the steps ran on
+    machine: Mapping[str, Any]  # hardware and operating system, by name
+    versions: Mapping[str, str]  # of Python, Checkmate and the packages that matter
+    checks: tuple[Check, ...]  # in the order in which they were made
+    warnings: tuple[str, ...]  # that Checkmate logged meanwhile
+    elapsed_s: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether no check failed."""
+        return all(check.verdict != "failed" for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as an object of JSON."""
+        return {
+            "format": "checkmate.doctor/1",
+            "holds": self.holds,
+            **asdict(self),
+            "warnings": list(self.warnings),
+            "checks": [asdict(check) for check in self.checks],
+            "elapsed_s": round(self.elapsed_s, 1),
+        }
 
 
 def examine(
     device: str | None = None,
     *,
     quick: bool = False,
-    on_check: Callable[[Check], None] | None = None,
+    on_check: Callable[[Check], None] = lambda check: None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Check an installation: versions, compilers, caches, solvers, settings, and small training steps.
 
-    Args:
-        device: ``"cpu"`` or ``"cuda"``; CUDA where PyTorch finds a GPU, else the CPU.
-        quick: Whether to leave out the steps that need a compiler, which take most of the time.
-        on_check: Called with each check as soon as it is made.
-        on_start: Called with a few words on what is looked at now.
-
-    Returns:
-        The report.
-
-    Raises:
-        OptionError: The device is neither ``"cpu"`` nor ``"cuda"``.
+    The device is ``"cpu"`` or ``"cuda"``, by default CUDA where PyTorch finds a GPU. Each check is passed to ``on_check`` as soon
+    as it is made, and a few words on the next ones to ``on_start``.
     """
     if device not in (None, "cpu", "cuda"):
         raise OptionError(f"device={device!r} is neither 'cpu' nor 'cuda'", hint="use device='cuda' for the first GPU")
     began = time.perf_counter()
     checks: list[Check] = []
 
-    def add(*made: Check) -> None:
+    def add(*made: Check) -> bool:
+        checks.extend(made)
         for check in made:
-            checks.append(check)
-            if on_check is not None:
-                on_check(check)
+            on_check(check)
+        return all(check.verdict != "failed" for check in made)
 
     with _warnings_collected() as warnings:
         on_start("versions and compilers")
-        installed = versions.installed_versions()
-        add(versions.check_python(), guarded("name", lambda: versions.check_name(versions.other_owners())))
-        torch_check = versions.check_torch(installed.get("torch"))
-        add(torch_check, *versions.check_packages(installed, versions.requirements()))
-        usable = torch_check.verdict != "failed"
+        versions = installation.installed_versions()
+        add(installation.check_python())
+        add(guarded("name", lambda: installation.check_name(installation.other_owners())))
+        usable = add(installation.check_torch(versions.get("torch")))
+        add(*installation.check_packages(versions, installation.requirements()))
         where = _device(device) if usable else "cpu"
         if usable:
-            add(guarded("backend", versions.check_backend))
-        add(guarded("C++ compiler", compilers.check_cxx))
+            add(guarded("backend", installation.check_backend))
+        can_compile = add(guarded("C++ compiler", installation.check_cxx))
         if where == "cuda":
-            add(guarded("Triton", compilers.check_triton))
+            can_compile = add(guarded("Triton", installation.check_triton)) and can_compile
         on_start("caches")
-        add(guarded("cache folder", caches.check_cache_folder), *caches.check_stores())
+        add(guarded("cache folder", installation.check_cache_folder))
+        add(*installation.check_stores(installation.user_stores()))
         on_start("solvers")
-        add(guarded("HiGHS", engines.check_highs), guarded("local search", engines.check_search))
+        add(guarded("HiGHS", installation.check_highs))
+        add(guarded("local search", installation.check_search))
         machine: dict[str, Any] = {}
         if usable:
             from checkmate.doctor import settings
 
             add(guarded("Inductor cache", settings.check_inductor_cache))
             on_start("the device")
-            add(here := guarded("device", lambda: settings.check_device(where)))
-            if here.verdict != "failed":
+            if add(guarded("device", lambda: settings.check_device(where))):
                 machine = settings.machine(where)
                 if where == "cuda":
-                    add(*(guarded(name, check) for name, check in settings.CUDA_CHECKS.items()))
-                _add_steps(add, on_start, where, quick, _can_compile(checks))
+                    add(guarded("allocator", settings.check_allocator))
+                    add(guarded("cuDNN", settings.check_autotuning))
+                    add(guarded("precision", settings.check_precision))
+                _add_steps(add, on_start, where, quick, can_compile)
+    elapsed_s = time.perf_counter() - began
     return Report(
         device=where,
         machine=machine,
-        versions=installed,
+        versions=versions,
         checks=tuple(checks),
         warnings=tuple(warnings),
-        elapsed_s=time.perf_counter() - began,
+        elapsed_s=elapsed_s,
     )
 
 
@@ -95,29 +116,19 @@ def _device(asked: str | None) -> str:
 
 
 def _add_steps(
-    add: Callable[[Check], None], on_start: Callable[[str], None], device: str, quick: bool, can_compile: bool
+    add: Callable[[Check], bool], on_start: Callable[[str], None], device: str, quick: bool, can_compile: bool
 ) -> None:
-    """Check small training steps.
-
-    Args:
-        add: Takes each check.
-        on_start: Called with a few words on what is looked at now.
-        device: Type of the device.
-        quick: Whether steps that need a compiler are left out.
-        can_compile: Whether the compilers passed their checks.
-    """
+    """Check small training steps."""
     from checkmate.doctor import steps
 
-    for path in steps.QUICK if quick else steps.PATHS:
+    for path in steps.PATHS:
+        if path.compiler == "inductor" and quick:
+            continue
         on_start(f"a small training step: {path.name}")
         if path.compiler == "inductor" and not can_compile:
-            add(Check(name=path.name, verdict="skipped", detail="the compiler that it needs failed its check"))
+            add(Check(path.name, "skipped", "the compiler that it needs failed its check"))
         else:
-            add(guarded(path.name, functools.partial(steps.check_path, path, device, _SCALES[device])))
-
-
-def _can_compile(checks: list[Check]) -> bool:
-    return all(check.verdict != "failed" for check in checks if check.name in ("C++ compiler", "Triton"))
+            add(guarded(path.name, functools.partial(steps.check_path, path, device)))
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
-from checkmate.core.units import format_bytes
+from checkmate.core.errors import FileFormatError, UnitError
+from checkmate.core.units import format_bytes, parse_bytes
 from checkmate.oom import stacks
-from checkmate.oom.message import ErrorText, parse_error
 from checkmate.oom.replay import BlockInUse, Moment, moment_of
 from checkmate.oom.snapshot import Snapshot, frames_of, read_snapshot
 from checkmate.oom.stacks import Origin, origin_of
@@ -118,23 +119,22 @@ class OutOfMemory:
 
     def rows(self) -> list[tuple[str, str]]:
         """Figures and cause as pairs of a name and a text."""
-        shown = format_bytes
-        rows: list[tuple[str, str]] = []
-        if self.device is not None:
-            rows.append(("device", f"{self.device}" + ("" if self.total_bytes is None else f", {shown(self.total_bytes)}")))
-        rows.append(("moment", self.moment))
-        if self.requested_bytes is not None:
-            rows.append(("requested", shown(self.requested_bytes)))
-        if self.allocated_bytes is not None:
-            reserved = "" if self.reserved_bytes is None else f" of {shown(self.reserved_bytes)} reserved"
-            rows.append(("allocated", shown(self.allocated_bytes) + reserved))
-        if self.cached_bytes is not None:
-            largest = "" if self.largest_free_bytes is None else f", the largest range {shown(self.largest_free_bytes)}"
-            rows.append(("cached", f"{shown(self.cached_bytes)} reserved but not allocated{largest}"))
-        if self.device_free_bytes is not None:
-            outside = "" if self.outside_bytes is None else f"; {shown(self.outside_bytes)} in this process outside PyTorch"
-            rows.append(("free", f"{shown(self.device_free_bytes)} on the device{outside}"))
-        return [*rows, ("cause", self._cause_in_words())]
+
+        def known(size_bytes: int | None, text: str) -> str:
+            return "" if size_bytes is None else text.format(format_bytes(size_bytes))
+
+        cached = known(self.cached_bytes, "{} reserved but not allocated")
+        free = known(self.device_free_bytes, "{} on the device")
+        rows = [
+            ("device", "" if self.device is None else f"{self.device}{known(self.total_bytes, ', {}')}"),
+            ("moment", self.moment),
+            ("requested", known(self.requested_bytes, "{}")),
+            ("allocated", known(self.allocated_bytes, "{}" + known(self.reserved_bytes, " of {} reserved"))),
+            ("cached", cached and cached + known(self.largest_free_bytes, ", the largest range {}")),
+            ("free", free and free + known(self.outside_bytes, "; {} in this process outside PyTorch")),
+            ("cause", self._cause_in_words()),
+        ]
+        return [(name, text) for name, text in rows if text]
 
     def advice(self) -> tuple[str, ...]:
         """Sentences on what to change."""
@@ -189,16 +189,7 @@ class OutOfMemory:
 
 
 def of_snapshot(snapshot: Snapshot, device: int | None = None) -> OutOfMemory:
-    """Describe the last out-of-memory error of a snapshot, or the largest use in its recording.
-
-    Args:
-        snapshot: The snapshot.
-        device: Index of the device; by default that of an error, else that with the most reserved memory.
-
-    Raises:
-        OptionError: The snapshot has nothing of that device.
-        FileFormatError: A stack in it is none.
-    """
+    """Describe the last out-of-memory error of a snapshot, or the largest use in its recording; see `moment_of`."""
     moment = moment_of(snapshot, device)
     error = moment.error
     return OutOfMemory(
@@ -209,18 +200,54 @@ def of_snapshot(snapshot: Snapshot, device: int | None = None) -> OutOfMemory:
         allocated_bytes=moment.allocated_bytes,
         reserved_bytes=moment.reserved_bytes,
         largest_free_bytes=moment.largest_free_bytes,
-        expandable=any(segment.is_expandable for segment in snapshot.segments),
+        expandable=moment.expandable,
         holders=_holders(moment),
     )
 
 
-def of_text(text: str) -> OutOfMemory:
-    """Describe the last out-of-memory error in a text, such as a log.
+_AMOUNT = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?) (bytes|[KMGT]i?B)"
 
-    Raises:
-        FileFormatError: The text has none.
+
+def of_text(text: str) -> OutOfMemory:
+    """Describe the last out-of-memory error in a text, such as a log. Its figures are rounded to 0.01 of their unit.
+
+    The forms of PyTorch 1.12 to 2.13 are known, of CUDA, ROCm and XPU devices. An amount that cannot be one is left out.
     """
-    return _with_text(OutOfMemory(moment="at the out-of-memory error, from its text alone"), parse_error(text))
+    asked = re.finditer(rf"out of memory\. Tried to allocate {_AMOUNT}", text)
+    errors = [(match.start(), requested) for match in asked if (requested := _bytes(match)) is not None]
+    if not errors:
+        raise FileFormatError(
+            "no out-of-memory error of PyTorch is in the text",
+            hint="give a memory snapshot, the log of the run, or the caught torch.OutOfMemoryError",
+        )
+    start, requested = errors[-1]
+    said = " ".join(text[start : start + 2000].split())
+
+    def figure(*patterns: str) -> int | None:
+        found = (re.search(pattern.format(_AMOUNT), said) for pattern in patterns)
+        return next((_bytes(match) for match in found if match), None)
+
+    allocated = figure("{} is allocated by PyTorch", "{} already allocated")
+    cached = figure("{} is reserved by PyTorch but unallocated")
+    reserved = figure("{} reserved in total by PyTorch")
+    if allocated is not None and cached is not None:
+        reserved = allocated + cached
+    allowed, free = figure("{} allowed"), figure("of which {} is free", "{} free")
+    in_process = figure(r"(?:this process|Process \d+) has {} memory in use")
+    if allowed is not None and reserved is not None and free is not None:
+        free = min(free, max(0, allowed - reserved))
+    sizes = [size for size in (figure("total capacity of {}", "{} total capacity"), allowed) if size is not None]
+    device = re.search(r"\bGPU (\d+)", said)
+    return OutOfMemory(
+        moment="at the out-of-memory error, from its text alone",
+        device=None if device is None else int(device[1]),
+        requested_bytes=requested,
+        total_bytes=min(sizes, default=None),
+        device_free_bytes=free,
+        outside_bytes=None if in_process is None or reserved is None else max(0, in_process - reserved),
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+    )
 
 
 def read_oom(
@@ -247,30 +274,19 @@ def read_oom(
         >>> found.cause, found.budget
         ('too little memory', '75.17GiB')
     """
-    text = parse_error(str(error))
+    said = of_text(str(error))
     if snapshot is None:
-        return of_text(str(error))
-    return _with_text(of_snapshot(read_snapshot(snapshot), text.device if device is None else device), text)
+        return said
+    found = of_snapshot(read_snapshot(snapshot), said.device if device is None else device)
+    unknown = {field.name: getattr(said, field.name) for field in fields(found) if getattr(found, field.name) is None}
+    return replace(found, **unknown)
 
 
-def _with_text(found: OutOfMemory, text: ErrorText) -> OutOfMemory:
-    """Add what only the text of the error has; exact figures of a snapshot stay."""
-    reserved = text.reserved_bytes
-    outside = None if text.process_bytes is None or reserved is None else max(0, text.process_bytes - reserved)
-    free = text.device_free_bytes
-    if text.allowed_bytes is not None and reserved is not None and free is not None:
-        free = min(free, max(0, text.allowed_bytes - reserved))
-    of_device = [size for size in (text.total_bytes, text.allowed_bytes) if size is not None]
-    return replace(
-        found,
-        device=text.device if found.device is None else found.device,
-        requested_bytes=text.requested_bytes if found.requested_bytes is None else found.requested_bytes,
-        total_bytes=min(of_device, default=None),
-        device_free_bytes=free if found.device_free_bytes is None else found.device_free_bytes,
-        outside_bytes=outside,
-        allocated_bytes=text.allocated_bytes if found.allocated_bytes is None else found.allocated_bytes,
-        reserved_bytes=reserved if found.reserved_bytes is None else found.reserved_bytes,
-    )
+def _bytes(match: re.Match[str]) -> int | None:
+    try:
+        return parse_bytes(f"{match[1]}{'B' if match[2] == 'bytes' else match[2]}")
+    except UnitError:
+        return None
 
 
 def _holders(moment: Moment) -> tuple[Holder, ...]:
@@ -291,10 +307,8 @@ def _summed(holders: Iterable[Holder]) -> tuple[Holder, ...]:
     sums: dict[tuple[str, str], Holder] = {}
     for holder in holders:
         key = holder[:2]
-        before = sums.get(key)
-        sums[key] = (
-            holder if before is None else Holder(*key, before.size_bytes + holder.size_bytes, before.blocks + holder.blocks)
-        )
+        before = sums.get(key, Holder(*key, 0, 0))
+        sums[key] = Holder(*key, before.size_bytes + holder.size_bytes, before.blocks + holder.blocks)
     return tuple(sorted(sums.values(), key=lambda holder: (-holder.size_bytes, *holder[:2])))
 
 

@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from checkmate.core.errors import OptionError
-from checkmate.oom.snapshot import Event, Snapshot
+from checkmate.oom.snapshot import Event, Segment, Snapshot
 
-_GONE = ("free_completed", "free")  # PyTorch before 2.0 has one event for both halves of a free
+_FREED = ("free_completed", "free")  # PyTorch before 2.0 has one event for both halves of a free
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockInUse:
-    """A block that was in use.
-
-    Attributes:
-        address: The address.
-        size_bytes: Bytes.
-        frames: Stack of its allocation as in the file; None if it was allocated before the recording began.
-        awaits_stream: Whether it was freed, but another stream might still have read it.
-    """
+class BlockInUse(NamedTuple):
+    """A block that was in use."""
 
     address: int
     size_bytes: int
-    frames: Any
-    awaits_stream: bool
+    frames: Any  # stack of its allocation as in the file; None if it was allocated before the recording began
+    awaits_stream: bool  # whether it was freed, but another stream might still have read it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The state of the allocator of one device.
-
-    Attributes:
-        device: Index of the device.
-        name: The moment in words.
-        error: The event of the out-of-memory error; None if the recording has none.
-        held: Blocks in use.
-        segments: Address and bytes of each segment.
-    """
+    """The state of the allocator of one device."""
 
     device: int
     name: str
     error: Event | None
     held: tuple[BlockInUse, ...]
-    segments: tuple[tuple[int, int], ...]
+    segments: tuple[tuple[int, int], ...]  # address and bytes of each
+    expandable: bool  # whether any segment can grow
 
     @property
     def allocated_bytes(self) -> int:
@@ -76,35 +64,45 @@ class Moment:
 def moment_of(snapshot: Snapshot, device: int | None = None) -> Moment:
     """The moment of the last out-of-memory error; without one, of the largest use in the recording.
 
-    The state is reconstructed backwards from that of the snapshot, as PyTorch's viewer does it.
-
-    Args:
-        snapshot: The snapshot.
-        device: Index of the device; by default that of an error, else that with the most reserved memory.
-
-    Raises:
-        OptionError: The snapshot has nothing of that device.
+    The state is reconstructed backwards from that of the snapshot, as PyTorch's viewer does it. The device is by default that of
+    an error, else that with the most reserved memory.
     """
     at = _device(snapshot, device)
     trace = snapshot.device_traces[at] if at < len(snapshot.device_traces) else []
-    state = _State(snapshot, at)
+    of_device = [segment for segment in snapshot.segments if segment.device == at]
+    blocks = {address: held for segment in of_device for address, held in _blocks(segment)}
+    segments = {segment.address: segment.total_size for segment in of_device if not segment.is_expandable}
     errors = [k for k, event in enumerate(trace) if event.action == "oom"]
     if errors:
-        until, name, error = errors[-1], "at the out-of-memory error", trace[errors[-1]]
+        until, name = errors[-1], "at the out-of-memory error"
     elif trace:
-        until, name, error = _peak(trace, state.allocated_bytes), "at the largest use in the recording", None
+        until, name = _peak(trace, sum(size for size, _ in blocks.values())), "at the largest use in the recording"
     else:
-        until, name, error = 0, "when the snapshot was taken (no events were recorded)", None
+        until, name = 0, "when the snapshot was taken (no events were recorded)"
     for event in reversed(trace[until:]):
-        state.undo(event)
-    segments = tuple(sorted((*state.segments.items(), *_mapped(state.expandable, trace[until:]))))
-    return Moment(device=at, name=name, error=error, held=state.held(trace[:until]), segments=segments)
+        if event.action == "alloc":
+            blocks.pop(event.addr, None)
+        elif event.action in _FREED:
+            blocks[event.addr] = (event.size, None)
+        elif event.action == "segment_free":
+            segments[event.addr] = event.size
+        elif event.action == "segment_alloc":
+            segments.pop(event.addr, None)
+    expandable = [(segment.address, segment.total_size) for segment in of_device if segment.is_expandable]
+    return Moment(
+        device=at,
+        name=name,
+        error=trace[until] if errors else None,
+        held=_with_stacks(blocks, trace[:until]),
+        segments=tuple(sorted((*segments.items(), *_mapped(expandable, trace[until:])))),
+        expandable=any(segment.is_expandable for segment in snapshot.segments),
+    )
 
 
 def _device(snapshot: Snapshot, device: int | None) -> int:
-    reserved: dict[int, int] = {}
+    reserved = Counter[int]()
     for segment in snapshot.segments:
-        reserved[segment.device] = reserved.get(segment.device, 0) + segment.total_size
+        reserved[segment.device] += segment.total_size
     traced = [k for k, trace in enumerate(snapshot.device_traces) if trace]
     if device is not None:
         if device not in reserved and device not in traced:
@@ -114,7 +112,19 @@ def _device(snapshot: Snapshot, device: int | None) -> int:
             )
         return device
     failed = [k for k in traced if any(event.action == "oom" for event in snapshot.device_traces[k])]
-    return max(failed or reserved or traced or [0], key=lambda k: (reserved.get(k, 0), -k))
+    return max(failed or reserved or traced or [0], key=lambda k: (reserved[k], -k))
+
+
+def _blocks(segment: Segment) -> list[tuple[int, tuple[int, Any]]]:
+    """Address, bytes and stack of the blocks in use."""
+    found: list[tuple[int, tuple[int, Any]]] = []
+    address = segment.address
+    for block in segment.blocks:
+        address = block.address if block.address >= 0 else address
+        if block.state != "inactive":
+            found.append((address, (block.size, block.frames or None)))
+        address += block.size
+    return found
 
 
 def _peak(trace: list[Event], left_bytes: int) -> int:
@@ -124,7 +134,7 @@ def _peak(trace: list[Event], left_bytes: int) -> int:
     for k in range(len(trace) - 1, -1, -1):
         if trace[k].action == "alloc":
             now -= trace[k].size
-        elif trace[k].action in _GONE:
+        elif trace[k].action in _FREED:
             now += trace[k].size
         if now >= most:
             most, found = now, k
@@ -132,89 +142,37 @@ def _peak(trace: list[Event], left_bytes: int) -> int:
 
 
 def _mapped(segments: list[tuple[int, int]], events: list[Event]) -> list[tuple[int, int]]:
-    """Address and bytes of each expandable segment before the events, from those after them; neighbours are joined.
-
-    Between two neighbouring ends of all ranges, the first event there tells what was before: mapped memory if it unmaps.
-    """
-    maps = [(e.addr, e.addr + e.size, e.action) for e in events if e.action in ("segment_map", "segment_unmap")]
-    ranges = [(start, start + size) for start, size in segments]
-    ends = sorted({end for start, stop, *_ in (*ranges, *maps) for end in (start, stop)})
+    """Address and bytes of each expandable segment before the events, from those after them; neighbours are joined."""
+    maps = [event for event in events if event.action in ("segment_map", "segment_unmap")]
+    ranges = [*segments, *((event.addr, event.size) for event in maps)]
+    ends = sorted({end for start, size in ranges for end in (start, start + size)})
     at = {end: k for k, end in enumerate(ends)}
-    change = [0] * (len(ends) + 1)
-    for start, stop in ranges:
-        change[at[start]] += 1
-        change[at[stop]] -= 1
-    mapped = [covers > 0 for covers in accumulate(change)]
-    unknown = list(range(len(ends) + 1))  # of each range, itself or one nearer to the next of which no event has told
-
-    def next_unknown(k: int) -> int:
-        while unknown[k] != k:
-            unknown[k] = unknown[unknown[k]]
-            k = unknown[k]
-        return k
-
-    for start, stop, action in maps:
-        k = next_unknown(at[start])
-        while k < at[stop]:
-            mapped[k], unknown[k] = action == "segment_unmap", k + 1
-            k = next_unknown(k)
+    mapped = np.zeros(len(ends), dtype=bool)  # from each end to the next
+    for start, size in segments:
+        mapped[at[start] : at[start + size]] = True
+    for event in reversed(maps):
+        mapped[at[event.addr] : at[event.addr + event.size]] = event.action == "segment_unmap"
     found: list[tuple[int, int]] = []
-    for (k, start), stop in zip(enumerate(ends), ends[1:], strict=False):
-        if mapped[k] and found and sum(found[-1]) == start:
+    for is_mapped, (start, stop) in zip(mapped, pairwise(ends), strict=False):
+        if is_mapped and found and sum(found[-1]) == start:
             found[-1] = (found[-1][0], stop - found[-1][0])
-        elif mapped[k]:
+        elif is_mapped:
             found.append((start, stop - start))
     return found
 
 
-class _State:
-    """Blocks in use and segments, as of the snapshot, from which events are undone; expandable segments stay as they are."""
-
-    def __init__(self, snapshot: Snapshot, device: int) -> None:
-        self.segments: dict[int, int] = {}
-        self.expandable: list[tuple[int, int]] = []
-        self.blocks: dict[int, tuple[int, Any]] = {}
-        for segment in snapshot.segments:
-            if segment.device != device:
-                continue
-            if segment.is_expandable:
-                self.expandable.append((segment.address, segment.total_size))
-            else:
-                self.segments[segment.address] = segment.total_size
-            address = segment.address
-            for block in segment.blocks:
-                address = block.address if block.address >= 0 else address
-                if block.state != "inactive":
-                    self.blocks[address] = (block.size, block.frames or None)
-                address += block.size
-
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(size for size, _ in self.blocks.values())
-
-    def undo(self, event: Event) -> None:
+def _with_stacks(blocks: dict[int, tuple[int, Any]], before: list[Event]) -> tuple[BlockInUse, ...]:
+    """Blocks with the stacks of their allocations, which are among the events before the moment."""
+    allocated: dict[int, Any] = {}
+    awaits: set[int] = set()
+    for event in before:
         if event.action == "alloc":
-            self.blocks.pop(event.addr, None)
-        elif event.action in _GONE:
-            self.blocks[event.addr] = (event.size, None)
-        elif event.action == "segment_free":
-            self.segments[event.addr] = event.size
-        elif event.action == "segment_alloc":
-            self.segments.pop(event.addr, None)
-
-    def held(self, before: list[Event]) -> tuple[BlockInUse, ...]:
-        """Blocks with the stacks of their allocations, which are among the events before the moment."""
-        allocated: dict[int, Any] = {}
-        awaits: set[int] = set()
-        for event in before:
-            if event.action == "alloc":
-                allocated[event.addr] = event.frames
-                awaits.discard(event.addr)
-            elif event.action == "free_requested":
-                awaits.add(event.addr)
-            elif event.action in _GONE:
-                allocated.pop(event.addr, None)
-        return tuple(
-            BlockInUse(address=address, size_bytes=size, frames=allocated.get(address, frames), awaits_stream=address in awaits)
-            for address, (size, frames) in self.blocks.items()
-        )
+            allocated[event.addr] = event.frames
+            awaits.discard(event.addr)
+        elif event.action == "free_requested":
+            awaits.add(event.addr)
+        elif event.action in _FREED:
+            allocated.pop(event.addr, None)
+    return tuple(
+        BlockInUse(address, size, allocated.get(address, frames), address in awaits) for address, (size, frames) in blocks.items()
+    )

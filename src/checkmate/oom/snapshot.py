@@ -1,77 +1,48 @@
-"""The format of `torch.cuda.memory._snapshot`: what the reader checks, and what `checkmate.report` writes."""
+"""The format of `torch.cuda.memory._snapshot`: what the reader checks, and what `checkmate.report` writes.
+
+A pickle can run any program when it is loaded. Here all its opcodes are checked before the first of them is interpreted, and no
+name in it is looked up.
+"""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
+import pickle
+import pickletools
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 
 from checkmate.core.errors import FileFormatError, OptionError, shortened
 from checkmate.core.units import format_bytes
-from checkmate.oom import plain_pickle
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 """A size or an address."""
 
-_MOST_LETTERS = 1024
-"""Letters of a path that are kept: those of a build system are longer than other names."""
-
-LIMIT_BYTES = 2 << 30
-"""Largest file that is read by default. In memory it takes about ten times as much."""
-
 
 class Frame(msgspec.Struct, frozen=True):
-    """One entry of a stack.
-
-    Attributes:
-        name: The function.
-        filename: Its file; ``""`` if it is not known, ``"??"`` in C++.
-        line: The line.
-    """
+    """One entry of a stack."""
 
     name: str
-    filename: str
+    filename: str  # "" if it is not known, "??" in C++
     line: int
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a segment.
+    """A part of a segment."""
 
-    Attributes:
-        size: Bytes, as the allocator rounds them.
-        requested_size: Bytes that were asked for.
-        state: ``"active_allocated"``, ``"active_awaiting_free"`` or ``"inactive"``.
-        address: The address; -1 in files of PyTorch before 2.1.
-        frames: Stack of the allocation, innermost frame first; see `frames_of`.
-    """
-
-    size: Bytes
+    size: Bytes  # as the allocator rounds it
     requested_size: int = 0
-    state: str
-    address: int = -1
-    frames: Any = ()
+    state: str  # "active_allocated", "active_awaiting_free" or "inactive"
+    address: int = -1  # -1 in files of PyTorch before 2.1
+    frames: Any = ()  # stack of the allocation, innermost frame first; see `frames_of`
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that the allocator got from the device in one piece; the sum of all segments is the reserved memory.
-
-    Attributes:
-        device: Index of the device.
-        address: The address.
-        total_size: Bytes.
-        allocated_size: Bytes in use.
-        active_size: Bytes in use, or that another stream may still read.
-        requested_size: Bytes of the blocks in use that were asked for.
-        stream: The stream it belongs to.
-        segment_type: ``"small"`` or ``"large"``.
-        is_expandable: Whether it can grow.
-        segment_pool_id: The pool it belongs to.
-        frames: Stack of its allocation.
-        blocks: Its parts, in the order of their addresses.
-    """
+    """Memory that the allocator got from the device in one piece; the sum of all segments is the reserved memory."""
 
     device: int = 0
     address: Bytes
@@ -84,59 +55,32 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     is_expandable: bool = False
     segment_pool_id: tuple[int, int] = (0, 0)
     frames: Any = ()
-    blocks: list[Block]
+    blocks: list[Block]  # in the order of their addresses
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One action of the allocator.
+    """One action of the allocator."""
 
-    Attributes:
-        action: ``"alloc"``, ``"free_requested"``, ``"free_completed"``, ``"segment_alloc"``, ``"segment_free"``,
-            ``"segment_map"``, ``"segment_unmap"``, ``"oom"`` or ``"snapshot"``.
-        addr: The address; 0 for ``"oom"``.
-        size: Bytes; for ``"oom"`` those that were asked for.
-        stream: The stream.
-        time_us: Time in microseconds.
-        device_free: Free bytes of the device, only for ``"oom"``.
-        frames: Stack of the action, innermost frame first; see `frames_of`. None if stacks were not recorded.
-    """
-
-    action: str
+    action: str  # alloc, free_requested, free_completed, oom, snapshot, or segment_ and alloc, free, map or unmap
     addr: Bytes = 0
     size: Bytes = 0
     stream: int = 0
     time_us: int = 0
-    device_free: Bytes | None = None
-    frames: Any = None
+    device_free: Bytes | None = None  # only for "oom"
+    frames: Any = None  # as those of a block; None if stacks were not recorded
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the allocators of all devices, and what they did before.
-
-    Attributes:
-        segments: The segments of all devices.
-        device_traces: The latest events of each device; empty lists if they were not recorded.
-        allocator_settings: Settings of the allocator.
-        external_annotations: Annotations of a profiler.
-    """
+    """The state of the allocators of all devices, and what they did before."""
 
     segments: list[Segment]
-    device_traces: list[list[Event]] = []
+    device_traces: list[list[Event]] = []  # the latest events of each device
     allocator_settings: dict[str, Any] = {}
     external_annotations: list[Any] = []
 
 
-def read_snapshot(path: str | os.PathLike[str], limit_bytes: int = LIMIT_BYTES) -> Snapshot:
-    """Read a file of `torch.cuda.memory._dump_snapshot` without running any code of the pickle.
-
-    Args:
-        path: The file.
-        limit_bytes: Size above which the file is refused.
-
-    Raises:
-        FileFormatError: The file is not a memory snapshot, or has more than plain data.
-        OptionError: The file cannot be opened, or is larger than the limit.
-    """
+def read_snapshot(path: str | os.PathLike[str], limit_bytes: int = 2 << 30) -> Snapshot:
+    """Read a file of `torch.cuda.memory._dump_snapshot` of limited size, which takes about ten times as much in memory."""
     name = os.fspath(path)
     try:
         with Path(path).open("rb") as file:
@@ -149,41 +93,23 @@ def read_snapshot(path: str | os.PathLike[str], limit_bytes: int = LIMIT_BYTES) 
             hint="record fewer events, such as _record_memory_history(max_entries=100_000), or raise the limit",
         )
     try:
-        return snapshot_of(plain_pickle.loads(data), len(data))
+        return snapshot_of(plain_data(data))
     except FileFormatError as error:
         raise FileFormatError(f"{name}: {error.message}", hint=error.hint) from None
 
 
-def snapshot_of(content: Any, file_bytes: int) -> Snapshot:
-    """Check the content of a file.
-
-    Args:
-        content: What `plain_pickle.loads` returned.
-        file_bytes: Size of the file, which limits the number of segments, blocks and events.
-
-    Raises:
-        FileFormatError: It is not a memory snapshot.
-    """
-    hint = "give a file written by `torch.cuda.memory._dump_snapshot`"
+def snapshot_of(content: Any) -> Snapshot:
+    """Check the content of a file."""
     if not isinstance(content, dict) or "segments" not in content:
-        raise FileFormatError("not a memory snapshot: it has no list of segments", hint=hint)
-    room = file_bytes // 2  # every entry, and every key of one, takes two bytes of a file or more
-    for entry in _entries(content):
-        room -= 1 + (len(entry) if isinstance(entry, dict) else 0)
-        if room < 0:
-            raise FileFormatError("not a memory snapshot: the same list is in it many times", hint=hint)
+        raise _refusal("not a memory snapshot: it has no list of segments")
     try:
         return msgspec.convert(content, type=Snapshot)
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
-        raise FileFormatError(f"not a memory snapshot: {error}", hint=hint) from None
+        raise _refusal(f"not a memory snapshot: {error}") from None
 
 
 def frames_of(frames: Any) -> tuple[Frame, ...]:
-    """Check and convert the stack of a block or an event, which files share between many of these.
-
-    Raises:
-        FileFormatError: It is not a stack.
-    """
+    """Check and convert the stack of a block or an event, which files share between many of these."""
     if not isinstance(frames, (list, tuple)):
         raise FileFormatError(f"not a memory snapshot: a stack is a {type(frames).__name__}")
     return tuple(map(_frame, frames))
@@ -193,17 +119,83 @@ def _frame(frame: Any) -> Frame:
     if isinstance(frame, dict):
         name, filename, line = frame.get("name"), frame.get("filename"), frame.get("line")
         if isinstance(name, str) and isinstance(filename, str) and isinstance(line, int) and abs(line) < 1 << 31:
-            return Frame(shortened(name), shortened(filename, _MOST_LETTERS), line)
+            return Frame(shortened(name), shortened(filename, 1024), line)  # paths of build systems are longer than names
     raise FileFormatError("not a memory snapshot: an entry of a stack without name, filename and line")
 
 
-def _entries(content: dict[str, Any]) -> Iterator[Any]:
-    """Segments, blocks and events, each as often as it occurs."""
-    segments, traces = content["segments"], content.get("device_traces")
-    for segment in segments if isinstance(segments, list) else ():
-        yield segment
-        blocks = segment.get("blocks") if isinstance(segment, dict) else None
-        yield from blocks if isinstance(blocks, list) else ()
-    for trace in traces if isinstance(traces, list) else ():
-        yield trace
-        yield from trace if isinstance(trace, list) else ()
+_FIXED = re.compile(
+    "NONE|NEWTRUE|NEWFALSE|EMPTY_(LIST|DICT|TUPLE)|MARK|APPENDS?|SETITEMS?|TUPLE[123]|MEMOIZE|BININT[12]?|BINFLOAT|(LONG_)?BINGET|"
+    "BINPUT|PROTO|FRAME"
+)
+"""Opcodes of plain data whose argument has a fixed length."""
+
+_CODE = re.compile("(STACK_)?GLOBAL|REDUCE|BUILD|INST|(NEW)?OBJ|NEWOBJ_EX|(BIN)?PERSID|EXT[124]")
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_RUN = re.compile(
+    b"(?:%b|\x8a\x00|%b)*+"
+    % (
+        b"|".join(
+            re.escape(opcode.code.encode("latin-1")) + b".{%d}" % (opcode.arg.n if opcode.arg else 0)
+            for opcode in pickletools.opcodes
+            if _FIXED.fullmatch(opcode.name)
+        ),
+        b"|".join(b"\x8a%c.{%d}" % (length, length) for length in range(1, 10)),  # integers of up to nine bytes
+    ),
+    re.DOTALL,
+)
+"""A run of opcodes with short arguments: one expression is 20 times faster than a loop over the opcodes."""
+
+
+class _NoNames(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+
+
+def plain_data(data: bytes) -> Any:
+    r"""Read a pickle of protocol 2 or later that consists of lists, dictionaries, tuples, text, numbers, booleans and None.
+
+    Examples:
+        >>> plain_data(pickle.dumps({"sizes": [1, 2], "pool": (0, 1)}))
+        {'sizes': [1, 2], 'pool': (0, 1)}
+        >>> plain_data(b"\x80\x02cposix\nsystem\n.")
+        Traceback (most recent call last):
+            ...
+        checkmate.core.errors.FileFormatError: the pickle would import or call something (GLOBAL at byte 2): not read
+        <BLANKLINE>
+        hint: give a file written by `torch.cuda.memory._dump_snapshot`
+    """
+    _check_opcodes(data)
+    try:
+        return _NoNames(io.BytesIO(data)).load()
+    except Exception as error:  # noqa: BLE001  (a damaged pickle raises nearly any error)
+        raise _refusal(f"the pickle is damaged: {error or type(error).__name__}") from None
+
+
+def _check_opcodes(data: bytes) -> None:
+    position = 0
+    while True:
+        run = _RUN.match(data, position)
+        position = position if run is None else run.end()
+        if position >= len(data):
+            raise _refusal("the pickle is cut short")
+        name = _NAMES.get(data[position], f"0x{data[position]:02x}")
+        if name == "STOP":
+            return
+        if name in ("SHORT_BINUNICODE", "BINUNICODE"):
+            start = position + (2 if name == "SHORT_BINUNICODE" else 5)
+            position = start + int.from_bytes(data[position + 1 : start], "little")
+        elif name == "LONG_BINPUT":
+            index = int.from_bytes(data[position + 1 : position + 5], "little")
+            # The memo is an array, numbered in order. Each entry after the first 256 takes six bytes of the file or more; a
+            # larger number would make Python allocate up to 64 GiB.
+            if index > 256 + position // 6:
+                raise _refusal(f"the pickle is damaged: object {index} of the memo at byte {position}")
+            position += 5
+        elif _CODE.fullmatch(name):
+            raise _refusal(f"the pickle would import or call something ({name} at byte {position}): not read")
+        else:
+            raise _refusal(f"the pickle has more than plain data ({name} at byte {position}): not read")
+
+
+def _refusal(message: str) -> FileFormatError:
+    return FileFormatError(message, hint="give a file written by `torch.cuda.memory._dump_snapshot`")

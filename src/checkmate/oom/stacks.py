@@ -24,35 +24,18 @@ _TORCH = re.compile(
     r"|/torch/(?:nn|optim|autograd|utils|_dynamo|_functorch|_inductor|cuda|amp|distributed|fx|_tensor\.py|_ops\.py|functional\.py)"
     r"|/torchinductor_"  # code that Inductor wrote
 )
-_TO_TORCH = re.compile(r"^.*/torch/")
-_MODULE, _CHECKPOINT = "torch/nn/modules/module.py", "torch/utils/checkpoint.py"
-_BACKWARD_CALLS = {
-    ("torch/_tensor.py", "backward"),
-    ("torch/autograd/__init__.py", "backward"),
-    ("torch/autograd/__init__.py", "grad"),
-    ("torch/autograd/graph.py", "_engine_run_backward"),
-}
-_CATEGORY = re.compile(r"(?:^|\[)(\w+)\]?$")  # as `checkmate.report.memory_snapshot` names its blocks
 _NOT_PYTHON = re.compile(r"^(?:\?\?)?$|\.(?:cpp|cc|cu|h|cuh|c|so)(?:$|[.:])|^<(?!ipython|stdin)")
 
 
 class Origin(NamedTuple):
-    """Where an allocation comes from.
+    """Where an allocation comes from."""
 
-    Attributes:
-        place: Line and function of the innermost Python frame outside PyTorch; ``""`` if there is none.
-        kind: What was allocated, one of the constants of this module.
-    """
-
-    place: str
-    kind: str
+    place: str  # line and function of the innermost Python frame outside PyTorch; "" if there is none
+    kind: str  # one of the constants of this module
 
 
 def origin_of(frames: Sequence[Frame]) -> Origin:
-    """The line and the kind of an allocation.
-
-    Args:
-        frames: Its stack, innermost frame first.
+    """The line and the kind of an allocation, from its stack with the innermost frame first.
 
     Examples:
         >>> stack = [Frame("linear", "??", 0), Frame("_call_impl", "/x/site-packages/torch/nn/modules/module.py", 1787)]
@@ -71,26 +54,32 @@ def origin_of(frames: Sequence[Frame]) -> Origin:
 
 
 def _kind(frames: Sequence[Frame], has_python: bool) -> str:
-    calls = {(_TO_TORCH.sub("torch/", _path(frame)), frame.name) for frame in frames}
-    files = {path for path, _ in calls}
-    in_module = not calls.isdisjoint((_MODULE, name) for name in ("_call_impl", "_wrapped_call_impl"))
-    if any(path.startswith("torch/optim/") for path in files):
+    calls = {(re.sub(r"^.*/torch/", "torch/", _path(frame)), frame.name) for frame in frames}
+
+    def has(file: str, *names: str) -> bool:
+        return any(path.startswith(file) and (not names or name in names) for path, name in calls)
+
+    module = "torch/nn/modules/module.py"
+    in_module = has(module, "_call_impl", "_wrapped_call_impl")
+    if has("torch/optim/"):
         return OPTIMIZER
-    if not calls.isdisjoint((_CHECKPOINT, name) for name in ("unpack_hook", "recompute_fn", "backward")):
+    if has("torch/utils/checkpoint.py", "unpack_hook", "recompute_fn", "backward"):
         return RECOMPUTED
     # A custom Function calls `apply` of this file in both passes, and in the forward below a module.
-    backward = not calls.isdisjoint(_BACKWARD_CALLS) or (("torch/autograd/function.py", "apply") in calls and not in_module)
-    if backward or any("autograd::Engine" in name for _, name in calls):
+    called = has("torch/_tensor.py", "backward") or has("torch/autograd/__init__.py", "backward", "grad")
+    called = called or has("torch/autograd/graph.py", "_engine_run_backward")
+    if called or (has("torch/autograd/function.py", "apply") and not in_module) or any("autograd::Engine" in n for _, n in calls):
         return BACKWARD
-    if not files.isdisjoint(("torch/nn/init.py", "torch/nn/parameter.py", "torch/serialization.py")):
+    if has("torch/nn/init.py") or has("torch/nn/parameter.py") or has("torch/serialization.py"):
         return PARAMETERS
-    if not calls.isdisjoint((_MODULE, name) for name in ("_apply", "to", "cuda")):
+    if has(module, "_apply", "to", "cuda"):
         return PARAMETERS
     if in_module:
         return FORWARD
-    if any(path.startswith("torch/nn/modules/") and name in ("__init__", "reset_parameters") for path, name in calls):
+    if has("torch/nn/modules/", "__init__", "reset_parameters"):
         return PARAMETERS
-    named = _CATEGORY.search(frames[0].name) if frames and not frames[0].filename else None
+    # `checkmate.report.memory_snapshot` names its blocks by category.
+    named = re.search(r"(?:^|\[)(\w+)\]?$", frames[0].name) if frames and not frames[0].filename else None
     return f"{named[1]}: of a plan" if named else OTHER if has_python else NO_STACK
 
 

@@ -11,12 +11,9 @@ except ModuleNotFoundError as error:
         "figures need matplotlib, which is not installed", hint='pip install "checkmate-remat[plot]"'
     ) from error
 
-from checkmate.plot.categories import memory_by_category
-from checkmate.plot.curve import pareto_curve
-from checkmate.plot.memory import memory_timeline
-from checkmate.plot.peak import computed_again, peak_residents
-from checkmate.plot.schedule import schedule
-from checkmate.plot.svg import themed_svg
+from checkmate.plot.memory import memory_by_category, memory_timeline
+from checkmate.plot.plans import computed_again, pareto_curve, peak_residents, schedule
+from checkmate.plot.style import themed_svg
 
 del _matplotlib
 

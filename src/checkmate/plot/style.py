@@ -1,11 +1,17 @@
-"""Shared colours and axes of the figures; the colours are legible on white and on black."""
+"""Shared colours and axes of the figures, legible on white and on black, and figures as SVG text."""
 
 from __future__ import annotations
 
+import io
+import re
+
+import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from checkmate.core.simulate import Timeline
@@ -79,13 +85,15 @@ def budget_line(ax: Axes, budget_bytes: int) -> None:
     ax.axhline(budget_bytes, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), label=label, zorder=3)
 
 
-def open_frame(ax: Axes) -> None:
-    """Hide the upper and the right spine."""
-    ax.spines[["top", "right"]].set_visible(False)
+def titled(ax: Axes, title: str, pad: float | None = None) -> Axes:
+    """Set the title, if there is one."""
+    if title:
+        ax.set_title(title, loc="left", pad=pad)
+    return ax
 
 
-def legend_above(ax: Axes, handles: list[Line2D] | None = None) -> None:
-    """Put the legend in one row above the axes, so that it does not cover the figure."""
+def finished(ax: Axes, title: str, handles: list[Line2D] | None = None, *, legend_rows: int = 1, closed: bool = False) -> Axes:
+    """Set the title, put the legend above the axes, so that it does not cover the figure, and open the frame."""
     ax.legend(
         handles=handles,
         loc="lower left",
@@ -97,3 +105,35 @@ def legend_above(ax: Axes, handles: list[Line2D] | None = None) -> None:
         handletextpad=0.5,
         columnspacing=1.4,
     )
+    ax.spines[["top", "right"]].set_visible(closed)
+    return titled(ax, title, 12 + 16 * legend_rows)
+
+
+def themed_svg(figure: Figure, *, standalone: bool = True) -> str:
+    """Render a figure as one SVG element with a transparent background and the text colour of its surroundings.
+
+    Args:
+        figure: The figure; its text, ticks and spines get the theme's colour.
+        standalone: Whether the SVG includes both themes; without them it uses the colour of the HTML page around it.
+
+    Returns:
+        The SVG element; the same figure gives the same text.
+    """
+    stream, ink = io.StringIO(), "#010203"  # a colour that no figure has stands for that of the theme
+    figure.patch.set_alpha(0.0)
+    for ax in figure.axes:
+        ax.patch.set_alpha(0.0)
+        for text in ax.findobj(Text):
+            text.set_color(ink)
+        for spine in ax.spines.values():
+            spine.set_edgecolor(ink)
+        ax.tick_params(color=ink, labelcolor=ink)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "checkmate", "font.family": "sans-serif"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    text = stream.getvalue()
+    text = text[text.index("<svg") :].replace(ink, "currentColor")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    if standalone:
+        theme = "svg { color: #24292f } @media (prefers-color-scheme: dark) { svg { color: #d0d7de } }"
+        text = re.sub(r"(<svg[^>]*>)", lambda match: f"{match[1]}<style>{theme}</style>", text, count=1)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from checkmate.core.graph import Graph
-from checkmate.core.plan import Compute, Fetch, Free, Plan, Step
-from checkmate.core.simulate import simulate
-from checkmate.report.markup import Markup
+from checkmate.core.plan import Compute, Fetch, Free, Step
+from checkmate.core.simulate import Timeline
+from checkmate.report.tables import Markup
 from checkmate.studies.lifetimes import CATEGORIES, replays, storage_lifetimes
 
-PHASES = ("forward", "loss", "backward", "optimizer")
+_PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 class Run(NamedTuple):
-    """A named plan.
-
-    Attributes:
-        name: Name of the plan on the page.
-        plan: The plan.
-    """
+    """A plan with its name on the page and its memory."""
 
     name: str
-    plan: Plan
+    timeline: Timeline
 
 
-def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> Markup:
+def embedded(graph: Graph, runs: Sequence[Run], budget_bytes: int | None) -> Markup:
     """Encode the graph and its plans as JSON that is safe inside a script element; repeated text is stored once."""
     strings: dict[str, int] = {}
 
@@ -40,12 +36,12 @@ def embedded(graph: Graph, runs: tuple[Run, ...], budget_bytes: int | None) -> M
         "resident": graph.resident_bytes,
         "budget": budget_bytes,
         "categories": CATEGORIES,
-        "phases": PHASES,
+        "phases": _PHASES,
         "ops": {
             "name": [op.name for op in graph.ops],
             "kind": [number(op.kind) for op in graph.ops],
             "source": [number(op.source) for op in graph.ops],
-            "phase": [PHASES.index(op.phase) for op in graph.ops],
+            "phase": [_PHASES.index(op.phase) for op in graph.ops],
             "cost": [op.cost for op in graph.ops],
             "workspace": [op.workspace_bytes for op in graph.ops],
             "replay": [op.replay_bytes for op in graph.ops],
@@ -78,19 +74,19 @@ def _code(graph: Graph, step: Step) -> int:
 
 
 def _run(graph: Graph, run: Run) -> dict[str, Any]:
-    timeline = simulate(graph, run.plan)
-    made = storage_lifetimes(graph, run.plan)
+    timeline, plan = run.timeline, run.timeline.plan
+    made = storage_lifetimes(graph, plan)
     return {
         "name": run.name,
         "peak": timeline.peak_bytes,
         "peak_step": timeline.peak_step,
         "cost": timeline.cost,
-        "steps": [_code(graph, step) for step in run.plan.steps],
+        "steps": [_code(graph, step) for step in plan.steps],
         "lives": {
             "value": [life.value for life in made],
             "made": [life.made_at for life in made],
             "gone": [life.gone_at for life in made],
             "category": [CATEGORIES.index(life.category) for life in made],
         },
-        "replays": replays(graph, run.plan),
+        "replays": replays(graph, plan),
     }

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 
 from checkmate.core.errors import WrongGraphError
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Compute, Plan
 from checkmate.core.result import Curve, Result
-from checkmate.core.simulate import simulate
-from checkmate.core.units import format_bytes
-from checkmate.report.curve_svg import curve_svg
+from checkmate.core.simulate import Timeline, simulate
+from checkmate.core.units import format_bytes, format_cost
+from checkmate.report.advice import how_to_run, next_budgets
 from checkmate.report.data import Run, embedded
-from checkmate.report.markup import Markup
-from checkmate.report.next_steps import Sources, next_steps
-from checkmate.report.sections import compared, computed_again, curve_table, facts_of, table
+from checkmate.report.tables import Markup, Row, compared, computed_again, curve_table, table
 from checkmate.studies.compare import compare
 from checkmate.studies.lifetimes import CATEGORIES, by_category
 
-_SCRIPTS = ("model.js", "memory.js", "schedule.js", "detail.js", "main.js")
 _LABELS = {
     "resident": "parameters and other resident memory",
     "activations": "activations kept",
@@ -32,21 +30,33 @@ _LABELS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageText:
+    """Text of a page that its numbers do not give.
+
+    Attributes:
+        summary: First paragraph; by default made from the numbers.
+        facts: Further rows of the table at the top: a name, then one cell for each plan.
+        graph_file: File of the graph, for the commands under "What to do next".
+        plan_file: File of the plan or its result, for the code there.
+    """
+
+    summary: str = ""
+    facts: Iterable[Sequence[str]] = ()
+    graph_file: str = "model.graph.json"
+    plan_file: str = "model.plan.json"
+
+
 def html_report(
     graph: Graph,
     plan: Plan,
     *,
-    before: Plan | None = None,
     against: Plan | None = None,
-    names: Sequence[str] = ("keeping everything", "the plan", "the other plan"),
     result: Result | None = None,
     curve: Curve | None = None,
     budget_bytes: int | None = None,
     title: str = "",
-    summary: str = "",
-    facts: Iterable[Sequence[str]] = (),
-    graph_file: str = "model.graph.json",
-    plan_file: str = "model.plan.json",
+    text: PageText = PageText(),
 ) -> str:
     """Render a plan as one HTML page: memory over the step, schedule, contents of the peak, recomputed ops.
 
@@ -54,18 +64,13 @@ def html_report(
 
     Args:
         graph: The graph.
-        plan: A plan of the graph.
-        before: Plan for comparison; by default the one that computes every op once in the graph's order.
+        plan: A plan of the graph, shown next to the one that computes every op once in the graph's order.
         against: Another plan of the graph to compare with.
-        names: Names of the three plans on the page.
         result: Result of the solve that found the plan, to show its lower bound.
-        curve: Plans and bounds by budget, drawn with the point of this plan.
+        curve: Plans and bounds by budget, drawn with the point of this plan; needs the `plot` extra.
         budget_bytes: Budget to draw as a line; that of the result by default.
         title: Heading; by default from the graph's name and the peak.
-        summary: First paragraph; by default made from the numbers.
-        facts: Further rows of the table at the top: a name, then one cell for each plan.
-        graph_file: File of the graph, for the commands under "What to do next".
-        plan_file: File of the plan or its result, for the code there.
+        text: Further text.
 
     Returns:
         The text of the page.
@@ -78,41 +83,41 @@ def html_report(
         >>> import checkmate
         >>> graph = checkmate.Graph.from_dag(cost=[1, 1], size_bytes=[4, 2], edges=[(0, 1)], kept=[1])
         >>> page = html_report(graph, checkmate.Plan.from_order(graph, [0, 1]), title="Two ops")
-        >>> "<h1>Two ops</h1>" in page
-        True
+        >>> page.count("<canvas")
+        3
     """
     if curve is not None and curve.graph_digest != graph.digest:
         raise WrongGraphError("the curve was made for another graph", hint="make it for this graph with `checkmate pareto`")
-    once = Plan.from_order(graph, range(len(graph.ops))) if before is None else before
-    runs = [Run(names[0], once), Run(names[1], plan)]
+    plans = {"keeping everything": Plan.from_order(graph, range(len(graph.ops))), "the plan": plan}
     if against is not None:
-        runs.append(Run(names[2], against))
+        plans["the other plan"] = against
+    runs = [Run(name, simulate(graph, each)) for name, each in plans.items()]
     budget = result.budget_bytes if budget_bytes is None and result is not None else budget_bytes
-    kept, timeline, *_ = (simulate(graph, run.plan) for run in runs)  # which refuses plans that cannot run
-    overhead = timeline.cost / graph.cost if graph.cost else 1.0
-    step = f"{graph.name}: a training step" if graph.name.strip() else "A training step"
-    heading = title or f"{step} in {format_bytes(timeline.peak_bytes)}"
-    words = summary or (
-        f"{format_bytes(timeline.peak_bytes)} at the peak instead of {format_bytes(kept.peak_bytes)}, "
-        f"{overhead:.3f} times the cost of computing every op once."
+    kept, timeline = runs[0].timeline, runs[1].timeline
+    style = _asset("style.css")
+    script = Markup("\n").join(_asset(f"{name}.js") for name in ("model", "memory", "schedule", "detail", "main"))
+    advice = (
+        *how_to_run(graph, timeline.peak_bytes, text.plan_file),
+        *next_budgets(timeline, kept.peak_bytes, result, curve, text.graph_file),
     )
-    held = {category for run in runs for category, row in zip(CATEGORIES, by_category(graph, run.plan), strict=True) if row.any()}
-    style, script = _asset("style.css"), Markup("\n").join(_asset(name) for name in _SCRIPTS)
     return _asset("page.html").format(
         policy=_policy(style, script),
-        title=heading,
-        summary=words,
+        title=title or _title(timeline),
+        summary=text.summary or _summary(timeline, kept.peak_bytes),
         style=style,
-        facts=facts_of(graph, runs, result, budget, facts),
-        legend=Markup().join(_key(category) for category in CATEGORIES if category in held),
-        charts=Markup("\n").join(_chart(graph, index, run, budget) for index, run in enumerate(runs)),
-        tabs=Markup(" ").join(_tab(index, run) for index, run in enumerate(runs)),
-        sections=Markup("\n").join(_sections(graph, plan, against, names, curve, timeline.peak_bytes, timeline.cost)),
-        next=next_steps(graph, timeline, kept.peak_bytes, result, curve, Sources(graph_file, plan_file)),
+        facts=_facts(graph, runs, result, budget, text.facts),
+        legend=_legend(runs),
+        charts=Markup("\n").join(_chart(index, run, budget) for index, run in enumerate(runs)),
+        tabs=Markup(" ").join(_TAB.format(index, run.name) for index, run in enumerate(runs)),
+        sections=Markup("\n").join(_sections(timeline, against, curve)),
+        next=Markup('<ul id="next">\n{}\n</ul>').format(Markup("\n").join(Markup("<li>{}</li>").format(each) for each in advice)),
         footer=f"Costs are in {graph.cost_unit}, bytes in binary units. Graph {graph.digest[:23]}.",
-        data=embedded(graph, tuple(runs), budget),
+        data=embedded(graph, runs, budget),
         script=script,
     )
+
+
+_TAB = Markup('<button data-run="{}" aria-pressed="false">{}</button>')
 
 
 def _asset(name: str) -> Markup:
@@ -121,57 +126,105 @@ def _asset(name: str) -> Markup:
 
 def _policy(style: str, script: str) -> Markup:
     """The content security policy: the page's own style and script, by their hashes, and nothing else."""
+    style_hash, script_hash = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script))
+    return Markup(
+        f"default-src 'none'; style-src 'sha256-{style_hash}'; script-src 'sha256-{script_hash}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
 
-    def source(text: str) -> str:
-        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
-    rules = ("default-src 'none'", f"style-src {source(style)}", f"script-src {source(script)}", "img-src data:")
-    return Markup("; ").join(Markup(rule) for rule in (*rules, "base-uri 'none'", "form-action 'none'"))
+def _title(timeline: Timeline) -> str:
+    name = timeline.graph.name
+    return f"{f'{name}: a training step' if name.strip() else 'A training step'} in {format_bytes(timeline.peak_bytes)}"
 
 
-def _key(category: str) -> Markup:
+def _overhead(timeline: Timeline) -> float:
+    return timeline.cost / timeline.graph.cost if timeline.graph.cost else 1.0
+
+
+def _summary(timeline: Timeline, keep_all_bytes: int) -> str:
+    return (
+        f"{format_bytes(timeline.peak_bytes)} at the peak instead of {format_bytes(keep_all_bytes)}, "
+        f"{_overhead(timeline):.3f} times the cost of computing every op once."
+    )
+
+
+def _facts(graph: Graph, runs: Sequence[Run], result: Result | None, budget_bytes: int | None, more: Iterable[Row]) -> Markup:
+    """Table that compares peak, cost and proven gap of the plans."""
+    timelines = [run.timeline for run in runs]
+    highest = max(1, timelines[0].peak_bytes - graph.resident_bytes)
+    again = [len(t.plan.order) - len(set(t.plan.order)) for t in timelines]
+    rows: list[Row] = [] if budget_bytes is None else [["budget", "", format_bytes(budget_bytes)]]
+    rows += [
+        ["peak", *(format_bytes(t.peak_bytes) for t in timelines)],
+        ["peak above resident memory", *(f"{(t.peak_bytes - graph.resident_bytes) / highest:.1%}" for t in timelines)],
+        ["cost", *(format_cost(t.cost, graph.cost_unit) for t in timelines)],
+        ["overhead", *(f"{_overhead(t):.4f}x" for t in timelines)],
+        ["computations", *(f"{len(t.plan.order):,}" for t in timelines)],
+        ["computed again", *(f"{times:,}" for times in again)],
+    ]
+    if result is not None:
+        proven = f"at most {result.gap:.2%} left to gain" if result.gap else "no plan is cheaper"
+        rows.append(["proven, for every plan and order", "", proven])
+        rows.append(["found by", "", f"{result.solver}, {result.elapsed_s:.1f} s"])
+    width = len(runs) + 1
+    return table(
+        ["", *(run.name for run in runs)],
+        [[*row, *[""] * (width - len(row))] for row in (*rows, *more)],
+        range(1, width),
+        "facts",
+    )
+
+
+def _legend(runs: Sequence[Run]) -> Markup:
+    rows = [zip(CATEGORIES, by_category(t.graph, t.plan), strict=True) for _, t in runs]
+    held = {category for pairs in rows for category, row in pairs if row.any()}
     key = Markup('<span><span class="swatch {}" aria-hidden="true"></span>{}</span>')
-    return key.format(category, _LABELS[category])
+    return Markup().join(key.format(category, _LABELS[category]) for category in CATEGORIES if category in held)
 
 
-def _chart(graph: Graph, index: int, run: Run, budget_bytes: int | None) -> Markup:
+def _chart(index: int, run: Run, budget_bytes: int | None) -> Markup:
+    """A canvas for the memory of a plan, and a sentence on its peak."""
+    timeline, steps, ops = run.timeline, run.timeline.plan.steps, run.timeline.graph.ops
+    moment = ""
+    for step in steps[timeline.peak_step :][:1]:
+        if isinstance(step, Compute):
+            again = " again" if step in steps[: timeline.peak_step] else ""
+            moment = f", while the {ops[step.op].phase} computes {ops[step.op].name}{again}"
     budget = f", budget {format_bytes(budget_bytes)}" if budget_bytes is not None else ""
     return Markup(
         "<h3>{name}</h3>\n<p>{peak}</p>\n"
         '<canvas class="memory" id="memory-{index}" tabindex="0" role="slider" aria-valuemin="1" aria-label="{label}"></canvas>'
-    ).format(name=run.name, peak=_peak(graph, run), index=index, label=f"Memory over the step, {run.name}{budget}")
-
-
-def _peak(graph: Graph, run: Run) -> str:
-    """Say when the peak of a plan is, and how much it holds."""
-    timeline = simulate(graph, run.plan)
-    peak, before = run.plan.steps[timeline.peak_step :][:1], run.plan.steps[: timeline.peak_step]
-    moment = "".join(
-        f", while the {graph.ops[step.op].phase} computes {graph.ops[step.op].name}{' again' if step in before else ''}"
-        for step in peak
-        if isinstance(step, Compute)
+    ).format(
+        name=run.name,
+        peak=f"The peak is {format_bytes(timeline.peak_bytes)}{moment}.",
+        index=index,
+        label=f"Memory over the step, {run.name}{budget}",
     )
-    return f"The peak is {format_bytes(timeline.peak_bytes)}{moment}."
 
 
-def _tab(index: int, run: Run) -> Markup:
-    return Markup('<button data-run="{}" aria-pressed="false">{}</button>').format(index, run.name)
-
-
-def _sections(
-    graph: Graph, plan: Plan, against: Plan | None, names: Sequence[str], curve: Curve | None, peak_bytes: int, cost: int
-) -> Iterable[Markup]:
-    yield Markup("<h2>What is computed again</h2>\n{}").format(computed_again(graph, plan))
+def _sections(timeline: Timeline, against: Plan | None, curve: Curve | None) -> Iterator[Markup]:
+    graph, plan = timeline.graph, timeline.plan
+    yield Markup("<h2>What is computed again</h2>\n{}").format(computed_again(graph, plan, timeline.cost))
     if against is not None:
-        difference = compared(compare(graph, plan, against), names[1], names[2])
-        yield Markup("<h2>Side by side</h2>\n{}").format(difference)
+        yield Markup("<h2>Side by side</h2>\n{}").format(compared(compare(graph, plan, against)))
     if curve is not None:
-        yield Markup("<h2>What memory buys</h2>")
         yield Markup(
-            '<p class="reading">To the right there is more memory, further up a step costs more: 1x is the cost of computing '
-            "every op once. Each small point is a plan that was found, the large one is this plan. The dashed line is proven: no "
-            "plan in any order lies below it, so a better plan could save at most the shaded band.</p>"
-        )
-        yield curve_svg(graph, curve, peak_bytes, cost)
-        points = table(*curve_table(graph, curve))
-        yield Markup("<details><summary>The points as a table</summary>{}</details>").format(points)
+            '<h2>What memory buys</h2>\n<p class="reading">To the right there is more memory, further up a step costs more: 1x '
+            "is the cost of computing every op once. Each small point is a plan that was found, the large one is this plan. The "
+            "dotted line is proven: no plan in any order lies below it, so a better plan could save at most the shaded "
+            "band.</p>\n"
+            '<img id="curve" alt="Overhead against budget" src="data:image/svg+xml;base64,{}">\n'
+            "<details><summary>The points as a table</summary>{}</details>"
+        ).format(_curve(timeline, curve), curve_table(graph, curve))
+
+
+def _curve(timeline: Timeline, curve: Curve) -> str:
+    """The figure of a curve in base64. As an image it has its own styles, which the policy of the page would refuse."""
+    from checkmate.plot import pareto_curve, themed_svg  # first: it names the extra that is missing
+
+    from matplotlib.figure import Figure  # isort: skip
+
+    figure = Figure(figsize=(7.6, 3.4), layout="constrained")
+    pareto_curve(figure.subplots(), timeline.graph, curve, chosen=timeline)
+    return base64.b64encode(themed_svg(figure).encode()).decode()

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate import FileFormatError
-from checkmate.oom.plain_pickle import loads
-from checkmate.oom.snapshot import snapshot_of
+from checkmate.oom.snapshot import plain_data, snapshot_of
 from tests.oom.recording import failed_run
 
 PLAIN = st.recursive(
@@ -30,7 +29,7 @@ PLAIN = st.recursive(
 @given(PLAIN, st.integers(2, 5))
 def test_plain_data_is_read_as_pickle_reads_it(value, protocol):
     """Every protocol with binary opcodes, so that files of all releases of PyTorch are read."""
-    assert loads(pickle.dumps(value, protocol)) == value
+    assert plain_data(pickle.dumps(value, protocol)) == value
 
 
 class Runs:
@@ -79,53 +78,28 @@ def test_a_pickle_with_objects_is_refused_and_nothing_runs(name, tmp_path):
     """Refused before the first opcode is interpreted: no import, no call, no state."""
     path = tmp_path / "ran"
     with pytest.raises(FileFormatError, match="not read"):
-        loads(build(path)[name])
-    assert not path.exists()
-
-
-def test_the_unpickler_refuses_names_without_the_check(monkeypatch, tmp_path):
-    """Two locks: with the check of the opcodes gone, no name is looked up either."""
-    monkeypatch.setattr("checkmate.oom.plain_pickle._check", lambda _: None)
-    path = tmp_path / "ran"
-    for name in ("system", "global", "eval-inside-a-snapshot", "binary-persistent"):
-        with pytest.raises(FileFormatError):
-            loads(build(path)[name])
+        plain_data(build(path)[name])
     assert not path.exists()
 
 
 def test_a_file_cannot_take_memory_out_of_proportion():
-    """A memo index of four bytes makes Python allocate 64 GiB, and deep tuples overflow its stack as keys."""
+    """A memo index of four bytes makes Python allocate 64 GiB, and a length of text more than there is."""
     for data in (
         b"\x80\x02]r\xff\xff\xff\xff.",
-        b"\x80\x04" + b")" * 1 + b"\x85" * 1_000_000 + b".",
-        b"\x80\x04}" + b"(K\x01" + b"\x85" * 1_000_000 + b"Ns.",
         b"\x80\x04\x8b\xff\xff\xff\x7f.",
         b"\x80\x04\x8d" + b"\xff" * 8 + b".",
         b"\x80\x04X\xff\xff\xff\x7f.",
     ):
         began = time.perf_counter()
         with pytest.raises(FileFormatError):
-            loads(data)
+            plain_data(data)
         assert time.perf_counter() - began < 1
-
-
-def test_shared_lists_are_not_counted_as_a_snapshot():
-    """A list of blocks that many segments share would be a million times a million blocks."""
-    block = {"size": 1, "state": "inactive", "address": 0}
-    blocks = [block] * 3000
-    content = {"segments": [{"address": 0, "total_size": 1, "blocks": blocks}] * 3000}
-    data = pickle.dumps(content)
-    assert len(data) < 20_000
-    began = time.perf_counter()
-    with pytest.raises(FileFormatError, match="many times"):
-        snapshot_of(loads(data), len(data))
-    assert time.perf_counter() - began < 1
 
 
 def test_damaged_files_are_refused():
     """Any error of a damaged file is one of ours: 1,500 mutations of a real one."""
     data = pickle.dumps(failed_run().snapshot())
-    assert snapshot_of(loads(data), len(data)).segments
+    assert snapshot_of(plain_data(data)).segments
     chance = random.Random(0)
     refused = 0
     for _ in range(1500):
@@ -134,7 +108,7 @@ def test_damaged_files_are_refused():
             if changed:
                 changed[chance.randrange(len(changed))] = chance.randrange(256)
         try:
-            snapshot_of(loads(bytes(changed)), len(changed))
+            snapshot_of(plain_data(bytes(changed)))
         except FileFormatError:
             refused += 1
     assert refused > 700

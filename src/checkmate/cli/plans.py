@@ -1,0 +1,264 @@
+"""``checkmate plan``, ``verify`` and ``min-budget``: plans of a graph, found or checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from msgspec import structs
+
+from checkmate.cli import files, terminal
+from checkmate.cli.options import Amounts, Copies, Rules, Search, format_share, one_word
+from checkmate.core.errors import CheckmateError, PlanError
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.core.result import Limits, Result
+from checkmate.core.simulate import Timeline, simulate
+from checkmate.core.units import format_at_least, format_bytes
+from checkmate.core.validate import Violation, validate
+from checkmate.studies.min_budget import min_budget as smallest_budget
+
+
+def plan(
+    graph: Path,
+    /,
+    *,
+    budget: str,
+    search: Search = Search(),
+    rules: Rules = Rules(),
+    copies: Copies = Copies(),
+    out: Path | None = None,
+    result: Path | None = None,
+    json: terminal.Json = False,
+) -> int:
+    """Find the cheapest plan of a graph within a memory budget. Ctrl-C keeps the best plan so far.
+
+    Args:
+        graph: Graph file from `checkmate capture`.
+        budget: Total such as 8GiB, or a share such as 50% of what keeping everything needs above what no plan can change.
+        search: The solver, and when it stops.
+        rules: What the plan may do.
+        copies: The host that values are copied to.
+        out: Plan file to write; by default the name comes from graph and budget.
+        result: Result file to write as well, with the plan, its lower bound and how the solve ended; `checkmate report` reads it.
+        json: Print one JSON object on stdout.
+    """
+    amounts = Amounts.of(graph)
+    target = amounts.graph
+    problem = Problem(target, budget, rules.recompute, rules.reorder, copies.memory())
+    where = out or files.beside(graph, f"-{one_word(budget).replace('%', 'pct')}.plan.json")
+    outputs = files.Outputs(graph)
+    outputs.check(where, result)
+    solved = search.solve_drawn(problem)
+    if solved.plan is None:
+        raise CheckmateError("the solve ended without a plan and without an error")
+    found = structs.replace(solved.plan, graph_digest=f"{target.digest}+{target.structure}")
+    outputs.save((found, where), (structs.replace(solved, plan=found), result))
+    keep_all, timeline = simulate(target, Plan.from_order(target, range(len(target.ops)))), simulate(target, found)
+    name, gap = search.solver.lower(), format_share(search.gap)
+    status = "fits" if keep_all.peak_bytes <= problem.budget_bytes else "over budget"
+    check = terminal.command("verify", graph, where, "--budget", one_word(budget))
+    return terminal.Answer(
+        data=_plan_data(amounts, keep_all, timeline, solved, where),
+        facts=[
+            ("graph", str(amounts)),
+            ("budget", amounts.budget(problem.budget_bytes, problem.budget)),
+            ("solver", f"{name}, {search.time_limit:g} s limit, stops at a gap of {gap}"),
+        ],
+        header=("<plan", "peak", "cost", "overhead", "remats", "gap", "time", "<status"),
+        rows=[
+            ["keep-all", format_bytes(keep_all.peak_bytes), amounts.cost(keep_all.cost), "1.000x", "0", "-", "-", status],
+            [name, *_plan_cells(amounts, found, solved)],
+        ],
+        lines=[_conclusion(name, solved), *(_copies_told(amounts, timeline, solved) if problem.host is not None else ())],
+        wrote=[where, result],
+        hint=f"check the plan with {check}, draw it with {terminal.command('report', graph, result or where)}",
+    ).show(json)
+
+
+def _plan_cells(amounts: Amounts, found: Plan, result: Result) -> list[str]:
+    return [
+        format_bytes(result.peak_bytes),
+        amounts.cost(result.cost),
+        f"{result.overhead:.3f}x",
+        str(len(found.order) - len(amounts.graph.ops)),
+        format_share(result.gap),
+        f"{result.elapsed_s:.1f} s",
+        result.termination.reason.value,
+    ]
+
+
+def _conclusion(name: str, result: Result) -> str:
+    if result.termination.reason.value == "optimal":
+        return f"{name} proved that no plan within the budget is cheaper"
+    stopped = {"interrupt": "was interrupted;", "time": "stopped at its time limit;"}
+    how = stopped.get(result.termination.limit or "", "stopped:")
+    return f"{name} {how} the bound proves that at most {format_share(result.gap, 2)} is left to gain"
+
+
+def _offloaded_bytes(graph: Graph, timeline: Timeline) -> int:
+    return sum(graph.values[copy.value].size_bytes for copy in timeline.copies if copy.direction == "out")
+
+
+def _copies_told(amounts: Amounts, timeline: Timeline, result: Result) -> list[str]:
+    told = [remark for remark in result.remarks if remark.startswith(("offload", "copies"))]
+    if not timeline.copies:
+        return told
+    moved, held = format_bytes(_offloaded_bytes(amounts.graph, timeline)), format_bytes(timeline.host_peak_bytes)
+    waits = amounts.cost(timeline.waited)
+    return [f"copies {moved} to the host, holds {held} there at most, and waits {waits} for copies", *told]
+
+
+def _plan_data(amounts: Amounts, keep_all: Timeline, timeline: Timeline, result: Result, where: Path) -> dict[str, Any]:
+    graph = amounts.graph
+    copies = {
+        "copies": len(timeline.copies),
+        "offloaded_bytes": _offloaded_bytes(graph, timeline),
+        **terminal.picked(timeline, "host_peak_bytes", "waited"),
+    }
+    return {
+        "graph": str(amounts.path),
+        "graph_digest": graph.digest,
+        "plan": str(where),
+        **terminal.picked(result, "budget_bytes", "peak_bytes"),
+        "resident_bytes": graph.resident_bytes,
+        "cost": result.cost,
+        "cost_unit": graph.cost_unit,
+        "overhead": result.overhead,
+        "recomputations": len(result.plan.order) - len(graph.ops),
+        **terminal.picked(result, "bound", "gap"),
+        "status": result.termination.reason.value,
+        **terminal.picked(result.termination, "limit", "detail"),
+        "solver": result.solver,
+        "elapsed_s": round(result.elapsed_s, 3),
+        "remarks": list(result.remarks),
+        "keep_all": terminal.picked(keep_all, "peak_bytes", "cost"),
+        "host": copies if timeline.copies else None,
+    }
+
+
+def verify(graph: Path, plan: Path, /, *, budget: str | None = None, rules: Rules = Rules(), json: terminal.Json = False) -> int:
+    """Check a plan against its graph and a budget: exit code 0 if it holds, 1 if not.
+
+    Two accounts of memory that share no code have to agree.
+
+    Args:
+        graph: Graph file.
+        plan: Plan file.
+        budget: Total such as 8GiB, or a share such as 50%; without it only the plan's own rules are checked.
+        rules: What the plan may do.
+        json: Print one JSON object on stdout.
+    """
+    amounts, steps = Amounts.of(graph), files.load_plan(plan)
+    target = amounts.graph
+    problem = None if budget is None else Problem(target, budget, rules.recompute, rules.reorder)
+    budget_bytes = None if problem is None else problem.budget_bytes
+    try:
+        timeline = simulate(target, steps)
+    except PlanError:  # `validate` gives the reasons
+        timeline = None
+    peak_bytes, cost = (None, None) if timeline is None else (timeline.peak_bytes, timeline.cost)
+    broken = list(validate(target, steps, budget_bytes, recompute=rules.recompute, reorder=rules.reorder, cost=cost))
+    if timeline is not None and budget_bytes is not None:
+        is_over = any(violation.rule == "budget" for violation in broken)
+        if (timeline.peak_bytes > budget_bytes) != is_over:
+            broken.append(
+                Violation("budget", timeline.peak_step, "the two accounts of memory disagree, which is a bug of Checkmate")
+            )
+    overhead = cost / target.cost if cost is not None and target.cost else None
+    again = len(steps.order) - len(set(steps.order))
+    facts = [("graph", str(amounts)), ("plan", f"{plan}  {len(steps.steps)} steps, {again} of them recomputations")]
+    if problem is not None:
+        facts.append(("budget", amounts.budget(problem.budget_bytes, problem.budget)))
+    if timeline is not None:
+        facts.append(("peak", f"{format_bytes(timeline.peak_bytes)}, at step {timeline.peak_step}"))
+        facts.append(("cost", f"{amounts.cost(timeline.cost)}, {overhead or 1.0:.3f}x"))
+    return terminal.Answer(
+        data={
+            "holds": not broken,
+            "graph": str(graph),
+            "plan": str(plan),
+            "budget_bytes": budget_bytes,
+            "peak_bytes": peak_bytes,
+            "cost": cost,
+            "cost_unit": target.cost_unit,
+            "overhead": overhead,
+            "recomputations": len(steps.order) - len(target.ops),
+            "violations": [violation._asdict() for violation in broken],
+        },
+        facts=facts,
+        **_verdict(broken, graph, budget),
+    ).show(json)
+
+
+def _verdict(violations: list[Violation], graph: Path, budget: str | None) -> dict[str, Any]:
+    """The parts of an answer on whether a plan holds."""
+    if not violations:
+        return {"lines": ["", "holds" if budget is None else "holds, within the budget at every step"]}
+    most = 20
+    rest = f", of which {most} are shown" if len(violations) > most else ""
+    valid = terminal.command("plan", graph, "--budget", one_word(budget or "50%"))
+    return {
+        "code": 1,
+        "header": ("step", "<rule", "<violation"),
+        "rows": [(str(v.step), v.rule, v.message) for v in violations[:most]],
+        "lines": [f"does not hold: {len(violations)} violation{'s' * (len(violations) > 1)}{rest}"],
+        "hint": f"find a valid plan with {valid}",
+    }
+
+
+def min_budget(
+    graph: Path,
+    /,
+    *,
+    time_limit: float = 20.0,
+    seed: int = 0,
+    reorder: Annotated[bool, Parameter(negative="--no-reorder")] = True,
+    out: Path | None = None,
+    json: terminal.Json = False,
+) -> int:
+    """Find the smallest budget in which a graph can run, and the op that sets it.
+
+    Args:
+        graph: Graph file from `checkmate capture`.
+        time_limit: Time limit in seconds of wall time.
+        seed: Seed of all randomness.
+        reorder: Whether a plan can change the order of the graph.
+        out: Plan file to write; by default the name comes from the graph.
+        json: Print one JSON object on stdout.
+    """
+    amounts = Amounts.of(graph)
+    where = out or files.beside(graph, "-min.plan.json")
+    outputs = files.Outputs(graph)
+    outputs.check(where)
+    with terminal.drawn("looking for the smallest peak"):
+        found = smallest_budget(amounts.graph, limits=Limits(time_s=time_limit, seed=seed), reorder=reorder)
+    outputs.save((found.plan, where))
+    unproven = "the smallest possible peak lies between the floor and this one"
+    smallest = terminal.command("plan", graph, "--budget", format_at_least(found.peak_bytes))
+    return terminal.Answer(
+        data={
+            "graph": str(graph),
+            "graph_digest": amounts.graph.digest,
+            "plan": str(where),
+            "smallest_bytes": found.peak_bytes,
+            **terminal.picked(found, "floor_bytes", "proven", "why"),
+            "keep_all_bytes": amounts.keep_all_bytes,
+            "resident_bytes": amounts.graph.resident_bytes,
+            "cost": found.cost,
+            "cost_unit": amounts.graph.cost_unit,
+            "overhead": found.overhead,
+            "elapsed_s": round(found.elapsed_s, 3),
+        },
+        facts=[
+            ("graph", str(amounts)),
+            ("smallest", amounts.budget(found.peak_bytes)),
+            ("floor", f"{format_bytes(found.floor_bytes)}: {found.why}"),
+            ("cost", f"{amounts.cost(found.cost)}, {found.overhead:.3f}x: the first found"),
+        ],
+        lines=["", "no plan in any order needs less" if found.proven else unproven],
+        wrote=[where],
+        hint=f"find the cheapest plan within it with {smallest}",
+    ).show(json)

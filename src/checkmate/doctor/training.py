@@ -1,0 +1,229 @@
+"""Small models, and their training with a plan or keeping everything: what `checkmate doctor` and `checkmate demo` run."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate.torch
+from checkmate.core.graph import Graph
+from checkmate.core.result import Result
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A model, its loss of a prediction and a target, and a batch of inputs and targets."""
+
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batch: Batch
+
+
+class _Block(nn.Module):
+    """Two convolutions with BatchNorm, dropout between them, around a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        first, second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.body = nn.Sequential(first, _norm(width), nn.ReLU(), nn.Dropout(0.1), second, _norm(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.body(x))
+
+
+def _norm(width: int) -> nn.Module:
+    """BatchNorm whose running statistics converge within the few steps of a demo."""
+    return nn.BatchNorm2d(width, momentum=0.3)
+
+
+def residual_network(channels: int, width: int, blocks: int) -> nn.Module:
+    """A residual network for ten classes of images."""
+    stem = [nn.Conv2d(channels, width, 3, padding=1, bias=False), _norm(width), nn.ReLU()]
+    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * width, 10)]
+    return nn.Sequential(*stem, *(_Block(width) for _ in range(blocks)), *head)
+
+
+class _Attention(nn.Module):
+    """Causal attention by one kernel, or attention whose matrix of weights is a tensor, by far the largest."""
+
+    def __init__(self, width: int, *, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.fused = 4, fused
+        self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = self.inputs(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            attended = torch.softmax(query @ key.transpose(-1, -2) * (self.heads / width) ** 0.5, -1) @ value
+        return self.outputs(attended.transpose(1, 2).reshape(batch, length, width))
+
+
+class _Decoder(nn.Module):
+    """A language model whose head shares its weight with the embedding."""
+
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.attentions = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), _Attention(width, fused=True)) for _ in range(layers))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
+            x = x + attention(x)
+            x = x + mlp(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def convolutions(scale: int) -> Example:
+    """Residual convolutions with BatchNorm and dropout, at a width of 16 times the scale."""
+    return Example(residual_network(3, 16 * scale, 2), F.cross_entropy, (torch.randn(16, 3, 24, 24), torch.randint(10, (16,))))
+
+
+def transformer(scale: int) -> Example:
+    """A decoder with attention, dropout and a tied head; the scale is that of width, length and vocabulary."""
+    vocabulary, length = 256 * scale, 64 * scale
+    tokens = torch.randint(vocabulary, (4, length))
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return Example(_Decoder(3, 64 * scale, vocabulary), loss, (tokens, tokens.roll(-1, 1)))
+
+
+def attention_matrix(scale: int) -> Example:
+    """Attention that stores its matrix of weights, the largest tensor; the scale is that of width and length."""
+    x = torch.randn(8, 128 * scale, 32 * scale)
+    return Example(_Attention(32 * scale, fused=False), F.mse_loss, (x, torch.randn_like(x)))
+
+
+class Training:
+    """A model that is trained, with a random state of its own, and what was measured of its steps.
+
+    The step is that of `checkmate.torch.compile`, or of a plain loop around ``torch.compile(model, backend="checkmate")``.
+    Without an optimizer the gradients of the last step stay.
+    """
+
+    def __init__(self, example: Example, optimizer: torch.optim.Optimizer | None, *, plain: bool = False, **options: Any) -> None:
+        self.model, self._loss, self._optimizer = example.model, example.loss, optimizer
+        self._device = example.batch[0].device
+        self._outputs: object = None
+        self.losses: list[float] = []
+        self.seconds: list[float] = []  # of each step that was not measured
+        if plain:
+            self._step, self._compiled = None, torch.compile(example.model, backend="checkmate", options=options)
+        else:
+            self._step = checkmate.torch.compile(example.model, example.loss, optimizer, example=example.batch, **options)
+        torch.manual_seed(1)
+        self._random_states = self._random()
+
+    def advance(self, x: Tensor, y: Tensor) -> None:
+        """Train one step."""
+        torch.set_rng_state(self._random_states[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._random_states[1])
+        if self._optimizer is None:
+            self.model.zero_grad(set_to_none=True)
+        # On one thread, the time of the process leaves out other processes.
+        alone = self._device.type != "cuda" and torch.get_num_threads() == 1
+        clock = time.process_time if alone else time.perf_counter
+        self._synchronize()
+        began = clock()
+        if self._step is None:
+            loss = self._loss(self._compiled(x), y)
+            loss.backward()
+        else:
+            outputs = self._step(x, y)
+            # A loop holds them until the next step is over, which is planned for.
+            self._outputs = outputs if self._step.whole else None
+            loss = outputs[1]
+        self.losses.append(float(loss.detach()))
+        self.seconds.append(clock() - began)
+        self._random_states = self._random()
+
+    def measure(self, x: Tensor, y: Tensor) -> tuple[int, int | None]:
+        """Train one step; peak of everything that was allocated, and on a GPU what the allocator reserved for it."""
+        if self._optimizer is None:
+            self.model.zero_grad(set_to_none=True)
+        free_memory()
+        if self._device.type != "cuda":
+            peak = self.graph.resident_bytes + checkmate.torch.measure_peak(lambda: self.advance(x, y))
+            self.seconds.pop()
+            return peak, None
+        self.advance(x, y)  # reserve again what was given back
+        self._synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.advance(x, y)
+        self._synchronize()
+        return torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the step."""
+        return self._planned().graph
+
+    @property
+    def result(self) -> Result:
+        """The plan of the step."""
+        return self._planned().result
+
+    def state(self) -> tuple[Tensor, ...]:
+        """Copies of losses, parameters or gradients, buffers, and random state."""
+        parameters = list(self.model.parameters())
+        trained = parameters if self._optimizer is not None else [p.grad for p in parameters if p.grad is not None]
+        losses = torch.tensor(self.losses, dtype=torch.float64)
+        return tuple(t.detach().clone().cpu() for t in (losses, *trained, *self.model.buffers(), *self._random_states))
+
+    def _planned(self) -> checkmate.torch.Step | checkmate.torch.PlannedStep:
+        planned = self._step or checkmate.torch.last_plan()
+        assert planned is not None  # after the second step
+        return planned
+
+    def _random(self) -> tuple[Tensor, ...]:
+        return torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._device.type == "cuda" else [])
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def equal_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether two states are the same to the bit: zeros of either sign differ, and a NaN equals itself."""
+    bits = ([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in state] for state in (ours, theirs))
+    return all(map(torch.equal, *bits))
+
+
+def equal_up_to_rounding(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether two states differ by no more than the order of the terms of sums in float32 may make; whole numbers not at all."""
+    for a, b in zip(ours, theirs, strict=True):
+        if not a.is_floating_point() and not torch.equal(a, b):
+            return False
+        if a.is_floating_point() and not (a - b).abs().max() <= 1e-4 * b.abs().max():
+            return False
+    return True
+
+
+def free_memory() -> None:
+    """Collect garbage, and give back what the allocator of a GPU keeps for reuse."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
