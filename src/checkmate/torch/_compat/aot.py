@@ -35,14 +35,7 @@ def fusible_packets() -> Iterable[Any]:
 
 
 def overwritten_inputs(count: int) -> frozenset[int] | None:
-    """Inputs that the most recently compiled graph overwrites.
-
-    Args:
-        count: How many inputs the graph has.
-
-    Returns:
-        Their positions, or None where AOTAutograd's metadata does not say.
-    """
+    """Inputs that the most recently compiled graph overwrites."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is None or len(metadata.input_info) != count:  # AOTAutograd merged inputs that alias
@@ -98,9 +91,6 @@ def keep_undefined(outputs: Iterable[Any]) -> None:
     """Have autograd pass None to a compiled backward for the gradients of outputs into which no gradient flows.
 
     By default it allocates zeros for them (``ctx.set_materialize_grads``). The node of a compiled function is its ``ctx``.
-
-    Args:
-        outputs: Results of a compiled function.
     """
     for output in outputs:
         node = output.grad_fn if isinstance(output, torch.Tensor) else None

@@ -45,45 +45,26 @@ def aot_cache_disabled() -> Any:
 
 
 def cached_attributes(run: Run) -> dict[str, Any]:
-    """Attributes that a callable needs to stand for compiled code in an entry.
-
-    Args:
-        run: The compiled code.
-    """
+    """Attributes that a callable needs to stand for compiled code in an entry."""
     return {name: getattr(run, name) for name in _KEYS if hasattr(run, name)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """An entry that has not been saved.
-
-    Attributes:
-        key: Its key.
-        content: What AOTAutograd would save.
-        remote: Whether it goes to a remote cache as well.
-    """
+    """An entry that has not been saved."""
 
     key: str
-    content: Any
-    remote: bool
+    content: Any  # what AOTAutograd would save
+    remote: bool  # whether it goes to a remote cache as well
 
     def save(self, note: bytes) -> None:
-        """Save the entry; a failure is logged by AOTAutograd.
-
-        Args:
-            note: What is handed out with the code when it is loaded.
-        """
+        """Save the entry; a failure is logged by AOTAutograd."""
         setattr(self.content, _NOTE, note)
         _Cache.save(self.key, self.content, self.remote)
 
 
 class CachedCompilation:
-    """A compilation that AOTAutograd's cache may answer.
-
-    Attributes:
-        note: What was saved with the entry that was found; None if there is none.
-        entries: What AOTAutograd would have saved; empty if its cache answered.
-    """
+    """A compilation that AOTAutograd's cache may answer."""
 
     def __init__(self) -> None:
         self.note: bytes | None = None
@@ -91,12 +72,7 @@ class CachedCompilation:
 
     @contextmanager
     def looking_up(self, replace: Callable[[str, Run], Run]) -> Iterator[None]:
-        """Context in which one graph is compiled, or taken from the cache.
-
-        Args:
-            replace: Called with ``"forward"`` or ``"backward"`` and the code that was loaded; returns what AOTAutograd is to call
-                in its place.
-        """
+        """Context in which one graph is compiled, or taken from the cache."""
         if not _HAS_NAMES or functorch_config.bundled_autograd_cache:
             with aot_cache_disabled():
                 yield
@@ -127,12 +103,7 @@ class CachedCompilation:
 
 
 class _Loaded:
-    """The forward or the backward of an entry, in the place of the one that was saved.
-
-    Args:
-        saved: As AOTAutograd saved it.
-        replace: Returns what is called in the place of its code.
-    """
+    """The forward or the backward of an entry, in the place of the one that was saved."""
 
     def __init__(self, saved: Any, replace: Callable[[Run], Run]) -> None:
         self._saved, self._replace = saved, replace

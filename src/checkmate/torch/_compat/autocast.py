@@ -17,14 +17,7 @@ _OFF = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def autocast_kernels(device: Literal["CPU", "CUDA"]) -> set[str]:
-    """Ops for which autocast has a rule on a type of device.
-
-    Args:
-        device: The type; it need not be present, since rules are registered when torch is loaded.
-
-    Returns:
-        Names with overload and without namespace, such as ``"addmm"`` or ``"softmax.int"``.
-    """
+    """Ops for which autocast has a rule on a type of device."""
     registered = torch._C._dispatch_has_kernel_for_dispatch_key
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith(_NAMESPACE))
     return {name.removeprefix(_NAMESPACE) for name in names if registered(name, f"Autocast{device}")}
@@ -37,11 +30,7 @@ def autocast_off() -> AbstractContextManager[Any]:
 
 @contextmanager
 def replaced_autocast(kernels: Mapping[str, Callable[..., Any] | None]) -> Iterator[None]:
-    """Replace rules of the CPU's autocast, in the whole process, while the context is open.
-
-    Args:
-        kernels: Name of an op to the rule called in its place; None lets the op run in the types that it is given.
-    """
+    """Replace rules of the CPU's autocast, in the whole process, while the context is open."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():

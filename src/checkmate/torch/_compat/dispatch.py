@@ -94,15 +94,7 @@ WATCHES_COMPILED_CODE = hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 def fake_tensor_on(tensor: FakeTensor, device: torch.device) -> FakeTensor:
-    """A fake tensor relabelled for another device.
-
-    Args:
-        tensor: The fake tensor.
-        device: The device, which need not be present.
-
-    Returns:
-        A fake tensor with the same storage.
-    """
+    """A fake tensor relabelled for another device."""
     mode = tensor.fake_mode
     with in_kernel_invocation_manager(mode):
         return FakeTensor(mode, torch.Tensor._make_subclass(torch.Tensor, tensor), device)

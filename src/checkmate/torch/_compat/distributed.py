@@ -36,24 +36,14 @@ def job_store() -> torch.distributed.Store:
 
 @dataclass(frozen=True, slots=True)
 class FSDPGroup:
-    """One parameter group of ``fully_shard``: parameters whose all-gather is one collective.
+    """One parameter group of ``fully_shard``: parameters whose all-gather is one collective."""
 
-    Attributes:
-        shard_bytes: Size of this rank's shards, padding included.
-        unsharded_bytes: Size of the parameters after the all-gather.
-        reduce_scatter_bytes: Size of the reduce-scatter's input: the unsharded gradients.
-        shards: How many ranks the parameters are sharded over.
-        storages: Storage key to bytes of each all-gather output; empty before the first forward.
-        stays_unsharded: Whether parameters stay gathered from forward to backward (``reshard_after_forward=False``).
-        gradients: Local shards of gradients that exist now.
-    """
-
-    shard_bytes: int
-    unsharded_bytes: int
-    reduce_scatter_bytes: int
-    shards: int
-    storages: dict[int, int]
-    stays_unsharded: bool
+    shard_bytes: int  # size of this rank's shards, padding included
+    unsharded_bytes: int  # size of the parameters after the all-gather
+    reduce_scatter_bytes: int  # size of the reduce-scatter's input: the unsharded gradients
+    shards: int  # how many ranks the parameters are sharded over
+    storages: dict[int, int]  # storage key to bytes of each all-gather output; empty before the first forward
+    stays_unsharded: bool  # whether parameters stay gathered from forward to backward (``reshard_after_forward=False``)
     gradients: list[torch.Tensor]
 
 
@@ -97,9 +87,6 @@ def wrapper_runs(mode: FrameType) -> bool:
 
     No function of ``fully_shard`` encloses the forward or the backward of a module: one on the stack of this thread is enough.
     The forward of ``DistributedDataParallel`` encloses that of its module; its buckets are allocated in C++ that it calls itself.
-
-    Args:
-        mode: The running ``__torch_dispatch__`` of the mode.
     """
     names = []
     frame = mode.f_back
@@ -115,12 +102,7 @@ _DISPATCH = ("torch._compile", "torch._dynamo.eval_frame")
 
 
 def active_ddp(inputs: Sequence[Any]) -> DistributedDataParallel | None:
-    """The ``DistributedDataParallel`` whose forward is running, or None.
-
-    Args:
-        inputs: Inputs of the graph being compiled. Under ``optimize_ddp="python_reducer"`` DDP does not record its active
-            module, and the one that owns a parameter among these is returned.
-    """
+    """The ``DistributedDataParallel`` whose forward is running, or None."""
     active = DistributedDataParallel._get_active_ddp_module()
     if active is not None or dynamo_config.optimize_ddp != "python_reducer":
         return active

@@ -61,9 +61,6 @@ class DynamoTransparentError(ShortenTraceback):
 
     Dynamo wraps whatever a backend raises in ``BackendCompilerFailed``, which hides the type and the hint of the error.
     It makes an exception of ``ShortenTraceback``: it raises the result of ``remove_dynamo_frames``, here the carried error.
-
-    Args:
-        error: The exception that the user is to see.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -76,11 +73,7 @@ class DynamoTransparentError(ShortenTraceback):
 
 
 def recompile_current_frame() -> Callable[[], None] | None:
-    """A function that drops the compiled code of the frame being compiled now, so that its next call compiles it again.
-
-    Returns:
-        The function, or None where Dynamo is not compiling.
-    """
+    """A function that drops the compiled code of the frame being compiled now, so that its next call compiles it again."""
     try:
         code = InstructionTranslator.current_tx().output.root_tx.f_code  # type: ignore[union-attr]
     except AttributeError:
@@ -95,9 +88,6 @@ def untraced(function: FunctionT) -> FunctionT:
     """A function that Dynamo leaves alone, with all that it calls.
 
     In a backward inside of a compiled function Dynamo's frame hook is on: it would compile what autograd and Dynamo call back.
-
-    Args:
-        function: The function.
     """
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
@@ -112,10 +102,6 @@ def call_through(module: nn.Module, function: Callable[..., Any] | None) -> None
     """Have calls of a module go through a function, as ``module.compile()`` has them go through compiled code.
 
     Dynamo traces the module itself, and copies and files of the module do not have the function.
-
-    Args:
-        module: The module.
-        function: Called with the arguments of a call; None for the module itself.
     """
     module._compiled_call_impl = function  # the place of what `nn.Module.compile` compiled
 
@@ -129,9 +115,6 @@ def traceable_call(module: nn.Module) -> Callable[..., Any] | None:
     """A function that calls a module of torch itself; None for one whose forward Dynamo traces without help.
 
     Dynamo begins no graph in a function of ``torch.nn``, so that ``nn.Sequential(...).compile()`` compiles nothing.
-
-    Args:
-        module: The module.
     """
     if not isinstance(module.forward, MethodType) or not trace_rules.check(module.forward):
         return None
@@ -152,10 +135,6 @@ def enter_around_calls(backend: Callable[..., Any], context_of: Callable[[Mappin
 
     Dynamo has this for backends with an attribute ``backend_ctx_ctor``: ``torch._dynamo.optimize`` looks it up on the
     `WrapBackendDebug` that it wraps a backend in, which hands on no attribute. Hence a property on that class.
-
-    Args:
-        backend: The backend, a function.
-        context_of: Called with the backend's keyword arguments once for each ``torch.compile``; None for no context.
     """
 
     def backend_ctx_ctor(wrapper: Any) -> CallContext:
@@ -190,32 +169,17 @@ def runs_eagerly_on_request() -> bool:
 
 
 class FrameRecord(NamedTuple):
-    """Dynamo's record of one attempt to compile a frame.
+    """Dynamo's record of one attempt to compile a frame."""
 
-    Attributes:
-        frame: Number of the frame: attempts for the same code share it.
-        function: Name of the function; empty where Dynamo's limit of compilations was reached.
-        file: Its file.
-        line: Where it begins, or, after a failure, the line that failed.
-        reason: Why nothing was compiled; empty after a success.
-    """
-
-    frame: str
-    function: str
+    frame: str  # number of the frame: attempts for the same code share it
+    function: str  # name of the function; empty where Dynamo's limit of compilations was reached
     file: str
-    line: int
-    reason: str
+    line: int  # where it begins, or, after a failure, the line that failed
+    reason: str  # why nothing was compiled; empty after a success
 
 
 class GraphBreak(NamedTuple):
-    """A place where Dynamo ended one graph and began another.
-
-    Attributes:
-        function: Name of the function.
-        file: Its file.
-        line: The line.
-        reason: Dynamo's reason.
-    """
+    """A place where Dynamo ended one graph and began another."""
 
     function: str
     file: str

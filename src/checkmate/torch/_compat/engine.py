@@ -33,11 +33,7 @@ def saved_tensors_packer() -> Callable[[torch.Tensor], Any] | None:
 
 
 def saved_by_autograd(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors that autograd has saved for the backwards of some tensors, but for those that hooks have packed.
-
-    Args:
-        tensors: Tensors, of which some have a graph.
-    """
+    """Tensors that autograd has saved for the backwards of some tensors, but for those that hooks have packed."""
     todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen, found = set(todo), list[torch.Tensor]()
     while todo:
@@ -92,12 +88,7 @@ def _runs(node: Any) -> bool:
 
 
 def before_accumulation(node: Any, function: Callable[[torch.Tensor | None], None]) -> None:
-    """Call a function right before a node adds a gradient to that of its leaf, in the backward that is running now.
-
-    Args:
-        node: The node, of `grad_accumulators`.
-        function: Gets the gradient that the node was given.
-    """
+    """Call a function right before a node adds a gradient to that of its leaf, in the backward that is running now."""
     backward = current_backward()
 
     def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:

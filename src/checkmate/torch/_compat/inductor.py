@@ -62,16 +62,7 @@ def prefers_channels_last(gm: GraphModule) -> bool:
 
 
 def stock_patches(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that ``torch.compile(backend="inductor")`` would compile with.
-
-    Args:
-        mode: Its ``mode``.
-        options: Its ``options``; they override those of the mode. (`torch.compile` itself takes one of the two, the class that
-            it hands them to takes both.)
-
-    Raises:
-        RuntimeError: An option is unknown, or its value has another type.
-    """
+    """The configuration that ``torch.compile(backend="inductor")`` would compile with."""
     return dict(torch._TorchCompileInductorWrapper(mode, dict(options), None).config)
 
 
@@ -83,15 +74,7 @@ def as_if_compiling() -> Iterator[None]:
 
 
 def trace_functionally(function: Callable[..., None], inputs: Sequence[torch.Tensor]) -> Graph:
-    """The ops of a function that overwrites its inputs, as Inductor decomposes them.
-
-    Args:
-        function: The function.
-        inputs: Fake tensors to trace it on.
-
-    Returns:
-        A graph with one placeholder for each input; it overwrites them by ``copy_`` at its end.
-    """
+    """The ops of a function that overwrites its inputs, as Inductor decomposes them."""
     functional = torch.func.functionalize(function, remove="mutations_and_views")
     return make_fx(functional, decomposition_table=select_decomp_table())(*inputs).graph
 

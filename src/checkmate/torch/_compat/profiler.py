@@ -38,14 +38,9 @@ def outside_of_profilers(run: Callable[[], ResultT]) -> ResultT:
 
 @dataclass(slots=True)
 class MemoryTrace:
-    """Events of the CPU allocator, in order.
+    """Events of the CPU allocator, in order."""
 
-    Attributes:
-        events: ``("alloc", bytes)``, negative for a free; ``("push", name)`` and ``("pop", "")`` where an op or a
-            ``record_function`` range begins and ends.
-    """
-
-    events: list[tuple[str, int | str]] = field(default_factory=list)
+    events: list[tuple[str, int | str]] = field(default_factory=list)  # ``("alloc", bytes)``, negative for a free
 
     def peak(self) -> int:
         """Peak of allocated bytes above those allocated when the trace began."""

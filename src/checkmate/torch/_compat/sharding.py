@@ -49,19 +49,7 @@ class Layout:
 def library_rules(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: int
 ) -> list[tuple[LibraryPlacement, ...]]:
-    """Placements under which DTensor shards an op along one dimension of a mesh.
-
-    Args:
-        op: The op.
-        args: Its arguments, with a `Layout` for each tensor.
-        kwargs: Its keyword arguments, likewise.
-        outputs: How many values it returns.
-
-    Returns:
-        For each way to shard the op, the placements of the outputs and then of the tensors among the arguments, in the order of
-        `torch.utils._pytree`. Ways with a placement that has no name here, such as a running maximum, are left out. Empty
-        for an op without rules, and where torch has no DTensor or one that is not understood.
-    """
+    """Placements under which DTensor shards an op along one dimension of a mesh."""
     library = _library()
     if library is None:
         return []

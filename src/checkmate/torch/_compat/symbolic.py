@@ -85,12 +85,7 @@ def upper_bound(number: torch.SymInt) -> int | None:
 
 
 def largest_value(expression: Any, env: Any) -> int | None:
-    """Largest value of an expression of sympy over the ranges of its symbols; None if one of them has no upper bound.
-
-    Args:
-        expression: The expression.
-        env: The ``ShapeEnv`` of its symbols.
-    """
+    """Largest value of an expression of sympy over the ranges of its symbols; None if one of them has no upper bound."""
     ranges = {s: env.var_to_range[s] for s in expression.free_symbols}
     if any(r.upper is int_oo for r in ranges.values()):
         return None
@@ -127,16 +122,7 @@ def guards_against_upper_bounds(env: Any) -> list[str]:
 
 
 def emit_expression(graph: fx.Graph, number: torch.SymInt, known: Mapping[sympy.Expr, fx.Node]) -> fx.Node | None:
-    """Nodes that compute a symbolic number from its symbols, at the graph's insertion point.
-
-    Args:
-        graph: The graph.
-        number: The number.
-        known: Nodes by their value; each symbol of the number has to be among them.
-
-    Returns:
-        The node with its value; None if a symbol is not known, or the expression has a function that cannot be emitted.
-    """
+    """Nodes that compute a symbolic number from its symbols, at the graph's insertion point."""
     expression = number.node.expr
     symbols = expression.free_symbols
     if not symbols or any(s not in known for s in symbols):

@@ -43,22 +43,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollingTimes:
-    """How a rank waits for a message.
+    """How a rank waits for a message."""
 
-    Attributes:
-        grace_s: Seconds for which a peer may be ahead before it counts as running on without compiling. A peer that is about
-            to compile is ahead by one forward for moments only; ten seconds leave room for a slow data loader.
-        check_s: Seconds between two checks whether the peer is ahead; each costs a round trip to the store.
-        first_pause_s: Seconds between the first two polls; short, as most messages are already there.
-        longest_pause_s: The pause doubles up to this: 20 polls a second and rank are no load for the store.
-        beat_s: Seconds between two signs that rank 0 is alive while it decides; a quarter of the timeout where that is less.
-    """
-
-    grace_s: float = 10.0
-    check_s: float = 0.5
-    first_pause_s: float = 0.001
-    longest_pause_s: float = 0.05
-    beat_s: float = 5.0
+    grace_s: float = 10.0  # seconds for which a peer may be ahead before it counts as running on without compiling
+    check_s: float = 0.5  # seconds between two checks whether the peer is ahead; each costs a round trip to the store
+    first_pause_s: float = 0.001  # seconds between the first two polls; short, as most messages are already there
+    longest_pause_s: float = 0.05  # the pause doubles up to this: 20 polls a second and rank are no load for the store
+    beat_s: float = 5.0  # seconds between two signs that rank 0 is alive while it decides
 
 
 _TIMES = PollingTimes()
@@ -69,19 +60,12 @@ class RankError(CheckmateError, RuntimeError):
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """A message of a rank to rank 0, or the answer of rank 0.
-
-    Attributes:
-        body: The serialised content.
-        topic: The decision that the message is for, in words.
-        error: Why the sender cannot take part; "" if it can.
-        hint: What the user can do about the error.
-    """
+    """A message of a rank to rank 0, or the answer of rank 0."""
 
     body: bytes = b""
-    topic: str = ""
-    error: str = ""
-    hint: str = ""
+    topic: str = ""  # the decision that the message is for, in words
+    error: str = ""  # why the sender cannot take part; "" if it can
+    hint: str = ""  # what the user can do about the error
 
 
 # Created at import time: creating a decoder is not thread-safe.
@@ -89,12 +73,7 @@ _READ_MESSAGE = msgspec.msgpack.Decoder(_Message)
 
 
 class Ranks:
-    """This process as one of the ranks of a job.
-
-    Args:
-        rank: The rank of this process.
-        count: The number of ranks.
-    """
+    """This process as one of the ranks of a job."""
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank = rank
@@ -104,20 +83,7 @@ class Ranks:
         self._broadcast_error: BaseException | None = None
 
     def decide(self, topic: str, mine: bytes, decider: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        """Take part in a decision; all ranks must take part in the same decisions, in the same order.
-
-        Args:
-            topic: The decision in words; must be equal on all ranks.
-            mine: Message of this rank.
-            decider: Maps the messages, one per rank, to the answer. Called on rank 0 only.
-
-        Returns:
-            The answer of rank 0.
-
-        Raises:
-            RankError: Another rank failed, takes part in another decision, or does not arrive.
-            CheckmateError: ``decider`` raised it, on rank 0.
-        """
+        """Take part in a decision; all ranks must take part in the same decisions, in the same order."""
         at, self._round = self._round, self._round + 1
         try:
             return self._lead(at, topic, mine, decider) if self.rank == 0 else self._follow(at, topic, mine)
@@ -193,17 +159,7 @@ class Ranks:
         _asked(lambda: job_store().set(key, content))  # type: ignore[arg-type] # the stub wants str; bytes work
 
     def _receive(self, key: str, rank: int, topic: str, begun: str = "") -> _Message:
-        """Poll for a message.
-
-        Args:
-            key: The key that it will be written to.
-            rank: The rank that will write it.
-            topic: The decision in words.
-            begun: Key that the sender changes while it is busy deciding, which may take longer than any timeout.
-
-        Raises:
-            RankError: The sender is ahead, so that the message will not come; or the timeout of the process group is over.
-        """
+        """Poll for a message."""
         store = job_store()
         looked = heard = time.monotonic()
         ahead_since: float | None = None
@@ -255,11 +211,7 @@ class Ranks:
 
 
 def _asked(call: Callable[[], T]) -> T:
-    """The result of a call of the store of the job.
-
-    Raises:
-        RankError: The store does not answer within the timeout of the process group.
-    """
+    """The result of a call of the store of the job."""
     timeout = job_store().timeout  # type: ignore[attr-defined]
     try:
         return asked(call, timeout)
@@ -290,14 +242,7 @@ def job_ranks() -> Ranks | None:
 
 @contextmanager
 def broadcasting_failures(ranks: Ranks | None) -> Iterator[None]:
-    """Send an exception raised in the block to the other ranks, so that none of them waits for this one.
-
-    Args:
-        ranks: The ranks of the job; None does nothing.
-
-    Raises:
-        BaseException: The exception of the block.
-    """
+    """Send an exception raised in the block to the other ranks, so that none of them waits for this one."""
     try:
         yield
     except TorchDynamoException:  # Dynamo restarts its analysis by raising: not a failure

@@ -23,25 +23,12 @@ class SilentStoreError(Exception):
 
 
 def content(store: dist.Store, key: str) -> bytes:
-    """The content of a key; empty if the key does not exist.
-
-    Args:
-        store: The store.
-        key: The key.
-    """
+    """The content of a key; empty if the key does not exist."""
     return store.get(key) if store.check([key]) else b""
 
 
 def asked(call: Callable[[], T], timeout: datetime.timedelta) -> T:
-    """The result of a call of a store, which is made in a thread that is left behind after the timeout.
-
-    Args:
-        call: The call.
-        timeout: How long to wait for it.
-
-    Raises:
-        SilentStoreError: The store does not answer.
-    """
+    """The result of a call of a store, which is made in a thread that is left behind after the timeout."""
     done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -62,13 +49,7 @@ def asked(call: Callable[[], T], timeout: datetime.timedelta) -> T:
 
 @contextmanager
 def signs_of_life(store: dist.Store, key: str, longest_pause_s: float) -> Iterator[None]:
-    """Count in a key while the block runs; a process that is killed or stopped counts no further.
-
-    Args:
-        store: The store.
-        key: The key.
-        longest_pause_s: Seconds between two signs; a quarter of the store's timeout where that is less.
-    """
+    """Count in a key while the block runs; a process that is killed or stopped counts no further."""
     over = threading.Event()
     pause_s = min(longest_pause_s, store.timeout.total_seconds() / 4)  # type: ignore[attr-defined]
     store.set(key, "1")

@@ -20,37 +20,21 @@ from checkmate.torch.distributed.consensus import RankError, Ranks
 
 @dataclass(frozen=True, slots=True)
 class AgreedPlan:
-    """The plan that all ranks run.
+    """The plan that all ranks run."""
 
-    Attributes:
-        graph: The graph, with the costs measured on rank 0 and the largest workspace and resident bytes of any rank.
-        result: The plan that rank 0 found.
-    """
-
-    graph: Graph
+    graph: Graph  # the graph, with the costs measured on rank 0 and the largest workspace and resident bytes of any rank
     result: Result
 
 
 class _RankMemory(msgspec.Struct, frozen=True):
-    """Figures in which ranks may differ although they traced the same graph.
+    """Figures in which ranks may differ although they traced the same graph."""
 
-    Attributes:
-        workspace_bytes: Workspace of each op. Shape ``[op]``.
-        resident_bytes: Resident bytes.
-        recomputable: Whether each op may be computed again, which is tried out for custom ops. Shape ``[op]``.
-    """
-
-    workspace_bytes: tuple[int, ...]
+    workspace_bytes: tuple[int, ...]  # workspace of each op. Shape ``[op]``
     resident_bytes: int
-    recomputable: tuple[bool, ...]
+    recomputable: tuple[bool, ...]  # whether each op may be computed again, which is tried out for custom ops. Shape ``[op]``
 
     def applied_to(self, graph: Graph, costs: Sequence[int]) -> Graph:
-        """The graph with these memory figures and costs.
-
-        Args:
-            graph: The graph.
-            costs: Cost of each op. Shape ``[op]``.
-        """
+        """The graph with these memory figures and costs."""
         ops = tuple(
             msgspec.structs.replace(op, workspace_bytes=workspace, cost=cost, recomputable=recomputable)
             for op, workspace, recomputable, cost in zip(graph.ops, self.workspace_bytes, self.recomputable, costs, strict=True)
@@ -80,18 +64,7 @@ _READ_ANSWER = msgspec.msgpack.Decoder(_Answer)
 
 
 def plan_on_rank0(ranks: Ranks, graph: Graph, objective: str, plan: Callable[[Graph], Result]) -> AgreedPlan:
-    """Plan on rank 0 a graph that every rank has traced.
-
-    Args:
-        ranks: The ranks of the job.
-        graph: The graph, with costs and memory of this rank.
-        objective: What is asked of the plan, in words, such as "a budget of 8GiB"; must be equal on all ranks.
-        plan: Maps a graph to a plan. Called on rank 0 only.
-
-    Raises:
-        RankError: The ranks traced different graphs or have different objectives, or planning failed on rank 0.
-        CheckmateError: No plan was found; raised on rank 0.
-    """
+    """Plan on rank 0 a graph that every rank has traced."""
     memory = _RankMemory(
         tuple(op.workspace_bytes for op in graph.ops), graph.resident_bytes, tuple(op.recomputable for op in graph.ops)
     )

@@ -18,37 +18,20 @@ from checkmate.torch.graph.storages import storage_key, unique_bytes
 
 @dataclass(frozen=True, slots=True)
 class WrapperMemory:
-    """Memory that the wrappers around a module hold while its graph runs.
+    """Memory that the wrappers around a module hold while its graph runs."""
 
-    Attributes:
-        held_bytes: Gradient buckets of DDP; of FSDP all shards, existing gradient shards, parameters of other groups that stay
-            gathered, and the buffers of one all-gather and one reduce-scatter. Inputs of the graph itself are not included.
-        bucket_view_bytes: Part of the buckets of which the gradients of the graph's parameters are views.
-        transient_gradient_bytes: Gradients of the graph that its backward frees: reduce-scatter keeps one shard of each.
-        sharded: Whether the wrapper is FSDP, whose shards Python holds; the buckets of DDP are held by C++ alone.
-    """
-
-    held_bytes: int = 0
-    bucket_view_bytes: int = 0
-    transient_gradient_bytes: int = 0
-    sharded: bool = False
+    held_bytes: int = 0  # gradient buckets of DDP
+    bucket_view_bytes: int = 0  # part of the buckets of which the gradients of the graph's parameters are views
+    transient_gradient_bytes: int = 0  # gradients of the graph that its backward frees: reduce-scatter keeps one shard of each
+    sharded: bool = False  # whether the wrapper is FSDP, whose shards Python holds; the buckets of DDP are held by C++ alone
 
     def counted_bytes(self, device: torch.device) -> int:
-        """The part of ``held_bytes`` that a count of the tensors on a device includes.
-
-        Args:
-            device: The device.
-        """
+        """The part of ``held_bytes`` that a count of the tensors on a device includes."""
         return self.held_bytes if self.sharded or device.type == "cuda" else 0
 
 
 def wrapper_memory(example_inputs: Sequence[Any], accumulate: bool) -> WrapperMemory:
-    """Memory of the wrappers around the module of a graph.
-
-    Args:
-        example_inputs: Inputs of the graph, its parameters among them.
-        accumulate: Whether gradients of earlier backwards may exist when the graph runs.
-    """
+    """Memory of the wrappers around the module of a graph."""
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     held, views = _buckets(tensors)
     groups = fsdp_groups()
@@ -74,13 +57,6 @@ def run_inside_ddp(wrapped: DistributedDataParallel, run: Callable[..., Any]) ->
 
     So the program gets what DDP does for its module: buffers are broadcast before the forward, and hooks average gradients
     in the backward.
-
-    Args:
-        wrapped: The DDP module.
-        run: The program; it calls the inner module itself.
-
-    Returns:
-        A function with the arguments and result of ``run``.
     """
     program = _Program(run)
 
@@ -105,12 +81,7 @@ class _Program(torch.nn.Module):
 
 
 def _buckets(inputs: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """DDP's gradient buckets, as a pair of bytes.
-
-    Returns:
-        Bytes of the buckets that are not already counted as existing gradients, and bytes of buckets of which gradients are
-        views (``gradient_as_bucket_view=True``).
-    """
+    """DDP's gradient buckets, as a pair of bytes."""
     wrapped = active_ddp(inputs)
     if wrapped is None:
         return 0, 0

@@ -32,24 +32,13 @@ Workspace = Callable[[fx.Node], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """A storage; two of the same size are two storages.
-
-    Attributes:
-        size_bytes: Its size.
-    """
+    """A storage; two of the same size are two storages."""
 
     size_bytes: int
 
 
 class Heap:
     """The storages that exist while a module runs. A storage can have several names, and is freed with the last of them.
-
-    Args:
-        names: Storages that exist at the beginning, by name.
-
-    Attributes:
-        live_bytes: Bytes that exist now.
-        peak_bytes: Most bytes that existed at one time.
 
     Examples:
         >>> heap = Heap()
@@ -107,14 +96,7 @@ class Heap:
 
 
 def run_on(heap: Heap, module: GeneratedModule, workspace: Workspace, *, scope: str = "") -> None:
-    """Do what a generated module does to memory; its outputs are what is left.
-
-    Args:
-        heap: Its inputs, as far as the module can free them, and whatever else exists meanwhile.
-        module: The module.
-        workspace: Workspace of ops of other libraries.
-        scope: What the module's names begin with in the heap.
-    """
+    """Do what a generated module does to memory; its outputs are what is left."""
     given: dict[str, list[tuple[Storage, ...]]] = {}
     for event in module.events:
         match event:
@@ -143,11 +125,7 @@ def run_on(heap: Heap, module: GeneratedModule, workspace: Workspace, *, scope: 
 
 
 class Account:
-    """The memory of a forward and a backward, counted while Inductor generates them.
-
-    Args:
-        workspace: Workspace of ops of other libraries.
-    """
+    """The memory of a forward and a backward, counted while Inductor generates them."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -160,16 +138,7 @@ class Account:
             yield
 
     def memory(self, *, num_outputs: int, hold_outputs: bool) -> StepMemory | None:
-        """Memory of the step.
-
-        Args:
-            num_outputs: How many outputs of the forward are the caller's; the others are saved for the backward.
-            hold_outputs: Whether the caller holds them until the backward is over.
-
-        Returns:
-            None where it is not known: Inductor generated no code, since it had the modules in its cache, or it generated
-            lines that are not understood.
-        """
+        """Memory of the step."""
         if [m.is_backward for m in self._modules] != [False, True] or any(m.uncounted for m in self._modules):
             return None
         forward, backward = self._modules

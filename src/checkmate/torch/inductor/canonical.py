@@ -23,11 +23,6 @@ def in_graph_order(graph: Graph, order: Sequence[int], limit_bytes: int) -> tupl
     Every op is computed first where the graph has it, and again just before it is read. Where that takes more than the limit,
     the computations around keep the order that they have.
 
-    Args:
-        graph: The graph.
-        order: Ops in the order of their computations.
-        limit_bytes: What the plan may take; at least what the given order takes.
-
     Examples:
         >>> from checkmate.core.graph import Op, Value
         >>> ops = (Op("a", (), (0,), 1), Op("b", (0,), (1,), 1), Op("c", (0,), (2,), 1), Op("d", (1, 2), (3,), 1))

@@ -67,11 +67,7 @@ _log = logging.getLogger("checkmate.torch")
 
 
 class ReplaceableCallable:
-    """A callable whose implementation can be replaced after AOTAutograd holds a reference to it.
-
-    Attributes:
-        run: The implementation; it takes its arguments as one list, which it clears.
-    """
+    """A callable whose implementation can be replaced after AOTAutograd holds a reference to it."""
 
     def __init__(self, run: BoxedRun) -> None:
         self.run = run
@@ -86,33 +82,19 @@ class ReplaceableCallable:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Compiled:
-    """One compilation of a graph.
-
-    Attributes:
-        run: The compiled graph.
-        forward: Its forward.
-        backward: Its backward; the same object as ``forward`` for a graph without gradients.
-        kernels: Its C++ kernels; they have to be built before it runs.
-        planned: The graph and its plan; None for a graph without gradients, which is not planned.
-        counted: The memory of its step as counted in its code; None if that is not known.
-        joint: The captured joint graph; None for a graph without gradients, and for code from AOTAutograd's cache.
-        whole: The same as a whole step, if it is one.
-        memory: Its measured memory; None without a budget.
-        num_symbols: How many symbolic sizes the forward saves for the backward.
-        entry: The entry for AOTAutograd's cache; None for code from there, and where it cannot be stored.
-    """
+    """One compilation of a graph."""
 
     run: Callable[..., Any]
     forward: ReplaceableCallable
-    backward: ReplaceableCallable
-    kernels: PendingKernels
-    planned: tuple[GraphInterface, Result] | None
-    counted: StepMemory | None = None
-    joint: CapturedJoint | None = None
-    whole: WholeStep | None = None
-    memory: StepMemory | None = None
-    num_symbols: int = 0
-    entry: CacheEntry | None = None
+    backward: ReplaceableCallable  # its backward; the same object as ``forward`` for a graph without gradients
+    kernels: PendingKernels  # its C++ kernels; they have to be built before it runs
+    planned: tuple[GraphInterface, Result] | None  # the graph and its plan
+    counted: StepMemory | None = None  # the memory of its step as counted in its code; None if that is not known
+    joint: CapturedJoint | None = None  # the captured joint graph
+    whole: WholeStep | None = None  # the same as a whole step, if it is one
+    memory: StepMemory | None = None  # its measured memory; None without a budget
+    num_symbols: int = 0  # how many symbolic sizes the forward saves for the backward
+    entry: CacheEntry | None = None  # the entry for AOTAutograd's cache; None for code from there, and where it cannot be stored
 
     @property
     def cached(self) -> bool:
@@ -126,18 +108,7 @@ class Compiled:
 
 
 class PlanPartitioner(CustomPartitionerFn):
-    """Plans a joint graph and splits it into forward and backward; Inductor's `custom_partitioner_fn`.
-
-    Args:
-        task: How the graph is planned and split.
-        options: The user's options; they are part of the cache key.
-        problem: Text of everything besides the graph that decides which plan is chosen; None where code from AOTAutograd's cache
-            cannot be used.
-
-    Attributes:
-        planned: The graph and its plan, once the partitioner has run.
-        joint: The captured joint graph, once the partitioner has run.
-    """
+    """Plans a joint graph and splits it into forward and backward; Inductor's `custom_partitioner_fn`."""
 
     def __init__(self, task: Task, options: Options, problem: str | None = None) -> None:
         self._task = dataclasses.replace(task, on_planned=self._record_plan)
@@ -152,11 +123,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return partition(gm, joint_inputs, task=self.task_for(gm), **kwargs)
 
     def task_for(self, gm: fx.GraphModule) -> Task:
-        """How a graph is planned and split.
-
-        Args:
-            gm: The graph.
-        """
+        """How a graph is planned and split."""
         return dataclasses.replace(self._task, layout_pass=with_channels_last) if prefers_channels_last(gm) else self._task
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanPartitioner:
@@ -191,21 +158,7 @@ def compile_by_inductor(
     example_inputs: Sequence[Any],
     compilation: Compilation,
 ) -> Compiled | None:
-    """Compile a graph of Dynamo so that its measured peak keeps the budget.
-
-    Args:
-        gm: The graph; it is not changed.
-        example_inputs: Its real inputs; the trial steps run on them.
-        compilation: Options, resident memory and planner of the graph.
-
-    Returns:
-        The cheapest compilation whose measured peak keeps the budget; None if no compilation that was tried keeps it.
-
-    Raises:
-        OptionError: The graph was traced without real tensors, does not run at its largest sizes, or the given plan needs more
-            than the budget.
-        CheckmateError: No plan was found.
-    """
+    """Compile a graph of Dynamo so that its measured peak keeps the budget."""
     _refuse_unmeasurable(example_inputs)
     traced = traced_values(gm)
     bound_sizes(traced)
@@ -426,11 +379,7 @@ def _shapes(inputs: Sequence[Any], traced: Sequence[Any]) -> str:
 
 
 def _refuse_other_sizes(traced: Sequence[Any]) -> None:
-    """Refuse code that was generated for fewer sizes than it is planned for.
-
-    Raises:
-        OptionError: Guards of the code exclude the largest sizes.
-    """
+    """Refuse code that was generated for fewer sizes than it is planned for."""
     numbers = [n for value in traced if isinstance(value, torch.Tensor) for n in value.shape if isinstance(n, torch.SymInt)]
     excluded = guards_against_upper_bounds(numbers[0].node.shape_env) if numbers else []
     if excluded:
@@ -454,11 +403,7 @@ def _with_measurement(compiled: Compiled, search: CalibratedSearch, chosen: int)
 
 
 def _refuse_unmeasurable(inputs: Sequence[Any]) -> None:
-    """Refuse inputs on which no trial step can run.
-
-    Raises:
-        OptionError: An input is a fake tensor.
-    """
+    """Refuse inputs on which no trial step can run."""
     if any(isinstance(value, FakeTensor) for value in inputs):
         raise OptionError(
             "compiler='inductor' measures the compiled step, and this one was traced without real tensors",

@@ -38,10 +38,6 @@ _LIGHT = (
 def contract_fusible_chains(graph: Graph, trailing: Collection[int] = ()) -> ContractChains:
     """Contract every chain of ops that Inductor computes in one kernel; see `ContractChains.of`.
 
-    Args:
-        graph: The graph of a step, with the names of FX ops as the kinds of its ops.
-        trailing: Its ops that reduce the last dimensions of a tensor.
-
     Examples:
         >>> from checkmate.core.graph import Op, Value
         >>> x, y, z = Value("x", 400), Value("y", 400), Value("z", 4, kept=True)
@@ -57,9 +53,6 @@ def trailing_reductions(nodes: Iterable[fx.Node | None]) -> frozenset[int]:
     """Positions of the nodes that reduce the last dimensions of a tensor, or all of them.
 
     Their loops run over rows like those of the pointwise ops around them, so that Inductor fuses both.
-
-    Args:
-        nodes: A node of each op of a captured graph.
     """
     return frozenset(o for o, node in enumerate(nodes) if node is not None and _reduces_last(node))
 
@@ -71,10 +64,6 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
     what is made and read only inside such a run is not stored. And the result of a pointwise op is written over an operand of
     the same size that dies there, unless an op of the same run, on which it does not depend, reads the operand as well: that is
     fused with it. Such ops are one kernel: all of its results are allocated before it, and what it reads is freed after it.
-
-    Args:
-        chains: The graph, its chains contracted.
-        order: Ops of ``chains.contracted`` in the order of their computations.
 
     Examples:
         >>> from checkmate.core.graph import Op, Value
@@ -120,13 +109,7 @@ def predicted_peak(chains: ContractChains, order: Sequence[int]) -> int:
 
 
 class _Runs:
-    """Computations that follow each other without a kernel of another library between them.
-
-    Args:
-        graph: The contracted graph.
-        plan: Its plan.
-        kinds: Kinds of ops that are fused.
-    """
+    """Computations that follow each other without a kernel of another library between them."""
 
     def __init__(self, graph: Graph, plan: Plan, kinds: FusibleKinds) -> None:
         self._graph, self._plan = graph, plan
@@ -171,11 +154,7 @@ class _Runs:
             self._kernel.update(dict.fromkeys(members, (members[0], members[-1])))
 
     def kernel(self, step: int) -> tuple[int, int]:
-        """The first and the last step of the kernel that a step is part of.
-
-        Args:
-            step: The step.
-        """
+        """The first and the last step of the kernel that a step is part of."""
         return self._kernel.get(step, (step, step))
 
     def reads(self, life: StorageLifetime) -> list[int]:
@@ -213,12 +192,7 @@ class _Runs:
         return isinstance(run, Compute) and self._graph.ops[run.op].kind in self._kinds.pointwise
 
     def contain(self, life: StorageLifetime, rows: Collection[int]) -> bool:
-        """Whether a storage is made and read inside one run, by ops whose loops are fused.
-
-        Args:
-            life: The storage.
-            rows: Ops that reduce the last dimensions.
-        """
+        """Whether a storage is made and read inside one run, by ops whose loops are fused."""
         run, reads = self._run.get(life.made_at), self.reads(life)
         if run is None or not reads or life.gone_at > len(self._plan.steps):
             return False

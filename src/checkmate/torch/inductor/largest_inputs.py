@@ -24,11 +24,7 @@ def traced_values(gm: fx.GraphModule) -> list[Any]:
 
 
 def dynamic_dimensions(traced: Sequence[Any]) -> list[tuple[int, int]]:
-    """Which dimensions of which inputs are symbolic: positions of input and dimension.
-
-    Args:
-        traced: The values that the inputs were traced with.
-    """
+    """Which dimensions of which inputs are symbolic: positions of input and dimension."""
     return [
         (i, dim)
         for i, value in enumerate(traced)
@@ -39,11 +35,7 @@ def dynamic_dimensions(traced: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def bound_sizes(traced: Sequence[Any]) -> None:
-    """Give every symbol in shapes and strides an upper bound, through guards: its current value, if there is no other yet.
-
-    Args:
-        traced: The values that the inputs were traced with.
-    """
+    """Give every symbol in shapes and strides an upper bound, through guards: its current value, if there is no other yet."""
     for value in traced:
         for number in _geometry(value):
             if _symbols(number):
@@ -51,18 +43,7 @@ def bound_sizes(traced: Sequence[Any]) -> None:
 
 
 def largest_inputs(inputs: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
-    """Inputs of the largest sizes: those of the first batch where it has these sizes, else copies that repeat it.
-
-    Args:
-        inputs: The inputs of the first batch.
-        traced: The values that they were traced with.
-
-    Returns:
-        Real tensors and numbers.
-
-    Raises:
-        OptionError: Inputs that have to be copied share memory.
-    """
+    """Inputs of the largest sizes: those of the first batch where it has these sizes, else copies that repeat it."""
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     storages: dict[int, tuple[Any, ...]] = {}
     found: list[Any] = []

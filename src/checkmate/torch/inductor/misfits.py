@@ -21,16 +21,7 @@ _log = logging.getLogger("checkmate.torch")
 
 
 def compile_if_it_fits(gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Compiled | None:
-    """Compile a graph of Dynamo by Inductor, unless an earlier process found that nothing it compiles keeps the budget.
-
-    Args:
-        gm: The graph; it is not changed.
-        example_inputs: Its inputs.
-        compilation: Options, resident memory and planner of the graph.
-
-    Returns:
-        The compiled graph; None if no compilation keeps the budget.
-    """
+    """Compile a graph of Dynamo by Inductor, unless an earlier process found that nothing it compiles keeps the budget."""
     if not compilation.may_be_cached() or dynamic_dimensions(traced_values(gm)):  # the largest sizes are not in the key
         return compile_by_inductor(gm, example_inputs, compilation)
     misfits, key = Misfits(), _key(gm, example_inputs, compilation)

@@ -67,16 +67,7 @@ torch.library.register_fake("checkmate::pick", _pick, lib=_library)
 
 
 def with_pieces(capture: Capture, recapture: Recapture, allows: Callable[[fx.Node], bool]) -> tuple[Capture, list[Kind]]:
-    """A captured step in which the regions that compute nothing twice run piece by piece, in as few pieces as are offered.
-
-    Args:
-        capture: The step.
-        recapture: Captures a changed joint module of it.
-        allows: Whether an op may run piece by piece.
-
-    Returns:
-        The step, and what runs in pieces; which ones depends on the graph alone.
-    """
+    """A captured step in which the regions that compute nothing twice run piece by piece, in as few pieces as are offered."""
     step = ChunkableStep(capture, (capture.joint,), lambda modules: recapture(modules[0]))
     variants = Variants(step, Chunks(exact=False, allows=allows, once=True))
     chosen: list[Kind] = []
@@ -87,11 +78,7 @@ def with_pieces(capture: Capture, recapture: Recapture, allows: Callable[[fx.Nod
 
 
 def with_fused_pieces(costs: Costs) -> Costs:
-    """Costs of ops, with the workspace that regions in pieces have when Inductor fuses the ops of a piece.
-
-    Args:
-        costs: Costs of ops that run as they are.
-    """
+    """Costs of ops, with the workspace that regions in pieces have when Inductor fuses the ops of a piece."""
     return with_workspace(costs, CHUNKED, _fused_bytes)
 
 
@@ -126,14 +113,7 @@ def _input(graph: fx.Graph, like: fx.Node) -> fx.Node:
 
 
 def write_out_pieces(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with the ops of the pieces in place of those that run them.
-
-    Args:
-        module: A module of ATen ops with fake tensors in ``meta["val"]``; it is not changed.
-
-    Returns:
-        A new module, or the given one if nothing runs piece by piece.
-    """
+    """The module with the ops of the pieces in place of those that run them."""
     if not any(node.target in {CHUNKED, SCALE} for node in module.graph.nodes):
         return module
     written = fx.GraphModule(module, copy_graph(module.graph))
@@ -149,11 +129,7 @@ def write_out_pieces(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Writer:
-    """Writes the ops of the pieces of an op before it.
-
-    Args:
-        node: The op; its graph is changed in place.
-    """
+    """Writes the ops of the pieces of an op before it."""
 
     def __init__(self, node: fx.Node) -> None:
         self._node, self._graph = node, node.graph
@@ -184,14 +160,7 @@ class _Writer:
         self._graph.erase_node(self._node)
 
     def _run(self, body: fx.Graph, operands: Sequence[fx.Node], cut: dict[int, list[fx.Node]], sums: dict[int, fx.Node]) -> None:
-        """Write the ops of one piece.
-
-        Args:
-            body: The graph of the piece, which writes its results to given tensors.
-            operands: Slices of the operands.
-            cut: By index of a result, its slices so far; the next one is added.
-            sums: By index of a result, the sum so far; none before the first piece.
-        """
+        """Write the ops of one piece."""
         given = [i for i, is_sum in enumerate(self._program.sums) if not is_sum or i in sums]
         inputs = body.find_nodes(op="placeholder")
         env = dict(zip(inputs, operands, strict=False))

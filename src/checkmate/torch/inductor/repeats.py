@@ -65,15 +65,7 @@ def takes_subgraphs() -> bool:
 
 
 def outline_repeats(module: fx.GraphModule, donated: Set[int] = frozenset()) -> fx.GraphModule:
-    """The module with the sequences of ops that repeat in it as calls of subgraphs.
-
-    Args:
-        module: A module of ATen ops with fake tensors in ``meta["val"]``; it is not changed.
-        donated: Positions of its inputs that it may overwrite.
-
-    Returns:
-        A new module, or the given one if nothing repeats.
-    """
+    """The module with the sequences of ops that repeat in it as calls of subgraphs."""
     nodes = [n for n in module.graph.nodes if n.op == "call_function"]
     if any(isinstance(n.meta.get("val"), torch.SymInt) for n in module.graph.nodes):
         return module  # sizes are inputs of ops then, and differ in their expressions
@@ -100,15 +92,10 @@ def outline_repeats(module: fx.GraphModule, donated: Set[int] = frozenset()) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An op of another library with the ops that follow it; or one op that stays where it is.
-
-    Attributes:
-        nodes: Its nodes.
-        token: What is equal for parts that may be equal; None if it stays where it is.
-    """
+    """An op of another library with the ops that follow it; or one op that stays where it is."""
 
     nodes: tuple[fx.Node, ...]
-    token: str | None
+    token: str | None  # what is equal for parts that may be equal; None if it stays where it is
 
 
 def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
@@ -170,21 +157,13 @@ def _sizes(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """Nodes that follow each other, as a subgraph would have them.
-
-    Attributes:
-        nodes: The nodes.
-        copied: Nodes before them that are copied into the subgraph: views of inputs, and constants.
-        inputs: Nodes before them that they read.
-        outputs: Those of the nodes that are read after them.
-        remade: Those of the nodes that are read after them and made again there: views, and constants.
-    """
+    """Nodes that follow each other, as a subgraph would have them."""
 
     nodes: tuple[fx.Node, ...]
-    copied: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    remade: tuple[fx.Node, ...]
+    copied: tuple[fx.Node, ...]  # nodes before them that are copied into the subgraph: views of inputs, and constants
+    inputs: tuple[fx.Node, ...]  # nodes before them that they read
+    outputs: tuple[fx.Node, ...]  # those of the nodes that are read after them
+    remade: tuple[fx.Node, ...]  # those of the nodes that are read after them and made again there: views, and constants
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> _Sequence:
@@ -267,24 +246,14 @@ def _operands(call: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True, slots=True)
 class _Storages:
-    """The storages of a graph.
+    """The storages of a graph."""
 
-    Attributes:
-        owner: The first node with the storage of each node.
-        last: The node that reads each storage last, by its owner; only of those that the graph may overwrite.
-    """
-
-    owner: dict[fx.Node, fx.Node]
-    last: dict[fx.Node, fx.Node]
+    owner: dict[fx.Node, fx.Node]  # the first node with the storage of each node
+    last: dict[fx.Node, fx.Node]  # the node that reads each storage last, by its owner
 
     @classmethod
     def of(cls, graph: fx.Graph, donated: Set[int]) -> _Storages:
-        """The storages of a graph.
-
-        Args:
-            graph: The graph.
-            donated: Positions of its inputs that it may overwrite.
-        """
+        """The storages of a graph."""
         owner: dict[fx.Node, fx.Node] = {}
         last: dict[fx.Node, fx.Node] = {}
         inputs: dict[int, fx.Node] = {}

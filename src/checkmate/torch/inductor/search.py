@@ -50,15 +50,10 @@ _MOST_PREDICTIONS = 6
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A plan of the contracted graph that was compiled.
+    """A plan of the contracted graph that was compiled."""
 
-    Attributes:
-        order: Ops of the contracted graph, in the order of their computations.
-        memory: Its memory, measured or counted in its code.
-    """
-
-    order: tuple[int, ...]
-    memory: StepMemory
+    order: tuple[int, ...]  # ops of the contracted graph, in the order of their computations
+    memory: StepMemory  # its memory, measured or counted in its code
 
 
 class CalibratedSearch:
@@ -67,15 +62,6 @@ class CalibratedSearch:
     One round is `plan` (called by the compiler), `record` and `next_candidate`. Then `best` is measured, and `correct` replaces
     what was counted. Where several ranks plan together, rank 0 chooses for all of them, from the largest memory of any rank;
     each of these methods is then a message to all ranks, so that every rank has to call them in the same order.
-
-    Args:
-        compilation: Options, and the ranks that plan together.
-        compiler_fingerprint: Hash of everything except the graph that decides on the measured memory of a compiled plan.
-
-    Attributes:
-        trials: Plans that were compiled, in order.
-        budget_bytes: The budget; 0 without one.
-        limit_bytes: The most that the step may take above the resident bytes; 0 without a budget.
     """
 
     def __init__(self, compilation: Compilation, compiler_fingerprint: str) -> None:
@@ -110,19 +96,7 @@ class CalibratedSearch:
         return self._options.budget is not None
 
     def plan(self, graph: Graph, trailing: frozenset[int] = frozenset()) -> tuple[Graph, Result]:
-        """The plan for the present compilation.
-
-        Args:
-            graph: The graph as captured.
-            trailing: Its ops that reduce the last dimensions of a tensor.
-
-        Returns:
-            The captured graph, with the figures that the ranks agreed on, and its plan; not those of the contracted graph.
-
-        Raises:
-            GraphError: The step traces to another graph than at the last compilation.
-            WrongGraphError: The given plan was made for another graph.
-        """
+        """The plan for the present compilation."""
         graph, result = self._compilation.agreed(graph, lambda agreed: self._current_plan(agreed, trailing))
         if not self._leads:
             self._follow(graph, result, trailing)
@@ -147,12 +121,7 @@ class CalibratedSearch:
         return next((plan.memory for plan in self._store.all() if plan.order == self._order), None)
 
     def record(self, memory: StepMemory, *, measured: bool) -> None:
-        """Record the memory of the plan that was compiled last: the largest of any rank.
-
-        Args:
-            memory: Memory on this rank.
-            measured: Whether it was measured, or counted in the code.
-        """
+        """Record the memory of the plan that was compiled last: the largest of any rank."""
         memory, measured = self._largest(memory, measured)
         graph = self.chains.contracted
         timeline = simulate(graph, Plan.from_order(graph, self._order))
@@ -171,12 +140,7 @@ class CalibratedSearch:
         self._remember(trial)
 
     def correct(self, index: int, memory: StepMemory) -> None:
-        """Replace the memory that was counted for a plan by the measured one, the largest of any rank.
-
-        Args:
-            index: Which trial.
-            memory: Memory as measured on this rank.
-        """
+        """Replace the memory that was counted for a plan by the measured one, the largest of any rank."""
         memory, _ = self._largest(memory, measured=True)
         trial = self.trials[index]
         _log.info("measured %s, counted %s", *map(format_bytes, (memory.peak_bytes, trial.outcome.memory.peak_bytes)))

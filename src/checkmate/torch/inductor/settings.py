@@ -41,19 +41,7 @@ _CUDA_GRAPHS = "triton.cudagraphs"
 
 
 def config_patches(options: Options, device_types: set[str]) -> dict[str, Any]:
-    """Patches of Inductor's configuration for a compilation under a plan, without its partitioner.
-
-    Args:
-        options: The user's options.
-        device_types: Types of the devices that the inputs are on.
-
-    Returns:
-        Values by the names of `torch._inductor.config`.
-
-    Raises:
-        OptionError: An option is unknown or has a value of another type, would undo the plan, or asks for CUDA graphs under a
-            budget.
-    """
+    """Patches of Inductor's configuration for a compilation under a plan, without its partitioner."""
     for given, value in options.inductor_options.items():
         _refuse(given.replace("-", "_"), given, value)
     try:

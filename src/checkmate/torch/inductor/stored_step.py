@@ -19,31 +19,17 @@ class _StoredTangent(msgspec.Struct, frozen=True):
 
 
 class StoredStep(msgspec.Struct, frozen=True):
-    """A step of one graph with sizes that do not change, as it is stored with its code.
-
-    Attributes:
-        graph: The captured graph.
-        num_outputs: How many results of its forward go to the caller.
-        tangents: The gradients that its backward is given.
-        result: Its plan.
-        memory: Its memory as measured; None if it was compiled without a budget.
-    """
+    """A step of one graph with sizes that do not change, as it is stored with its code."""
 
     graph: Graph
-    num_outputs: int
-    tangents: tuple[_StoredTangent, ...]
+    num_outputs: int  # how many results of its forward go to the caller
+    tangents: tuple[_StoredTangent, ...]  # the gradients that its backward is given
     result: Result
-    memory: StepMemory | None
+    memory: StepMemory | None  # its memory as measured; None if it was compiled without a budget
 
     @classmethod
     def of(cls, interface: GraphInterface, result: Result, memory: StepMemory | None) -> StoredStep:
-        """The step in the form in which it is stored.
-
-        Args:
-            interface: Its graph; no size of a tangent is symbolic.
-            result: Its plan.
-            memory: Its memory.
-        """
+        """The step in the form in which it is stored."""
         tangents = tuple(
             _StoredTangent(
                 tuple(map(int, t.shape)), tuple(map(int, t.stride)), str(t.dtype).removeprefix("torch."), str(t.device)

@@ -22,11 +22,7 @@ def callbacks() -> list[Callback]:
 
 
 class WithinBudget(Callback):
-    """Compiles what the optimizers of ``Trainer.fit`` own within a budget, and tells the plans when it is over.
-
-    Args:
-        budget: The budget.
-    """
+    """Compiles what the optimizers of ``Trainer.fit`` own within a budget, and tells the plans when it is over."""
 
     def __init__(self, budget: str) -> None:
         self._budget = budget

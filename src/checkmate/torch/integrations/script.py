@@ -37,27 +37,16 @@ _CHEAP, _EXPENSIVE = 1.05, 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSteps:
-    """Optimizer steps with the same plan.
+    """Optimizer steps with the same plan."""
 
-    Attributes:
-        first: Number of the first one, from 1.
-        last: Number of the last one.
-        count: How many there are.
-        peak_bytes: Planned peak.
-        budget_bytes: The budget in bytes.
-        keep_all_bytes: Peak of keeping everything; None where the step was not planned as a whole.
-        overhead: Cost over the cost of computing each op once.
-        gap: Share of the cost that may be left to gain.
-    """
-
-    first: int
+    first: int  # number of the first one, from 1
     last: int
     count: int
     peak_bytes: int
     budget_bytes: int
-    keep_all_bytes: int | None
-    overhead: float
-    gap: float
+    keep_all_bytes: int | None  # peak of keeping everything; None where the step was not planned as a whole
+    overhead: float  # cost over the cost of computing each op once
+    gap: float  # share of the cost that may be left to gain
 
     def __str__(self) -> str:
         which = f"step {self.first}" if self.count == 1 else f"{self.count} of steps {self.first} to {self.last}"
@@ -69,17 +58,7 @@ class PlannedSteps:
 
 
 class TrainingReport:
-    """The modules that were trained within a budget, and their plans.
-
-    Attributes:
-        budget: The budget, as it was given.
-        compiled: Classes of the modules that were compiled, or names of functions, in the order of their first calls.
-        optimizers: How many optimizers were made.
-        steps: How many steps the optimizer with the most of them took.
-        planned: The plans of these steps, in the order of their first steps.
-        announced_bytes: The most that a step was said to take beyond its budget; 0 where nothing was said.
-        measured_bytes: Peak that the CUDA allocator measured; None elsewhere.
-    """
+    """The modules that were trained within a budget, and their plans."""
 
     def __init__(self, budget: Amount) -> None:
         self.budget = budget
@@ -127,11 +106,7 @@ class TrainingReport:
         return f"compare with --budget {format_at_least(largest.keep_all_bytes)}, which keeps everything"
 
     def note(self, step: int) -> None:
-        """Take over the plan of an optimizer step that has run.
-
-        Args:
-            step: Its number.
-        """
+        """Take over the plan of an optimizer step that has run."""
         self.steps = max(self.steps, step)
         result, whole = COORDINATOR.result, COORDINATOR.step
         if result is None:
@@ -177,17 +152,6 @@ def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]
     """Context in which whatever an optimizer trains is compiled within a budget.
 
     What the code compiles itself, with another backend, is compiled within the budget instead.
-
-    Args:
-        budget: The memory that a training step may take, as in `Options`.
-        **options: Further options of the backend.
-
-    Yields:
-        The report, complete when the block is over.
-
-    Raises:
-        OptionError: An option is wrong.
-        UnitError: The budget cannot be read.
     """
     given = {"unplanned": "warn", **options, "budget": budget}
     Options.of(given)
@@ -206,12 +170,7 @@ def training_within(budget: Amount, **options: Any) -> Generator[TrainingReport]
 
 
 class _FirstCall:
-    """Takes the calls of a module until it is trained: the first such call compiles it.
-
-    Args:
-        module: The module.
-        options: Options of the backend.
-    """
+    """Takes the calls of a module until it is trained: the first such call compiles it."""
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self._module = weakref.ref(module)
@@ -232,12 +191,7 @@ class _FirstCall:
 
 
 class _Training:
-    """The modules and optimizers of a block of `training_within`.
-
-    Args:
-        options: Options of the backend.
-        report: What happens is noted there.
-    """
+    """The modules and optimizers of a block of `training_within`."""
 
     def __init__(self, options: dict[str, Any], report: TrainingReport) -> None:
         self._options = options
@@ -285,11 +239,7 @@ class _Training:
         return compiled
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has run.
-
-        Args:
-            optimizer: The optimizer.
-        """
+        """Note that an optimizer has run."""
         step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         self._report.note(step)
 

@@ -100,17 +100,10 @@ class PendingKernels:
 
 @dataclass(slots=True, eq=False)
 class _Kernel:
-    """A kernel in the place of its function.
-
-    Attributes:
-        argtypes: C++ types of its arguments.
-        source: C++ source of a function ``kernel``.
-        pending: The kernels that it is built with.
-        run: Its function, once it is built.
-    """
+    """A kernel in the place of its function."""
 
     argtypes: tuple[str, ...]
-    source: str
+    source: str  # C++ source of a function ``kernel``
     pending: PendingKernels
     run: Callable[..., Any] | None = None
 

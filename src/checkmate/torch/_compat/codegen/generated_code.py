@@ -29,64 +29,39 @@ def calls_are_known() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """A name is bound to new storages.
-
-    Attributes:
-        name: The name.
-        sizes_bytes: Size of each: one of a tensor, several of a tuple of tensors.
-        device: Type of their device.
-    """
+    """A name is bound to new storages."""
 
     name: str
-    sizes_bytes: tuple[int, ...]
+    sizes_bytes: tuple[int, ...]  # size of each: one of a tensor, several of a tuple of tensors
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name is bound to what another name is bound to.
-
-    Attributes:
-        name: The name.
-        of: The other one.
-        position: Which tensor of a tuple; None for all.
-    """
+    """A name is bound to what another name is bound to."""
 
     name: str
     of: str
-    position: int | None = None
+    position: int | None = None  # which tensor of a tuple; None for all
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A name is deleted.
-
-    Attributes:
-        name: The name.
-    """
+    """A name is deleted."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An op of another library runs, and may allocate inside.
+    """An op of another library runs, and may allocate inside."""
 
-    Attributes:
-        node: The node of the graph that it computes, where it is one.
-    """
-
-    node: Node | None
+    node: Node | None  # the node of the graph that it computes, where it is one
 
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Names are put into the list of a call's arguments, which keeps their storages alive until the callee frees them.
-
-    Attributes:
-        call: Name of the call.
-        arguments: The names.
-    """
+    """Names are put into the list of a call's arguments, which keeps their storages alive until the callee frees them."""
 
     call: str
     arguments: tuple[str, ...]
@@ -94,14 +69,9 @@ class Give:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A subgraph runs, and a name is bound to the tuple of its results.
+    """A subgraph runs, and a name is bound to the tuple of its results."""
 
-    Attributes:
-        name: The name, which is that of the call.
-        module: The subgraph.
-    """
-
-    name: str
+    name: str  # the name, which is that of the call
     module: GeneratedModule
 
 
@@ -111,33 +81,19 @@ Event = Allocate | Alias | Free | Run | Give | Call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratedModule:
-    """A module that Inductor has generated, before its kernels are built.
+    """A module that Inductor has generated, before its kernels are built."""
 
-    Attributes:
-        is_backward: Whether it is a backward.
-        events: What it does to memory, in order.
-        inputs: Bytes of each of its inputs, by name, in their order.
-        outputs: What its outputs are bound to; None for one that is no tensor of the module.
-        output_nodes: Names of the nodes that its outputs are; None for one that is no node. AOTAutograd names the inputs of a
-            backward as the nodes of the forward that it saves.
-        uncounted: Lines that may allocate and are not understood.
-    """
-
-    is_backward: bool
-    events: tuple[Event, ...]
-    inputs: Mapping[str, int]
-    outputs: tuple[str | None, ...]
-    output_nodes: tuple[str | None, ...]
-    uncounted: tuple[str, ...]
+    is_backward: bool  # whether it is a backward
+    events: tuple[Event, ...]  # what it does to memory, in order
+    inputs: Mapping[str, int]  # bytes of each of its inputs, by name, in their order
+    outputs: tuple[str | None, ...]  # what its outputs are bound to; None for one that is no tensor of the module
+    output_nodes: tuple[str | None, ...]  # names of the nodes that its outputs are
+    uncounted: tuple[str, ...]  # lines that may allocate and are not understood
 
 
 @contextmanager
 def watch_generated_modules(seen: Callable[[GeneratedModule], None]) -> Iterator[None]:
-    """Call a function with every module that this thread generates, before the module's kernels are built.
-
-    Args:
-        seen: The function.
-    """
+    """Call a function with every module that this thread generates, before the module's kernels are built."""
     generate, thread = GraphLowering.codegen, threading.get_ident()
     subgraphs: dict[str, GeneratedModule] = {}
 
@@ -256,15 +212,7 @@ def _events(
     parts: Mapping[str, Sequence[Any]],
     subgraphs: Mapping[str, GeneratedModule],
 ) -> list[Event] | None:
-    """The effect of a line on memory; None if that is not known.
-
-    Args:
-        graph: The module.
-        line: A line of its code.
-        kept: Names of its outputs.
-        parts: The tensors of each tuple that a kernel returns.
-        subgraphs: The subgraphs that were generated so far, by name.
-    """
+    """The effect of a line on memory; None if that is not known."""
     match line:
         case _GiveLine():
             return [Give(line.call, line.arguments)]
@@ -319,12 +267,7 @@ def _storage_bytes(graph: GraphLowering, node: Any) -> int:
 
 
 def buffer_bytes(graph: GraphLowering, node: Any) -> int:
-    """Bytes of the storage of a buffer or of an input of a graph; 0 for what has none.
-
-    Args:
-        graph: The graph.
-        node: The buffer, or what Inductor wraps around it.
-    """
+    """Bytes of the storage of a buffer or of an input of a graph; 0 for what has none."""
     buffer = node
     while isinstance(buffer, (ir.TensorBox, ir.StorageBox)):
         buffer = buffer.data

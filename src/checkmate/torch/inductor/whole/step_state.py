@@ -15,19 +15,12 @@ from checkmate.torch.graph.optimizer_ops import updates_of
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """The state of one parameter.
+    """The state of one parameter."""
 
-    Attributes:
-        key: Key of its `Updates`.
-        which: Its index there.
-        names: Names of its tensors.
-        like: Shape, strides, type and device of each.
-    """
-
-    key: int
+    key: int  # key of its `Updates`
     which: int
     names: tuple[str, ...]
-    like: tuple[tuple[Any, ...], ...]
+    like: tuple[tuple[Any, ...], ...]  # shape, strides, type and device of each
 
     @staticmethod
     def of(key: int, which: int, like: Mapping[str, torch.Tensor]) -> ParameterState:
@@ -35,14 +28,7 @@ class ParameterState:
         return ParameterState(key, which, tuple(like), tuple(signature(t) for t in like.values()))
 
     def tensors(self, known: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """The state as it is now; it is created if there is none yet.
-
-        Args:
-            known: The state at the last call; if it is the same, it need not be checked again.
-
-        Raises:
-            OptionError: It is not like that which the step was compiled for.
-        """
+        """The state as it is now; it is created if there is none yet."""
         state = updates_of(self.key).state(self.which)
         tensors = [state.get(name) for name in self.names]
         if len(known) == len(tensors) and all(a is b for a, b in zip(tensors, known, strict=True)):
@@ -63,12 +49,7 @@ class ParameterState:
 
 
 class StepState:
-    """Tensors that a compiled whole step reads and writes besides the inputs of its graph.
-
-    Args:
-        learning_rates: Key of the `Updates` and index of the group of each learning rate.
-        parameters: The states of parameters.
-    """
+    """Tensors that a compiled whole step reads and writes besides the inputs of its graph."""
 
     def __init__(self, learning_rates: tuple[tuple[int, int], ...], parameters: tuple[ParameterState, ...]) -> None:
         self._parameters = parameters
@@ -81,11 +62,7 @@ class StepState:
         return [torch.zeros((), dtype=torch.float64) for _ in self._groups]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The inputs for a step, after those of its graph.
-
-        Raises:
-            OptionError: An option of the optimizer that is a constant of the compiled step was changed.
-        """
+        """The inputs for a step, after those of its graph."""
         for at, rate, compiled in zip(self._groups, self._rates, self._options, strict=True):
             now = self._constant(at)
             if now != compiled:

@@ -32,17 +32,7 @@ _TRACED_AS = {"foreach": False, "fused": False, "capturable": True}
 
 
 def expand_updates(module: fx.GraphModule) -> tuple[fx.GraphModule, StepState, list[torch.Tensor]]:
-    """Replace every update of a whole step by ATen ops.
-
-    Args:
-        module: The module of a whole step, in the order of its plan; it is changed in place.
-
-    Returns:
-        The module, with more inputs at the end; what to pass for them; and fake tensors like them.
-
-    Raises:
-        OptionError: A parameter shares its storage with another input, which its update would overwrite.
-    """
+    """Replace every update of a whole step by ATen ops."""
     graph = module.graph
     _refuse_shared_storages(graph)
     mode = detect_fake_mode(leaves([n.meta.get("val") for n in graph.nodes]))
@@ -69,17 +59,7 @@ def _refuse_shared_storages(graph: fx.Graph) -> None:
 
 
 class _Writer:
-    """Writes the ops of updates into a graph.
-
-    Args:
-        graph: The graph; changed in place.
-        mode: The fake mode of its tensors.
-
-    Attributes:
-        learning_rates: Updates and groups whose learning rates are the first additional inputs.
-        parameters: Parameters whose states are the others.
-        fakes: Fake tensors like the additional inputs.
-    """
+    """Writes the ops of updates into a graph."""
 
     def __init__(self, graph: fx.Graph, mode: AbstractContextManager[Any]) -> None:
         self.learning_rates: list[tuple[int, int]] = []
@@ -100,11 +80,7 @@ class _Writer:
                 self.learning_rates.append(at)
 
     def replace(self, update: fx.Node) -> None:
-        """Write the ops of an update in its place.
-
-        Args:
-            update: The node of the update.
-        """
+        """Write the ops of an update in its place."""
         parameter, gradient, key, which = cast("tuple[fx.Node, fx.Node, int, int]", update.args)
         updates, group_index = updates_of(key), updates_of(key).group_index(which)
         with no_modes():

@@ -23,12 +23,7 @@ WHOLE_STEP_CONFIG: dict[str, Any] = {
 
 
 class WholeStep:
-    """A compiled whole step, with the optimizer's state as inputs.
-
-    Attributes:
-        run: The compiled module; it takes its arguments as one list, which it clears.
-        state: Its inputs besides those of the traced graph.
-    """
+    """A compiled whole step, with the optimizer's state as inputs."""
 
     def __init__(self) -> None:
         self.run: BoxedRun = _not_compiled
@@ -36,18 +31,7 @@ class WholeStep:
         self._trial: list[Any] | None = None
 
     def plan(self, module: fx.GraphModule, task: Task) -> tuple[fx.GraphModule, list[Any]]:
-        """The module that runs a plan, with all updates as ATen ops.
-
-        Args:
-            module: The whole step as AOTAutograd traced it, with marked gradients; it is not changed.
-            task: How to plan it.
-
-        Returns:
-            The module, and fake tensors for the inputs that it has in addition.
-
-        Raises:
-            CheckmateError: No plan was found.
-        """
+        """The module that runs a plan, with all updates as ATen ops."""
         # Inductor computes each update in one loop, without temporary tensors.
         costs = with_workspace(task.costs, UPDATE, lambda update: 0)
         planned = plan_whole_step(module, dataclasses.replace(task, costs=costs))
@@ -55,14 +39,7 @@ class WholeStep:
         return planned, fakes
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run the step.
-
-        Args:
-            args: Inputs of the traced graph; the list is cleared.
-
-        Raises:
-            OptionError: The optimizer is not as it was when the step was compiled.
-        """
+        """Run the step."""
         args += self.state.tensors() if self._trial is None else self._trial
         return self.run(args)
 
