@@ -82,9 +82,12 @@ def main() -> int:
 
 def warm_up() -> None:
     """Compile the kernels, once on a machine."""
-    from checkmate.solvers.evict.starts import load_kernels
+    from checkmate import Limits, Problem, solve
 
-    load_kernels()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from benchmarks.generate import chain
+
+    solve(Problem(chain(12), "45%"), limits=Limits(time_s=2, gap=0.0))
 
 
 def two_steps(name: str, variant: str) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fresh import digest, earlier, hardware, mib, parse, ran_on, save, versions
+from torch_first_step import warm_up
 
 SHARE = 0.8
 BUDGETS = ("60%", "80% of eager")
@@ -70,10 +71,9 @@ def main() -> int:
     from scripts import SCRIPTS
 
     import checkmate.torch  # noqa: F401
-    from checkmate.solvers.evict.starts import load_kernels
 
     counting_allocator()
-    load_kernels()
+    warm_up()
     rows = {} if options.print_only else earlier(__file__)
     for row in rows.values():
         classify(row)

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from numba import njit
 
+from checkmate.solvers.preparation import preparing
+
 _OPTIONS: Final = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True}
 _log = logging.getLogger("checkmate.solvers")
 _told: list[str] = []
@@ -26,8 +28,9 @@ def kernel(function: Callable[..., Any], *, from_python: bool = True) -> Any:
         compiled = njit(cache=True, **options)(function)
     except RuntimeError as error:  # numba found no folder that it can write
         _warn(str(error))
-        return njit(**options)(function)
+        compiled = njit(**options)(function)
     files = getattr(compiled, "_cache", None)  # none with NUMBA_DISABLE_JIT
+    compiled.compile = _uncounted(compiled.compile)
     if files is not None:
         files.load_overload = _mending(files, files.load_overload)
         files.save_overload = _mending(files, files.save_overload)
@@ -42,6 +45,16 @@ def inner_kernel(function: Callable[..., Any]) -> Any:
 def fault() -> str | None:
     """The reason that compiled functions cannot be kept on disk, as far as this process knows; None without one."""
     return _told[0] if _told else None
+
+
+def _uncounted(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiles another or loads it, without being counted in any time limit."""
+
+    def compiled(signature: Any) -> Any:
+        with preparing():
+            return compile_(signature)
+
+    return compiled
 
 
 def _mending(files: Any, access: Callable[..., Any]) -> Callable[..., Any]:
