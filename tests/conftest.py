@@ -39,10 +39,12 @@ def _own_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 KERNELS = """
-from checkmate.solvers.evict import starts
-from checkmate.solvers.states import exploration
-starts.load_kernels()
-exploration.load_kernels()
+from checkmate import AStar, Auto, Limits, Problem, min_budget, solve
+from benchmarks.generate import chain
+graph = chain(12)
+for solver in (Auto(), AStar()):
+    solve(Problem(graph, "45%"), solver, limits=Limits(time_s=2, gap=0.0), raise_on_failure=False)
+min_budget(graph, limits=Limits(time_s=1))
 """
 COMPILING = pytest.StashKey[tuple[Path, subprocess.Popen[bytes]]]()
 """The process that compiles the kernels, and a file that it holds locked; only where several processes run the tests."""

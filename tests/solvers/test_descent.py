@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 
-import numpy as np
 import pytest
 
 from checkmate import Graph, Op, Plan, Problem, Value, min_budget, simulate, validate
 from checkmate.core.plan import Compute
 from checkmate.solvers.evict.descent import Descent, DescentParameters
-from checkmate.solvers.evict.repair import RuinParameters
-from checkmate.solvers.evict.search import Search
+from checkmate.solvers.evict.search import Ruin, Search
 from checkmate.solvers.evict.starts import movable_to_end
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.reductions.unread import without_unread
@@ -57,9 +55,9 @@ def test_an_op_that_is_listed_again_has_a_stage_for_what_is_read_of_it_from_ther
 
     def stages(order: list[int]) -> list[int | str]:
         search = Search(Problem(graph, ANY), frozenset(), 0, order)
-        g = search.instance
+        g = search.flat
         assert search.targets == [o for o in g.targets.tolist() if o < 6]
-        return [o if o < 6 else f"v{g.reads[g.read_start[o]]}" for o in g.targets[:-1].tolist()]
+        return [o if o < 6 else f"v{g.reads[g.ops[o]['reads']]}" for o in g.targets[:-1].tolist()]
 
     assert stages([0, 1, 2, 3, *others]) == [0, 1, 2, 3, *others]
     assert stages([0, 1, 0, 2, 3, *others]) == [0, 1, "v0", 2, 3, *others]
@@ -74,7 +72,7 @@ def test_a_stage_that_only_reads_comes_after_the_stages_before_it():
     """In a plan that computes ops in other places than those of the stages, or more often."""
     graph = Graph.from_dag(cost=[1] * 4, size_bytes=[4] * 4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)])
     search = Search(Problem(graph, ANY), frozenset(), 0, [0, 1, 0, 2, 3])
-    reader = int(search.instance.targets[2])
+    reader = int(search.flat.targets[2])
     assert reader > len(graph.ops)
     for order, placed in (
         ([0, 1, 0, 2, 3], [0, 1, 0, reader, 2, 3]),
@@ -82,7 +80,7 @@ def test_a_stage_that_only_reads_comes_after_the_stages_before_it():
         ([0, 0, 1, 2, 3], [0, 0, 1, reader, 2, 3]),
         ([0, 0, 2, 1, 3], [0, 0, 2, 1, reader, 3]),
     ):
-        assert search._with_readers(np.array(order)).tolist() == placed
+        assert search._with_readers(order) == placed
 
 
 def test_a_plan_with_a_stage_for_every_computation_is_coded_as_it_is():
@@ -117,10 +115,10 @@ def test_excess_is_that_of_the_plan_returned():
         budget = peak_of(problem.graph, own) * 3 // 4
         search.set_budget(budget)
         code = search.empty_code()
-        excess, order = search.relieve(code, 0.3, 0.2, 0.5, RuinParameters())
+        excess, order = search.relieve(code, 0.3, 0.2, 0.5, Ruin())
         assert above(problem.graph, order, budget) == excess, seed
         assert excess <= above(problem.graph, own, budget), seed
-        assert not code.used.any()
+        assert not code.any()
         lower += excess < above(problem.graph, own, budget)
     assert lower > 20
 

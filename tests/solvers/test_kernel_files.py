@@ -64,15 +64,21 @@ def test_a_full_disk(twice, monkeypatch, caplog):
     assert "No space left on device" in warning
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps("0.0.0"), b"\x80\x04."])
-def test_a_damaged_file(twice, tmp_path, content):
-    """It is compiled again, whatever the bytes are."""
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", pickle.dumps("0.0.0"), b"\x80\x04.", b"cno_such_module\nname\n."], ids=range(5)
+)
+def test_a_damaged_file_is_written_again(twice, tmp_path, content, caplog):
+    """Whatever its bytes are; an index of another version names types that are gone. The next process compiles nothing."""
     assert kernels.kernel(twice)(3) == 6
     damaged = [*tmp_path.rglob("*.nbi"), *tmp_path.rglob("*.nbc")]
     assert damaged
     for path in damaged:
         path.write_bytes(content)
     assert kernels.kernel(twice)(3) == 6
+    again = kernels.kernel(twice)
+    assert again(3) == 6
+    assert sum(again.stats.cache_hits.values()) == 1
+    assert caplog.messages == []
 
 
 def test_every_kernel_is_made_here():

@@ -31,7 +31,6 @@ from checkmate.solvers.backends.highs import solve_integer, solve_linear
 from checkmate.solvers.backends.program import ProgramBuilder
 from checkmate.solvers.bounds.floor import floor
 from checkmate.solvers.evict.search import Search
-from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.session import Session
 from tests.solvers.chains import unit_chain
 
@@ -54,7 +53,6 @@ def tight(graph: Graph, share: float) -> Problem:
 @pytest.mark.parametrize(("graph", "share"), [(layered(4000), 0.5), (skipping(12_000), 0.05)], ids=["layered", "skipping"])
 def test_a_limit_holds_on_large_graphs(graph, share, solver):
     """A random layered graph takes a minute for its first plan, and a search that no one ends would take hours."""
-    load_kernels()
     problem = tight(graph, share)
     began = time.perf_counter()
     result = solve(problem, solver, limits=Limits(time_s=1.0, gap=0.0), raise_on_failure=False)
@@ -64,7 +62,6 @@ def test_a_limit_holds_on_large_graphs(graph, share, solver):
 
 def test_a_limit_holds_with_a_host():
     """A plan with copies of thousands of ops takes a second to make and to check, which is kept back from the search."""
-    load_kernels()
     problem = tight(layered(4000), 0.5)
     began = time.perf_counter()
     result = solve(
@@ -79,7 +76,6 @@ def test_a_limit_holds_with_a_host():
 @pytest.mark.parametrize(("below", "error"), [(1, InfeasibleBudgetError), (0, PlanNotFoundError)])
 def test_a_limit_holds_where_a_budget_is_refused(below, error):
     """Below the floor or at it: the smallest budget that the error names is looked for within the limit too."""
-    load_kernels()
     graph = skipping(20_000)
     problem = Problem(graph, floor(graph).peak_bytes - below)
     began = time.perf_counter()
@@ -90,7 +86,6 @@ def test_a_limit_holds_where_a_budget_is_refused(below, error):
 
 def test_a_limit_holds_where_the_smallest_budget_is_looked_for():
     """The floor, the orders and the account of a plan are a part of it."""
-    load_kernels()
     graph = skipping(30_000)
     began = time.perf_counter()
     found = min_budget(graph, limits=Limits(time_s=1.0))
@@ -100,7 +95,6 @@ def test_a_limit_holds_where_the_smallest_budget_is_looked_for():
 
 def test_a_start_that_uses_its_time_up_leaves_the_rest_to_the_smallest_peak(monkeypatch):
     """On 100,000 ops at the floor three starts took all the time, and the refusal named the peak of holding everything."""
-    load_kernels()
     first, waited = Search.first, []
 
     def slow(search, tries=None, out_of_time=lambda: False, *, stop_at_first=False):
@@ -205,7 +199,6 @@ def test_an_engine_that_is_left_behind_keeps_no_other_from_running(monkeypatch):
 @pytest.mark.parametrize("seed", range(6))
 def test_limits_hold_on_random_large_graphs(seed):
     """Sizes, shapes and budgets at random."""
-    load_kernels()
     rng = random.Random(seed)
     make = rng.choice([layered, skipping])
     problem = tight(make(rng.randint(500, 30_000), seed=seed), rng.uniform(0.01, 0.9))

@@ -271,7 +271,8 @@ def test_a_real_ctrl_c_is_answered_at_once():
         "import os, signal, threading, time, checkmate; from tests.solvers.generators import transformer;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a job in the background inherits SIGINT ignored
         "problem = checkmate.Problem(transformer(16), '15%');"
-        "from checkmate.solvers.evict.starts import load_kernels; load_kernels();"
+        "checkmate.solve(problem, limits=checkmate.Limits(time_s=5));"  # compiles
+        ""
         "threading.Timer(3, lambda: os.kill(os.getpid(), signal.SIGINT)).start(); began = time.time();"
         "r = checkmate.solve(problem, limits=checkmate.Limits(time_s=60, gap=0.0));"
         "print(r.termination.limit, r.plan is not None, time.time() - began < 6)"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import checkmate
 from checkmate import Graph, Plan, Problem, simulate, validate
-from checkmate.solvers.evict.instance import first_computations
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import ops_of_kept, starts
 from checkmate.solvers.reductions.fold_views import FoldViews
@@ -90,4 +89,4 @@ def test_a_plan_whose_kept_values_are_made_at_the_end_is_put_in_other_orders():
     assert other.best_cost <= search.best_cost
     assert other.targets == [o for o in dict.fromkeys(order) if o != late]
     again = start.order[len(problem.graph.ops) :]
-    assert not Search(problem, frozenset(), 1, [*first_computations(order), *again]).start_from_order(order)
+    assert not Search(problem, frozenset(), 1, [*dict.fromkeys(order), *again]).start_from_order(order)

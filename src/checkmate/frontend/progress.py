@@ -22,7 +22,8 @@ from typing import TypeVar
 from checkmate.core.graph import Graph
 from checkmate.core.result import Progress, Result
 from checkmate.core.units import format_bytes
-from checkmate.solvers.session import OnProgress, announce_with
+from checkmate.solvers.preparation import announce_with
+from checkmate.solvers.session import OnProgress
 
 ItemT = TypeVar("ItemT")
 

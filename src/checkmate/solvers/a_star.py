@@ -36,7 +36,7 @@ class AStar:
 
         A graph with more than 128 bits of state, views tied to a place or replay bytes is refused.
         """
-        from checkmate.solvers.states.exploration import Exploration, load_kernels
+        from checkmate.solvers.states.exploration import Exploration
         from checkmate.solvers.states.packed_problem import pack
 
         fold = FoldViews.of(problem.graph, priced=problem.reorder)
@@ -44,7 +44,6 @@ class AStar:
         packed = pack(folded)
         if isinstance(packed, str):
             return Termination(Reason.NOT_FOUND, detail=packed)
-        session.prepare(load_kernels)
         exploration = Exploration(fold, packed, session, self.max_states)
         exploration.run(lambda: session.left_s() <= 0)
         reason = Reason.NOT_FOUND if session.cost is None else Reason.FEASIBLE

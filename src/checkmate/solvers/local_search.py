@@ -50,9 +50,8 @@ class LocalSearch:
 
     def run(self, problem: Problem, session: Session) -> Termination:
         """Search from every start (`evict.starts.starts`) until the work or the time is used up."""
-        from checkmate.solvers.evict.starts import load_kernels, starts
+        from checkmate.solvers.evict.starts import starts
 
-        session.prepare(load_kernels)
         fold = FoldViews.of(problem.graph, priced=True)
         folded = fold.apply(problem)
         found = False

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from checkmate.core.errors import PlanError, SolverError
@@ -15,6 +15,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget, Progress, Termination
 from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Alarm, Flag
+from checkmate.solvers.preparation import prepared_s, preparing
 from checkmate.solvers.reductions.unread import plan_of_needed
 
 _log = logging.getLogger(__name__)
@@ -23,20 +24,6 @@ _ROUNDING: Final = 1e-6
 """Share by which bounds are lowered before they are rounded up: the tolerance of engines."""
 
 OnProgress = Callable[[Progress], None]
-
-Announce = Callable[[str], AbstractContextManager[None]]
-"""Makes a context that shows what is being done while it lasts."""
-
-_announcers: list[Announce] = []
-
-
-def announce_with(announce: Announce) -> None:
-    """Have work that is needed once in a process announced, such as compiling kernels: it may take longer than a solve.
-
-    Args:
-        announce: Shows it; called with what is being done.
-    """
-    _announcers[:] = [announce]
 
 
 class Solver(Protocol):
@@ -65,7 +52,6 @@ class Session:
         problem: The problem.
         limits: The limits of the solve.
         on_progress: Called at each improvement.
-        outer: The solve that this one is a part of: what is not counted here is not counted there either.
 
     Attributes:
         problem: The problem.
@@ -78,9 +64,7 @@ class Session:
         remarks: Notes of the solver for the user.
     """
 
-    def __init__(
-        self, problem: Problem, limits: Limits, on_progress: OnProgress | None = None, *, outer: Session | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, limits: Limits, on_progress: OnProgress | None = None) -> None:
         self.problem = problem
         self.limits = limits
         self.plan: Plan | None = None
@@ -90,8 +74,7 @@ class Session:
         self.history: list[Progress] = []
         self.remarks: list[str] = []
         self._on_progress = on_progress
-        self._outer = outer
-        self._started = time.perf_counter()
+        self._started = time.perf_counter() - prepared_s()
         self._checking_s = 0.0
         self._until = math.inf
         self._alarm = Alarm(lambda: min(self.left_s(), self._until - self.elapsed_s()))
@@ -123,25 +106,17 @@ class Session:
         self._alarm.off()
 
     def elapsed_s(self) -> float:
-        """Wall seconds since the solve began."""
-        return time.perf_counter() - self._started
+        """Wall seconds since the solve began, without those of preparations."""
+        return time.perf_counter() - prepared_s() - self._started
 
     def prepare(self, load: Callable[[], object]) -> None:
-        """Do work that is needed once in a process, such as compiling kernels, without counting its time.
+        """Do work that is needed once in a process, such as importing an engine, without counting its time.
 
         Args:
             load: Does it; called once.
         """
-        began = time.perf_counter()
-        waiting = self._alarm.is_set
-        self._alarm.off()
-        if self._outer is None:
-            _announced(load)
-        else:
-            self._outer.prepare(load)
-        self._started += time.perf_counter() - began
-        if waiting:
-            self._alarm.set()
+        with preparing():
+            load()
 
     def left_s(self) -> float:
         """Wall seconds left to a solver, possibly infinite, never negative.
@@ -255,17 +230,6 @@ class Session:
         self.history.append(point)
         if self._on_progress is not None:
             self._on_progress(point)
-
-
-def _announced(load: Callable[[], object]) -> None:
-    began = time.perf_counter()
-    with ExitStack() as shown:
-        for announce in _announcers:
-            shown.enter_context(announce("loading the solver's kernels, which are compiled once on a machine"))
-        load()
-    took = time.perf_counter() - began
-    if took > 1.0:
-        _log.info("kernels were compiled or loaded in %.0f s, which is not counted", took)
 
 
 def _rounded_down(cost: int) -> float:

@@ -20,7 +20,6 @@ from checkmate.core.result import Limits, Result
 from checkmate.core.units import Amount, format_at_least, format_bytes, parse_bytes
 from checkmate.solvers.auto import Auto
 from checkmate.solvers.bounds.floor import floor
-from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session, Solver
 from checkmate.solvers.solve import solve
@@ -212,7 +211,6 @@ class _BatchSearch:
         self.limits = limits
         self.solver = solver
         self.clock = Session(problems.problem(1), limits)
-        self.clock.prepare(load_kernels)
         self.batch = 0
         self.plan: Plan | None = None
         self.upper, self.why = self._memory_bound()

@@ -11,9 +11,8 @@ from checkmate.solvers.auto.run import Run
 from checkmate.solvers.bounds.events.chains import Chain, EventChains
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.refine import Refinement, chain_of, promising_events, quick_bound
-from checkmate.solvers.evict.reorder import reorder
+from checkmate.solvers.evict.anneal import anneal_order, anneal_sequence
 from checkmate.solvers.evict.search import Search
-from checkmate.solvers.evict.sequences import resequence
 from checkmate.solvers.local_search import suggested_decodes
 
 
@@ -138,7 +137,7 @@ def search_orders(run: Run, search: Search, until_s: float = math.inf) -> Search
     """
     patience = phases.PARAMETERS.patience
     decodes = min(phases.PARAMETERS.order_decodes, suggested_decodes(len(run.graph.ops)))
-    can = run.folded.reorder and math.isfinite(search.best_cost) and len(run.graph.ops) <= phases.PARAMETERS.many_ops
+    can = run.folded.reorder and math.isfinite(search.best_cost) and len(run.graph.ops) <= 3000
     without_gain = 0 if can else patience
     while without_gain < patience and not (run.session.done or run.session.elapsed_s() > until_s):
         before = search.best_cost
@@ -156,9 +155,7 @@ def search_orders(run: Run, search: Search, until_s: float = math.inf) -> Search
 
 def _annealed(run: Run, order: list[int], seed: int) -> list[list[int]]:
     """Sequences near that of a plan to search on from: annealed with its recomputations, or its order alone on a large graph."""
-    if len(run.graph.ops) > resequence.PARAMETERS.most_ops:
-        return [reorder(run.graph, order, _room(run), seed, run.session.time_up)]
-    found = run.resequencing.anneal(order, seed)
+    found = anneal_sequence(run.folded, order, seed, run.session.time_up)
     return [found.last, found.best] if found.best and found.best != found.last else [found.last]
 
 
@@ -193,7 +190,7 @@ def final_search(run: Run, searches: list[Search]) -> None:
 def _from_new_order(run: Run) -> Search:
     """A search in the graph's own order after one more annealing of it, with greedy plans."""
     seed = run.random.randrange(1 << 32)
-    order = reorder(run.graph, range(len(run.graph.ops)), _room(run), seed, run.session.time_up)
+    order = anneal_order(run.folded, range(len(run.graph.ops)), _room(run), seed, run.session.time_up)
     search = Search(run.folded, frozenset(), seed, order, run.session.time_up)
     search.first(out_of_time=run.out_of_time)
     return search

@@ -15,7 +15,6 @@ from checkmate.solvers.auto.phases import Phase
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.refine import single_cuts
 from checkmate.solvers.evict.search import Search
-from checkmate.solvers.evict.sequences.resequence import Resequencing
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 
@@ -55,11 +54,6 @@ class Run:
     def any_order(self) -> CutModel:
         """The cuts' model for any order; made after the first plan, since it takes a second on 100,000 ops."""
         return CutModel(self.folded)
-
-    @cached_property
-    def resequencing(self) -> Resequencing:
-        """Annealing of plans as sequences."""
-        return Resequencing(self.folded, self.session.time_up)
 
     def offer(self, order: list[int]) -> bool:
         """Give the session a plan of the folded graph, as an order of computations; returns whether it is the best so far."""

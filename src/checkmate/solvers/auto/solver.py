@@ -16,7 +16,6 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Reason, Termination
 from checkmate.solvers.auto import phases
 from checkmate.solvers.auto.phases import Phase
-from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.session import Session
 
 if TYPE_CHECKING:
@@ -63,14 +62,12 @@ class Auto:
 def _load_phases() -> None:
     """Import numba and scipy, which takes a second, and the compiled kernels."""
     importlib.import_module("checkmate.solvers.auto.rounds")
-    load_kernels()
 
 
 def _load_engines() -> None:
     """Import the engine and numba, which takes a second, and the compiled kernels."""
     for module in ("backends.highs", "offload.joint"):
         importlib.import_module(f"checkmate.solvers.{module}")
-    load_kernels()
 
 
 def _solve(run: Run, rounds: int) -> None:
@@ -116,13 +113,12 @@ def _solve(run: Run, rounds: int) -> None:
 
 def _explore(run: Run) -> Exploration | None:
     """Search the states of a small graph for a moment; None for graphs that it does not take."""
-    from checkmate.solvers.states.exploration import Exploration, load_kernels
+    from checkmate.solvers.states.exploration import Exploration
     from checkmate.solvers.states.packed_problem import pack
 
     packed = pack(run.folded)
     if isinstance(packed, str):
         return None
-    run.session.prepare(load_kernels)
     exploration = Exploration(run.fold, packed, run.session, phases.PARAMETERS.max_states)
     exploration.run(run.begin(Phase.FIRST_STATES))
     return exploration

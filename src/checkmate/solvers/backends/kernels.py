@@ -8,28 +8,38 @@ from typing import Any, Final
 
 from numba import njit
 
-_OPTIONS: Final = {"error_model": "numpy", "nogil": True, "_nrt": False}
+from checkmate.solvers.preparation import preparing
+
+_OPTIONS: Final = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True}
 _log = logging.getLogger("checkmate.solvers")
 _told: list[str] = []
 """The reason that this process has warned of, if any."""
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: Callable[..., Any], *, from_python: bool = True) -> Any:
     """Compile a function when it is first called, or load it from disk. A disk that cannot be used is no reason to fail.
 
     It runs without the interpreter's lock, so that an `Alarm` can end it, and it may not allocate: arrays are made by the caller.
     So numba counts no references. It would count them, in atomic operations, for every array of every tuple that a kernel
     passes on or reads from: seven eighths of the time of a search.
     """
+    options = {**_OPTIONS, "no_cpython_wrapper": not from_python}
     try:
-        compiled = njit(cache=True, **_OPTIONS)(function)
+        compiled = njit(cache=True, **options)(function)
     except RuntimeError as error:  # numba found no folder that it can write
         _warn(str(error))
-        return njit(**_OPTIONS)(function)
+        compiled = njit(**options)(function)
     files = getattr(compiled, "_cache", None)  # none with NUMBA_DISABLE_JIT
+    compiled.compile = _uncounted(compiled.compile)
     if files is not None:
-        files.load_overload, files.save_overload = _without_errors(files.load_overload), _without_errors(files.save_overload)
+        files.load_overload = _mending(files, files.load_overload)
+        files.save_overload = _mending(files, files.save_overload)
     return compiled
+
+
+def inner_kernel(function: Callable[..., Any]) -> Any:
+    """A `kernel` that only kernels call: it has no wrapper for Python, which takes numba as long to compile as the function."""
+    return kernel(function, from_python=False)
 
 
 def fault() -> str | None:
@@ -37,15 +47,37 @@ def fault() -> str | None:
     return _told[0] if _told else None
 
 
-def _without_errors(access: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that reads or writes files of compiled functions; it returns None, as for no file, where that fails."""
+def _uncounted(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiles another or loads it, without being counted in any time limit."""
+
+    def compiled(signature: Any) -> Any:
+        with preparing():
+            return compile_(signature)
+
+    return compiled
+
+
+def _mending(files: Any, access: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that reads or writes files of compiled functions, with a damaged index written anew.
+
+    An index is damaged, too, if it names a type that this version of the package does not have. None, as for no file, is the
+    answer where nothing helps.
+    """
 
     def accessed(*values: Any) -> Any:
-        try:
-            return access(*values)
-        except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its bytes mean to pickle
-            _warn(f"{type(error).__name__}: {error}")
-            return None
+        for again in (True, False):
+            try:
+                return access(*values)
+            except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its bytes mean to pickle
+                reason = f"{type(error).__name__}: {error}"
+            try:
+                if again:
+                    files.flush()  # an empty index
+            except OSError as error:
+                reason = f"{type(error).__name__}: {error}"
+                break
+        _warn(reason)
+        return None
 
     return accessed
 

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
-from checkmate.solvers.evict.starts import load_kernels
 from checkmate.solvers.reductions.fold_views import may_run_again
 from checkmate.solvers.session import Session
 
@@ -54,7 +53,6 @@ def given_order_plan(problem: Problem, session: Session) -> list[int] | None:
     """A quick plan whose first computations are in the graph's own order, to start an engine from; None if none is found."""
     from checkmate.solvers.evict.search import Search
 
-    session.prepare(load_kernels)
     given = Problem(problem.graph, problem.budget_bytes, problem.recompute, reorder=False)
     search = Search(given, frozenset(), session.limits.seed, time_up=session.time_up)
     if not search.first(out_of_time=lambda: session.left_s() <= 0):

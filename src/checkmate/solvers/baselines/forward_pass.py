@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from checkmate.core.errors import OptionError
 from checkmate.core.graph import Graph
@@ -79,14 +79,11 @@ class ForwardPass:
     """
 
     def __init__(self, problem: Problem, on_demand: frozenset[int]) -> None:
-        from checkmate.solvers.evict.instance import build_scratch
-        from checkmate.solvers.evict.search import PARAMETERS, Search
+        from checkmate.solvers.evict.search import Search
 
         self.graph = graph = problem.graph
         self.ops = [o for o, op in enumerate(graph.ops) if op.phase == "forward" and o not in on_demand]
         self._search = Search(problem, on_demand, seed=0)
-        self._instance: Any = self._search.instance
-        self._scratch: Any = build_scratch(self._instance, PARAMETERS.stretch)
         stage = self._search.stage
         forward = set(self.ops)
         self.first_backward_read = [NEVER] * len(graph.ops)
@@ -121,25 +118,19 @@ class ForwardPass:
         Args:
             until: Dropped op -> stage from which its outputs are held again.
         """
-        from checkmate.solvers.evict import decode as kernels
+        from checkmate.solvers.evict.search import evict
 
-        stages = len(self._instance.targets)
-        code = self._search.empty_code()
+        search, g = self._search, self._search.flat
+        code, stages = search.empty_code(), len(g.targets)
         for o, stop in until.items():
             # Overwritten inputs: it could be computed again up to a stage only, and these rules do not look at which.
-            if self._instance.last_stage[o] <= stages:
+            if g.ops[o]["last_stage"] <= stages:
                 continue
             for v in self.graph.ops[o].outputs:
-                if self._instance.evictable[v]:
-                    self._search.evict(code, v, self._touched[o] + 1, min(stop, stages) - 1)
-        length: int = kernels.decode(self._instance, self._scratch, code)
-        if length < 0:
-            return None
-        measured: tuple[float, float, int] = kernels.measure(self._instance, self._scratch, length)
-        if measured[0] < 0:
-            return None
-        order: list[int] = self._scratch.sequence[: length - 1].tolist()
-        return Schedule(int(measured[0]), int(measured[1]) + self.graph.resident_bytes, order)
+                if g.values[v]["evictable"]:
+                    evict(code, v, self._touched[o] + 1, min(stop, stages) - 1)
+        order, peak_bytes = search.order_and_peak(code)
+        return Schedule(sum(self.graph.ops[o].cost for o in order), peak_bytes, order) if order else None
 
 
 Drops = Mapping[int, int]
@@ -157,9 +148,8 @@ def sweep(problem: Problem, session: Session, choices: Callable[[ForwardPass], I
         session: The session.
         choices: Gives the drops of each setting.
     """
-    from checkmate.solvers.evict.starts import load_kernels, target_lists
+    from checkmate.solvers.evict.starts import target_lists
 
-    session.prepare(load_kernels)
     fold = FoldViews.of(problem.graph)
     folded = fold.apply(problem)
     if all(op.phase == "forward" for op in folded.graph.ops):

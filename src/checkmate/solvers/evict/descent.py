@@ -27,10 +27,9 @@ from checkmate.core.plan import Compute, Plan
 from checkmate.core.problem import Problem
 from checkmate.core.simulate import simulate
 from checkmate.solvers.alarm import Flag
-from checkmate.solvers.evict.instance import build_instance
-from checkmate.solvers.evict.repair import RuinParameters
-from checkmate.solvers.evict.search import Search
+from checkmate.solvers.evict.search import Ruin, Search
 from checkmate.solvers.evict.starts import movable_to_end
+from checkmate.solvers.flat_graph import flatten
 from checkmate.solvers.reductions.unread import without_unread
 
 
@@ -97,7 +96,7 @@ class Descent:
         self, problem: Problem, orders: Sequence[Sequence[int]], floor_bytes: int, seed: int, time_up: Flag | None = None
     ) -> None:
         self._problem, self._floor, self._time_up = problem, floor_bytes, time_up
-        self._given, self._random = build_instance(problem), random.Random(seed)
+        self._given, self._random = flatten(problem), random.Random(seed)
         self._movable = movable_to_end(problem.graph) if problem.reorder else frozenset()
         first = [without_unread(problem, order) for order in orders]
         self._first = itertools.cycle([(order, self._profile(order)) for order in first])
@@ -161,7 +160,7 @@ class Descent:
             self._aim = min(PARAMETERS.first_aim, 2 * self._aim)
             self._lower()
 
-    def _changed(self) -> tuple[list[int], RuinParameters | None]:
+    def _changed(self) -> tuple[list[int], Ruin | None]:
         """An order of stages, and how much of its code to clear."""
         p, draw, choice = PARAMETERS, self._random.random, self._random.choice
         if self._movable and draw() < p.to_end:
@@ -171,7 +170,7 @@ class Descent:
         if draw() < p.uncleared:
             return self._current, None
         most, window, keep = choice(p.values), choice(p.windows), choice(p.keep_chances)
-        return self._current, RuinParameters(most_values=most, window_share=window, keep_chance=keep)
+        return self._current, Ruin(most, 1 / window, 1 / keep)
 
     def _with_some_at_end(self) -> list[int]:
         """The plan with some kept values that are neighbours in it made at the end only."""

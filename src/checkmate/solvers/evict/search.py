@@ -1,129 +1,65 @@
 """The local search over eviction codes, as an object that can be continued.
 
-The kernels are in `repair`; here are their order of use, the parameters, and the way from plans to codes and back.
+The greedy part evicts by price (`price`). The rest is ruin and recreate (Schrimpf et al. 2000), a large neighbourhood search:
+clear the intervals of a few values, repair, accept by a threshold. Neither proves anything; every plan is decoded, measured and
+later validated from its sequence alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.alarm import Flag
-from checkmate.solvers.evict.decode import add_interval, encode, list_stages, place_readers, seed_random
-from checkmate.solvers.evict.instance import (
-    Code,
-    Instance,
-    Ints,
-    Move,
-    build_instance,
-    build_scratch,
-    first_computations,
-    with_stages,
+from checkmate.solvers.evict.price import Repair, evict_at_peak, repair
+from checkmate.solvers.evict.profile import Code, add_interval, build_scratch, encode, profile, seeded
+from checkmate.solvers.flat_graph import FlatGraph, Ints, Move, flatten, with_stages
+
+_ATTEMPTS: Final = (
+    (0.3, 1.0, math.inf),
+    (0.0, 1.0, math.inf),
+    (0.6, 1.0, math.inf),
+    (1.0, 1.0, math.inf),
+    (1.5, 1.0, math.inf),
+    (0.6, 0.3, 30_000),
+    (1.0, 0.3, 30_000),
+    (0.6, 0.0, 3000),
+    (1.0, 0.0, 3000),
+    (0.0, 0.0, 3000),
 )
-from checkmate.solvers.evict.repair import (
-    Improved,
-    Repaired,
-    RepairSettings,
-    RuinParameters,
-    relieve,
-    repair,
-    ruin,
-    ruin_and_repair,
-)
+"""Greedy plans, made one after another: duration exponent, batch fraction, and the largest graph on which that takes no seconds.
+
+No exponent is best on all graphs, and each plan takes little time beside the search, so that all are made. Fast ones come first:
+on 10,000 ops they gave a first plan in 0.02 s, where evicting one value at a time took 17 s. Batches of 0.3 take a tenth of the
+time of single values: 0.05 s on ResNet-152 at f = 0.1, for an overhead of 1.061 where all of the excess at once gives 1.165.
+"""
 
 
-class Greedy(NamedTuple):
-    """How a first plan is made.
+class Ruin(NamedTuple):
+    """How much of a code is cleared."""
 
-    Attributes:
-        duration_exponent: As in `RepairSettings`.
-        batch_fraction: As in `RepairSettings`.
-        most_ops: Largest graph on which it is tried.
-    """
-
-    duration_exponent: float
-    batch_fraction: float
-    most_ops: float = math.inf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvictionSearchParameters:
-    """Parameters of `Search`.
-
-    Attributes:
-        attempts: Greedy plans, made one after another. No exponent is best on all graphs, and each plan takes little
-            time beside the search, so that all are made. Fast ones come first: on 10,000 ops they gave a first plan in
-            0.02 s, where evicting one value at a time took 17 s, and led to cheaper plans after the same work. On 100,000
-            ops at a tenth of their range of budgets an exponent of 0.3 takes a second, and one of 0 seven. Batches of 0.3
-            take a tenth of the time of single values: 0.05 s on ResNet-152 at f = 0.1, for an overhead of 1.061 where all of
-            the excess at once gives 1.165 to 1.281. Each is left out on graphs on which it takes some seconds.
-        first_tries: Greedy plans to make at most, with noise when ``attempts`` are used up. Those beyond ``attempts`` are made
-            only while there is no plan.
-        first_noise: Noise of the first attempts after ``attempts``.
-        first_noise_step: How much it rises with each pass through them: where the near plans fail, look further.
-        rounds_per_value: Most decodings of a repair, a value: one that evicts each value a few times has had its chance.
-        start_exponent: Duration exponent when a given code is repaired; such codes are nearly within the budget.
-        slots: Intervals of absence that a value can have, which limits how often it is computed again for a later stage. Each
-            takes 8 bytes a value in each of three codes.
-        stretch: Longest plan, as a multiple of the number of ops; a code that decodes to more counts as no plan. Of the plans of
-            ``benchmarks/solvers.py`` the longest computes 8.6 times as many ops as its graph has, a unit chain of 32
-            layers at 3 % of its range of budgets (`build_scratch` adds room for small graphs), the next longest 4.6 times.
-        checks: How often `improve` looks at the clock and lowers the temperature.
-        least_decodes: Fewest sequences between two looks.
-        ruin: Choices of the kernel.
-    """
-
-    attempts: tuple[Greedy, ...] = (
-        Greedy(0.3, 1.0),
-        Greedy(0.0, 1.0),
-        Greedy(0.6, 1.0),
-        Greedy(1.0, 1.0),
-        Greedy(1.5, 1.0),
-        Greedy(0.6, 0.3, 30_000),
-        Greedy(1.0, 0.3, 30_000),
-        Greedy(0.6, 0.0, 3000),
-        Greedy(1.0, 0.0, 3000),
-        Greedy(0.0, 0.0, 3000),
-    )
-    first_tries: int = 40
-    first_noise: float = 0.2
-    first_noise_step: float = 0.05
-    rounds_per_value: int = 20
-    start_exponent: float = 0.3
-    slots: int = 24
-    stretch: int = 8
-    checks: int = 20
-    least_decodes: int = 8
-    ruin: RuinParameters = field(default_factory=RuinParameters)
-
-
-PARAMETERS = EvictionSearchParameters()
+    values: int = 12  # most values whose intervals are cleared; a third of the evicted ones on small plans
+    window: float = 0.1  # longest window of stages to clear, as a share of all
+    # Chance of an interval in the window to survive: else a repair meets the same prices and makes the same plan.
+    keep: float = 0.25
 
 
 class Search:
-    """Greedy plans, and ruin and repair, on one instance.
+    """Greedy plans, and ruin and repair, on one problem whose views are folded.
 
-    Args:
-        problem: A problem whose views are folded.
-        on_demand: Ops without a stage, computed when another op needs them.
-        seed: Seed of the search.
-        order: Ops in the order of their stages; the graph's own by default. An op that is listed again has another stage, in
-            which it is computed again if what is read of it from there on is not held. Within a stage no op runs twice, and
-            what two ops need is held from the one to the other: with more stages there are more plans. So ops of kept values
-            that are listed again at the end are computed one after another, in place of all in the one stage of END.
-        time_up: Ends kernels when it is raised (`Session.time_up`); by default nothing does.
-        moves: Moves of values to and from the host, which the order names as ops from that after END on.
-        given: What `build_instance` makes of the problem, if it is there.
+    `order` has the ops in the order of their stages; the graph's own by default. An op of `on_demand` has no stage, and is
+    computed when another needs it. An op that is listed again has another stage, in which it is computed again if what is read
+    of it from there on is not held. Within a stage no op runs twice, and what two ops need is held from the one to the other:
+    with more stages there are more plans. So ops of kept values that are listed again at the end are computed one after
+    another, in place of all in the one stage of END. The order names moves as ops from that after END on.
 
-    Attributes:
-        best_cost: Cost of the best plan so far, or infinite.
-        order_bound: Proven extra cost of every plan that computes the targets in their order, as a share.
+    `best_cost` is infinite without a plan, and `order_bound` the proven extra cost, as a share, of every plan with these stages.
     """
 
     def __init__(
@@ -133,137 +69,76 @@ class Search:
         seed: int,
         order: Sequence[int] | None = None,
         time_up: Flag | None = None,
+        *,
         moves: Sequence[Move] = (),
-        given: Instance | None = None,
+        given: FlatGraph | None = None,
     ) -> None:
         self.problem = problem
         self._on_demand = on_demand
         self._time_up = time_up
-        self._given = given = build_instance(problem) if given is None else given
+        self._given = given = flatten(problem) if given is None else given
         listed = np.arange(len(problem.graph.ops)) if order is None else np.array(order, dtype=np.int64)
-        self._first_reader = len(given.cost) + len(moves)
-        stages, self._readers = _stages(given, listed, self._first_reader)
+        self._first_reader = len(problem.graph.ops) + 1 + len(moves)
+        stages, self._readers = _list_stages(given, listed, self._first_reader)
         # A stage that only reads a value is what a move that does not fetch has.
-        moved = np.append(np.array([move.value for move in moves], dtype=np.int64), self._readers[1])
+        moved = [*(move.value for move in moves), *(reader.value for reader in self._readers)]
         fetches = np.zeros(len(moved), dtype=np.bool_)
         fetches[: len(moves)] = [move.fetches for move in moves]
-        self.instance: Any = with_stages(given, stages, on_demand, moved, fetches)
+        self.flat: Any = with_stages(given, stages, sorted(on_demand), np.array(moved, dtype=np.int64), fetches)
         self.best_cost = math.inf
         self.order_bound = -math.inf
         self._attempts = 0
         self._budget = float(problem.budget_bytes - problem.graph.resident_bytes)
-        self._scratch: Any = build_scratch(self.instance, PARAMETERS.stretch, time_up)
-        # Codes and scratch are allocated once; the kernels copy rows between them and allocate next to nothing.
-        self._current, self._best, self._trial = self.empty_code(), self.empty_code(), self.empty_code()
-        self._random = np.zeros(1, dtype=np.uint64)
-        seed_random(self._random, seed)
+        self._scratch: Any = build_scratch(self.flat, time_up)
+        self._best, self._trial = self.empty_code(), self.empty_code()
+        self._noise, self._random = seeded(seed), np.random.default_rng(seed)
 
     @cached_property
     def stage(self) -> dict[int, int]:
         """Stage of each op that has one, END included."""
-        return {o: t for t, o in enumerate(self.instance.targets.tolist())}
+        return {o: t for t, o in enumerate(self.flat.targets.tolist())}
 
     @property
     def targets(self) -> list[int]:
         """Ops that have a stage, END left out, in the order of their first computations."""
-        targets = self.instance.targets[:-1]
+        targets = self.flat.targets[:-1]
         return targets[targets < self._first_reader].tolist()
 
     def empty_code(self) -> Code:
-        """A code that holds everything."""
-        values, slots = len(self.instance.size), PARAMETERS.slots
-        return Code(
-            np.zeros((values, slots), dtype=np.int32),
-            np.zeros((values, slots), dtype=np.int32),
-            np.zeros(values, dtype=np.int32),
-        )
+        """A code that holds everything, with room for 24 intervals of a value."""
+        return np.zeros((len(self.flat.values), 25, 2), dtype=np.int32)
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Search for another budget from now on, without the best plan so far.
-
-        Args:
-            budget_bytes: The budget, resident bytes included.
-        """
+        """Search for another budget from now on, resident bytes included, without the best plan so far."""
         self._budget = float(budget_bytes - self.problem.graph.resident_bytes)
         self.best_cost = math.inf
 
-    def first(
-        self, tries: int | None = None, out_of_time: Callable[[], bool] = lambda: False, *, stop_at_first: bool = False
-    ) -> bool:
-        """Look for plans from the code that holds everything: greedy ones, then the same with noise until one fits.
+    def first(self, tries: int = 40, out_of_time: Callable[[], bool] = lambda: False, *, stop_at_first: bool = False) -> bool:
+        """Look for plans from the code that holds everything: greedy ones, and while there is none the same with noise.
 
-        A call after the first plan goes on where the one before stopped.
-
-        Args:
-            tries: Most attempts; `EvictionSearchParameters.first_tries` by default.
-            out_of_time: Called between attempts.
-            stop_at_first: Whether the first plan is enough.
-
-        Returns:
-            Whether there is a plan.
+        A call after the first plan goes on where the one before stopped. Returns whether there is a plan.
         """
-        p = PARAMETERS
         if math.isinf(self.best_cost):
             self._attempts = 0
-        attempts = [a for a in p.attempts if len(self.problem.graph.ops) <= a.most_ops]
-        plain = len(attempts)
-        for k in range(self._attempts, p.first_tries if tries is None else tries):
-            if (math.isfinite(self.best_cost) and (stop_at_first or k >= plain)) or out_of_time():
+        attempts = [attempt for attempt in _ATTEMPTS if len(self.problem.graph.ops) <= attempt[2]]
+        for k in range(self._attempts, tries):
+            if (math.isfinite(self.best_cost) and (stop_at_first or k >= len(attempts))) or out_of_time():
                 break
             # Each attempt starts from the code that holds everything, and is given up where it costs as much as the best.
-            exponent, batch, _ = attempts[k % plain]
-            self._trial.used[:] = 0
+            exponent, batch, _ = attempts[k % len(attempts)]
+            self._trial[:] = 0
             self._attempts = k + 1
-            self._repair(exponent, 0.0 if k < plain else p.first_noise + p.first_noise_step * (k // plain), batch)
+            # Where the near plans fail, look further.
+            self._repair(exponent, 0.0 if k < len(attempts) else 0.2 + 0.05 * (k // len(attempts)), batch)
         return math.isfinite(self.best_cost)
 
     def start_from(self, code: Code) -> bool:
-        """Repair a given code with care, one value at a time; a plan cheaper than the best becomes the start of `improve`.
-
-        Args:
-            code: The code; left as it is.
-
-        Returns:
-            Whether there is such a plan.
-        """
-        for own, given in zip(self._trial, code, strict=True):
-            own[:] = given
-        return self._repair(PARAMETERS.start_exponent, 0.0, 0.0)
-
-    def relieve(
-        self, code: Code, exponent: float, noise: float, batch: float, cleared: RuinParameters | None = None
-    ) -> tuple[float, list[int]]:
-        """Evict at the peaks over the budget, and go on elsewhere where nothing can be evicted.
-
-        Args:
-            code: The code to start from; left as it is.
-            exponent: As `RepairSettings.duration_exponent`.
-            noise: As `RepairSettings.noise`.
-            batch: As `RepairSettings.batch_fraction`.
-            cleared: How much of the code to clear first; by default nothing is.
-
-        Returns:
-            The least excess on the way, which is the sum over all computations of the bytes over the budget, and the ops of its
-            plan. It is infinite if there is no plan.
-        """
-        for own, given in zip(self._trial, code, strict=True):
-            own[:] = given
-        evicted = np.flatnonzero(code.used).astype(np.int32)
-        if cleared is not None and len(evicted):
-            ruin(self._trial, evicted, len(evicted), len(self.instance.targets), cleared, self._random)
-        settings = self._settings(exponent, noise, batch)
-        excess = float(relieve(self.instance, self._scratch, self._trial, self._current, settings, self._random))
-        return excess, self.realise(self._current) if excess < math.inf else []
+        """Repair a copy of a code, one value at a time; whether that is a plan cheaper than the best, which it replaces."""
+        self._trial[:] = code
+        return self._repair(0.3, 0.0, 0.0)
 
     def start_from_order(self, order: Sequence[int]) -> bool:
-        """Start from a plan found elsewhere, as near to it as an eviction code comes.
-
-        Args:
-            order: Ops of the folded graph in the order of their computations.
-
-        Returns:
-            As `start_from`.
-        """
+        """`start_from` as near to a plan as an eviction code comes."""
         return self.start_from(self.code_of(order))
 
     def in_order_of(self, order: Sequence[int], seed: int) -> Search:
@@ -272,136 +147,214 @@ class Search:
         Ops that are listed again have their other stages at the end. What was on demand gets the stage that the plan gave it,
         but stays so where ops are listed again: the plan may have computed it for those, and its stage would come before all
         of theirs.
-
-        Args:
-            order: Ops of the folded graph in the order of their computations.
-            seed: Seed of the other search.
         """
-        again = list(dict.fromkeys(self._readers[0].tolist()))
+        again = list(dict.fromkeys(reader.op for reader in self._readers))
         on_demand = self._on_demand if again else frozenset[int]()
-        stages = [*first_computations(order), *again]
-        other = Search(self.problem, on_demand, seed, stages, self._time_up, given=self._given)
+        other = Search(self.problem, on_demand, seed, [*dict.fromkeys(order), *again], self._time_up, given=self._given)
         other.start_from_order(order)
         return other
 
     def improve(self, decodes: int, temperature: float, out_of_time: Callable[[], bool]) -> bool:
-        """Ruin and repair from the best plan for a given amount of work.
+        """Ruin and repair from the best plan; whether a cheaper one was found.
 
-        Args:
-            decodes: Sequences to decode: a unit of work that does not depend on the machine, so that a run can be repeated.
-            temperature: Largest share of the cost by which an iteration may be worse, falling linearly to 0.
-            out_of_time: Called between chunks of work; ends the search early.
-
-        Returns:
-            Whether a cheaper plan was found.
+        The work is counted in sequences decoded, which does not depend on the machine, so that a run can be repeated. An
+        iteration may be worse by a share of the cost that is drawn up to `temperature`, which falls linearly to 0: threshold
+        accepting (Dueck and Scheuer 1990) with a random threshold.
         """
-        if not math.isfinite(self.best_cost):
-            return False
         before = self.best_cost
-        # A search starts from the best code even if an earlier one ended elsewhere: its temperature starts high again.
-        for own, best in zip(self._current, self._best, strict=True):
-            own[:] = best
-        # The kernel cannot call back, so the clock is looked at and the temperature lowered between chunks of work.
-        chunk = max(PARAMETERS.least_decodes, decodes // PARAMETERS.checks)
-        state = Improved(before, before, 0)
-        while state.decodes < decodes and state.best_cost > 0 and not out_of_time():
-            done = state.decodes
-            state = Improved(*ruin_and_repair(
-                self.instance, self._scratch, self._current, self._best, self._trial, self._budget,
-                state.best_cost * temperature * (1 - done / decodes), PARAMETERS.ruin, state, min(decodes, done + chunk),
-                self._random,
-            ))  # fmt: skip
-            if state.decodes == done:  # nothing is evicted, so there is nothing to undo
+        current, cost, done = self._best.copy(), before, 0
+        while done < decodes and 0 < self.best_cost < math.inf and not out_of_time():
+            evicted = np.flatnonzero(current[:, 0, 0])
+            if not len(evicted):  # the plan computes every op once
                 break
-        self.best_cost = state.best_cost
+            # Only intervals are cleared, so a repair starts from a plan that costs less and holds more than the current one.
+            self._trial[:] = current
+            self._ruin(self._trial, evicted, Ruin())
+            # Each repair with its own price: a fixed one would return to the plan that was ruined. Half of them are nearly
+            # greedy.
+            draw, below = self._random.random, self._random.integers
+            threshold = self.best_cost * temperature * (1 - done / decodes) * draw()
+            settings = Repair(
+                self._budget, 0.25 * int(below(5)), 0.3 if draw() < 0.5 else 0.05, 0.5 * int(below(3)), cost + threshold,
+                200 + len(current),
+            )  # fmt: skip
+            found, found_cost, _, decoded = repair(self.flat, self._scratch, self._trial, settings, self._noise)
+            done += decoded
+            if found:
+                current, self._trial, cost = self._trial, current, found_cost
+                if cost < self.best_cost:
+                    self.best_cost = cost
+                    self._best[:] = current
         return self.best_cost < before
+
+    def relieve(
+        self, code: Code, exponent: float, noise: float, batch: float, ruin: Ruin | None = None
+    ) -> tuple[float, list[int]]:
+        """Evict at the peaks over the budget, and go on elsewhere where nothing can be evicted, until no other stage is over it.
+
+        Returns the least excess on the way, the bytes over the budget summed over all computations, and the ops of its plan. The
+        excess is infinite if there is no plan. Some of the code, of which a copy is changed, is cleared first.
+        """
+        self._trial[:] = code
+        evicted = np.flatnonzero(code[:, 0, 0])
+        if ruin is not None and len(evicted):
+            self._ruin(self._trial, evicted, ruin)
+        settings = self._settings(exponent, noise, batch)
+        positions, end = self._scratch.positions, len(self.problem.graph.ops)
+        stuck = np.zeros(len(self.flat.targets), dtype=np.bool_)
+        least, best = math.inf, list[int]()
+        for _ in range(settings.rounds + 1):
+            length = profile(self.flat, self._scratch, self._trial)[0]
+            decoded = positions[:length]
+            over = decoded["held"] - self._budget
+            excess = float(over[(over > 0) & (decoded["op"] < end)].sum())  # END and stages that only read are no computations
+            if length and excess < least:
+                least, best = excess, self._ops(length)
+            over[stuck[decoded["stage"]]] = 0
+            at = int(over.argmax()) if length else 0
+            if not length or over[at] <= 0 or self._scratch.time_up[0]:
+                break
+            stage = int(decoded["stage"][at])
+            stuck[stage] = not evict_at_peak(
+                self.flat, self._scratch, self._trial, length, at, float(over[at]), settings, self._noise
+            )
+        return least, best
 
     def order(self) -> list[int]:
         """Ops of the best plan, END left out."""
         return self.realise(self._best)
 
-    def order_and_peak(self) -> tuple[list[int], int]:
-        """Ops of the best plan, END left out, and its peak, resident bytes included."""
-        length = self._decode(self._best)
-        return self._ops(length), int(self._scratch.profile[:length].max()) + self.problem.graph.resident_bytes
-
     def realise(self, code: Code) -> list[int]:
-        """Ops of a code's plan, whatever it peaks at.
+        """Ops of a code's plan, whatever it peaks at; none if an op that may run once would have to run twice."""
+        return self.order_and_peak(code)[0]
 
-        Args:
-            code: The code; left as it is.
-
-        Returns:
-            Ops in the order of their computations; none if an op that may run once would have to run twice.
-        """
-        return self._ops(self._decode(code))
-
-    def evict(self, code: Code, value: int, start: int, stop: int) -> bool:
-        """Add to a code that a value is not held in stages ``start`` to ``stop``, both included.
-
-        Returns:
-            False if the code has no room for one more interval of this value.
-        """
-        return bool(add_interval(code, value, start, stop))
-
-    def _with_readers(self, order: Ints) -> Ints:
-        """An order with the stages that only read, each right after its computation and the stages before it."""
-        many = self._readers.shape[1]
-        if not many:
-            return order
-        placed = np.empty(len(order) + many, dtype=np.int64)
-        work = np.empty(len(self.instance.cost) + 1, dtype=np.int64), np.empty(len(order), dtype=np.int64)
-        place_readers(self.instance, order, self._first_reader, self._readers, work, placed)
-        return placed
+    def order_and_peak(self, code: Code | None = None) -> tuple[list[int], int]:
+        """Ops of a code's plan, the best one by default, END left out, and its peak, resident bytes included."""
+        length, _, peak, _ = profile(self.flat, self._scratch, self._best if code is None else code)
+        return self._ops(length), int(peak) + self.problem.graph.resident_bytes
 
     def code_of(self, order: Sequence[int]) -> Code:
-        """Code that does not hold a value between the last touch of an instance and the making of the next.
+        """The code that does not hold a value between the last touch of an instance and the making of the next.
 
         Exact if the order is one of stages with these targets; else what a stage computes beyond them may come out
         at another place in it, and the repair sees to the bytes.
-
-        Args:
-            order: Ops of the folded graph in the order of their computations.
         """
-        code, placed = self.empty_code(), self._with_readers(np.array(order, dtype=np.int64))
-        stage = np.full(len(self.instance.cost), -1, dtype=np.int64)
-        stage[self.instance.targets] = np.arange(len(self.instance.targets))
-        longest = max(len(stage), len(self.instance.size), len(placed))
-        encode(self.instance, stage, placed, tuple(np.empty(longest, dtype=np.int64) for _ in range(3)), code)
+        code, placed = self.empty_code(), np.array(self._with_readers(list(order)), dtype=np.int64)
+        stage = np.full(len(self.flat.ops), -1, dtype=np.int64)
+        stage[self.flat.targets] = np.arange(len(self.flat.targets))
+        longest = max(len(stage), len(self.flat.values), len(placed))
+        encode(self.flat, stage, placed, np.empty((3, longest), dtype=np.int64), code)
         return code
 
-    def _decode(self, code: Code) -> int:
-        """Decode a code into the scratch arrays; returns the length with END, or 0 if it has no plan."""
-        for own, given in zip(self._trial, code, strict=True):
-            own[:] = given
-        without_limits = RepairSettings(math.inf, 0.0, 0.0, 0.0, math.inf, 0)
-        return Repaired(*repair(self.instance, self._scratch, self._trial, without_limits, self._random)).length
+    def _with_readers(self, order: list[int]) -> list[int]:
+        """An order with the stages that only read, each right after its computation and the stages before it."""
+        if not self._readers:
+            return order
+        places: dict[int, list[int]] = {}
+        for place, o in enumerate(order):
+            places.setdefault(o, []).append(place)
+        placed: list[int] = []
+        at, done = -1, 0
+        for target in self.flat.targets[:-1].tolist():
+            if target < self._first_reader:
+                at = max(at, *places.get(target, [-1])[:1])
+                continue
+            # The plan may compute the op more often than it is listed, or less often: the last stage has the last run.
+            reader = self._readers[target - self._first_reader]
+            runs = places[reader.op]
+            at = max(at, runs[max(0, len(runs) - 1 - reader.later)])
+            placed += [*order[done : at + 1], target]
+            done = at + 1
+        return [*placed, *order[done:]]
 
     def _ops(self, length: int) -> list[int]:
         """Ops of what was decoded, without END and the stages that only read."""
-        sequence = self._scratch.sequence[: max(0, length - 1)]
+        sequence = self._scratch.positions["op"][: max(0, length - 1)]
         return sequence[sequence < self._first_reader].tolist()
+
+    def _ruin(self, code: Code, evicted: Ints, ruin: Ruin) -> None:
+        """Clear some intervals: of values drawn one by one, of neighbours by index, or those that meet a window of stages.
+
+        The first kind mixes what has nothing in common, the second takes values of one layer, the third gives a part of the
+        step a new plan.
+        """
+        below, count = self._random.integers, len(evicted)
+        kind, many = below(3), 1 + below(max(1, min(count // 3, ruin.values)))
+        if kind == 0:
+            code[evicted[below(count, size=many)], 0, 0] = 0
+        elif kind == 1:
+            code[evicted[(below(count) + np.arange(many)) % count], 0, 0] = 0
+        else:
+            stages = len(self.flat.targets)
+            first = below(stages)
+            last = first + 1 + below(max(1, int(stages * ruin.window)))
+            used = code[evicted, 0, 0]
+            low, high = (code[evicted, 1 : used.max() + 1, k] for k in (0, 1))
+            cleared = (high >= first) & (low <= last) & (np.arange(used.max()) < used[:, None])
+            cleared &= self._random.random(cleared.shape) >= ruin.keep
+            rows = evicted[cleared.any(axis=1)]
+            gone = (cleared | (np.arange(used.max()) >= used[:, None]))[cleared.any(axis=1)]
+            order = np.argsort(gone, axis=1, kind="stable")  # those that stay first
+            code[rows, 1 : used.max() + 1] = np.take_along_axis(code[rows, 1 : used.max() + 1], order[:, :, None], axis=1)
+            code[rows, 0, 0] = (~gone).sum(axis=1)
 
     def _repair(self, exponent: float, noise: float, batch: float) -> bool:
         """Repair the working code; keep it as the best if it is cheaper."""
         settings = self._settings(exponent, noise, batch)
-        repaired = Repaired(*repair(self.instance, self._scratch, self._trial, settings, self._random))
-        if repaired.found:
-            self.best_cost = repaired.cost
-            for best, own in zip(self._best, self._trial, strict=True):
-                best[:] = own
-        return repaired.found
+        found, cost, _, _ = repair(self.flat, self._scratch, self._trial, settings, self._noise)
+        if found:
+            self.best_cost = cost
+            self._best[:] = self._trial
+        return found
 
-    def _settings(self, exponent: float, noise: float, batch: float) -> RepairSettings:
-        rounds = PARAMETERS.rounds_per_value * len(self.instance.size)
-        return RepairSettings(self._budget, exponent, noise, batch, self.best_cost, rounds)
+    def _settings(self, exponent: float, noise: float, batch: float) -> Repair:
+        """With as many rounds as evict each value a few times: such a repair has had its chance."""
+        return Repair(self._budget, exponent, noise, batch, self.best_cost, 20 * len(self.flat.values))
 
 
-def _stages(given: Instance, order: Ints, first_reader: int) -> tuple[Ints, Ints]:
-    """Stages of an order, and the op, the value and the number of later listings of those that only read (`list_stages`)."""
-    ops, values = len(given.cost), len(given.size)
-    work = np.empty(ops, dtype=np.int64), np.empty(ops, dtype=np.int64), np.empty(values, dtype=np.uint8)
-    stages = np.empty(len(order) + values, dtype=np.int64)
-    readers = np.empty((3, len(stages)), dtype=np.int64)
-    many, reading = list_stages(given, order, first_reader, work, stages, readers)
-    return stages[len(stages) - many :], np.ascontiguousarray(readers[:, len(stages) - reading :])
+def evict(code: Code, value: int, start: int, stop: int) -> bool:
+    """Add to a code that a value is not held in stages ``start`` to ``stop``; False if it has no room for one more interval."""
+    return bool(add_interval(code, value, start, stop))
+
+
+class _Reader(NamedTuple):
+    """A stage that only reads a value of an op that is listed again."""
+
+    op: int
+    value: int
+    later: int  # how often the op is listed after it
+
+
+def _list_stages(g: FlatGraph, order: Ints, first_reader: int) -> tuple[Ints, list[_Reader]]:
+    """Stages of an order in which ops may be listed again, stages that only read numbered in their order, and what those read.
+
+    Where an op is listed again, it has a stage for what is read of it from there on, before it is listed once more: one for each
+    kept value at its last place, else one for the largest.
+    """
+    end = len(g.ops) - 2
+    listed = Counter(o for o in order.tolist() if o < end)
+    if max(listed.values(), default=1) == 1:
+        return order, []
+    size, kept = g.values["size"].tolist(), g.values["kept"].astype(np.bool_).tolist()
+    read = list(kept)
+    read_from, write_from = g.ops["reads"].tolist(), g.ops["writes"].tolist()
+    reads, writes = g.reads.tolist(), g.writes.tolist()
+    later: Counter[int] = Counter()
+    stages: list[int] = []
+    readers: list[_Reader] = []
+    for o in reversed(order.tolist()):
+        if o >= end or later[o] + 1 == listed[o]:
+            stages.append(o)
+        else:
+            made = [v for v in writes[write_from[o] : write_from[o + 1]] if read[v]]
+            chosen = [v for v in made if kept[v]] or [max(made, key=lambda v: (size[v], -v))] if made else []
+            readers += [_Reader(o, v, later[o]) for v in reversed(chosen)]
+            stages += [-1] * len(chosen)
+            for v in made:
+                read[v] = False
+        if o < end:
+            later[o] += 1
+            for v in reads[read_from[o] : read_from[o + 1]]:
+                read[v] = True
+    numbers = iter(range(first_reader, first_reader + len(readers)))
+    return np.array([next(numbers) if o < 0 else o for o in reversed(stages)], dtype=np.int64), readers[::-1]

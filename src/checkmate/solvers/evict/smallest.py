@@ -11,7 +11,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.result import Limits, MinBudget
 from checkmate.core.simulate import simulate
 from checkmate.solvers.bounds.floor import Floor, floor
-from checkmate.solvers.evict.starts import late_order, load_kernels, starts
+from checkmate.solvers.evict.starts import late_order, starts
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.reductions.unread import without_unread
 from checkmate.solvers.session import Session
@@ -140,7 +140,6 @@ class _Bisection:
         """
         if self.peak_bytes <= self._enough or self._clock.left_s() <= 0:
             return  # before the kernels are loaded, which takes a second
-        self._clock.prepare(load_kernels)
         began, last, low = self._clock.elapsed_s(), 0.0, self._floor.peak_bytes
         search = next(self._starts)
         self._searches.append(search)
@@ -157,7 +156,6 @@ class _Bisection:
         """Look for a higher floor, if the peak is above the one that is known. It holds for plans without copies to a host."""
         if self.peak_bytes <= self._enough or self._problem.host is not None:
             return
-        self._clock.prepare(load_kernels)
         from checkmate.solvers.bounds.last_run import last_run_floor
 
         found = last_run_floor(self._fold.folded, self._floor.peak_bytes, self._clock.time_up)

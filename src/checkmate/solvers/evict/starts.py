@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from checkmate.core.graph import Graph
@@ -17,74 +15,24 @@ if TYPE_CHECKING:
     from checkmate.solvers.evict.search import Search
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartParameters:
-    """Parameters of `starts`.
-
-    Attributes:
-        lower: A scheduled order is used if its peak is below this share of the given one's: a search takes the same
-            time from either, and the given order of a training step is a good one.
-        annealed_ops: Larger graphs are not annealed, which would take seconds.
-        kept_share: Share of the bytes above resident ones that kept values have to take for a start that makes them one after
-            another at the end: below it there is room for all of them, whenever they are made.
-    """
-
-    lower: float = 0.99
-    annealed_ops: int = 3000
-    kept_share: float = 0.25
-
-
-PARAMETERS = StartParameters()
-
-
 class Start(NamedTuple):
-    """A start of a search.
+    """Every op in the order of first computations, and those that are computed when another op needs them instead.
 
-    Attributes:
-        order: Every op, in the order of first computations; one that is listed again has another stage there (`Search`).
-        on_demand: Ops that are computed when another op needs them instead.
+    An op that is listed again has another stage there (`Search`).
     """
 
     order: tuple[int, ...]
     on_demand: frozenset[int]
 
     def search(self, problem: Problem, seed: int, time_up: Flag | None = None) -> Search:
-        """A search from here.
-
-        Args:
-            problem: The problem that this is a start for.
-            seed: Seed of the search.
-            time_up: As in `starts`.
-        """
+        """A search of the problem from here."""
         from checkmate.solvers.evict.search import Search
 
         return Search(problem, self.on_demand, seed, self.order, time_up)
 
 
-@cache
-def load_kernels() -> None:
-    """Compile the kernels of orders and searches, which takes half a minute once, or load them, which takes a second."""
-    from checkmate.solvers.evict.repair import RuinParameters
-    from checkmate.solvers.evict.sequences.resequence import Resequencing
-
-    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 4)]
-    chain = Graph.from_dag(cost=[1] * 5, size_bytes=[1] * 5, edges=edges, backward=[False, False, False, True, True])
-    problem = Problem(chain, 3)
-    for start in starts(problem, 0):
-        search = start.search(problem, 0)
-        search.first()
-        search.start_from_order((0, 1, 2, 3, 0, 4))
-        search.improve(8, 0.0, lambda: False)
-        search.relieve(search.code_of(search.order()), 0.0, 0.0, 1.0, RuinParameters())
-        Resequencing(problem).anneal(search.order(), 0)
-
-
 def target_lists(problem: Problem) -> list[frozenset[int]]:
-    """Sets of ops to compute on demand, the most promising first; one empty set without reordering.
-
-    Args:
-        problem: A problem whose views are folded.
-    """
+    """Sets of ops to compute on demand, the most promising first; one empty set without reordering."""
     if not problem.reorder:
         return [frozenset()]
     on_demand = on_demand_ops(problem.graph)
@@ -97,9 +45,6 @@ def ops_of_kept(problem: Problem) -> tuple[int, ...]:
 
     At the end the values that were made are held while the others are made. The sum of what is held and what an op needs is
     lowest at its highest if the ops that need most come first: the exchange argument of scheduling.
-
-    Args:
-        problem: A problem whose views are folded.
     """
     graph = problem.graph
 
@@ -115,18 +60,11 @@ def ops_of_kept(problem: Problem) -> tuple[int, ...]:
 def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator[Start]:
     """Starts of searches, each made when the one before it has been used.
 
-    The given order first. Where kept values take much of the budget, it once more, with their ops listed again at its end.
-    Then the lower of it and one of list scheduling, annealed to hold less above the budget; on a large graph the scheduled
-    one as it is, if it is lower.
-
-    Args:
-        problem: A problem whose views are folded.
-        seed: Seed of the scheduling.
-        time_up: Ends kernels when it is raised; by default nothing does.
+    The given order first. Where kept values take a quarter of the budget, it once more, with their ops listed again at its end:
+    below that there is room for all of them, whenever they are made. Then the lower of it and one of list scheduling, annealed
+    to hold less above the budget; on a graph of over 3,000 ops, where annealing takes seconds, the scheduled one as it is, if
+    it is lower.
     """
-    from checkmate.solvers.evict.reorder import reorder
-    from checkmate.solvers.evict.schedule import low_order
-
     graph = problem.graph
     given = tuple(range(len(graph.ops)))
     late_ops = target_lists(problem)
@@ -134,16 +72,18 @@ def starts(problem: Problem, seed: int, time_up: Flag | None = None) -> Iterator
     room = problem.budget_bytes - graph.resident_bytes
     again = ops_of_kept(problem)
     kept_bytes = sum(graph.values[v].size_bytes for o in again for v in graph.ops[o].outputs if graph.values[v].kept)
-    if kept_bytes > PARAMETERS.kept_share * room:
+    if kept_bytes > 0.25 * room:
         yield Start((*given, *again), late_ops[0])
     if not problem.reorder:
         return
-    low = low_order(graph, seed, time_up)
-    lower = low.peak_bytes < PARAMETERS.lower * low.given_peak_bytes
-    if len(graph.ops) <= PARAMETERS.annealed_ops:
-        yield Start(tuple(reorder(graph, low.order if lower else given, room, seed, time_up)), frozenset())
-    elif lower:
-        yield Start(low.order, frozenset())
+    from checkmate.solvers.evict.anneal import anneal_order
+    from checkmate.solvers.evict.schedule import low_order
+
+    low = low_order(problem, seed, time_up)
+    if len(given) <= 3000:
+        yield Start(tuple(anneal_order(problem, low, room, seed, time_up)), frozenset())
+    elif low != list(given):
+        yield Start(tuple(low), frozenset())
 
 
 def on_demand_ops(graph: Graph) -> frozenset[int]:
@@ -152,9 +92,6 @@ def on_demand_ops(graph: Graph) -> frozenset[int]:
     Frameworks run such ops in the forward pass, and their values are then held through it. Computed when the backward pass first
     reads them, they are not. Only ops that no rule ties to a place are among them: recomputable, in no `order`
     pair, without `clobbered_by` and replay bytes, overwriting nothing, and with readers.
-
-    Args:
-        graph: A graph whose views are folded; it has none without a loss op.
     """
     tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
     needed = [op.phase == "loss" for op in graph.ops]
@@ -170,11 +107,7 @@ def on_demand_ops(graph: Graph) -> frozenset[int]:
 
 
 def movable_to_end(graph: Graph) -> frozenset[int]:
-    """Ops that nothing keeps from being computed last: recomputable, tied to no place, and all that they make is kept and unread.
-
-    Args:
-        graph: A graph whose views are folded.
-    """
+    """Ops that nothing keeps from being computed last: tied to no place, and all that they make is kept and unread."""
     tied = ordered_ops(graph) | {c for op in graph.ops for c in op.clobbered_by}
     return frozenset(
         o
@@ -188,9 +121,6 @@ def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
 
     A weight gradient that is larger than the activations and gradients it is computed from costs less memory as those.
     Whether it pays depends on what else reads them, so that searches start both with and without it.
-
-    Args:
-        graph: A graph whose views are folded.
     """
 
     def made_less_read(o: int) -> int:
@@ -202,15 +132,7 @@ def deferred_weight_gradients(graph: Graph) -> frozenset[int]:
 
 
 def late_order(graph: Graph, late: frozenset[int] | None = None) -> list[int]:
-    """The graph's own order with some ops moved to right before their first reader, or to the end.
-
-    Args:
-        graph: The graph.
-        late: Ops to move; by default those of `on_demand_ops` and `deferred_weight_gradients`.
-
-    Returns:
-        Every op once.
-    """
+    """The graph's own order with some ops moved to right before their first reader, or to the end."""
     late = on_demand_ops(graph) | deferred_weight_gradients(graph) if late is None else late
     out: list[int] = []
     done = [False] * len(graph.ops)

@@ -25,9 +25,9 @@ from checkmate.core.result import Reason, Termination
 from checkmate.solvers.bounds.events.copy_cuts import build_with_host, proven_ns
 from checkmate.solvers.bounds.events.cut_model import CutModel
 from checkmate.solvers.bounds.events.refine import promising_events
-from checkmate.solvers.evict.instance import Move
 from checkmate.solvers.evict.search import Search
 from checkmate.solvers.evict.starts import starts
+from checkmate.solvers.flat_graph import Move
 from checkmate.solvers.offload.placement import Placed, Reference, place
 from checkmate.solvers.offload.sequence import needed_steps, plan_with_copies
 from checkmate.solvers.reductions.fold_views import FoldViews
@@ -110,7 +110,7 @@ class _Alone:
         if left <= 0 or floor(problem.graph).peak_bytes > problem.budget_bytes:
             return
         limits = replace(session.limits, time_s=left * PARAMETERS.alone_share if math.isfinite(left) else None)
-        inner = Session(problem, limits, outer=session)
+        inner = Session(problem, limits)
         try:
             solver.run(problem, inner)
         finally:  # also where the user interrupts
@@ -263,7 +263,7 @@ class _Joint:
             at.setdefault(p.fetch_at, []).append(end + len(moves))
         order = [o for stage, target in enumerate(reference.targets) for o in (*at.get(stage, ()), target)]
         order += at.get(len(reference.targets), [])
-        search = Search(self.folded, frozenset(), self.session.limits.seed, order, self.session.time_up, moves)
+        search = Search(self.folded, frozenset(), self.session.limits.seed, order, self.session.time_up, moves=moves)
         if len(reference.sequence) > len(reference.targets):
             search.start_from_order(self._with_moves(reference, at, moves))
         search.first(PARAMETERS.greedy, lambda: self.session.left_s() <= 0)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from checkmate.core.graph import Graph
-from checkmate.core.problem import Problem
-from checkmate.core.result import Limits, Reason, Termination
+from checkmate.core.result import Reason, Termination
 from checkmate.solvers.reductions.fold_views import FoldViews
 from checkmate.solvers.session import Session
 from checkmate.solvers.states.kernel import EXPANDED, FOUND, FULL, GOAL, LEAST, QUEUED, begin, expand
-from checkmate.solvers.states.packed_problem import PackedProblem, pack
+from checkmate.solvers.states.packed_problem import PackedProblem
 
 _CHUNK: Final = 2000
 """States to expand between two looks at the clock: some milliseconds."""
@@ -91,15 +88,6 @@ class Exploration:
             order.append(int(self._store.op[state]))
             state = int(self._store.parent[state])
         return order[::-1]
-
-
-@cache
-def load_kernels() -> None:
-    """Compile the kernels of the search, which takes seconds once, or load them."""
-    problem = Problem(Graph.from_dag(cost=[1, 1], size_bytes=[1, 1], edges=[(0, 1)]), 2)
-    packed = pack(problem)
-    assert not isinstance(packed, str)
-    Exploration(FoldViews.of(problem.graph), packed, Session(problem, Limits()), 16).run(lambda: False)
 
 
 class _Store(NamedTuple):
