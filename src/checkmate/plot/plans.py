@@ -15,8 +15,7 @@ from checkmate.core.result import Curve
 from checkmate.core.simulate import Timeline
 from checkmate.core.units import format_bytes, format_cost
 from checkmate.plot import style
-from checkmate.studies.explain import held_at
-from checkmate.studies.explain import remats_by_module
+from checkmate.studies.explain import held_at, remats_by_module
 
 
 def schedule(ax: Axes, graph: Graph, plan: Plan, *, title: str = "") -> Axes:
